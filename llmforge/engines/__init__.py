@@ -1,0 +1,1 @@
+"""Engine builders: what a backend loads."""

@@ -1,0 +1,96 @@
+"""Every error that llmforge raises on purpose, and the exit code of each.
+
+::
+
+    ForgeError                      1   (never raised itself; 1 is left to our own bugs)
+    ├── UsageError                  2   command line
+    │   └── RecipeError             2   a recipe does not validate
+    ├── GateFailed                  3   built, and a gate failed
+    ├── GateInconclusive            4   built, and the data cannot decide a gate
+    ├── InputError                  5   checkpoint or data cannot be used
+    │   ├── CheckpointError         5
+    │   └── DataError               5
+    ├── UnsupportedError            6   the target, architecture or option cannot be served
+    ├── VerificationError           7   a pass did not do what it declares
+    └── EnvironmentLacks            8   a package, a device or disk space is missing
+        └── VersionMismatch         8   an artifact needs other versions than are installed
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ForgeError(Exception):
+    """Base of all errors that llmforge raises on purpose.
+
+    `message` says what is wrong, where (file:line, node, tensor) and what is allowed; `hint` says what to do.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class UsageError(ForgeError):
+    """The command line asks for something that does not exist."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe does not validate."""
+
+
+class GateFailed(ForgeError):
+    """The artifact was built and a gate failed."""
+
+    exit_code = 3
+
+
+class GateInconclusive(ForgeError):
+    """The artifact was built and its data cannot decide a gate."""
+
+    exit_code = 4
+
+
+class InputError(ForgeError):
+    """A checkpoint or a data file cannot be used."""
+
+    exit_code = 5
+
+
+class CheckpointError(InputError):
+    """A checkpoint cannot be used."""
+
+
+class DataError(InputError):
+    """A calibration or evaluation file cannot be used."""
+
+
+class UnsupportedError(ForgeError):
+    """The target, the architecture or an option cannot be served."""
+
+    exit_code = 6
+
+
+class VerificationError(ForgeError):
+    """A pass did not do what it declares."""
+
+    exit_code = 7
+
+
+class EnvironmentLacks(ForgeError):
+    """A package, a device or disk space is missing."""
+
+    exit_code = 8
+
+
+class VersionMismatch(EnvironmentLacks):
+    """An artifact needs other versions than are installed."""

@@ -1,0 +1,1 @@
+"""Quality and latency of a shipped engine beside its checkpoint."""

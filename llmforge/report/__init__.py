@@ -1,0 +1,1 @@
+"""What a build did and measured, as JSON, Markdown and HTML."""

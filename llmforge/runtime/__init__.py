@@ -1,0 +1,1 @@
+"""The serving runtime: no torch, no transformers."""

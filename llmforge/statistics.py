@@ -1,0 +1,45 @@
+"""What calibration is asked for and what it yields; torch-free, so that passes can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.quantization import Grid, QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class WeightDemand:
+    """Quantize every decoder linear with its inputs in view (GPTQ)."""
+
+    grid: Grid
+    damping: float
+
+
+@dataclass(frozen=True)
+class KvRangeDemand:
+    """Record the largest magnitudes of keys and values as attention sees them, after rotary embedding."""
+
+
+Demand = WeightDemand | KvRangeDemand
+
+
+@dataclass(frozen=True)
+class KvRange:
+    """Largest magnitude of each cached channel of one layer: fp32 [kv_heads, head_dim], of K and of V."""
+
+    key: NDArray[np.float32]
+    value: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Results of one calibration, for all demands of a recipe."""
+
+    samples: int
+    tokens: int
+    linears: Mapping[str, QuantizedMatrix]  # by parameter name, "model.layers.0.self_attn.q_proj.weight"; may be lazy
+    kv: Mapping[int, KvRange]  # by layer

@@ -1,0 +1,1 @@
+"""Checkpoint to canonical graph, with no weights in memory."""

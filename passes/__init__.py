@@ -1,0 +1,1 @@
+"""The passes, one flat file each, and the explicit tuple of all of them."""

@@ -1,0 +1,1 @@
+"""Deployment devices: one YAML file each, and their loader."""
