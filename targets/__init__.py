@@ -1,1 +1,239 @@
-"""Deployment devices: one YAML file each, and their loader."""
+"""Deployment devices: one YAML file each, and their loader.
+
+A figure (memory, bandwidth, a rate) never stands alone: it carries its source, and whether somebody verified it.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import platform
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+
+from llmforge.errors import EnvironmentLacks, UnsupportedError, UsageError
+from llmforge.located_yaml import nearest
+
+FOLDER = Path(__file__).resolve().parent
+LOCAL = "local"
+_BUILT_HERE = f"this version builds `engine: {{backend: onnxruntime}}` for CPU targets, such as `target: {LOCAL}`"
+
+Backend = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+Rate = Literal["fp32", "fp16", "bf16", "fp8", "int8", "fp4"]
+
+
+class Isa(enum.Enum):
+    """Instruction sets that ONNX Runtime's CPU kernels (MLAS) tell apart, weakest first; each includes those before."""
+
+    GENERIC = "generic"
+    AVX2 = "avx2"
+    AVX512 = "avx512"
+    AVX512_VNNI = "avx512-vnni"
+    AMX = "amx"
+
+    def includes(self, other: Isa) -> bool:
+        """Say whether a machine with this instruction set runs code for `other`."""
+        order = list(Isa)
+        return order.index(self) >= order.index(other)
+
+
+# What MLAS asks of CPUID before it selects a set of kernels (onnxruntime/core/mlas/lib/platform.cpp), in the names of
+# /proc/cpuinfo. Each row counts on top of the rows above it.
+_FLAGS: dict[Isa, frozenset[str]] = {
+    Isa.AVX2: frozenset({"avx2", "fma"}),
+    Isa.AVX512: frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    Isa.AVX512_VNNI: frozenset({"avx512_vnni"}),
+    Isa.AMX: frozenset({"amx_tile", "amx_int8"}),
+}
+
+
+class Figure(BaseModel):
+    """A number about a device and where it comes from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    value: float = Field(gt=0)
+    source: str = Field(min_length=1, description="document, page or measurement that the number comes from")
+    verified: bool = Field(description="read in the primary source or measured by this project, not taken on trust")
+
+
+class Target(BaseModel):
+    """Immutable facts of a deployment device.
+
+    A CPU target is an instruction set: memory and rates depend on the machine and are absent. A GPU target is one
+    device; `rates` are dense (no sparsity), in TFLOP/s for floating point and TOP/s for integers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    title: str
+    kind: Literal["cpu", "gpu"]
+    isa: Isa | None = None
+    sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None  # compute capability without the dot, "89"
+    memory_gb: Figure | None = None  # 10**9 bytes
+    bandwidth_gbs: Figure | None = None  # 10**9 bytes a second
+    rates: dict[Rate, Figure] = Field(default_factory=dict)
+    engines: tuple[Backend, ...] = Field(min_length=1)
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _kind_has_its_facts(self) -> Self:
+        if self.kind == "cpu" and (self.isa is None or self.sm is not None):
+            raise ValueError("a CPU target has `isa` and no `sm`")
+        if self.kind == "gpu" and (self.sm is None or self.isa is not None):
+            raise ValueError("a GPU target has `sm` and no `isa`")
+        if self.kind == "gpu" and (self.memory_gb is None or self.bandwidth_gbs is None or not self.rates):
+            raise ValueError("a GPU target has `memory_gb`, `bandwidth_gbs` and `rates`")
+        return self
+
+    def require_engine(self, backend: Backend) -> None:
+        """Return if this machine can build and validate an engine of `backend` for this target.
+
+        Raises:
+            UnsupportedError: the target cannot load such an engine, or this version does not build it.
+            EnvironmentLacks: this machine misses a package or the device.
+        """
+        if backend not in self.engines:
+            raise UnsupportedError(
+                f"target {self.name} ({self.title}) cannot load a {backend} engine; its engines: "
+                f"{', '.join(self.engines)}",
+                hint=_BUILT_HERE,
+            )
+        if backend != "onnxruntime":
+            raise UnsupportedError(
+                f"TensorRT engines are not built by this version (asked: {backend} for target {self.name})",
+                hint=_BUILT_HERE,
+            )
+        if self.kind == "gpu":
+            self._require_cuda()
+        else:
+            self._require_cpu()
+
+    def _require_cpu(self) -> None:
+        _onnxruntime_providers("cpu")
+        assert self.isa is not None
+        here = local()
+        assert here.isa is not None
+        if not here.isa.includes(self.isa):
+            raise EnvironmentLacks(
+                f"target {self.name} needs the instruction set {self.isa.value}; this machine has {here.isa.value}, so "
+                "an engine could be written here but not validated",
+                hint=f"build on a machine that has it, or set `target: {LOCAL}`",
+            )
+
+    def _require_cuda(self) -> None:
+        if "CUDAExecutionProvider" not in _onnxruntime_providers("cuda"):
+            raise EnvironmentLacks(
+                f"target {self.name} ({self.title}) needs onnxruntime-gpu and a CUDA device; the onnxruntime of this "
+                "environment has no CUDA execution provider",
+                hint=f"{_BUILT_HERE}; it lowers no graph to CUDA yet",
+            )
+        raise UnsupportedError(
+            f"this version lowers no graph to CUDA, so it builds no onnxruntime engine for target {self.name}",
+            hint=_BUILT_HERE,
+        )
+
+
+def names() -> list[str]:
+    """List the names that `load` knows besides `local`."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load(name: str) -> Target:
+    """Read a target by its name; `local` is the CPU of this machine.
+
+    Raises:
+        UsageError: no such target.
+        EnvironmentLacks: `local`, and this machine does not tell its instruction set.
+    """
+    if name == LOCAL:
+        return local()
+    known = names()
+    if name not in known:
+        close = nearest(name, [*known, LOCAL])
+        raise UsageError(
+            f"no target is named {name!r}; known: {LOCAL}, {', '.join(known)}",
+            hint=f"did you mean {close!r}?" if close else "`llmforge targets` describes each",
+        )
+    return read(FOLDER / f"{name}.yaml")
+
+
+def read(path: Path) -> Target:
+    """Read the target that the YAML file `path` describes; its name is the file's.
+
+    Raises:
+        UsageError: the file does not describe a target.
+    """
+    content = YAML(typ="safe", pure=True).load(path)
+    try:
+        return Target.model_validate({"name": path.stem, **content})
+    except ValidationError as error:
+        raise UsageError(f"{path}: not a target: {error}") from None
+
+
+def local() -> Target:
+    """Find the CPU target of this machine.
+
+    Raises:
+        EnvironmentLacks: the operating system does not tell the instruction set.
+    """
+    return load(f"cpu-{detect().value}")
+
+
+def detect() -> Isa:
+    """Find the strongest instruction set of this machine that ONNX Runtime's kernels know.
+
+    Raises:
+        EnvironmentLacks: an x86 machine whose operating system has no /proc/cpuinfo.
+    """
+    machine = platform.machine().lower()
+    if machine not in {"x86_64", "amd64", "i386", "i686"}:
+        return Isa.GENERIC
+    flags = _cpu_flags()
+    if not flags:
+        raise EnvironmentLacks(
+            f"cannot tell the instruction set of this {machine} machine under {platform.system() or 'this system'}: "
+            "there is no /proc/cpuinfo that lists it",
+            hint=f"name the target instead of `{LOCAL}`: {', '.join(f'cpu-{isa.value}' for isa in Isa)}",
+        )
+    return classify(flags)
+
+
+def classify(flags: Collection[str]) -> Isa:
+    """Find the strongest instruction set among the `flags` of an x86 CPU, named as in /proc/cpuinfo."""
+    strongest = Isa.GENERIC
+    for isa, needed in _FLAGS.items():
+        if not needed.issubset(flags):
+            break
+        strongest = isa
+    return strongest
+
+
+def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Read the x86 feature flags of the first CPU; empty where the system does not list them."""
+    if not path.is_file():
+        return frozenset()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _onnxruntime_providers(extra: str) -> list[str]:
+    """List the execution providers of the installed onnxruntime.
+
+    Raises:
+        EnvironmentLacks: onnxruntime is not installed.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise EnvironmentLacks("onnxruntime is not installed", hint=f"pip install 'llmforge[{extra}]'")
+    import onnxruntime
+
+    providers: list[str] = onnxruntime.get_available_providers()
+    return providers

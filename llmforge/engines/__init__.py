@@ -1,1 +1,1 @@
-"""Engine builders: what a backend loads."""
+"""Engine builders: what a backend loads, written from a lowered graph."""

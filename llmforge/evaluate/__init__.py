@@ -1,1 +1,1 @@
-"""Quality and latency of a shipped engine beside its checkpoint."""
+"""Measurements of an artifact beside the checkpoint it was made from: quality, latency, and the machine they ran on."""

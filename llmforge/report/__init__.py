@@ -1,1 +1,1 @@
-"""What a build did and measured, as JSON, Markdown and HTML."""
+"""The evidence of a build: its record, and how people read it (JSON, Markdown, HTML, terminal)."""

@@ -1,0 +1,241 @@
+"""The command line. Only this module prints.
+
+Exit codes: 0 done, and gates passed; 1 our own bug; 2 usage or recipe; 3 a gate failed; 4 a gate is inconclusive;
+5 bad checkpoint or data; 6 not supported by the target; 7 a pass failed its verification; 8 the environment lacks
+something; 130 interrupted; 141 the reader of standard output went away.
+
+Commands import what they need when they run, so that `llmforge --help` costs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmforge import __version__
+from llmforge.errors import ForgeError, GateFailed, GateInconclusive, UsageError
+
+if TYPE_CHECKING:
+    from llmforge.report.model import Report
+
+_INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
+_PIPE_CLOSED = 128 + 13  # … and SIGPIPE
+_ISSUES = "This is a bug in llmforge. Please report it with the command, the recipe and everything above."
+
+
+class _Root(click.Group):
+    """Turns errors into one message on standard error and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except ForgeError as error:
+            from llmforge.console import show_error
+
+            show_error(error)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(_INTERRUPTED)
+        except BrokenPipeError:
+            # Python would complain once more when it flushes standard output at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(_PIPE_CLOSED)
+        return result
+
+
+_EPILOG = """\b
+Exit codes
+  0  done; gates passed           5  bad checkpoint or data
+  1  a bug of llmforge            6  not supported by the target
+  2  usage or recipe              7  a pass failed its verification
+  3  a gate failed                8  the environment lacks something
+  4  a gate is inconclusive
+"""
+
+
+@click.group(
+    cls=_Root,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="llmforge")
+def cli() -> None:
+    """Compile a checkpoint and a recipe into a validated, versioned artifact that a server runs."""
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("artifacts"), show_default=True,
+    help="Folder that receives NAME/VERSION.",
+)  # fmt: skip
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE",
+    help="Change the recipe: passes.quantize-weights.block_size=128, engine.max_context=512. Values are YAML, paths "
+    "relative to the recipe.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Write the report as JSON instead of a summary.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def build(recipe: Path, out: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> None:
+    """Build the artifact that RECIPE describes; its path is the last line of standard output."""
+    from llmforge import console, passes, pipeline
+    from llmforge.gates import Verdict
+    from llmforge.recipe import Recipe
+
+    loaded = Recipe.load(recipe, overrides)
+    loaded.instantiate(passes.ALL)  # before anything heavy is imported or read
+    with console.progress(quiet=quiet) as progress:
+        result = pipeline.build(loaded, out, progress)
+    if as_json:
+        _write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
+    else:
+        click.echo(_summary(result.report))
+        click.echo(str(result.path))
+    undecided = "\n".join(
+        gate.explanation for gate in result.report.gates if gate.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE)
+    )
+    hint = f"the evidence is in {result.path / 'report'}"
+    if result.report.verdict is Verdict.FAIL:
+        raise GateFailed(f"built, and a gate failed\n{undecided}", hint=hint)
+    if result.report.verdict is Verdict.INCONCLUSIVE:
+        raise GateInconclusive(f"built, and a gate is inconclusive\n{undecided}", hint=hint)
+
+
+@cli.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("prompt")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="End after N tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the K likeliest tokens; 0 keeps all.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
+@click.option("--stop", multiple=True, help="End before this text; may be given again.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template, as the user's turn.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object at the end instead of a stream.")
+def run(
+    artifact: Path,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    stop: tuple[str, ...],
+    chat: bool,
+    as_json: bool,
+) -> None:
+    """Generate from ARTIFACT, as it will be served. PROMPT `-` reads standard input."""
+    from llmforge import runtime
+
+    sampling = runtime.Sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens, stop=stop
+    )
+    text = _stdin() if prompt == "-" else prompt
+    runner = runtime.load(artifact)
+    chunks = []
+    for chunk in runner.generate(runner.encode_chat([{"role": "user", "content": text}]) if chat else text, sampling):
+        chunks.append(chunk)
+        if not as_json:
+            click.echo(chunk.text, nl=False)
+            sys.stdout.flush()
+    if not as_json:
+        click.echo()
+        return
+    last = chunks[-1]
+    assert last.usage is not None
+    _write_json(
+        {
+            "text": "".join(chunk.text for chunk in chunks),
+            "token_ids": [chunk.token_id for chunk in chunks if chunk.token_id is not None],
+            "finish_reason": last.finish_reason,
+            "usage": vars(last.usage),
+        }
+    )
+
+
+@cli.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def passes(name: str | None, as_json: bool) -> None:
+    """List the passes, or describe the pass NAME and its options."""
+    from llmforge import passes as registry
+
+    from llmforge import describe
+
+    if name is None:
+        rows = [(cls.name, cls.numerics.value, describe.summary(cls)) for cls in registry.ALL]
+        if as_json:
+            _write_json([dict(zip(("name", "numerics", "summary"), row, strict=True)) for row in rows])
+        else:
+            _write_columns(rows)
+        return
+    known = {cls.name: cls for cls in registry.ALL}
+    if name not in known:
+        from llmforge.recipe_errors import meant
+
+        raise UsageError(f"no pass is named {name!r}; known: {', '.join(known)}", hint=meant(name, list(known)))
+    if as_json:
+        _write_json(describe.pass_facts(known[name]))
+    else:
+        click.echo(describe.pass_text(known[name]))
+
+
+@cli.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def targets(name: str | None, as_json: bool) -> None:
+    """List the targets, or show the facts of the target NAME; `local` is the CPU at hand."""
+    from llmforge import describe
+    from llmforge import targets as devices
+
+    found = [devices.load(name)] if name else [devices.load(each) for each in devices.names()]
+    if as_json:
+        facts = [target.model_dump(mode="json", exclude_none=True) for target in found]
+        _write_json(facts[0] if name else facts)
+    elif name:
+        click.echo(describe.target_text(found[0]))
+    else:
+        _write_columns([(target.name, target.kind, target.title) for target in found])
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from llmforge import passes as registry
+    from llmforge import recipe
+
+    _write_json(recipe.schema(registry.ALL))
+
+
+def main() -> None:
+    """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1."""
+    try:
+        cli()
+    except Exception as error:
+        error.add_note(_ISSUES)
+        raise
+
+
+def _stdin() -> str:
+    """Read the prompt from standard input, less one newline at its end."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input: byte {error.start} is not UTF-8") from error
+
+
+def _write_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def _write_columns(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

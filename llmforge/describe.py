@@ -1,0 +1,120 @@
+"""Passes and targets in words, for the command line."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmforge import options
+from llmforge.targets import Figure, Target
+from llmforge.transform import Pass
+
+_BOUNDS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "multipleOf": "a multiple of {}",
+}
+
+
+def summary(cls: type[Pass]) -> str:
+    """Say what a pass does, in one line."""
+    return (inspect.getdoc(cls) or "").partition("\n")[0]
+
+
+def pass_facts(cls: type[Pass]) -> dict[str, Any]:
+    """Write all about a pass as plain data."""
+    return {
+        "name": cls.name,
+        "numerics": cls.numerics.value,
+        "summary": summary(cls),
+        "description": _documentation(cls),
+        "requires": sorted(cls.requires),
+        "provides": sorted(cls.provides),
+        "options": options.schema(cls),
+    }
+
+
+def pass_text(cls: type[Pass]) -> str:
+    """Write all about a pass for people: what it does, then its options."""
+    lines = [f"{cls.name} ({cls.numerics.value})", "", _documentation(cls), ""]
+    for title, facts in (("Requires", cls.requires), ("Provides", cls.provides)):
+        if facts:
+            lines += [f"{title}: {', '.join(sorted(facts))}", ""]
+    lines += ["Options", *(_options(options.schema(cls)) or ["  none"])]
+    return "\n".join(lines)
+
+
+def target_text(target: Target) -> str:
+    """Write the facts of a target for people, each figure with its source."""
+    lines = [f"{target.name} ({target.kind})", target.title, ""]
+    if target.isa is not None:
+        lines.append(f"instruction set  {target.isa.value}")
+    if target.sm is not None:
+        lines.append(f"compute capability  {target.sm[:-1]}.{target.sm[-1]}")
+    lines.append(f"engines  {', '.join(target.engines)}")
+    lines += [line for name, unit, figure in _figures(target) for line in _figure(name, unit, figure)]
+    lines += ["", *(f"- {note}" for note in target.notes)] if target.notes else []
+    return "\n".join(lines)
+
+
+def _documentation(cls: type[Pass]) -> str:
+    """Return the docstring of the pass's file, which enumerates its cases; else that of its class."""
+    return inspect.getdoc(sys.modules[cls.__module__]) or inspect.getdoc(cls) or ""
+
+
+def _options(schema: Mapping[str, Any], indent: str = "  ", root: Mapping[str, Any] | None = None) -> list[str]:
+    root = root or schema
+    lines: list[str] = []
+    for name, written in schema.get("properties", {}).items():
+        described = {**_referred(written, root), **{key: value for key, value in written.items() if key != "$ref"}}
+        need = "required" if name in schema.get("required", ()) else f"default {_plain(described.get('default'))}"
+        lines.append(f"{indent}{name}: {_kind(described, root)}; {need}")
+        if "description" in described:
+            lines.append(f"{indent}    {described['description']}")
+        lines += _options(described, indent + "    ", root)
+    return lines
+
+
+def _kind(described: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Say which values an option takes."""
+    if "enum" in described:
+        return " or ".join(_plain(value) for value in described["enum"])
+    if "const" in described:
+        return _plain(described["const"])
+    if "anyOf" in described:
+        return " or ".join(_kind(_referred(choice, root), root) for choice in described["anyOf"])
+    words = [{"object": "mapping", "array": "list"}.get(described.get("type", ""), described.get("type", "value"))]
+    words += [text.format(described[key]) for key, text in _BOUNDS.items() if key in described]
+    return ", ".join(words)
+
+
+def _referred(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "$ref" not in node:
+        return node
+    found: Mapping[str, Any] = root["$defs"][node["$ref"].removeprefix("#/$defs/")]
+    return found
+
+
+def _plain(value: object) -> str:
+    """Write a value as a recipe would."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _figures(target: Target) -> Iterator[tuple[str, str, Figure]]:
+    if target.memory_gb is not None:
+        yield "memory", "GB", target.memory_gb
+    if target.bandwidth_gbs is not None:
+        yield "bandwidth", "GB/s", target.bandwidth_gbs
+    for dtype, figure in target.rates.items():
+        yield f"{dtype}, dense", "TOP/s" if dtype.startswith("int") else "TFLOP/s", figure
+
+
+def _figure(name: str, unit: str, figure: Figure) -> list[str]:
+    mark = "" if figure.verified else " (not verified)"
+    return [f"{name}  {figure.value:g} {unit}{mark}", f"    {figure.source}"]

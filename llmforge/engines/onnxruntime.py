@@ -1,0 +1,292 @@
+"""The engine for ONNX Runtime on the CPU: `model.onnx`, `model.onnx.data` and `runtime.json`.
+
+The same model and options give the same bytes: nothing of the machine, of paths or of time is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as registry
+
+from llmforge import dialect, graph
+from llmforge.checkpoint import Checkpoint
+from llmforge.errors import UnsupportedError, VerificationError
+from llmforge.progress import Progress, Silent
+from llmforge.recipe import EngineSpec
+from llmforge.runtime import chat
+from llmforge.runtime.config import FILE, FORMAT, RuntimeConfig, SessionOptions
+from llmforge.runtime.session import PROVIDER, Session
+from llmforge.targets import Target
+from llmforge.transform import Changes, Rewritten
+
+MODEL_FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"
+MICROSOFT = "com.microsoft"
+LLMFORGE = "llmforge"
+
+# Tensors below this size stay in model.onnx: scales, row defaults, shapes, which shape inference must see as constants.
+INLINE_BELOW_BYTES = 1024
+# Offsets in the data file. 64: a cache line, so that no kernel meets an unaligned float in a mapped file.
+# 4096: a page, so that a large tensor shares none with its neighbours when the file is mapped.
+ALIGNMENT_BYTES = 64
+PAGE_BYTES = 4096
+PAGE_ALIGNED_FROM_BYTES = 1 << 20
+
+TOKENIZER_FILES = ("tokenizer.json", *chat.SPECIAL_TOKEN_FILES)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What was built, for the report."""
+
+    folder: Path
+    config: RuntimeConfig
+    nodes: int
+    size_bytes: int  # all files together
+
+
+def lower(model: ir.Model, target: Target) -> tuple[ir.Model, Changes]:
+    """Rewrite what the passes left into operators that ONNX Runtime runs on the CPU.
+
+    Operators of the canonical dialect are expanded to standard ONNX; `MatMul(x, Transpose(W))` of a tied head becomes
+    FusedMatMul(x, W), so that the file holds the embedding once and loading makes no transposed copy. The given model
+    is left alone, and its tensors are shared.
+
+    Raises:
+        UnsupportedError: the target is no CPU, or no CPU kernel exists for an operator of the graph.
+    """
+    if target.kind != "cpu":
+        raise UnsupportedError(f"target {target.name} is a {target.kind}; this engine runs on CPUs")
+    changes = Changes()
+    canonical = [node for node in model.graph.all_nodes() if node.domain == LLMFORGE]
+    changes.rewritten += [Rewritten(str(node.name), f"{node.op_type} expanded to standard ONNX") for node in canonical]
+    lowered = dialect.expand(model) if canonical else model.clone()
+    changes.rewritten += _fuse_transposed_weights(lowered)
+    check_operators(lowered)
+    return lowered, changes
+
+
+def _fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
+    rewritten = []
+    for node in list(model.graph):
+        weight = _transposed_weight(node)
+        if weight is None:
+            continue
+        inputs = [node.inputs[0], weight]
+        (fused,) = graph.insert(node, "FusedMatMul", inputs, {"transB": 1}, domain=MICROSOFT, name=node.name)
+        graph.supersede(node.outputs[0], fused)
+        rewritten.append(Rewritten(str(node.name), f"MatMul and Transpose of {weight.name} to FusedMatMul"))
+    if rewritten:
+        model.opset_imports.setdefault(MICROSOFT, 1)
+        graph.drop_unused(model)
+    return rewritten
+
+
+def _transposed_weight(node: ir.Node) -> ir.Value | None:
+    """Return W where `node` is MatMul(x, Transpose(W)) of a two-dimensional initializer W."""
+    if (node.domain, node.op_type) != ("", "MatMul") or node.inputs[1] is None:
+        return None
+    transpose = node.inputs[1].producer()
+    if transpose is None or (transpose.domain, transpose.op_type) != ("", "Transpose"):
+        return None
+    weight = transpose.inputs[0]
+    if weight is None or not weight.is_initializer() or weight.shape is None or len(weight.shape) != 2:
+        return None
+    return weight
+
+
+def check_operators(model: ir.Model) -> None:
+    """Return if ONNX Runtime has a CPU kernel, or a decomposition, for every operator of `model`.
+
+    Raises:
+        UnsupportedError: names the operators that it cannot run, and a node of each.
+    """
+    kernels: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for kernel in registry.get_all_opkernel_def():
+        if kernel.provider == PROVIDER:
+            kernels.setdefault((kernel.domain, kernel.op_name), []).append(kernel.version_range)
+    missing: dict[str, str] = {}
+    for node in model.graph.all_nodes():
+        version = _since_version(node, model.opset_imports)
+        runs = any(_covers(versions, version) for versions in kernels.get((node.domain, node.op_type), ()))
+        if not runs and not _decomposes(node, model):
+            missing.setdefault(f"{node.domain or 'ai.onnx'}::{node.op_type}-{version}", str(node.name))
+    if missing:
+        listed = ", ".join(f"{operator} (node {node})" for operator, node in missing.items())
+        raise UnsupportedError(
+            f"ONNX Runtime {onnxruntime.__version__} has no CPU kernel for {listed}",
+            hint="choose passes whose operators the target runs",
+        )
+
+
+def _since_version(node: ir.Node, opset_imports: Mapping[str, int]) -> int:
+    """Version of the operator's definition that the model's opset selects."""
+    opset = opset_imports.get(node.domain, 1)
+    if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        return opset
+    return int(onnx.defs.get_schema(node.op_type, max_inclusive_version=opset).since_version)
+
+
+def _covers(versions: tuple[int, int], since: int) -> bool:
+    """Apply ONNX Runtime's rule (KernelRegistry::VerifyKernelDef): an open-ended kernel serves its own version only."""
+    first, last = versions
+    return first == since or (first < since <= last and last != np.iinfo(np.int32).max)
+
+
+def _decomposes(node: ir.Node, model: ir.Model) -> bool:
+    if node.op_identifier() in model.functions:
+        return True
+    if node.domain:
+        return False
+    if node.op_type == "Constant":  # becomes an initializer when the graph is loaded
+        return True
+    schema_known = onnx.defs.has(node.op_type, max_inclusive_version=model.opset_imports[""])
+    return schema_known and bool(
+        onnx.defs.get_schema(node.op_type, max_inclusive_version=model.opset_imports[""]).has_function
+    )
+
+
+def build(
+    model: ir.Model,
+    folder: Path,
+    *,
+    spec: EngineSpec,
+    eos_token_ids: Sequence[int],
+    bos_token_id: int | None,
+    progress: Progress | None = None,
+) -> Engine:
+    """Write a lowered `model` into `folder` (created), load it once, and run it.
+
+    Weights stream one tensor at a time: memory grows with the largest tensor, not with the model.
+
+    Raises:
+        UnsupportedError: an operator has no CPU kernel, ONNX Runtime refuses the graph, or `spec.max_context` is more
+            than the rotary tables of the model reach.
+        VerificationError: the engine yields logits that are not finite.
+    """
+    check_operators(model)
+    _check_context(model, spec.max_context)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_model(model, folder, progress or Silent())
+    options = session_options(spec.threads)
+    session = Session(folder / MODEL_FILE, options.resolve())
+    _prove(session, spec.max_context)
+    config = RuntimeConfig(
+        format=FORMAT,
+        onnxruntime=onnxruntime.__version__,
+        max_context=spec.max_context,
+        max_batch=spec.max_batch,
+        vocabulary=session.vocabulary,
+        eos_token_ids=tuple(eos_token_ids),
+        bos_token_id=bos_token_id,
+        caches=session.caches,
+        session=options,
+    )
+    (folder / FILE).write_text(config.to_json(), encoding="utf-8")
+    size_bytes = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE, FILE))
+    return Engine(folder, config, graph.nodes(model), size_bytes)
+
+
+def session_options(threads: int | None) -> SessionOptions:
+    """Choose how ONNX Runtime runs an engine."""
+    return SessionOptions(threads=threads, optimize=True, entries={})
+
+
+def _check_context(model: ir.Model, max_context: int) -> None:
+    """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them."""
+    places = {(MICROSOFT, "GroupQueryAttention"): 7, ("", "RotaryEmbedding"): 1}  # index of the cosines
+    for node in model.graph.all_nodes():
+        index = places.get((node.domain, node.op_type))
+        table = node.inputs[index] if index is not None and index < len(node.inputs) else None
+        if table is None or not table.is_initializer() or table.shape is None:
+            continue
+        positions = table.shape[0]
+        if isinstance(positions, int) and positions < max_context:
+            raise UnsupportedError(
+                f"engine.max_context is {max_context}; the rotary table {table.name} of node {node.name} has "
+                f"{positions} positions",
+                hint=f"set engine.max_context to at most {positions}",
+            )
+
+
+def _prove(session: Session, max_context: int) -> None:
+    """Read two tokens and generate on from them, so that a kernel that refuses at run time does so in the build."""
+    cache = session.allocate(1, max_context)
+    for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: max_context - 1]:
+        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache)
+        if not np.isfinite(logits).all():
+            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
+
+
+def _write_model(model: ir.Model, folder: Path, progress: Progress) -> None:
+    """Write `model.onnx` and stream its larger initializers, in the order of their names, to `model.onnx.data`."""
+    written = model.clone()
+    _strip(written)
+    initializers = written.graph.initializers
+    large = [name for name in sorted(initializers) if _size_bytes(initializers[name]) >= INLINE_BELOW_BYTES]
+    total = sum(_size_bytes(initializers[name]) for name in large)
+    done = 0
+    with (folder / DATA_FILE).open("wb") as file:
+        for name in large:
+            value = initializers[name]
+            tensor = value.const_value
+            assert tensor is not None
+            page = tensor.nbytes >= PAGE_ALIGNED_FROM_BYTES
+            offset = _align(file.tell(), PAGE_BYTES if page else ALIGNMENT_BYTES)
+            file.write(bytes(offset - file.tell()))
+            tensor.tofile(file)
+            if file.tell() - offset != tensor.nbytes:
+                raise VerificationError(
+                    f"initializer {name} declares {tensor.dtype.name} {tensor.shape} and wrote {file.tell() - offset} "
+                    f"bytes instead of {tensor.nbytes}"
+                )
+            value.const_value = ir.ExternalTensor(
+                DATA_FILE, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=name, base_dir=folder
+            )
+            done += tensor.nbytes
+            progress.advance(done, total)
+    (folder / MODEL_FILE).write_bytes(ir.to_proto(written).SerializeToString(deterministic=True))
+
+
+def _strip(model: ir.Model) -> None:
+    """Drop what no runtime reads and what may differ between two builds: texts, metadata, producers."""
+    model.producer_name, model.producer_version, model.domain, model.doc_string = "llmforge", None, None, None
+    model.metadata_props.clear()
+    model.graph.doc_string = None
+    model.graph.metadata_props.clear()
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    for node in model.graph.all_nodes():
+        node.doc_string = None
+        node.metadata_props.clear()
+        values += node.outputs
+    for value in values:
+        value.doc_string = None
+        value.metadata_props.clear()
+
+
+def _size_bytes(value: ir.Value) -> int:
+    if value.const_value is None:
+        raise ValueError(f"initializer {value.name} has no value")
+    return value.const_value.nbytes
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy into `folder` (created) what the runtime reads of a checkpoint's tokenizer, and its chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        source = checkpoint.path / name
+        if source.exists():
+            (folder / name).write_bytes(source.read_bytes())  # the content: a Hub snapshot holds symbolic links
+    if checkpoint.chat_template is not None:
+        (folder / chat.TEMPLATE_FILE).write_text(checkpoint.chat_template, encoding="utf-8")

@@ -1,0 +1,84 @@
+"""Facts of the machine that a measurement ran on, and how fast it reads memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+# Linux's names of the instruction sets that a kernel of ONNX Runtime or torch is chosen by.
+_ISA = (
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
+)  # fmt: skip
+
+
+class Machine(BaseModel):
+    """What stands under every timing of a report."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu: str  # model name
+    cores: int  # physical
+    usable_cpus: int  # logical ones that this process may run on
+    isa: tuple[str, ...]  # of the flags that matter, those present
+    memory_bytes: int
+    os: str
+    python: str
+
+
+def describe() -> Machine:
+    """Describe the machine at hand; host names and addresses are left out."""
+    info = _cpuinfo()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    return Machine(
+        cpu=info.get("model name") or platform.processor() or platform.machine(),
+        cores=psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
+        usable_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        isa=tuple(name for name in _ISA if name in flags),
+        memory_bytes=psutil.virtual_memory().total,
+        os=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+    )
+
+
+def read_bandwidth(size_bytes: int, threads: int, seconds: float = 0.2) -> float:
+    """Measure how fast `threads` threads read a working set of `size_bytes`, in bytes a second.
+
+    Each thread takes the maximum of its own contiguous part as uint64, a reduction that is bound by loads (its
+    vectorised loop does one load and one compare for 8 lanes), again and again for about `seconds`; the best round
+    counts. A working set that fits a cache measures that cache, which is what a model of that size reads from.
+    """
+    words = max(size_bytes // 8, 1024)
+    parts = np.array_split(np.ones(words, np.uint64), threads)
+    sweeps = max(1, 2**26 // (words * 8))  # at least 64 MB a round, so that starting the threads does not count
+
+    def sweep(part: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+        for _ in range(sweeps):
+            part.max()
+
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        end = time.perf_counter() + seconds
+        while True:
+            began = time.perf_counter()
+            list(pool.map(sweep, parts))
+            now = time.perf_counter()
+            best = min(best, now - began)
+            if now > end:
+                return words * 8 * sweeps / best
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Read the first processor's block of /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    pairs = (line.partition(":") for line in path.read_text().split("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,117 @@
+"""Geometry of the report's charts. Lengths are percentages of the drawing's width, so that it fits any window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmforge.evaluate.quality import HISTOGRAM_BINS_PER_DECADE, HISTOGRAM_DECADES, Quality
+from llmforge.gates import GateResult
+
+_MARGIN = 0.2  # of a gate's span, left free on both sides
+
+
+@dataclass(frozen=True)
+class GatePlot:
+    """A figure and its interval against a limit, on one axis; all in percent of the width."""
+
+    limit: float
+    forbidden: tuple[float, float]  # start and width of the side on which the gate fails
+    value: float
+    low: float
+    high: float
+    label_at: str  # "start", "middle", "end": where the limit's label fits
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a histogram: left edge and width in percent, height as a share of the tallest."""
+
+    left: float
+    width: float
+    height: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A labelled place on an axis, in percent."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Tokens by the decade of their KLD."""
+
+    columns: tuple[Column, ...]
+    ticks: tuple[Mark, ...]
+    marks: tuple[Mark, ...]
+
+
+def gate(result: GateResult) -> GatePlot | None:
+    """Lay out one gate; None where nothing was measured."""
+    measured = result.measured
+    if measured is None or not math.isfinite(measured.value):
+        return None
+    low = measured.value if measured.low is None else measured.low
+    high = measured.value if measured.high is None else measured.high
+    first, last = min(low, result.limit), max(high, result.limit)
+    span = (last - first) or abs(last) or 1.0
+    start, width = first - _MARGIN * span, span * (1 + 2 * _MARGIN)
+
+    def at(value: float) -> float:
+        return 100 * (value - start) / width
+
+    limit = at(result.limit)
+    return GatePlot(
+        limit=limit,
+        forbidden=(limit, 100 - limit) if result.bound == "max" else (0.0, limit),
+        value=at(measured.value),
+        low=at(low),
+        high=at(high),
+        label_at="start" if limit < 25 else "end" if limit > 75 else "middle",
+    )
+
+
+def shares(values: Sequence[float | None]) -> list[float]:
+    """Scale the lengths of bars to percent of the longest; what was not measured is 0."""
+    known = [value or 0.0 for value in values]
+    longest = max(known, default=0.0)
+    return [100 * value / longest if longest > 0 else 0.0 for value in known]
+
+
+def kld_histogram(quality: Quality) -> Histogram:
+    """Lay out the distribution of the KLD over tokens, with its median, mean and 99th percentile."""
+    first, last = HISTOGRAM_DECADES
+    filled = [i for i, tokens in enumerate(quality.kld_histogram) if tokens]
+    low = first + min(filled) // HISTOGRAM_BINS_PER_DECADE  # whole decades that hold anything
+    high = first + max(filled) // HISTOGRAM_BINS_PER_DECADE + 1
+    bins = (high - low) * HISTOGRAM_BINS_PER_DECADE
+    offset = (low - first) * HISTOGRAM_BINS_PER_DECADE
+    tallest = max(quality.kld_histogram)
+    width = 100 / bins
+
+    def at(kld: float) -> float:
+        return 100 * (math.log10(max(kld, 10.0**low)) - low) / (high - low)
+
+    columns = tuple(
+        Column(
+            left=i * width,
+            width=width,
+            height=tokens / tallest,
+            title=f"{tokens:,} tokens near {10 ** (low + (i + 0.5) / HISTOGRAM_BINS_PER_DECADE):.1e} nats",
+        )
+        for i, tokens in enumerate(quality.kld_histogram[offset : offset + bins])
+    )
+    marks = (("median", quality.kld_median), ("mean", quality.kld_mean.value), ("99 %", quality.kld_p99))
+    return Histogram(
+        columns=columns,
+        ticks=tuple(
+            Mark(100 * (decade - low) / (high - low), f"1e{decade}" if decade < -2 else f"{10.0**decade:g}")
+            for decade in range(low, min(high, last) + 1)
+        ),
+        marks=tuple(Mark(min(at(value), 100), label) for label, value in marks),
+    )

@@ -1,0 +1,97 @@
+"""How figures are written for people: a few significant digits, units, thousands, intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llmforge.metrics import Estimate
+
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Write a number with `digits` significant digits, in scientific notation only below 0.0001."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-4:
+        return f"{value:.{digits - 1}e}"
+    rounded = float(f"{value:.{digits - 1}e}")  # 9.996 becomes 10.0 and needs a decimal less
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+def size(size_bytes: float) -> str:
+    """Write a number of bytes in decimal units, "3.81 MB"."""
+    for unit, name in _UNITS:
+        if abs(size_bytes) >= unit:
+            return f"{significant(size_bytes / unit)} {name}"
+    return f"{size_bytes:.0f} B"
+
+
+def count(number: int) -> str:
+    """Write an integer with thousands separated, "65,893"."""
+    return f"{number:,}"
+
+
+def percent(share: float) -> str:
+    """Write a share with one decimal, "89.9 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def ms(milliseconds: float) -> str:
+    """Write a latency, "12.3 ms"."""
+    return f"{significant(milliseconds)} ms"
+
+
+def duration(seconds: float) -> str:
+    """Write what a person waits, "4.2 s", "3 min 05 s"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def times(ratio: float) -> str:
+    """Write a ratio, "3.1×"."""
+    return f"{significant(ratio, 2)}×"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _nats(value: float) -> str:
+    return significant(value)
+
+
+@dataclass(frozen=True)
+class MetricText:
+    """How a metric of the gates is called and written."""
+
+    title: str
+    write: Callable[[float], str]
+    meaning: str
+
+
+METRICS: dict[str, MetricText] = {
+    "perplexity_ratio": MetricText("Perplexity ratio", _ratio, "artifact / baseline; 1 is no loss"),
+    "kld_mean": MetricText("Mean KLD", _nats, "KL(baseline ‖ artifact), nats a token; 0 is no loss"),
+    "top1_agreement": MetricText("Top-1 agreement", percent, "tokens where both rank the same token first"),
+    "ttft_p50_ms": MetricText("TTFT, median", ms, "time to the first token, at the slowest prompt length"),
+    "tpot_p50_ms": MetricText("TPOT, median", ms, "time of each later token, at the slowest prompt length"),
+    "size_bytes": MetricText("Size", size, "all files of the engine"),
+}
+
+
+def interval(estimate: Estimate, write: Callable[[float], str]) -> str:
+    """Write the bounds of an estimate; "exact", or "no interval" where the sample is too small."""
+    if estimate.is_exact:
+        return "exact"
+    if estimate.low is None or estimate.high is None:
+        return f"no interval from {estimate.samples} {estimate.of}"
+    return f"{write(estimate.low)} – {write(estimate.high)}"

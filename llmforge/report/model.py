@@ -1,0 +1,146 @@
+"""The record of a build: everything that a reader needs to trust the artifact, or not to. Written once, never edited.
+
+`report.json` is this model. Its timings, date and machine differ from build to build, so that the content digest of an
+artifact leaves it out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmforge.evaluate.latency import Latency
+from llmforge.evaluate.machine import Machine
+from llmforge.evaluate.quality import Quality
+from llmforge.gates import GateResult, Verdict
+from llmforge.metrics import Estimate
+from llmforge.transform import Numerics, Rewritten, Skipped
+
+
+class _Record(BaseModel):
+    # NaN and infinities are written as such and read back: the report of a broken model must be readable too.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class CheckpointRecord(_Record):
+    """What went in."""
+
+    name: str  # of the folder, without its path
+    digest: str  # SHA-256 of the content, hex
+    architecture: str  # "LlamaForCausalLM"
+    dtypes: tuple[str, ...]  # of the stored tensors
+    parameters: int
+    size_bytes: int  # of the tensors
+
+
+class TargetRecord(_Record):
+    """What it was built for."""
+
+    name: str
+    title: str
+    kind: Literal["cpu", "gpu"]
+
+
+class VerificationRecord(_Record):
+    """What the check after a pass found, on probe inputs and against the graph before the pass."""
+
+    numerics: Numerics  # what the pass declares
+    max_abs_difference: float  # of any logit
+    allowed: float | None  # largest max_abs_difference that its numerics allow; None where the budget decides
+    kld_mean: float | None  # nats a token; None where it was not measured
+    budget: float | None  # the recipe's, nats a token
+    probes: tuple[str, ...]  # "prefill", "decode", "ragged"
+
+
+class PassRecord(_Record):
+    """What one pass did, and what it cost."""
+
+    name: str
+    options: dict[str, Any]
+    numerics: Numerics
+    rewritten: tuple[Rewritten, ...]
+    skipped: tuple[Skipped, ...]
+    nodes_before: int
+    nodes_after: int
+    weight_bytes_before: int
+    weight_bytes_after: int
+    seconds: float
+    verification: VerificationRecord
+
+
+class EngineFile(_Record):
+    """One file of the engine."""
+
+    name: str
+    size_bytes: int
+
+
+class EngineRecord(_Record):
+    """What the runtime loads, and how."""
+
+    backend: str
+    files: tuple[EngineFile, ...]
+    session: dict[str, Any]  # the options that the runtime sets, as they stand in its configuration
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+class CalibrationRecord(_Record):
+    """What data the passes have seen."""
+
+    data: str  # name of the file
+    digest: str  # SHA-256, hex
+    documents: int
+    samples: int
+    tokens: int
+
+
+class BuildRecord(_Record):
+    """What the build itself took."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_rss_bytes: int
+
+
+class Report(_Record):
+    """The evidence of one build."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    name: str  # of the recipe and the artifact
+    version: str  # of the artifact
+    created: str  # UTC, ISO 8601
+    verdict: Verdict
+    gates: tuple[GateResult, ...]
+    quality: Quality | None
+    quality_baseline: str | None  # what the quality is held against, in words
+    latency: Latency | None
+    checkpoint: CheckpointRecord
+    target: TargetRecord
+    engine: EngineRecord
+    passes: tuple[PassRecord, ...]
+    calibration: CalibrationRecord | None
+    notes: tuple[str, ...]  # every fallback and every thing that a reader might miss
+    build: BuildRecord
+    machine: Machine
+    versions: dict[str, str]
+    recipe: dict[str, Any]  # resolved
+
+    def to_json(self) -> str:
+        """Write the record as JSON, indented, with a final newline."""
+        return self.model_dump_json(indent=1) + "\n"
+
+
+def measured(*, quality: Quality | None, latency: Latency | None, engine: EngineRecord) -> dict[str, Estimate]:
+    """Collect every figure that a gate can decide on, by its name in a recipe (llmforge.recipe.Metric)."""
+    return {
+        **(quality.estimates() if quality else {}),
+        **(latency.estimates() if latency else {}),
+        "size_bytes": Estimate.exact(engine.size_bytes),
+    }

@@ -1,0 +1,103 @@
+"""Show a report to people: Markdown, one self-contained HTML page, and a summary for the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llmforge.gates import Verdict
+from llmforge.report import charts, figures, view
+from llmforge.report.model import Report
+
+_STYLES = {
+    Verdict.PASS: "bold green",
+    Verdict.FAIL: "bold red",
+    Verdict.INCONCLUSIVE: "bold yellow",
+    Verdict.NONE: "bold",
+}
+_MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]|<>])")
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write `report.json`, `report.md` and `report.html` into an existing folder."""
+    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(report), encoding="utf-8")
+
+
+def to_markdown(report: Report) -> str:
+    """Write the report as Markdown with tables; every value is escaped."""
+    return _render("report.md.jinja", report, autoescape=False, finalize=_markdown_escaped)
+
+
+def to_html(report: Report) -> str:
+    """Write the report as one HTML file with nothing from outside and no script; every value is escaped."""
+    return _render("report.html.jinja", report, autoescape=True, finalize=None)
+
+
+def summary(report: Report) -> RenderableType:
+    """Make what the command line shows after a build: verdict, the figures that count, every gate, every note."""
+    head = Text.assemble(
+        (f" {report.verdict.name} ", f"{_STYLES[report.verdict]} reverse"),
+        f"  {view.headline(report)}  ",
+        (f"{report.name} {report.version}", "dim"),
+    )
+    key = Table.grid(padding=(0, 2))
+    for figure in view.key_figures(report):
+        key.add_row(Text(figure.title, "dim"), Text(figure.value, "bold"), Text(figure.note))
+    gates = Table.grid(padding=(0, 2))
+    for result in report.gates:
+        gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.metric), Text(result.explanation))
+    notes = (Text(f"note: {note}", "dim") for note in report.notes)
+    return Group(head, key, *((gates,) if report.gates else ()), *notes)
+
+
+def _render(
+    template: str, report: Report, *, autoescape: bool, finalize: Callable[[object], object] | None
+) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("llmforge.report", ""),
+        autoescape=autoescape,
+        finalize=finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        significant=figures.significant,
+        size=figures.size,
+        count=figures.count,
+        percent=figures.percent,
+        ms=figures.ms,
+        duration=figures.duration,
+        times=figures.times,
+        interval=figures.interval,
+        words=_words,
+    )
+    facts: dict[str, Any] = {
+        "report": report,
+        "headline": view.headline(report),
+        "key_figures": view.key_figures(report),
+        "metrics": figures.METRICS,
+        "charts": charts,
+        "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),
+    }
+    return environment.get_template(template).render(facts).strip() + "\n"
+
+
+def _words(value: object) -> str:
+    """Write an option's value as in YAML's flow style: strings bare, the rest as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _markdown_escaped(value: object) -> str:
+    """Keep a value from being read as markup or from leaving its table cell."""
+    return _MARKDOWN_SPECIAL.sub(r"\\\1", str(value)).replace("\r", " ").replace("\n", " ")

@@ -1,0 +1,84 @@
+"""Text from a stream of tokens: never half a character, never text that a stop string will take back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows bytes that are not, or not yet, UTF-8
+
+
+class Detokenizer:
+    """Turns token ids into text, one at a time; what `push` and `flush` return adds up to the decoded whole.
+
+    A token may hold a part of a character, and decoders treat the first token of a text in their own way (Metaspace
+    drops its leading space). So a token is decoded behind the tokens of the chunk before it, and only what is longer
+    than that chunk's own text is new. Text that ends with U+FFFD is held back: the next byte may complete it.
+
+    Bytes that never become UTF-8 appear as U+FFFD. With SentencePiece's byte fallback their number may differ from
+    `Tokenizer.decode`, which looks at whole runs of byte tokens and can revoke characters that were shown long ago.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the last chunk's tokens, then those that are held back
+        self._shown = ""  # text of the last chunk's tokens alone
+        self._chunk = 0  # how many tokens of the window are the last chunk's
+
+    def push(self, token: int) -> str:
+        """Take one more token; return the text that is certain now, often all of it, sometimes none."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT) or len(text) <= len(self._shown):
+            return ""
+        new = text[len(self._shown) :]
+        del self._window[: self._chunk]
+        self._chunk = len(self._window)
+        self._shown = self._decode(self._window)
+        return new
+
+    def flush(self) -> str:
+        """Return what was held back, after the last token."""
+        new = self._decode(self._window)[len(self._shown) :]
+        self._window.clear()
+        self._shown, self._chunk = "", 0
+        return new
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+class StopStrings:
+    """Finds the first of some strings in a text that arrives in pieces, and holds back what may begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Take more text; return what is certain to stand before any stop string. After `found`, nothing follows."""
+        if self.found:
+            return ""
+        self._held += text
+        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if starts:
+            self.found = True
+            self._held = self._held[: min(starts)]
+            return self.flush()
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        certain = self._held[: len(self._held) - keep]
+        self._held = self._held[len(certain) :]
+        return certain
+
+    def flush(self) -> str:
+        """Return what was held back, after the last piece of text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

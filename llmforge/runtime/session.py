@@ -1,0 +1,272 @@
+"""One ONNX Runtime session of a decoder, driven step by step over preallocated caches.
+
+Past and present of every layer are bound to one buffer, so that a step writes its keys and values in place; separate
+buffers would copy the whole cache in every step. Bindings are made once for a cache: a decode step of an unchanged
+shape writes its few input numbers into arrays that are bound already.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from llmforge import interface
+from llmforge.errors import InputError, UnsupportedError, UsageError
+
+PROVIDER = "CPUExecutionProvider"
+CACHE_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",  # two int4 values a byte
+}
+
+# Severity 3 = errors only: warning 2 tells at every load that `logits_rows`, an input with a default, is not constant.
+_LOG_ERRORS = 3
+_LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
+_LOAD_FAILURES = (
+    ort_errors.EPFail,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """How ONNX Runtime runs a graph. `threads` counts those of one operator; 0 leaves the number to ONNX Runtime."""
+
+    threads: int
+    optimize: bool = True  # False: the graph runs as it is written, with no fusion by ONNX Runtime
+    entries: Mapping[str, str] = field(default_factory=dict)  # `session.*` and `mlas.*` configuration entries
+
+
+@dataclass(frozen=True)
+class CacheInput:
+    """One cache that a graph takes and returns: `dtype` [batch, kv_heads, capacity, head_dim]."""
+
+    name: str
+    dtype: str  # as numpy spells it
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """Keys and values of `batch` sequences of at most `capacity` tokens; a row is one sequence.
+
+    `buffers` holds one array [batch, kv_heads, capacity, head_dim] for every cache input of the graph, by input name.
+    Memory that no token has reached is never touched.
+    """
+
+    batch: int
+    capacity: int
+    buffers: Mapping[str, NDArray[Any]] = field(repr=False)
+    _views: dict[tuple[int, int], Cache] = field(default_factory=dict, repr=False)
+
+    def rows(self, start: int, stop: int) -> Cache:
+        """Give rows `start` … `stop - 1` as a cache that shares this one's memory; equal calls give one object."""
+        if (start, stop) == (0, self.batch):
+            return self
+        if not 0 <= start < stop <= self.batch:
+            raise ValueError(f"rows {start}:{stop} of a cache of {self.batch} rows")
+        if (start, stop) not in self._views:
+            buffers = {name: buffer[start:stop] for name, buffer in self.buffers.items()}
+            self._views[start, stop] = Cache(stop - start, self.capacity, buffers)
+        return self._views[start, stop]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all buffers, touched or not."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+
+class Session:
+    """A decoder graph (docs/dialect.md) in ONNX Runtime on the CPU.
+
+    Args:
+        model: path of `model.onnx`, its external data beside it, or a serialized model.
+        config: threads and options of ONNX Runtime.
+        initializers: values, by name, of initializers that the model declares as external; they stay in memory here
+            and no file is read for them.
+
+    Raises:
+        InputError: the model cannot be read, or is not a decoder graph.
+        UnsupportedError: ONNX Runtime refuses the graph.
+    """
+
+    def __init__(
+        self,
+        model: Path | bytes,
+        config: SessionConfig,
+        *,
+        initializers: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = _LOG_ERRORS
+        options.intra_op_num_threads = config.threads
+        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL  # a decoder is a chain: nothing runs beside it
+        levels = ort.GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if config.optimize else levels.ORT_DISABLE_ALL
+        for key, value in config.entries.items():
+            options.add_session_config_entry(key, value)
+        if initializers:
+            held = [ort.OrtValue.ortvalue_from_numpy(np.asarray(value, order="C")) for value in initializers.values()]
+            options.add_external_initializers(list(initializers), held)
+            self._held = held  # ONNX Runtime keeps pointers into them
+        where = str(model) if isinstance(model, Path) else "the model in memory"
+        try:
+            self._session = ort.InferenceSession(
+                model if isinstance(model, bytes) else str(model), options, providers=[PROVIDER]
+            )
+        except ort_errors.NoSuchFile as error:
+            raise InputError(f"{where}: a file is missing: {error}") from error
+        except _LOAD_FAILURES as error:
+            raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
+        self._read_signature(where)
+        self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
+
+    def _read_signature(self, where: str) -> None:
+        given = self._session.get_inputs()
+        with_default = self._session.get_overridable_initializers()
+        self.inputs: tuple[str, ...] = tuple(value.name for value in (*given, *with_default))
+        self.outputs: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
+        caches: list[CacheInput] = []
+        for value in given:
+            present = interface.present_of(value.name)
+            if present == value.name:
+                continue
+            heads, width = value.shape[1], value.shape[3]
+            if present not in self.outputs or not (isinstance(heads, int) and isinstance(width, int)):
+                raise InputError(
+                    f"{where}: cache input {value.name} has shape {value.shape} and no output {present} or no "
+                    "fixed heads and head size; wanted [batch, kv_heads, capacity, head_dim]"
+                )
+            if value.type not in CACHE_DTYPES:
+                raise UnsupportedError(
+                    f"{where}: cache input {value.name} is {value.type}; one of {list(CACHE_DTYPES)}"
+                )
+            caches.append(CacheInput(value.name, CACHE_DTYPES[value.type], heads, width))
+        self.caches: tuple[CacheInput, ...] = tuple(caches)
+        logits = next((value for value in self._session.get_outputs() if value.name == interface.LOGITS), None)
+        if interface.INPUT_IDS not in self.inputs or logits is None or not isinstance(logits.shape[-1], int):
+            raise InputError(
+                f"{where}: not a decoder graph: it needs the input {interface.INPUT_IDS} and the output "
+                f"{interface.LOGITS} [batch, rows, vocabulary] with a fixed vocabulary; inputs {list(self.inputs)}, "
+                f"outputs {list(self.outputs)}"
+            )
+        if logits.type != "tensor(float)":
+            raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
+        self.vocabulary: int = logits.shape[-1]
+        # GroupQueryAttention: "batch_size must be 1 when sequence_length > 1 and past context is given"
+        self._one_row_continuations = interface.SEQLENS_K in self.inputs
+
+    def allocate(self, batch: int, capacity: int) -> Cache:
+        """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""
+        if batch < 1 or capacity < 1:
+            raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
+        buffers = {c.name: np.zeros((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
+        return Cache(batch, capacity, buffers)
+
+    def step(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: Cache,
+        rows: NDArray[np.int64] | None = None,
+        out: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        """Run the tokens `ids` after what `cache` holds, and store their keys and values there.
+
+        Args:
+            ids: int64 [B, S], B = `cache.batch`; shorter rows padded on the right.
+            past_lengths: int32 [B], the tokens that each row of `cache` holds already.
+            cache: written at slots `past_lengths[b]` … `past_lengths[b] + S - 1` of each row.
+            rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last.
+            out: fp32 [B, R, V], C-contiguous, to write the logits to; the same array again saves binding it.
+
+        Returns:
+            Logits, fp32 [B, R, V]: `out`, or a new array.
+
+        Raises:
+            UsageError: the tokens do not fit into the cache.
+            ValueError: shapes do not agree.
+        """
+        if ids.ndim != 2 or ids.shape[0] != cache.batch or ids.shape[1] < 1 or past_lengths.shape != (cache.batch,):
+            raise ValueError(f"ids {ids.shape}, past_lengths {past_lengths.shape}, cache of {cache.batch} rows")
+        longest = int(past_lengths.max()) + ids.shape[1]
+        if longest > cache.capacity or past_lengths.min() < 0:
+            raise UsageError(
+                f"a step of {ids.shape[1]} tokens after {past_lengths.tolist()} does not fit into a cache of "
+                f"{cache.capacity} tokens"
+            )
+        shape = (cache.batch, 1 if rows is None else len(rows), self.vocabulary)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
+        if self._one_row_continuations and cache.batch > 1 and ids.shape[1] > 1 and past_lengths.any():
+            for b in range(cache.batch):
+                row = slice(b, b + 1)
+                self._run(ids[row], past_lengths[row], cache.rows(b, b + 1), rows, out[row])
+        else:
+            self._run(ids, past_lengths, cache, rows, out)
+        return out
+
+    def _run(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: Cache,
+        rows: NDArray[np.int64] | None,
+        out: NDArray[np.float32],
+    ) -> None:
+        binding = self._bindings.get(cache)
+        if binding is None:
+            binding = self._bindings[cache] = _Binding(self._session, cache)
+        rows = _LAST_ROW if rows is None and interface.LOGITS_ROWS in self.inputs else rows
+        binding.run(interface.feeds(self.inputs, ids, past_lengths, rows), out)
+
+
+class _Binding:
+    """Inputs and outputs of a session bound to one cache and to arrays that are written in place."""
+
+    def __init__(self, session: ort.InferenceSession, cache: Cache) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        for name, buffer in cache.buffers.items():
+            value = ort.OrtValue.ortvalue_from_numpy(buffer)  # shares the memory of `buffer` and keeps it alive
+            self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output(interface.present_of(name), value)
+        self._inputs: dict[str, NDArray[Any]] = {}
+        self._out: NDArray[np.float32] | None = None
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], out: NDArray[np.float32]) -> None:
+        """Run one step: inputs from `feeds`, logits into `out`."""
+        for name, value in feeds.items():
+            bound = self._inputs.get(name)
+            if bound is not None and bound.shape == value.shape:
+                bound[...] = value
+                continue
+            # Our own copy: `feeds` may hand over an array of the caller, which a later step would write to.
+            self._inputs[name] = own = np.array(value, order="C")
+            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(own))
+        if self._out is None or not _same_memory(self._out, out):
+            self._binding.bind_ortvalue_output(interface.LOGITS, ort.OrtValue.ortvalue_from_numpy(out))
+            self._out = out
+        self._session.run_with_iobinding(self._binding)
+
+
+def _same_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.ctypes.data == b.ctypes.data and a.shape == b.shape

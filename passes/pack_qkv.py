@@ -1,0 +1,85 @@
+"""Give query, key and value one matrix product.
+
+    q = x·Wq, k = x·Wk, v = x·Wv   becomes   q, k, v = Split(x·W)   with W = [Wq Wk Wv]
+
+`Wq` is [K, Nq], `Wk` and `Wv` are [K, Nkv], `W` is [K, Nq + 2·Nkv]. Biases [N] are stacked likewise and added before the
+Split. The activations are read once instead of three times, and one product of a decode step streams all weights.
+
+Fires for every `llmforge::Attention` and `com.microsoft::GroupQueryAttention` whose query, key and value come, each
+through rotary embedding, per-head normalization and reshapes or directly, from three linear layers that
+- read the same tensor,
+- own their initializers (nothing else reads them),
+- all have a bias or all have none.
+
+Numerics: the sums of a column are the same, but a matrix library chooses its blocks by the shape of the whole matrix and
+promises no order of summation. (ONNX Runtime 1.31 gave equal bits on AVX-512 for every shape tried.)
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import onnx_ir as ir
+from pydantic.dataclasses import dataclass
+
+from llmforge import linear
+from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+
+_ATTENTION = {("llmforge", "Attention"), ("com.microsoft", "GroupQueryAttention")}
+# Between a projection and attention, one tensor in and one out: the first input is the one that matters.
+_BETWEEN = {"RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose"}
+
+
+@dataclass(frozen=True)
+class PackQkv(Pass):
+    """Give query, key and value one matrix product."""
+
+    name: ClassVar[str] = "pack-qkv"
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        """Rewrite every attention of `model`."""
+        changes = Changes()
+        for attention in list(model.graph):
+            if (attention.domain, attention.op_type) not in _ATTENTION:
+                continue
+            layers = _projections(attention)
+            reason = layers if isinstance(layers, str) else linear.obstacle(layers)
+            if reason is not None or isinstance(layers, str):
+                changes.skipped.append(Skipped(str(attention.name), str(reason)))
+                continue
+            name = linear.common_name(layers, "qkv_proj")
+            if f"{name}.weight" in model.graph.initializers:
+                changes.skipped.append(Skipped(str(attention.name), f"an initializer is named {name}.weight already"))
+                continue
+            before = str(layers[0].matmul.name)
+            linear.stack(layers, name)
+            changes.rewritten.append(Rewritten(before, f"q, k and v of {attention.name} are one product, {name}"))
+        return changes
+
+
+def _projections(attention: ir.Node) -> list[linear.Linear] | str:
+    """Find the linear layers behind query, key and value, or say which is missing."""
+    layers = []
+    for role, value in zip(("query", "key", "value"), attention.inputs[:3], strict=True):
+        if value is None:
+            return f"{role} is part of a packed query"
+        origin = _origin(value)
+        producer = origin.producer()
+        if producer is not None and producer.op_type == "Split":
+            return f"{role} comes from a Split: packed already"
+        layer = linear.of(origin)
+        if layer is None:
+            made_by = "a graph input" if producer is None else f"{producer.op_type} {producer.name}"
+            return f"{role} comes from {made_by}, not from a MatMul with an initializer"
+        layers.append(layer)
+    return layers
+
+
+def _origin(value: ir.Value) -> ir.Value:
+    """Walk up from an input of attention to the tensor that the projection made."""
+    node = value.producer()
+    while node is not None and not node.domain and node.op_type in _BETWEEN and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
