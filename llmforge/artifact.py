@@ -55,7 +55,7 @@ Verdict = Literal["pass", "fail", "inconclusive", "none"]  # of all gates togeth
 
 def _inside(path: str) -> str:
     plain = PurePosixPath(path)
-    if not path or str(plain) != path or plain.is_absolute() or ".." in plain.parts or path == MANIFEST:
+    if path in ("", ".") or str(plain) != path or plain.is_absolute() or ".." in plain.parts or path == MANIFEST:
         raise ValueError(f"{path!r} is not a plain path inside the artifact")
     return path
 

@@ -170,13 +170,12 @@ class Checkpoint:
         Raises:
             CheckpointError: a parameter is missing, has another shape, or is not of a floating-point dtype.
         """
-        ties = tied or {}
-        declared = ties if getattr(self.config, "tie_word_embeddings", False) else {}
-        found = {name: self._supplier(name, declared) for name in parameters}
+        ties = (tied or {}) if self._declares_tie() else {}
+        found = {name: self._supplier(name, ties) for name in parameters}
         sources = {name: source for name, source in found.items() if source is not None}
         missing = [name for name in parameters if name not in sources]
         if missing:
-            raise self._lacks(missing, parameters, {} if declared else ties)
+            raise self._lacks(missing, parameters)
         for name, source in sources.items():
             self._check_tensor(name, self.tensors[source], parameters[name])
         return sources
@@ -189,14 +188,17 @@ class Checkpoint:
         others = [partner, *(tied for tied, to in ties.items() if to == name)]
         return next((other for other in others if other in self.tensors), None)
 
-    def _lacks(
-        self, missing: list[str], parameters: Mapping[str, object], undeclared: Mapping[str, str]
-    ) -> CheckpointError:
+    def _declares_tie(self) -> bool:
+        return bool(getattr(self.config, "tie_word_embeddings", False))
+
+    def _lacks(self, missing: list[str], parameters: Mapping[str, tuple[int, ...]]) -> CheckpointError:
         needs = f"{self.path}: the checkpoint lacks {listed(missing)}"
-        if all(undeclared.get(name) in self.tensors for name in missing):
+        head = (self.geometry.vocabulary, self.geometry.hidden)
+        alike = [entry.name for entry in self.tensors.values() if entry.shape == head]
+        if [parameters[name] for name in missing] == [head] and alike and not self._declares_tie():
             return CheckpointError(
                 f"{needs}, and {CONFIG} does not declare tie_word_embeddings",
-                hint=f'if the model shares {undeclared[missing[0]]!r}, set "tie_word_embeddings": true in {CONFIG}',
+                hint=f'if the model shares {alike[0]!r}, set "tie_word_embeddings": true in {CONFIG}',
             )
         unused = sorted(set(self.tensors) - set(parameters))
         kind = type(self.config).__name__.removesuffix("Config")

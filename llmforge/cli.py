@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from llmforge import __version__
-from llmforge.errors import ForgeError, GateFailed, GateInconclusive, UsageError
+from llmforge.errors import ForgeError, GateFailed, GateInconclusive, InputError, UsageError
 
 if TYPE_CHECKING:
     from llmforge.report.model import Report
@@ -84,28 +85,32 @@ def cli() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON instead of a summary.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def build(recipe: Path, out: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> None:
-    """Build the artifact that RECIPE describes; its path is the last line of standard output."""
-    from llmforge import console, passes, pipeline
+    """Build the artifact that RECIPE describes.
+
+    Its path is the last line of standard output.
+    """
+    from llmforge import console, passes
     from llmforge.gates import Verdict
     from llmforge.recipe import Recipe
 
     loaded = Recipe.load(recipe, overrides)
-    loaded.instantiate(passes.ALL)  # before anything heavy is imported or read
+    loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
+
+    from llmforge import pipeline
+
     with console.progress(quiet=quiet) as progress:
         result = pipeline.build(loaded, out, progress)
     if as_json:
         _write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
     else:
-        click.echo(_summary(result.report))
+        _write_summary(result.report)
         click.echo(str(result.path))
-    undecided = "\n".join(
-        gate.explanation for gate in result.report.gates if gate.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE)
-    )
-    hint = f"the evidence is in {result.path / 'report'}"
+    undecided = [gate.explanation for gate in result.report.gates if gate.verdict is result.report.verdict]
+    hint = f"the artifact was built and says so; its evidence is in {result.path / 'report'}"
     if result.report.verdict is Verdict.FAIL:
-        raise GateFailed(f"built, and a gate failed\n{undecided}", hint=hint)
+        raise GateFailed("\n".join(["a gate failed", *undecided]), hint=hint)
     if result.report.verdict is Verdict.INCONCLUSIVE:
-        raise GateInconclusive(f"built, and a gate is inconclusive\n{undecided}", hint=hint)
+        raise GateInconclusive("\n".join(["a gate is inconclusive", *undecided]), hint=hint)
 
 
 @cli.command()
@@ -161,13 +166,36 @@ def run(
 
 
 @cli.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Write the manifest as JSON.")
+@click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
+def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
+    """Show what ARTIFACT is, what it was made of, and its evidence."""
+    from llmforge import describe
+    from llmforge.artifact import Artifact
+
+    opened = Artifact.open(artifact)
+    if verify:
+        opened.verify()
+    if as_json:
+        _write_json(json.loads(opened.manifest.to_json()))
+        return
+    click.echo(describe.artifact_text(opened))
+    if verify:
+        click.echo(f"verified: {len(opened.manifest.files)} files are what was published")
+    record = opened.path / "report" / "report.json"
+    if record.is_file():
+        click.echo()
+        _write_summary(_read_report(record))
+
+
+@cli.command()
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def passes(name: str | None, as_json: bool) -> None:
-    """List the passes, or describe the pass NAME and its options."""
-    from llmforge import passes as registry
-
+    """List the passes, or describe one and its options."""
     from llmforge import describe
+    from llmforge import passes as registry
 
     if name is None:
         rows = [(cls.name, cls.numerics.value, describe.summary(cls)) for cls in registry.ALL]
@@ -191,7 +219,10 @@ def passes(name: str | None, as_json: bool) -> None:
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def targets(name: str | None, as_json: bool) -> None:
-    """List the targets, or show the facts of the target NAME; `local` is the CPU at hand."""
+    """List the targets, or show the facts of one.
+
+    NAME `local` is the CPU at hand.
+    """
     from llmforge import describe
     from llmforge import targets as devices
 
@@ -235,7 +266,29 @@ def _write_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False))
 
 
-def _write_columns(rows: list[tuple[str, ...]]) -> None:
+def _read_report(path: Path) -> Report:
+    from pydantic import ValidationError
+
+    from llmforge.report.model import Report
+
+    try:
+        return Report.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise InputError(f"{path}: not a report of this version: {where}: {first['msg']}") from error
+
+
+def _write_summary(report: Report) -> None:
+    from rich.console import Console
+
+    from llmforge.report.render import summary
+
+    # Where there is no terminal, rich would break lines at 80 columns.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(summary(report))
+
+
+def _write_columns(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

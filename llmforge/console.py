@@ -30,7 +30,7 @@ def show_error(error: ForgeError, console: Console | None = None) -> None:
 
 
 class TerminalProgress:
-    """Draws the stages of a build (`llmforge.progress.Progress`) on a terminal: one line each, the current one alive."""
+    """Draws the stages of a build (`llmforge.progress.Progress`) on a terminal: one line each, the last one alive."""
 
     def __init__(self, console: Console) -> None:
         columns = (

@@ -1,4 +1,4 @@
-"""Passes and targets in words, for the command line."""
+"""Passes, targets and artifacts in words, for the command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmforge import options
+from llmforge.artifact import Artifact
 from llmforge.targets import Figure, Target
 from llmforge.transform import Pass
 
@@ -58,6 +59,23 @@ def target_text(target: Target) -> str:
     lines.append(f"engines  {', '.join(target.engines)}")
     lines += [line for name, unit, figure in _figures(target) for line in _figure(name, unit, figure)]
     lines += ["", *(f"- {note}" for note in target.notes)] if target.notes else []
+    return "\n".join(lines)
+
+
+def artifact_text(artifact: Artifact) -> str:
+    """Write what an artifact is and what it was made of."""
+    manifest = artifact.manifest
+    rows = {
+        "gates": manifest.verdict,
+        "target": manifest.target,
+        "content": manifest.content_digest,
+        "checkpoint": manifest.checkpoint,
+        "created": f"{manifest.created:%Y-%m-%d %H:%M} UTC",
+        "requires": ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing",
+        "built with": ", ".join(f"{tool} {version}" for tool, version in manifest.tools.items()),
+    }
+    lines = [f"{manifest.name} {manifest.version}", *(f"  {title:<12}{value}" for title, value in rows.items())]
+    lines += [f"  {record.size_bytes:>14,}  {path}" for path, record in manifest.files.items()]
     return "\n".join(lines)
 
 

@@ -36,7 +36,7 @@ class GateResult(BaseModel):
     measured: Estimate | None  # None: not measured
     verdict: Verdict
     samples_needed: int | None  # INCONCLUSIVE only: how many would decide with 80 % probability; None: cannot be told
-    explanation: str  # one line
+    explanation: str  # one line that begins with the metric
 
 
 def judge(gates: Mapping[str, GateSpec], measured: Mapping[str, Estimate]) -> tuple[GateResult, ...]:
@@ -65,13 +65,13 @@ def _decide(metric: str, bound: Literal["min", "max"], limit: float, measured: E
         measured=measured,
         verdict=verdict,
         samples_needed=needed,
-        explanation=f"{metric} {verdict.name}: {why}",
+        explanation=f"{metric}: {why}",
     )
 
 
 def _verdict(bound: Literal["min", "max"], limit: float, measured: Estimate | None) -> tuple[Verdict, int | None, str]:
     """Decide one limit: verdict, sample size that would decide, and why."""
-    wanted = f"at {'most' if bound == 'max' else 'least'} {limit:g}"
+    wanted = f"at {'most' if bound == 'max' else 'least'} {_number(limit)}"
     if measured is None:
         return Verdict.FAIL, None, f"not measured; wanted {wanted}"
     value, low, high = measured.value, measured.low, measured.high
@@ -79,26 +79,27 @@ def _verdict(bound: Literal["min", "max"], limit: float, measured: Estimate | No
         return Verdict.FAIL, None, f"measured {value}, which is no number; wanted {wanted}"
     if measured.is_exact:
         passed = value <= limit if bound == "max" else value >= limit
-        return Verdict.PASS if passed else Verdict.FAIL, None, f"{value:.6g}, exact; wanted {wanted}"
+        return Verdict.PASS if passed else Verdict.FAIL, None, f"{_number(value)}, exact; wanted {wanted}"
     if low is None or high is None:
         return (
             Verdict.INCONCLUSIVE,
             SMALLEST_SAMPLE,
-            f"{value:.6g} from {measured.samples} {measured.of} only; an interval needs {SMALLEST_SAMPLE}",
+            f"{_number(value)} from {measured.samples} {measured.of} only; an interval needs {SMALLEST_SAMPLE}",
         )
-    interval = f"{value:.6g} with a {CONFIDENCE:.0%} interval of {low:.6g} to {high:.6g}"
+    interval = f"{_number(value)} ({CONFIDENCE:.0%} interval {_number(low)} to {_number(high)})"
     within, beyond = (high <= limit, low > limit) if bound == "max" else (low >= limit, high < limit)
     if within:
         return Verdict.PASS, None, f"{interval}, all of it {wanted}"
     if beyond:
-        return Verdict.FAIL, None, f"{interval}, none of it {wanted}"
+        side = "above" if bound == "max" else "below"
+        return Verdict.FAIL, None, f"{interval}, all of it {side} {_number(limit)}"
     needed = samples_needed(measured.samples, value, low, high, limit)
     advice = (
-        "the figure lies on the limit, so no sample size can be named"
+        "the figure lies so near the limit that no sample size can be named"
         if needed is None
         else f"about {needed} {measured.of} would decide (now {measured.samples}), if the figure stays"
     )
-    return Verdict.INCONCLUSIVE, needed, f"{interval} includes the limit {limit:g}; {advice}"
+    return Verdict.INCONCLUSIVE, needed, f"{interval} includes the limit {_number(limit)}; {advice}"
 
 
 def samples_needed(samples: int, value: float, low: float, high: float, limit: float) -> int | None:
@@ -116,3 +117,8 @@ def samples_needed(samples: int, value: float, low: float, high: float, limit: f
     z = normal.inv_cdf(1 - (1 - CONFIDENCE) / 2)
     needed = samples * (half / distance * (1 + normal.inv_cdf(POWER) / z)) ** 2
     return None if needed > 1e9 else max(samples + 1, math.ceil(needed))
+
+
+def _number(value: float) -> str:
+    """Write whole numbers in full and others with five significant digits."""
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.5g}"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import dialect, interface
+from llmforge import dialect
 from llmforge.runtime.session import Session, SessionConfig
 
 # Initializers below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
@@ -57,7 +56,7 @@ class Run:
     @property
     def capacity(self) -> int:
         """Slots that the cache needs: the longest row, padding included."""
-        return max(int(step.past.max()) + step.ids.shape[1] for step in self.steps)
+        return max(int(step.past.max()) + int(step.ids.shape[1]) for step in self.steps)
 
     def where(self, index: int) -> str:
         """Describe a step for a message."""
@@ -148,17 +147,11 @@ def strip(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     taken = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if tensor is None or _size_bytes(tensor) < _INLINE_BYTES:
+        if tensor is None or value.shape is None or tensor.nbytes < _INLINE_BYTES:
             continue
         taken[name] = tensor
-        shape = ir.Shape(tensor.shape)
-        value.const_value = ir.ExternalTensor("weights", 0, _size_bytes(tensor), tensor.dtype, shape=shape, name=name)
+        value.const_value = ir.ExternalTensor("weights", 0, tensor.nbytes, tensor.dtype, shape=value.shape, name=name)
     return taken
-
-
-def _size_bytes(tensor: ir.TensorProtocol) -> int:
-    elements = prod(int(dim) for dim in tensor.shape)  # type: ignore[call-overload]  # a tensor's shape is static
-    return -(-elements * tensor.dtype.bitwidth // 8)
 
 
 def open_session(model: ir.Model, weights: Weights, threads: int, expose: Sequence[str] = ()) -> Session:

@@ -1,132 +1,234 @@
-"""Arithmetic of weight quantization: grids, rounding to nearest, GPTQ, packing. No graph, no files."""
+"""Arithmetic of weight quantization: grids, rounding to nearest, packing. Numpy alone: no graph, no files.
+
+Weights are [N, K] (output by input features), and a block is `block_size` neighbours along K; the last block of a row
+is shorter where `block_size` does not divide K.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+Float32 = NDArray[np.float32]
+
+BITS = (4, 8)
+SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
+CHUNK_BYTES = 1 << 25  # of fp32 weights rounded at a time: bounds the temporaries of `rtn`
+
 
 @dataclass(frozen=True)
 class Grid:
+    """Where quantized values may lie: one scale (and zero point) for `block_size` neighbours along K.
+
+    Asymmetric: `(code - zero_point) * scale`, a range from the least to the largest weight of a block, 0 included.
+    Symmetric: the zero point is 2**(bits - 1), and the weight of largest magnitude gets code 0, so that the scale has
+    the sign opposite to it (llama.cpp's Q4_0 and ONNX Runtime do the same): all 2**bits codes are used, where a grid
+    mirrored around zero would waste one.
+
+    Raises:
+        ValueError: no kernel has this grid.
+    """
+
     bits: int
     block_size: int
     symmetric: bool
 
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be one of {BITS}, is {self.bits}")
+        if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
+
     @property
     def top(self) -> int:
-        return 2**self.bits - 1
+        """The largest code."""
+        return (1 << self.bits) - 1
 
     @property
     def middle(self) -> int:
-        return 2 ** (self.bits - 1)
+        """The zero point of a symmetric grid."""
+        return 1 << (self.bits - 1)
+
+    def blocks(self, k: int) -> int:
+        """Count the blocks of a row of `k` weights."""
+        return -(-k // self.block_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
+    """A quantized [N, K] matrix: `w ≈ (codes - zero_points) * scales`, block by block along K.
+
+    codes: uint8 [N, K], 0 … 2**bits - 1, unpacked.  scales: fp32 [N, ceil(K / block_size)], never 0, maybe negative.
+    zero_points: uint8 of the scales' shape; None where the grid is symmetric (2**(bits - 1) everywhere).
+    """
+
     grid: Grid
     codes: NDArray[np.uint8]
     scales: NDArray[np.float32]
     zero_points: NDArray[np.uint8] | None
 
-
-SHRINKS = tuple(np.float32(1 - 0.025 * i) for i in range(21))
-
-
-def blocked(w, bs):
-    n, k = w.shape
-    pad = -k % bs
-    if pad:
-        w = np.concatenate([w, np.zeros((n, pad), w.dtype)], 1)
-    return w.reshape(n, -1, bs)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K."""
+        n, k = self.codes.shape
+        return n, k
 
 
-def fit(weight, grid, importance=None, shrinks=SHRINKS, refine=2, lo_hi=False):
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A quantized matrix in the layout of com.microsoft::MatMulNBits, element 0 in the lowest bits of a byte.
+
+    codes: uint8 [N, blocks, block_size * bits / 8]; beyond K stand codes of the value 0.  scales: fp32 [N, blocks].
+    zero_points: uint8 [N, ceil(blocks * bits / 8)], or None.
+    """
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    zero_points: NDArray[np.uint8] | None
+
+
+def rtn(weight: NDArray[np.float32], grid: Grid) -> QuantizedMatrix:
+    """Round every weight [N, K] to the nearest point of the grid that spans its block.
+
+    A search for the narrower range with the least squared error is left out: on the sample checkpoint (tests/data;
+    4 bits, block 32) it moved the mean KLD from 0.02907 to 0.02901.
+
+    Raises:
+        ValueError: `weight` is not a matrix of finite numbers.
+    """
+    require_finite(weight)
     n, k = weight.shape
-    w = blocked(weight, grid.block_size)
-    h = np.ones((1, k), np.float32) if importance is None else (importance / importance.mean()).astype(np.float32)[None]
-    h = blocked(h, grid.block_size)
-    best = scales = zeros = None
+    codes = np.empty((n, k), np.uint8)
+    scales = np.empty((n, grid.blocks(k)), np.float32)
+    zeros = np.empty_like(scales)
+    rows = max(1, CHUNK_BYTES // (4 * max(k, 1)))
+    for at in range(0, n, rows):
+        part = slice(at, at + rows)
+        chunk = weight[part].astype(np.float32, copy=False)
+        scales[part], zeros[part] = span(chunk, grid)
+        codes[part] = nearest(chunk, _spread(scales[part], grid, k), _spread(zeros[part], grid, k), grid)
+    return assemble(grid, codes, scales, zeros)
+
+
+def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
+    """Return the fp32 [N, K] weights that a quantized matrix stands for."""
+    grid, (_, k) = matrix.grid, matrix.shape
+    zeros = np.float32(grid.middle) if matrix.zero_points is None else _spread(matrix.zero_points, grid, k)
+    values: NDArray[np.float32] = (matrix.codes - zeros.astype(np.float32)) * _spread(matrix.scales, grid, k)
+    return values
+
+
+def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Put matrices of one grid and K on top of each other, along N.
+
+    Raises:
+        ValueError: they have different grids or K.
+    """
+    if len({(part.grid, part.shape[1]) for part in parts}) != 1:
+        raise ValueError("only matrices of one grid and one number of input features can be stacked")
+    points = [part.zero_points for part in parts if part.zero_points is not None]
+    return QuantizedMatrix(
+        parts[0].grid,
+        np.concatenate([part.codes for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        np.concatenate(points) if points else None,
+    )
+
+
+def rows(matrix: QuantizedMatrix, start: int, end: int) -> QuantizedMatrix:
+    """Return the output features `start` … `end - 1` of a matrix."""
+    points = matrix.zero_points
+    return QuantizedMatrix(
+        matrix.grid, matrix.codes[start:end], matrix.scales[start:end], None if points is None else points[start:end]
+    )
+
+
+def pack(matrix: QuantizedMatrix) -> Packed:
+    """Lay a matrix out as com.microsoft::MatMulNBits reads it."""
+    grid, (n, k) = matrix.grid, matrix.shape
+    blocks = grid.blocks(k)
+    codes = matrix.codes
+    if padding := blocks * grid.block_size - k:
+        points = matrix.zero_points
+        last = np.full((n, 1), grid.middle, np.uint8) if points is None else points[:, -1:]
+        codes = np.concatenate([codes, np.repeat(last, padding, 1)], 1)
+    packed = pack_bits(codes, grid.bits).reshape(n, blocks, grid.block_size * grid.bits // 8)
+    zero_points = None if matrix.zero_points is None else pack_bits(matrix.zero_points, grid.bits)
+    return Packed(packed, matrix.scales, zero_points)
+
+
+def unpack(packed: Packed, grid: Grid, k: int) -> QuantizedMatrix:
+    """Undo `pack` of a matrix with `k` input features."""
+    n, blocks, _ = packed.codes.shape
+    codes = unpack_bits(packed.codes.reshape(n, -1), grid.bits, blocks * grid.block_size)[:, :k]
+    points = None if packed.zero_points is None else unpack_bits(packed.zero_points, grid.bits, blocks)
+    return QuantizedMatrix(grid, np.ascontiguousarray(codes), packed.scales, points)
+
+
+def pack_bits(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Pack codes [N, C] along the last axis into bytes [N, ceil(C * bits / 8)], the first in the lowest bits."""
+    if bits == 8:
+        return codes
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return codes[:, ::2] | (codes[:, 1::2] << np.uint8(4))
+
+
+def unpack_bits(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint8]:
+    """Undo `pack_bits` of rows of `count` codes."""
+    if bits == 8:
+        return packed
+    codes = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
+    codes[:, ::2], codes[:, 1::2] = packed & 0xF, packed >> 4
+    return codes[:, :count]
+
+
+def require_finite(matrix: NDArray[Any]) -> None:
+    """Refuse what is not a matrix of finite numbers.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if matrix.ndim != 2:
+        raise ValueError(f"a matrix is needed, this has shape {matrix.shape}")
+    if not np.isfinite(matrix).all():
+        raise ValueError("the matrix holds NaN or infinity")
+
+
+def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return scales and zero points, fp32 [N, blocks], of the grid that spans each block of `weight` [N, K]."""
+    n, k = weight.shape
+    blocks = np.pad(weight, ((0, 0), (0, -k % grid.block_size))).reshape(n, -1, grid.block_size)
     if grid.symmetric:
-        at = np.abs(w).argmax(-1)[..., None]
-        peak = np.take_along_axis(w, at, -1)[..., 0]
-        cands = [(s * peak / d, grid.middle) for s in shrinks for d in (-grid.middle,)]
+        at = np.abs(blocks).argmax(-1, keepdims=True)
+        scales = np.take_along_axis(blocks, at, -1)[..., 0] / np.float32(-grid.middle)
+        zeros = np.full_like(scales, grid.middle)
     else:
-        lo, hi = np.minimum(w.min(-1), 0), np.maximum(w.max(-1), 0)
-        cands = []
-        for s in shrinks:
-            sc = (hi - lo) * s / grid.top
-            sc = np.where(sc == 0, 1, sc)
-            cands.append((sc, np.clip(np.rint(-lo * s / sc), 0, grid.top)))
-            if lo_hi and s<1:
-                for a,b in ((s,1),(1,s)):
-                    sc = (hi*b - lo*a)  / grid.top
-                    sc = np.where(sc == 0, 1, sc)
-                    cands.append((sc, np.clip(np.rint(-lo * a / sc), 0, grid.top)))
-    for sc, z in cands:
-        sc = np.where(sc == 0, 1, sc).astype(np.float32)
-        z = np.broadcast_to(np.asarray(z, np.float32), sc.shape)
-        for it in range(refine + 1):
-            q = np.clip(np.rint(w / sc[..., None]) + z[..., None], 0, grid.top) - z[..., None]
-            err = (h * (w - q * sc[..., None]) ** 2).sum(-1)
-            if best is None:
-                best, scales, zeros = err.copy(), sc.copy(), z.copy()
-            else:
-                m = err < best
-                best[m], scales[m], zeros[m] = err[m], sc[m], z[m]
-            if it < refine:
-                den = (h * q * q).sum(-1)
-                s2 = np.where(den > 0, (h * w * q).sum(-1) / np.where(den > 0, den, 1), sc)
-                sc = np.where(s2 == 0, sc, s2).astype(np.float32)
-    return scales, zeros
+        low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+        scales = high / np.float32(grid.top) - low / np.float32(grid.top)  # the difference itself may overflow
+        zeros = np.clip(np.rint(-low / np.where(scales == 0, np.float32(1), scales)), 0, grid.top)
+    return np.where(scales == 0, np.float32(1), scales), zeros  # 1: the scale of a block of zeros
 
 
-def upper_factor(h):
-    """R upper with R.T @ R = inv(h)."""
-    low = np.linalg.cholesky(h[::-1, ::-1])
-    return tri_inv(low[::-1, ::-1])
+def nearest(
+    values: NDArray[np.float32], scales: NDArray[np.float32], zeros: NDArray[np.float32], grid: Grid
+) -> NDArray[np.float32]:
+    """Return the nearest codes (whole numbers in fp32); ties go to the even step."""
+    codes: NDArray[np.float32] = np.clip(np.rint(values / scales) + zeros, 0, grid.top)
+    return codes
 
 
-def tri_inv(u):
-    n = len(u)
-    if n <= 64:
-        return np.triu(np.linalg.inv(u))
-    m = n // 2
-    out = np.zeros_like(u)
-    a, c = tri_inv(u[:m, :m]), tri_inv(u[m:, m:])
-    out[:m, :m], out[m:, m:] = a, c
-    out[:m, m:] = -a @ (u[:m, m:] @ c)
-    return out
+def assemble(
+    grid: Grid, codes: NDArray[np.uint8], scales: NDArray[np.float32], zeros: NDArray[np.float32]
+) -> QuantizedMatrix:
+    """Make a matrix of codes [N, K] and of scales and zero points [N, blocks] as `span` gives them."""
+    return QuantizedMatrix(grid, codes, scales, None if grid.symmetric else zeros.astype(np.uint8))
 
 
-def gptq(weight, hessian, grid, damping=0.01, scales=None, zeros=None, order=None, block=128, target=None):
-    n, k = weight.shape
-    h = hessian.astype(np.float64)
-    h = h + damping * h.diagonal().mean() * np.eye(k)
-    if scales is None:
-        scales, zeros = fit(weight, grid, h.diagonal())
-    if order is None:
-        order = np.argsort(-h.diagonal(), kind="stable")
-    r = upper_factor(h[np.ix_(order, order)]).astype(np.float32)
-    w = np.ascontiguousarray((weight if target is None else target).T[order].astype(np.float32))
-    codes = np.empty((k, n), np.float32)
-    sT, zT = np.ascontiguousarray(scales.T), np.ascontiguousarray(zeros.T)
-    bs = grid.block_size
-    for a in range(0, k, block):
-        b = min(a + block, k)
-        e = np.empty((b - a, n), np.float32)
-        for j in range(a, b):
-            g = order[j] // bs
-            c = np.clip(np.rint(w[j] / sT[g]) + zT[g], 0, grid.top)
-            codes[order[j]] = c
-            e[j - a] = (w[j] - (c - zT[g]) * sT[g]) / r[j, j]
-            if j + 1 < b:
-                w[j + 1 : b] -= r[j, j + 1 : b, None] * e[j - a]
-        w[b:] -= r[a:b, b:].T @ e
-    return codes.T, scales, zeros
-
-
-def deq(codes, scales, zeros, bs):
-    k = codes.shape[1]
-    return (codes - np.repeat(zeros, bs, 1)[:, :k]) * np.repeat(scales, bs, 1)[:, :k]
+def _spread(of_blocks: NDArray[Any], grid: Grid, k: int) -> NDArray[Any]:
+    """Repeat [N, blocks] to [N, K]."""
+    return np.repeat(of_blocks, grid.block_size, axis=1)[:, :k]

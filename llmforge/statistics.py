@@ -13,10 +13,14 @@ from llmforge.quantization import Grid, QuantizedMatrix
 
 @dataclass(frozen=True)
 class WeightDemand:
-    """Quantize every decoder linear with its inputs in view (GPTQ)."""
+    """Quantize every decoder linear with its inputs in view (GPTQ), but those whose parameter matches `exclude`.
+
+    `damping` is the share of a Hessian's mean diagonal that is added to it; `exclude` are globs of parameter names.
+    """
 
     grid: Grid
     damping: float
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -266,9 +266,10 @@ def _entry(name: str, value: object, file: Path, data_start: int, size: int) -> 
             f"{where}: truncated: it ends at byte {data_start + end}, the file has {size} bytes",
             hint="the download was cut off; fetch the file again",
         )
-    if prod(max(dim, 1) for dim in shape) * dtype.itemsize >= 1 << 63:  # numpy cannot even name such an empty array
+    item_bytes = dtype.bitwidth // 8
+    if prod(max(dim, 1) for dim in shape) * item_bytes >= 1 << 63:  # numpy cannot even name such an empty array
         raise CheckpointError(f"{where}: shape {_cut(shape)} overflows 64 bits")
-    needed = prod(shape) * dtype.itemsize
+    needed = prod(shape) * item_bytes
     if needed != end - begin:
         raise CheckpointError(
             f"{where}: {value['dtype']} of shape {shape} takes {needed} bytes, "
@@ -347,7 +348,8 @@ def _refuse_non_finite(entry: TensorEntry, chunk: memoryview, done_bytes: int) -
     element = (done_bytes + first) // dtype.itemsize
     start = element * dtype.itemsize - done_bytes
     value = np.frombuffer(chunk[start : start + dtype.itemsize], dtype)[0]
-    kind = "NaN" if np.isnan(value) else "infinity"
+    with np.errstate(invalid="ignore"):  # ml_dtypes raises the flag on a signalling NaN
+        kind = "NaN" if np.isnan(value) else "infinity"
     place = [int(index) for index in np.unravel_index(element, entry.shape)]
     raise CheckpointError(
         f"{entry.file}: tensor {entry.name!r} holds {kind} at {place}; weights must be finite",

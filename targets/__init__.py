@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from ruamel.yaml import YAML
 
+from llmforge import located_yaml
 from llmforge.errors import EnvironmentLacks, UnsupportedError, UsageError
-from llmforge.located_yaml import nearest
 
 FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
@@ -115,7 +114,7 @@ class Target(BaseModel):
             self._require_cpu()
 
     def _require_cpu(self) -> None:
-        _onnxruntime_providers("cpu")
+        onnxruntime_providers("cpu")
         assert self.isa is not None
         here = local()
         assert here.isa is not None
@@ -127,7 +126,7 @@ class Target(BaseModel):
             )
 
     def _require_cuda(self) -> None:
-        if "CUDAExecutionProvider" not in _onnxruntime_providers("cuda"):
+        if "CUDAExecutionProvider" not in onnxruntime_providers("cuda"):
             raise EnvironmentLacks(
                 f"target {self.name} ({self.title}) needs onnxruntime-gpu and a CUDA device; the onnxruntime of this "
                 "environment has no CUDA execution provider",
@@ -155,7 +154,7 @@ def load(name: str) -> Target:
         return local()
     known = names()
     if name not in known:
-        close = nearest(name, [*known, LOCAL])
+        close = located_yaml.nearest(name, [*known, LOCAL])
         raise UsageError(
             f"no target is named {name!r}; known: {LOCAL}, {', '.join(known)}",
             hint=f"did you mean {close!r}?" if close else "`llmforge targets` describes each",
@@ -169,7 +168,9 @@ def read(path: Path) -> Target:
     Raises:
         UsageError: the file does not describe a target.
     """
-    content = YAML(typ="safe", pure=True).load(path)
+    content = located_yaml.read(path).data
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …")
     try:
         return Target.model_validate({"name": path.stem, **content})
     except ValidationError as error:
@@ -194,7 +195,7 @@ def detect() -> Isa:
     machine = platform.machine().lower()
     if machine not in {"x86_64", "amd64", "i386", "i686"}:
         return Isa.GENERIC
-    flags = _cpu_flags()
+    flags = cpu_flags()
     if not flags:
         raise EnvironmentLacks(
             f"cannot tell the instruction set of this {machine} machine under {platform.system() or 'this system'}: "
@@ -214,7 +215,7 @@ def classify(flags: Collection[str]) -> Isa:
     return strongest
 
 
-def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Read the x86 feature flags of the first CPU; empty where the system does not list them."""
     if not path.is_file():
         return frozenset()
@@ -225,7 +226,7 @@ def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset()
 
 
-def _onnxruntime_providers(extra: str) -> list[str]:
+def onnxruntime_providers(extra: str) -> list[str]:
     """List the execution providers of the installed onnxruntime.
 
     Raises:

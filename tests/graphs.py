@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import graph, targets
-from llmforge.transform import Context
+from llmforge.transform import Changes, Context, Pass
+from llmforge.verify import Verification, Verifier
 
 CPU = Context(target=targets.load("cpu-avx2"))
 MAX_POSITION = 64
@@ -91,7 +93,9 @@ def llama(spec: Llama | None = None) -> ir.Model:
     x = text.norm(x, "normed", "model.norm", spec.hidden)
     x = text.node("selected", f"float[batch, rows, {spec.hidden}]", f'Gather <axis: int = 1> ("{x}", logits_rows)')
     text.node(
-        "head", f"float[{spec.hidden}, {spec.vocabulary}]", 'Transpose <perm: ints = [1, 0]> ("model.embed_tokens.weight")'
+        "head",
+        f"float[{spec.hidden}, {spec.vocabulary}]",
+        'Transpose <perm: ints = [1, 0]> ("model.embed_tokens.weight")',
     )
     text.lines.append(f'[logits_node] logits = MatMul ("{x}", head)')
     return _parse(text, spec, rotary)
@@ -128,9 +132,7 @@ def _layer(text: _Text, spec: Llama, layer: int, x: str, rotary: int) -> str:
     text.shapes[f"{short}attended"] = f"float[batch, sequence, {spec.heads * value_dim}]"
     outputs = f'"{short}attended", "present.{layer}.key", "present.{layer}.value"'
     text.lines.append(f"[{short}attention] {outputs} = llmforge.Attention <{attributes}> ({', '.join(inputs)})")
-    out = text.linear(
-        f"{short}attended", f"{short}o", f"{name}.self_attn.o_proj", spec.heads * value_dim, spec.hidden
-    )
+    out = text.linear(f"{short}attended", f"{short}o", f"{name}.self_attn.o_proj", spec.heads * value_dim, spec.hidden)
     x = text.node(f"{short}sum", hidden, f'Add ("{x}", "{out}")')
     normed = text.norm(x, f"{short}normed2", f"{name}.post_attention_layernorm", spec.hidden)
     gate = text.linear(normed, f"{short}gate", f"{name}.mlp.gate_proj", spec.hidden, spec.mlp)
@@ -152,7 +154,7 @@ def _head_norm(text: _Text, x: str, output: str, name: str, heads: int, width: i
     text.tensors["shape_flat"] = np.array([0, 0, -1], np.int64)
     text.node(f"{output}_heads", f"float[batch, sequence, {heads}, {width}]", f'Reshape ("{x}", shape_heads)')
     text.weight(f"{name}.weight", width, scale=0.1, offset=1.0)
-    call = f'RMSNormalization <axis: int = -1> ("{output}_heads", "{name}.weight")'
+    call = f'RMSNormalization <axis: int = -1, epsilon: float = 0.000001> ("{output}_heads", "{name}.weight")'
     text.node(f"{output}_normed", f"float[batch, sequence, {heads}, {width}]", call)
     flat = f"float[batch, sequence, {heads * width}]"
     return text.node(f"{output}_flat", flat, f'Reshape ("{output}_normed", shape_flat)')
@@ -185,7 +187,8 @@ def parse(text: str, tensors: dict[str, NDArray[np.generic]]) -> ir.Model:
     model = ir.from_onnx_text(text, [ir.Tensor(array, name=name) for name, array in tensors.items()])
     for name, array in tensors.items():
         value = model.graph.initializers[name]
-        value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape(array.shape)
+        if not value.is_graph_input():
+            value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape(array.shape)
     return model
 
 
@@ -210,3 +213,14 @@ def lines(model: ir.Model, ops: Sequence[str]) -> list[str]:
         for node in model.graph
         if node.op_type in ops
     ]
+
+
+def prove(change: Pass, model: ir.Model, folder: Path) -> tuple[Changes, Verification]:
+    """Run `change` on `model`, have its numerics proven, and see that a second run changes nothing."""
+    verifier = Verifier(model, folder=folder)
+    changes = change.run(model, CPU)
+    verification = verifier.check(change, model, changes)
+    fingerprint = graph.fingerprint(model)
+    assert not change.run(model, CPU)
+    assert graph.fingerprint(model) == fingerprint
+    return changes, verification

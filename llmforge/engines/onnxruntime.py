@@ -5,9 +5,10 @@ The same model and options give the same bytes: nothing of the machine, of paths
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 import onnx
@@ -21,13 +22,11 @@ from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
 from llmforge.runtime import chat
-from llmforge.runtime.config import FILE, FORMAT, RuntimeConfig, SessionOptions
+from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
 from llmforge.runtime.session import PROVIDER, Session
 from llmforge.targets import Target
 from llmforge.transform import Changes, Rewritten
 
-MODEL_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"
 MICROSOFT = "com.microsoft"
 LLMFORGE = "llmforge"
 
@@ -40,6 +39,13 @@ PAGE_BYTES = 4096
 PAGE_ALIGNED_FROM_BYTES = 1 << 20
 
 TOKENIZER_FILES = ("tokenizer.json", *chat.SPECIAL_TOKEN_FILES)
+
+
+@runtime_checkable
+class _Writable(Protocol):
+    """What tensors of onnx_ir do besides their protocol."""
+
+    def tofile(self, file: BinaryIO) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -112,26 +118,23 @@ def check_operators(model: ir.Model) -> None:
     for kernel in registry.get_all_opkernel_def():
         if kernel.provider == PROVIDER:
             kernels.setdefault((kernel.domain, kernel.op_name), []).append(kernel.version_range)
+    definitions: dict[tuple[str, str], list[int]] = {}
+    for schema in registry.get_all_operator_schema():
+        definitions.setdefault((schema.domain, schema.name), []).append(schema.since_version)
     missing: dict[str, str] = {}
     for node in model.graph.all_nodes():
-        version = _since_version(node, model.opset_imports)
-        runs = any(_covers(versions, version) for versions in kernels.get((node.domain, node.op_type), ()))
-        if not runs and not _decomposes(node, model):
-            missing.setdefault(f"{node.domain or 'ai.onnx'}::{node.op_type}-{version}", str(node.name))
+        operator, opset = (node.domain, node.op_type), model.opset_imports.get(node.domain, 1)
+        # The definition that the model's opset selects; 0 where there is none.
+        version = max((since for since in definitions.get(operator, ()) if since <= opset), default=0)
+        runs = any(_covers(versions, version) for versions in kernels.get(operator, ()))
+        if not runs and not _decomposes(node, opset) and node.op_identifier() not in model.functions:
+            missing.setdefault(f"{node.domain or 'ai.onnx'}::{node.op_type} (opset {opset})", str(node.name))
     if missing:
-        listed = ", ".join(f"{operator} (node {node})" for operator, node in missing.items())
+        listed = ", ".join(f"{operator}, node {node}" for operator, node in missing.items())
         raise UnsupportedError(
             f"ONNX Runtime {onnxruntime.__version__} has no CPU kernel for {listed}",
             hint="choose passes whose operators the target runs",
         )
-
-
-def _since_version(node: ir.Node, opset_imports: Mapping[str, int]) -> int:
-    """Version of the operator's definition that the model's opset selects."""
-    opset = opset_imports.get(node.domain, 1)
-    if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
-        return opset
-    return int(onnx.defs.get_schema(node.op_type, max_inclusive_version=opset).since_version)
 
 
 def _covers(versions: tuple[int, int], since: int) -> bool:
@@ -140,17 +143,14 @@ def _covers(versions: tuple[int, int], since: int) -> bool:
     return first == since or (first < since <= last and last != np.iinfo(np.int32).max)
 
 
-def _decomposes(node: ir.Node, model: ir.Model) -> bool:
-    if node.op_identifier() in model.functions:
-        return True
+def _decomposes(node: ir.Node, opset: int) -> bool:
+    """Say whether ONNX Runtime does without a kernel for this operator of ONNX."""
     if node.domain:
         return False
     if node.op_type == "Constant":  # becomes an initializer when the graph is loaded
         return True
-    schema_known = onnx.defs.has(node.op_type, max_inclusive_version=model.opset_imports[""])
-    return schema_known and bool(
-        onnx.defs.get_schema(node.op_type, max_inclusive_version=model.opset_imports[""]).has_function
-    )
+    known = onnx.defs.has(node.op_type, max_inclusive_version=opset)
+    return known and bool(onnx.defs.get_schema(node.op_type, max_inclusive_version=opset).has_function)
 
 
 def build(
@@ -241,14 +241,23 @@ def _write_model(model: ir.Model, folder: Path, progress: Progress) -> None:
             page = tensor.nbytes >= PAGE_ALIGNED_FROM_BYTES
             offset = _align(file.tell(), PAGE_BYTES if page else ALIGNMENT_BYTES)
             file.write(bytes(offset - file.tell()))
-            tensor.tofile(file)
+            if isinstance(tensor, _Writable):
+                tensor.tofile(file)  # a file is copied piecewise, an array without a second copy
+            else:
+                file.write(tensor.tobytes())
             if file.tell() - offset != tensor.nbytes:
                 raise VerificationError(
                     f"initializer {name} declares {tensor.dtype.name} {tensor.shape} and wrote {file.tell() - offset} "
                     f"bytes instead of {tensor.nbytes}"
                 )
             value.const_value = ir.ExternalTensor(
-                DATA_FILE, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=name, base_dir=folder
+                DATA_FILE,
+                offset,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
+                base_dir=folder,
             )
             done += tensor.nbytes
             progress.advance(done, total)

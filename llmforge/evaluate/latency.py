@@ -5,14 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from llmforge.errors import UsageError, VerificationError
+from llmforge.evaluate.footprint import Footprint
 from llmforge.evaluate.machine import read_bandwidth
 from llmforge.metrics import Estimate, quantile_interval
+
+if TYPE_CHECKING:
+    from llmforge.evaluate.baseline import Baseline
+    from llmforge.runtime import Runner
 
 DRAM_PROBE_BYTES = 2**28  # 256 MB: several times the last-level cache of most machines
 
@@ -29,15 +35,24 @@ class Subject:
     generate: Callable[[NDArray[np.int64], int], Iterator[int]]
     load_seconds: float
 
+    @classmethod
+    def of_baseline(cls, baseline: Baseline) -> Subject:
+        """Time the checkpoint in transformers."""
+        return cls(baseline.description, baseline.generate, baseline.load_seconds)
 
-class Footprint(BaseModel):
-    """What an artifact weighs, on disk and on the memory bus."""
+    @classmethod
+    def of_runner(cls, runner: Runner, *, description: str, load_seconds: float) -> Subject:
+        """Time the shipped engine: its tokens, without turning them into text, as on the baseline's side."""
+        from llmforge.runtime import Sampling  # brings ONNX Runtime, which who only reads reports does not need
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+        def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+            sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            for step in runner.generate_batch([ids.tolist()], [sampling]):
+                (token,) = step.token_ids
+                assert token is not None  # the only row is alive
+                yield token
 
-    artifact_bytes: int  # all files of the engine
-    weight_bytes_per_token: int  # that one decode step reads: all weights but the embedding rows it does not look up
-    kv_bytes_per_token: int  # of cache, for each token of context, all layers
+        return cls(description, generate, load_seconds)
 
 
 class Spread(BaseModel):

@@ -32,6 +32,11 @@ class DocumentSums(BaseModel):
     same_top: int
     delta_p_squared: float
 
+    @property
+    def perplexity_ratio(self) -> float:
+        """Perplexity of the artifact over that of the baseline, on this document."""
+        return math.exp((self.nll - self.baseline_nll) / self.tokens)
+
 
 class Quality(BaseModel):
     """How far the artifact is from the baseline, over all predicted tokens; intervals are over documents."""
@@ -82,7 +87,8 @@ def compare(
         DataError: there is nothing to predict.
         VerificationError: a logit of either side is NaN or infinite; the message names the window.
     """
-    if not any(len(window.ids) > 1 for window in windows):
+    windows = [window for window in windows if len(window.ids) > 1]
+    if not windows:
         raise DataError("the evaluation text holds no token to predict", hint="give it documents of 2 tokens or more")
     scores: dict[str, list[TokenScores]] = {}
     for done, window in enumerate(windows):

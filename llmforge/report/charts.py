@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmforge.evaluate.latency import Latency, Spread
 from llmforge.evaluate.quality import HISTOGRAM_BINS_PER_DECADE, HISTOGRAM_DECADES, Quality
 from llmforge.gates import GateResult
+from llmforge.report.model import PassRecord
 
 _MARGIN = 0.2  # of a gate's span, left free on both sides
 
@@ -115,3 +117,44 @@ def kld_histogram(quality: Quality) -> Histogram:
         ),
         marks=tuple(Mark(min(at(value), 100), label) for label, value in marks),
     )
+
+
+@dataclass(frozen=True)
+class LatencyRow:
+    """One bar of a latency chart; lengths in percent of the largest p95."""
+
+    prompt_tokens: int
+    side: str
+    spread: Spread
+    percent: float
+    tail_percent: float
+
+
+def latency(measured: Latency, name: str) -> list[LatencyRow]:
+    """Lay out "ttft_ms" or "tpot_ms" of both sides at each prompt length."""
+    found: list[tuple[int, str, Spread]] = []
+    for point in measured.points:
+        for side, timing in (("artifact", point.artifact), ("baseline", point.baseline)):
+            if timing is not None:
+                found.append((point.prompt_tokens, side, timing.ttft_ms if name == "ttft_ms" else timing.tpot_ms))
+    longest = max(max(spread.p50.value, spread.p95) for _, _, spread in found)
+    return [
+        LatencyRow(tokens, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95 / longest)
+        for tokens, side, spread in found
+    ]
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """One pass with the lengths of its two bars, in percent."""
+
+    record: PassRecord
+    kld_percent: float
+    bytes_percent: float
+
+
+def passes(records: Sequence[PassRecord]) -> list[PassRow]:
+    """Lay out what each pass cost in KLD and what the weights came to after it."""
+    kld = shares([record.verification.kld_mean for record in records])
+    weights = shares([float(record.weight_bytes_after) for record in records])
+    return [PassRow(*row) for row in zip(records, kld, weights, strict=True)]

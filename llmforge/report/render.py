@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ _STYLES = {
     Verdict.INCONCLUSIVE: "bold yellow",
     Verdict.NONE: "bold",
 }
+_NAMED = 4  # nodes that Markdown names of those that a pass says the same of; HTML and JSON have all
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]|<>])")
 
 
@@ -52,17 +53,15 @@ def summary(report: Report) -> RenderableType:
     )
     key = Table.grid(padding=(0, 2))
     for figure in view.key_figures(report):
-        key.add_row(Text(figure.title, "dim"), Text(figure.value, "bold"), Text(figure.note))
+        key.add_row(Text(figure.title, "dim"), Text(figure.value, "bold"), Text("; ".join(figure.notes)))
     gates = Table.grid(padding=(0, 2))
     for result in report.gates:
-        gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.metric), Text(result.explanation))
+        gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.explanation))
     notes = (Text(f"note: {note}", "dim") for note in report.notes)
     return Group(head, key, *((gates,) if report.gates else ()), *notes)
 
 
-def _render(
-    template: str, report: Report, *, autoescape: bool, finalize: Callable[[object], object] | None
-) -> str:
+def _render(template: str, report: Report, *, autoescape: bool, finalize: Callable[[object], object] | None) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("llmforge.report", ""),
         autoescape=autoescape,
@@ -81,6 +80,7 @@ def _render(
         times=figures.times,
         interval=figures.interval,
         words=_words,
+        listed=_listed,
     )
     facts: dict[str, Any] = {
         "report": report,
@@ -88,6 +88,7 @@ def _render(
         "key_figures": view.key_figures(report),
         "metrics": figures.METRICS,
         "charts": charts,
+        "view": view,
         "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),
     }
     return environment.get_template(template).render(facts).strip() + "\n"
@@ -96,6 +97,12 @@ def _render(
 def _words(value: object) -> str:
     """Write an option's value as in YAML's flow style: strings bare, the rest as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Name the first few and count the rest."""
+    shown = ", ".join(names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
 
 
 def _markdown_escaped(value: object) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmforge.evaluate.latency import Latency
-from llmforge.evaluate.quality import Quality
+from llmforge.evaluate.quality import DocumentSums, Quality
 from llmforge.gates import Verdict
 from llmforge.metrics import Estimate
 from llmforge.report import figures
 from llmforge.report.model import Report
+from llmforge.transform import Rewritten, Skipped
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class KeyFigure:
 
     title: str
     value: str
-    note: str
+    notes: tuple[str, ...]
 
 
 def headline(report: Report) -> str:
@@ -37,9 +38,9 @@ def key_figures(report: Report) -> list[KeyFigure]:
     """Pick the figures at the top; what was not measured is not there."""
     share = figures.percent(report.engine.size_bytes / report.checkpoint.size_bytes)
     bits = weight_bits(report)
-    note = f"{share} of the checkpoint" + ("" if bits is None else f"; {bits:.2f} bits a weight")
+    notes = (f"{share} of the checkpoint", *(() if bits is None else (f"{bits:.2f} bits a weight",)))
     return [
-        KeyFigure("Size", figures.size(report.engine.size_bytes), note),
+        KeyFigure("Size", figures.size(report.engine.size_bytes), notes),
         *(_quality(report.quality) if report.quality else ()),
         *(_latency(report.latency) if report.latency else ()),
     ]
@@ -61,18 +62,39 @@ def _quality(quality: Quality) -> Iterator[KeyFigure]:
 
 def _estimate(metric: str, estimate: Estimate, note: str) -> KeyFigure:
     text = figures.METRICS[metric]
-    return KeyFigure(text.title, text.write(estimate.value), f"{note}; {figures.interval(estimate, text.write)}")
+    return KeyFigure(text.title, text.write(estimate.value), (note, figures.interval(estimate, text.write)))
 
 
 def _latency(latency: Latency) -> Iterator[KeyFigure]:
     """Give TPOT after the shortest prompt and TTFT of the longest: where each matters."""
     short = min(latency.points, key=lambda point: point.prompt_tokens)
     long = max(latency.points, key=lambda point: point.prompt_tokens)
-    rate = f"{figures.significant(short.artifact.tokens_per_second)} tokens/s after {short.prompt_tokens}"
-    yield KeyFigure("TPOT", figures.ms(short.artifact.tpot_ms.p50.value), rate + _against(short.tpot_speedup))
-    prompt = f"prompt of {long.prompt_tokens} tokens"
-    yield KeyFigure("TTFT", figures.ms(long.artifact.ttft_ms.p50.value), prompt + _against(long.ttft_speedup))
+    rate = f"{figures.significant(short.artifact.tokens_per_second)} tokens/s, prompt of {short.prompt_tokens}"
+    tpot, ttft = short.artifact.tpot_ms.p50.value, long.artifact.ttft_ms.p50.value
+    yield KeyFigure("TPOT", figures.ms(tpot), (rate, *_against(short.tpot_speedup)))
+    yield KeyFigure("TTFT", figures.ms(ttft), (f"prompt of {long.prompt_tokens}", *_against(long.ttft_speedup)))
 
 
-def _against(speedup: Estimate | None) -> str:
-    return "" if speedup is None else f"; {figures.times(speedup.value)} the baseline's speed"
+def _against(speedup: Estimate | None) -> tuple[str, ...]:
+    return () if speedup is None else (f"{figures.times(speedup.value)} the baseline's speed",)
+
+
+def moved_most(quality: Quality, count: int = 5) -> list[DocumentSums]:
+    """Find the documents with the highest mean KLD, highest first."""
+    return sorted(quality.per_document, key=lambda document: -document.kld / document.tokens)[:count]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Nodes of which a pass says the same."""
+
+    what: str
+    nodes: tuple[str, ...]
+
+
+def grouped(places: Sequence[Rewritten] | Sequence[Skipped]) -> list[Places]:
+    """Put together what a pass did, or why it did not, at several nodes; in the order of the first of each."""
+    groups: dict[str, list[str]] = {}
+    for place in places:
+        groups.setdefault(place.what if isinstance(place, Rewritten) else place.reason, []).append(place.node)
+    return [Places(what, tuple(nodes)) for what, nodes in groups.items()]

@@ -17,6 +17,8 @@ from llmforge.runtime.session import CacheInput, SessionConfig
 
 FORMAT = 1
 FILE = "runtime.json"
+MODEL_FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from llmforge.errors import InputError, UsageError
 from llmforge.runtime.chat import ChatTemplate
-from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
 from llmforge.runtime.detokenize import Detokenizer, StopStrings
 from llmforge.runtime.sampling import GREEDY, Sampler, Sampling
 from llmforge.runtime.session import Cache, Session
@@ -205,7 +205,7 @@ class Runner:
         return "length" if made == limit else None
 
     def _check(self, ids: Sequence[int], longest: int) -> None:
-        if not ids:
+        if len(ids) == 0:
             raise UsageError("the prompt is empty", hint="give at least one token")
         if len(ids) > longest:
             raise UsageError(
@@ -227,9 +227,12 @@ def load(artifact: Path, threads: int | None = None) -> Runner:
     engine, folder = artifact / "engine", artifact / "tokenizer"
     config = RuntimeConfig.read(engine / FILE)
     config.check_versions()
-    session = Session(engine / "model.onnx", config.session.resolve(threads))
+    for name in (MODEL_FILE, DATA_FILE):
+        if not (engine / name).exists():
+            raise InputError(f"{engine / name} is missing")
+    session = Session(engine / MODEL_FILE, config.session.resolve(threads))
     if (session.vocabulary, session.caches) != (config.vocabulary, config.caches):
-        raise InputError(f"{engine}: {FILE} describes another model than model.onnx: vocabulary or caches differ")
+        raise InputError(f"{engine}: {FILE} describes another model than {MODEL_FILE}: vocabulary or caches differ")
     return Runner(session, config, read_tokenizer(folder / "tokenizer.json"), ChatTemplate.read(folder))
 
 

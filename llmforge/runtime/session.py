@@ -8,7 +8,7 @@ shape writes its few input numbers into arrays that are bound already.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,6 +223,18 @@ class Session:
         else:
             self._run(ids, past_lengths, cache, rows, out)
         return out
+
+    def read(
+        self,
+        names: Sequence[str],
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: Cache,
+        rows: NDArray[np.int64],
+    ) -> dict[str, NDArray[Any]]:
+        """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
+        feeds = {**interface.feeds(self.inputs, ids, past_lengths, rows), **cache.buffers}
+        return dict(zip(names, self._session.run(list(names), feeds), strict=True))
 
     def _run(
         self,

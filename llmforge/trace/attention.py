@@ -14,7 +14,9 @@ from llmforge.errors import UnsupportedError
 from llmforge.trace import masks
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
-INERT = frozenset({"is_causal", "output_attentions", "output_hidden_states", "position_ids", "return_dict", "use_cache"})
+INERT = frozenset(
+    {"is_causal", "output_attentions", "output_hidden_states", "position_ids", "return_dict", "use_cache"}
+)
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,21 @@ class CacheShape:
     value_dim: int
 
 
-class Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
     """The cache of one layer: hands new keys and values on untouched and remembers which tensors they were."""
 
     is_sliding = False
     is_compileable = False
 
     def __init__(self, past: tuple[Tensor, Tensor] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.past = past  # None in a dry run
         self.new: tuple[Tensor, Tensor] | None = None
         self.present: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Remember the step's keys and values [B, kv_heads, S, D] and return them."""
         if self.new is not None:
             raise UnsupportedError("a layer updates its cache twice in one step")
@@ -75,14 +79,14 @@ class Attention:
 
     def __init__(self, positions: int) -> None:
         self._positions = positions
-        self._layers: Sequence[Layer] = []
+        self.layers: Sequence[Layer] = []
         self._past_lengths: Tensor | None = None
 
     def step(self, past: Sequence[tuple[Tensor, Tensor] | None], past_lengths: Tensor) -> Cache:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
-        self._layers = [Layer(pair) for pair in past]
+        self.layers = [Layer(pair) for pair in past]
         self._past_lengths = past_lengths
-        return Cache(layers=self._layers)
+        return Cache(layers=[*self.layers])
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
         """Describe the mask that transformers asks for, instead of building it."""
@@ -122,7 +126,7 @@ class Attention:
         if dropout:
             raise UnsupportedError(f"{where} drops out attention weights at inference")
         index = self._layer_of(key, value)
-        layer = self._layers[index]
+        layer = self.layers[index]
         (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
         if layer.past is None or self._past_lengths is None:
             return query.new_zeros(batch, sequence, num_heads, value_dim), None
@@ -147,7 +151,7 @@ class Attention:
 
     def _layer_of(self, key: Tensor, value: Tensor) -> int:
         """Find the layer whose cache update returned exactly these tensors."""
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             if layer.new is not None and key is layer.new[0] and value is layer.new[1]:
                 return index
         raise UnsupportedError("attention reads other keys and values than its layer caches (latent or shared cache)")

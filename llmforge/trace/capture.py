@@ -6,17 +6,16 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llmforge import interface
 from llmforge.errors import ForgeError, UnsupportedError
-from llmforge.trace import internals, norms, rotary, skeleton
+from llmforge.trace import internals, norms, rotary
 from llmforge.trace.attention import Attention, CacheShape, Layer
 
 OPSET = 24
@@ -46,16 +45,18 @@ class Traced(nn.Module):
         self.rotary = tables
         self._attention = attention
         self._selection = _Selection()
-        head = model.get_output_embeddings()
+        head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None:
             raise UnsupportedError("the model has no output embedding that llmforge could find")
         head.register_forward_pre_hook(self._selection.apply)
 
-    def run(self, input_ids: Tensor, position_ids: Tensor, past_lengths: Tensor, past: Sequence[Any]) -> tuple[Tensor, list[Layer]]:
+    def run(
+        self, input_ids: Tensor, position_ids: Tensor, past_lengths: Tensor, past: Sequence[Any]
+    ) -> tuple[Tensor, Sequence[Layer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths)
         output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
-        return output.logits, cache.layers
+        return output.logits, self._attention.layers
 
     def forward(
         self,
@@ -76,33 +77,17 @@ class Traced(nn.Module):
         return logits, presents
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A raw graph and the skeleton that it was traced from, whose parameters its initializers name."""
+def capture(
+    model: PreTrainedModel, mode: internals.FakeTensorMode, attention: Attention, positions: int, layers: int
+) -> ir.Model:
+    """Trace one step of `model`, whose fake parameters live in `mode`; initializers are named `MODEL` + parameter.
 
-    graph: ir.Model
-    model: PreTrainedModel
-
-
-def capture(config: PreTrainedConfig, positions: int, layers: int) -> Captured:
-    """Trace the causal language model of `config`, which has `layers` layers and contexts up to `positions`.
+    The model has `layers` layers and contexts up to `positions` tokens.
 
     Raises:
-        UnsupportedError: it cannot be traced; the message names the architecture and the reason.
+        UnsupportedError: it cannot be traced.
     """
     try:
-        return _capture(config, positions, layers)
-    except ForgeError as error:
-        raise UnsupportedError(f"architecture {skeleton.name(config)!r}: {error.message}", hint=error.hint) from error
-    except Exception as error:  # anything may come out of a third party's model code: it is refused with its reason
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        raise UnsupportedError(f"architecture {skeleton.name(config)!r} cannot be traced: {reason}") from error
-
-
-def _capture(config: PreTrainedConfig, positions: int, layers: int) -> Captured:
-    attention = Attention(positions)
-    with internals.registered(Attention.NAME, attention.attend, attention.mask):
-        model, mode = skeleton.build(config, Attention.NAME)
         norms.substitute(model)
         with rotary.substituted(model, positions) as tables, torch.no_grad():
             traced = Traced(model, attention, tables)
@@ -110,9 +95,12 @@ def _capture(config: PreTrainedConfig, positions: int, layers: int) -> Captured:
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
                 _, cached = traced.run(ids, ids, lengths, [None] * layers)
-            shapes = [layer.shape() for layer in cached]
-            program = _export(traced, shapes)
-            return Captured(_translate(program, layers), model)
+            return _translate(_export(traced, [layer.shape() for layer in cached]), layers)
+    except ForgeError:
+        raise
+    except Exception as error:  # a third party's model code and exporter: whatever it raises is why it is refused
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise UnsupportedError(f"tracing ends with {type(error).__name__}: {lines[0]}") from error
 
 
 def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.ExportedProgram:
@@ -133,7 +121,13 @@ def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.Export
         caches,
     )
     cache_dims = {0: batch, 2: capacity}
-    dims = ({0: batch, 1: sequence}, {0: batch, 1: sequence}, {0: batch}, {0: rows}, [(cache_dims, cache_dims)] * len(shapes))
+    dims = (
+        {0: batch, 1: sequence},
+        {0: batch, 1: sequence},
+        {0: batch},
+        {0: rows},
+        [(cache_dims, cache_dims)] * len(shapes),
+    )
     return torch.export.export(
         traced, inputs, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
     )

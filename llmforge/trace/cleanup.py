@@ -115,7 +115,11 @@ def _transpose_pair(model: ir.Model, node: ir.Node) -> bool:
         return False
     inner, outer = list(first.attributes["perm"].as_ints()), list(node.attributes["perm"].as_ints())
     source = first.inputs[0]
-    if source is None or [inner[axis] for axis in outer] != list(range(len(inner))) or node.outputs[0].is_graph_output():
+    if (
+        source is None
+        or [inner[axis] for axis in outer] != list(range(len(inner)))
+        or node.outputs[0].is_graph_output()
+    ):
         return False
     g.replace(node.outputs[0], source)
     return True

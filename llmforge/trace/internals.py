@@ -5,17 +5,31 @@ Everything else that `llmforge.trace` calls is public. A test checks that each o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.generic import GeneralInterface
 
-__all__ = ["FakeTensor", "FakeTensorMode", "fake_mode", "parameters_on_meta", "real_tensors", "registered"]
+__all__ = [
+    "FakeTensorMode",
+    "Group",
+    "fake_mode",
+    "mode_of",
+    "parameters_on_meta",
+    "real_tensors",
+    "registered",
+    "sources_by_parameter",
+]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -33,7 +47,7 @@ def real_tensors() -> Iterator[None]:
 
     Private: masks, rotary tables and probes are evaluated from inside the model's forward pass.
     """
-    with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), torch.no_grad():
         yield
 
 
@@ -46,11 +60,10 @@ def parameters_on_meta() -> Iterator[None]:
     """
     original = torch.nn.Module.register_parameter
 
-    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        original(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # a tied parameter is on meta already: keep it shared
-            meta = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
-            module._parameters[name] = meta
+    def register(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is not None and not param.is_meta:  # a tied parameter is on meta already: keep it shared
+            self._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=False)
 
     torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
@@ -60,12 +73,15 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def registered(name: str, attention: object, mask: object) -> Iterator[None]:
+def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
     """Register an attention implementation and its mask in transformers' public registries, and remove them after.
 
     Private: the registries can be added to, not removed from.
     """
-    registries: list[tuple[type[GeneralInterface], object]] = [(AttentionInterface, attention), (AttentionMaskInterface, mask)]
+    registries: list[tuple[type[GeneralInterface], Callable[..., Any]]] = [
+        (AttentionInterface, attention),
+        (AttentionMaskInterface, mask),
+    ]
     for registry, function in registries:
         registry.register(name, function)
     try:
@@ -73,3 +89,45 @@ def registered(name: str, attention: object, mask: object) -> Iterator[None]:
     finally:
         for registry, _ in registries:
             del registry._global_mapping[name]
+
+
+def mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """Return the fake mode that a fake parameter lives in."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of a checkpoint that make one parameter, or, through a converter, several."""
+
+    target: str  # the parameter; with a converter the first of those that it makes
+    keys: tuple[str, ...]
+    patterns: tuple[str, ...]  # of the converter, one a key; none without one
+    converter: WeightConverter | None
+
+
+def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[str, Group]:
+    """Group the tensors `keys` of a checkpoint by the parameter that transformers would load them into.
+
+    Private: transformers renames and converts while it loads, and offers no way to ask where a tensor goes. This
+    follows `convert_and_load_state_dict_in_model`. Tensors that the model has no place for are left out.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known = model.state_dict()
+    groups: dict[str, Group] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if target not in known and key in known:
+            target, pattern = key, None
+        if target not in known:
+            continue
+        if pattern is None:
+            groups[target] = Group(target, (key,), (), None)
+        else:
+            group = groups.get(target, Group(target, (), (), by_pattern[pattern]))
+            groups[target] = replace(group, keys=(*group.keys, key), patterns=(*group.patterns, pattern))
+    return groups

@@ -21,22 +21,22 @@ def substitute(model: nn.Module) -> None:
     """
     found: dict[tuple[type[nn.Module], int, tuple[float, ...]], tuple[float, float] | None] = {}
     for module in model.modules():
-        if [name for name, _ in module.named_parameters()] != ["weight"] or module.weight.dim() != 1:
+        weight = dict(module.named_parameters()).get("weight")
+        if weight is None or weight.dim() != 1 or len(list(module.named_parameters())) > 1:
             continue
         epsilons = sorted({x for x in vars(module).values() if isinstance(x, float) and 0 < x < EPSILON_LIMIT})
-        key = (type(module), module.weight.shape[0], tuple(epsilons))
+        key = (type(module), len(weight), tuple(epsilons))
         if key not in found:
-            found[key] = probe(module, epsilons)
+            found[key] = probe(module, len(weight), epsilons)
         if (constants := found[key]) is not None:
             module.forward = _emitter(module, *constants)
 
 
-def probe(module: nn.Module, epsilons: list[float]) -> tuple[float, float] | None:
+def probe(module: nn.Module, width: int, epsilons: list[float]) -> tuple[float, float] | None:
     """Find (offset, ε) for which `module` computes x̂·(offset + w); None: it computes something else.
 
     Small inputs tell ε; the weight is not constant, so that a norm that ignores it is not taken for one that reads it.
     """
-    width = module.weight.shape[0]
     with internals.real_tensors():
         weight = torch.linspace(0.5, 1.5, width)
         instance = copy.copy(module)
@@ -49,7 +49,9 @@ def probe(module: nn.Module, epsilons: list[float]) -> tuple[float, float] | Non
             return None
         for offset in (0.0, 1.0):
             for epsilon in epsilons:
-                expected = [x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (offset + weight) for x in inputs]
+                expected = [
+                    x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (offset + weight) for x in inputs
+                ]
                 if all(
                     isinstance(y, Tensor) and torch.allclose(y, e, rtol=TOLERANCE, atol=TOLERANCE)
                     for y, e in zip(outputs, expected, strict=True)
@@ -60,10 +62,10 @@ def probe(module: nn.Module, epsilons: list[float]) -> tuple[float, float] | Non
 
 def _emitter(module: nn.Module, offset: float, epsilon: float) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        weight = module.weight if offset == 0 else module.weight + offset
+        weight = module.get_parameter("weight")
         return torch.onnx.ops.symbolic(
             "RMSNormalization",
-            (x, weight),
+            (x, weight if offset == 0 else weight + offset),
             {"axis": -1, "epsilon": epsilon},
             dtype=x.dtype,
             shape=x.shape,

@@ -44,7 +44,7 @@ class Tables(nn.Module):
                 f"{type(module).__name__}: the angles of a position change with the length of the sequence "
                 "(dynamic or long rope scaling), which a table cannot hold"
             )
-        chunks = [forward(ids[None]) for ids in torch.arange(self.positions).split(CHUNK)]
+        chunks = [forward(ids[None]) for ids in torch.split(torch.arange(self.positions), CHUNK)]
         index = len(self.samples)
         self.samples.append(samples)
         for part in (0, 1):
@@ -59,7 +59,7 @@ class Tables(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Angles:
-    """Stands in for the cos or sin [B, S, width] that a rotary module would compute; code that computes with it fails."""
+    """Stands in for the cos or sin [B, S, width] that a rotary module would compute; computing with it fails."""
 
     table: int
     part: int  # 0: cos, 1: sin
@@ -199,7 +199,7 @@ def _emit(x: Tensor, position_ids: Tensor, table: tuple[Tensor, Tensor], layout:
     by_row = x if layout.heads_last else x.transpose(1, 2)
     batch, sequence, count, dim = by_row.shape
     rotary_dim = 2 * table[0].shape[1]
-    attributes = {"num_heads": count, "interleaved": int(layout.interleaved)}
+    attributes: dict[str, Any] = {"num_heads": count, "interleaved": int(layout.interleaved)}
     if rotary_dim != dim:
         attributes["rotary_embedding_dim"] = rotary_dim
     flat = by_row.reshape(batch, sequence, count * dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -17,15 +19,15 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
     Raises:
         UnsupportedError: transformers has no causal language model for `config`, or it does not take `attention`.
     """
-    refuse(config)
+    if config.is_encoder_decoder:
+        raise UnsupportedError("it is an encoder-decoder; decoder-only models are supported")
     try:
         with internals.parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+            make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
+            model = make(config, attn_implementation=attention, dtype=torch.float32)
     except ValueError as error:  # transformers' answer to a config or an attention implementation it has no class for
-        raise UnsupportedError(
-            f"architecture {name(config)!r} cannot be traced: {str(error).splitlines()[0]}"
-        ) from error
-    model.eval()
+        raise UnsupportedError(str(error).splitlines()[0]) from error
+    model.eval()  # type: ignore[no-untyped-call]
     mode = internals.fake_mode()
     shared: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -38,23 +40,3 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
                     shared[parameter] = torch.nn.Parameter(empty, requires_grad=False)
             module._parameters[key] = shared[parameter]
     return model, mode
-
-
-def name(config: PretrainedConfig) -> str:
-    """Name the architecture of `config` for a message."""
-    return (config.architectures or [type(config).__name__])[0]
-
-
-def refuse(config: PretrainedConfig) -> None:
-    """Refuse the kinds of model that are no decoder-only language model of plain weights.
-
-    Raises:
-        UnsupportedError: `config` describes an encoder-decoder, or weights that are quantized already.
-    """
-    if config.is_encoder_decoder:
-        raise UnsupportedError(f"architecture {name(config)!r} is an encoder-decoder; decoder-only models are supported")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"architecture {name(config)!r}: the checkpoint is quantized already (quantization_config)",
-            hint="give the checkpoint that it was quantized from",
-        )

@@ -1,0 +1,62 @@
+# Everything happens in one virtual environment; VENV=PATH names another.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PROMPT ?= The configuration file
+
+.PHONY: help quickstart test test-slow lint types contracts check clean
+
+help:  ## Show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+quickstart: $(VENV)/.runtime  ## Build recipes/quickstart.yaml and generate from the artifact
+	artifact=$$($(BIN)/llmforge build recipes/quickstart.yaml | tee /dev/stderr | tail -n 1); \
+	echo; echo "\$$ llmforge run $$artifact \"$(PROMPT)\" --max-tokens 64"; \
+	$(BIN)/llmforge run "$$artifact" "$(PROMPT)" --max-tokens 64; \
+	echo; echo "The report: $$artifact/report/report.html"
+
+test: $(VENV)/.dev  ## Run the tests, less those that take minutes
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev  ## Run the tests that take minutes
+	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+lint: $(VENV)/.dev  ## Check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev  ## Check types
+	$(BIN)/mypy
+
+contracts: $(VENV)/.dev  ## Check that imports point downward
+	$(BIN)/lint-imports
+
+check: lint types contracts test  ## Run all that CI runs
+
+clean:  ## Delete caches and build outputs; the environment and artifacts stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find llmforge passes targets recipes tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "llmforge needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is not. Try: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv "$(VENV)"
+
+# torch is by far the largest package: its own step, so that a broken download shows where it broke.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt torch
+	touch $@
+
+$(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
+	$(PIP) install -c constraints.txt -e '.[cpu]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.torch
+	$(PIP) install -c constraints.txt -e '.[cpu,dev]'
+	touch $@ $(VENV)/.runtime

@@ -1,0 +1,9 @@
+"""Run a checkpoint on calibration text, layer by layer, for what passes want to know about it.
+
+One decoder layer is in memory at a time, and the hidden states of all windows between layers; results go to a folder
+layer by layer, so that a calibration that was killed goes on where it was.
+"""
+
+from llmforge.calibration.driver import calibrate
+
+__all__ = ["calibrate"]

@@ -1,0 +1,198 @@
+"""The walk over the layers: load one, quantize its linears in order, record its keys and values, run it, drop it."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmforge import gptq, quantization
+from llmforge.calibration.layer import Layer
+from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.store import LayerResult, Results, Store
+from llmforge.checkpoint import Checkpoint
+from llmforge.errors import DataError, UnsupportedError
+from llmforge.progress import Progress, Silent
+from llmforge.statistics import Demand, KvRange, KvRangeDemand, Statistics, WeightDemand
+from llmforge.text import Window
+
+_TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
+
+
+@dataclass
+class _States:
+    """Hidden states of every window, fp32 [1, tokens, hidden], in front of the same layer.
+
+    `original` are those of the checkpoint, `current` those that quantized layers made; the same list where no layer is
+    quantized.
+    """
+
+    original: list[torch.Tensor]
+    current: list[torch.Tensor]
+
+
+@torch.inference_mode()
+def calibrate(
+    checkpoint: Checkpoint,
+    windows: Sequence[Window],
+    demands: Sequence[Demand],
+    *,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Statistics:
+    """Serve `demands` from a run of `checkpoint` over `windows`, in fp32.
+
+    Linears are quantized in the order in which they run, each with the inputs that the quantized ones before it make;
+    ranges of keys and values are those that the quantized weights make. Memory: the embedding while the windows enter,
+    then the fp32 weights of one layer (twice where linears are quantized), the hidden states of all windows (twice
+    likewise: tokens × hidden × 8 bytes), and one Hessian, its inverse and the drift, K × K each. With `folder` the
+    results of each layer are written there when it is done, and found there by a later call that asks for the same.
+
+    Two runs on one machine, with as many threads, give identical results.
+
+    Raises:
+        DataError: `windows` are empty, or make activations that cannot be calibrated on: NaN, or a key or value channel
+            that is always 0.
+        UnsupportedError: the architecture cannot be run layer by layer; two demands contradict each other.
+    """
+    weights, wants_ranges = _sort(demands)
+    if not windows:
+        raise DataError("calibration has no text")
+    progress = progress or Silent()
+    skeleton = Skeleton.build(checkpoint)
+    calls, entering = skeleton.enter([window.ids for window in windows])
+    store = Store.open(folder, _key(checkpoint, windows, demands))
+    states = _States(entering, list(entering) if weights else entering)
+    done: list[LayerResult] = []
+    for index in range(len(skeleton.layers)):
+        progress.advance(index, len(skeleton.layers))
+        layer = skeleton.load(index, calls[index])
+        found = store.load(index)
+        result = _calibrate_layer(layer, states, weights, wants_ranges, found)
+        done.append(result if found else store.save(index, result))
+    progress.advance(len(skeleton.layers), len(skeleton.layers))
+    return Statistics(
+        samples=len(windows),
+        tokens=sum(len(window.ids) for window in windows),
+        linears=Results(done),
+        kv={index: result.kv for index, result in enumerate(done) if result.kv is not None},
+    )
+
+
+def _sort(demands: Sequence[Demand]) -> tuple[WeightDemand | None, bool]:
+    """Return the one demand for weights, and whether ranges of keys and values are wanted."""
+    weights = list(dict.fromkeys(demand for demand in demands if isinstance(demand, WeightDemand)))
+    if len(weights) > 1:
+        raise UnsupportedError(
+            f"{len(weights)} passes quantize the same linears with calibration, each with options of its own: "
+            + "; ".join(str(demand) for demand in weights),
+            hint="keep one of them",
+        )
+    return (weights[0] if weights else None), any(isinstance(demand, KvRangeDemand) for demand in demands)
+
+
+def _key(checkpoint: Checkpoint, windows: Sequence[Window], demands: Sequence[Demand]) -> str:
+    """Hash all that results depend on: inputs, demands, versions of tools, and the source of the arithmetic."""
+    digest = hashlib.sha256(checkpoint.digest.encode())
+    for window in windows:
+        digest.update(np.int64(len(window.ids)).tobytes() + window.ids.tobytes())
+    digest.update(repr(sorted(map(repr, demands))).encode())
+    digest.update(repr([(tool, version(tool)) for tool in _TOOLS]).encode())
+    here = Path(__file__).parent
+    for source in [*sorted(here.glob("*.py")), Path(gptq.__file__), Path(quantization.__file__)]:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _calibrate_layer(
+    layer: Layer, states: _States, weights: WeightDemand | None, wants_ranges: bool, found: LayerResult | None
+) -> LayerResult:
+    """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
+    linears = {} if found is None else dict(found.linears)
+    if weights is not None:
+        original = layer.twin()
+        if found is None:
+            linears = _quantize(layer, original, states, weights)
+        for name, matrix in linears.items():
+            layer.set_weight(name, quantization.dequantize(matrix))
+        for index, state in enumerate(states.original):
+            states.original[index] = original.run(index, state)
+    kv = None if found is None else found.kv
+    if wants_ranges and kv is None:
+        kv = _run_with_ranges(layer, states.current)
+    else:
+        for index, state in enumerate(states.current):
+            states.current[index] = layer.run(index, state)
+    if not all(bool(torch.isfinite(state).all()) for state in states.current):
+        raise DataError(
+            f"{layer.name}: the calibration text makes NaN or infinite hidden states",
+            hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
+        )
+    return LayerResult(linears, kv)
+
+
+def _quantize(
+    layer: Layer, original: Layer, states: _States, demand: WeightDemand
+) -> dict[str, quantization.QuantizedMatrix]:
+    """Quantize the linears of `layer` in place, those that read one tensor together, in the order they run."""
+    results: dict[str, quantization.QuantizedMatrix] = {}
+    for group in layer.groups(states.current[0]):
+        names = [name for name in group if not any(fnmatch.fnmatchcase(name, glob) for glob in demand.exclude)]
+        if not names:
+            continue
+        hessian, drift = _input_statistics(layer, original, states, names[0])
+        weights = [layer.weight(name) for name in names]
+        try:
+            curvature = gptq.Curvature.of(hessian, demand.damping)
+            matrix = gptq.gptq(np.concatenate(weights), curvature, demand.grid, drift)
+        except (ValueError, np.linalg.LinAlgError) as error:
+            raise DataError(
+                f"{names[0]}: its inputs over the calibration text do not allow GPTQ: {error}",
+                hint="give more, or other, calibration text, more damping, or use method: rtn",
+            ) from error
+        end = 0
+        for name, weight in zip(names, weights, strict=True):
+            start, end = end, end + len(weight)
+            results[name] = quantization.rows(matrix, start, end)
+            layer.set_weight(name, quantization.dequantize(results[name]))
+    return results
+
+
+def _input_statistics(
+    layer: Layer, original: Layer, states: _States, name: str
+) -> tuple[quantization.Float32, quantization.Float32]:
+    """Sum Σ x xᵀ and Σ (x̃ - x) xᵀ, fp32 [K, K] each, over the inputs x of linear `name`; x̃ are the original's."""
+    width = layer.input_width(name)
+    hessian, drift = torch.zeros(width, width), torch.zeros(width, width)
+    for index, (current, before) in enumerate(zip(states.current, states.original, strict=True)):
+        x = layer.input_of(name, index, current)
+        hessian.addmm_(x.T, x)
+        drift.addmm_((original.input_of(name, index, before) - x).T, x)
+    return hessian.numpy(), drift.numpy()
+
+
+def _run_with_ranges(layer: Layer, states: list[torch.Tensor]) -> KvRange:
+    """Carry `states` through `layer` and return the largest magnitude of each channel of its keys and values."""
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+    for index, state in enumerate(states):
+        states[index], (new_key, new_value) = layer.run_recording(index, state)
+        key = new_key if key is None else torch.maximum(key, new_key)
+        value = new_value if value is None else torch.maximum(value, new_value)
+    assert key is not None
+    assert value is not None
+    for what, peaks in (("key", key), ("value", value)):
+        if not bool(torch.isfinite(peaks).all() and (peaks > 0).all()):
+            head, channel = (peaks.isfinite() & (peaks > 0)).logical_not().nonzero()[0].tolist()
+            raise DataError(
+                f"{layer.name}: the {what} channel {channel} of KV head {head} ranges to {peaks[head, channel]:g} over "
+                "the calibration text, so that it has no scale",
+                hint="give more calibration text, or leave quantize-kv-cache out",
+            )
+    return KvRange(key.numpy(), value.numpy())

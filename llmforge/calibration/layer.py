@@ -1,0 +1,174 @@
+"""One decoder layer with its weights: run it, look into it, change its linears."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from llmforge.checkpoint import Checkpoint
+from llmforge.errors import UnsupportedError
+from llmforge.quantization import Float32
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+_CACHE = "past_key_values"  # the keyword by which transformers hands every decoder layer its cache
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a layer is called with after the hidden states: masks, rotary tables, positions."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class _LinearReached(Exception):  # noqa: N818  (it ends a forward pass; nothing is wrong)
+    """The linear that was waited for is about to run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A decoder layer in fp32; `name` is its place in the model, `calls` how it is called with each window.
+
+    Parameter names are those of the checkpoint: "model.layers.0.self_attn.q_proj.weight".
+    """
+
+    module: torch.nn.Module
+    name: str
+    calls: Sequence[Call]
+
+    def twin(self) -> Layer:
+        """Return a layer that shares the weights until one of the two gets others."""
+        memory = {id(parameter): parameter for parameter in self.module.parameters()}
+        return replace(self, module=copy.deepcopy(self.module, memory))
+
+    def run(self, window: int, state: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [1, tokens, hidden] after the layer, of window number `window`."""
+        call = self.calls[window]
+        return _hidden(self.module(state, *call.args, **call.kwargs))
+
+    def run_recording(self, window: int, state: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Run, and return also the largest magnitude of keys and values as they would be cached, [kv_heads, channels].
+
+        Raises:
+            UnsupportedError: the layer does not hand its keys and values, once, to the cache it is called with.
+        """
+        call, recorder = self.calls[window], _CacheRecorder()
+        if _CACHE in call.kwargs:
+            call = replace(call, kwargs={**call.kwargs, _CACHE: recorder})
+        state = _hidden(self.module(state, *call.args, **call.kwargs))
+        if len(recorder.peaks) != 1:
+            raise UnsupportedError(
+                f"{self.name}: {type(self.module).__name__} caches keys and values {len(recorder.peaks)} times; "
+                "their ranges can be calibrated where it does once",
+                hint="leave quantize-kv-cache out",
+            )
+        return state, recorder.peaks[0]
+
+    def groups(self, state: torch.Tensor) -> list[list[str]]:
+        """Name the weights of the linears in the order they run, those that read one tensor together.
+
+        `state` are the hidden states of window 0. A linear that does not run is not named.
+        """
+        seen: list[tuple[torch.Tensor, list[str]]] = []  # holds the inputs, so that no address is used twice
+
+        def note(name: str, x: torch.Tensor) -> None:
+            for other, names in seen:
+                if x.data_ptr() == other.data_ptr() and x.shape == other.shape and x.stride() == other.stride():
+                    names.append(name)
+                    return
+            seen.append((x, [name]))
+
+        handles = [
+            linear.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+            for name, linear in self._linears().items()
+        ]
+        self.run(0, state)
+        for handle in handles:
+            handle.remove()
+        return [names for _, names in seen]
+
+    def input_of(self, name: str, window: int, state: torch.Tensor) -> torch.Tensor:
+        """Return what linear `name` reads, [tokens, K]; the layer runs no further than there."""
+        inputs: list[torch.Tensor] = []
+
+        def take(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            inputs.append(args[0])
+            raise _LinearReached
+
+        handle = self._linears()[name].register_forward_pre_hook(take)
+        try:
+            self.run(window, state)
+        except _LinearReached:
+            return inputs[0].reshape(-1, inputs[0].shape[-1])
+        finally:
+            handle.remove()
+        raise UnsupportedError(f"{name} does not read every window of the calibration text")
+
+    def input_width(self, name: str) -> int:
+        """Return K of linear `name`."""
+        return self._linears()[name].in_features
+
+    def weight(self, name: str) -> Float32:
+        """Return the weight of linear `name`, fp32 [N, K]."""
+        weight: Float32 = self._linears()[name].weight.detach().numpy()
+        return weight
+
+    def set_weight(self, name: str, weight: Float32) -> None:
+        """Give linear `name` another weight, fp32 [N, K]; a twin keeps its own."""
+        parameter = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
+        self._linears()[name].weight = parameter
+
+    def _linears(self) -> dict[str, torch.nn.Linear]:
+        return {
+            f"{self.name}.{local}.weight": module
+            for local, module in self.module.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+
+
+class _CacheRecorder:
+    """Stands where the cache does: keeps the largest magnitudes of what is cached and hands it back."""
+
+    def __init__(self) -> None:
+        self.peaks: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record `key` and `value`, [1, kv_heads, tokens, channels]."""
+        self.peaks.append((key.abs().amax((0, 2)), value.abs().amax((0, 2))))
+        return key, value
+
+
+def copy_with_weights(
+    module: _Module, prefix: str, checkpoint: Checkpoint, names: Sequence[str] | None = None
+) -> _Module:
+    """Copy `module` and give the copy fp32 weights from `checkpoint`, where its parameters begin with `prefix`.
+
+    `names` are the parameters to read, all by default; the others keep none.
+
+    Raises:
+        UnsupportedError: the checkpoint stores a parameter under another name or in another layout.
+    """
+    twin = copy.deepcopy(module)
+    wanted = [name for name, _ in twin.named_parameters()] if names is None else list(names)
+    stored = {name: f"{prefix}.{name}" if prefix else name for name in wanted}
+    missing = [name for name in stored.values() if name not in checkpoint.tensors]
+    if missing:
+        raise UnsupportedError(
+            f"{checkpoint.path}: cannot be calibrated: {missing[0]!r} is stored under another name or in another layout",
+            hint="use method: rtn, and leave quantize-kv-cache out",
+        )
+    tensors = {
+        name: torch.from_numpy(checkpoint.tensor(tensor).numpy().astype(np.float32)) for name, tensor in stored.items()
+    }
+    twin.load_state_dict(tensors, strict=False, assign=True)
+    return twin.requires_grad_(False)
+
+
+def _hidden(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Take the hidden states from what a layer returns, which in some architectures is a tuple."""
+    return output[0] if isinstance(output, tuple) else output

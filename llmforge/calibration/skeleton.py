@@ -1,0 +1,160 @@
+"""A transformers model without weights: its own forward pass says how each decoder layer is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llmforge.calibration.layer import Call, Layer, copy_with_weights
+from llmforge.checkpoint import Checkpoint
+from llmforge.errors import UnsupportedError
+
+# transformers' own plain implementation of each architecture's attention: the faster ones ignore what they cannot do.
+_ATTENTION = "eager"
+
+
+@dataclass(eq=False)
+class Skeleton:
+    """The structure of a checkpoint's model; its parameters have no memory, its buffers hold their numbers.
+
+    `prefixes` are the names of `layers` in the model, "model.layers.0".
+    """
+
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+    layers: list[torch.nn.Module]
+    prefixes: list[str]
+
+    @classmethod
+    def build(cls, checkpoint: Checkpoint) -> Skeleton:
+        """Build the model that `checkpoint` configures.
+
+        Raises:
+            UnsupportedError: transformers has no causal language model for it, or it has no list of decoder layers.
+        """
+        try:
+            with _EmptyOnMeta():
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    checkpoint.config, attn_implementation=_ATTENTION, dtype=torch.float32
+                )
+        except ValueError as error:  # transformers' answer to a configuration that it has no class for
+            raise UnsupportedError(f"{checkpoint.path}: cannot be calibrated: {str(error).splitlines()[0]}") from error
+        model.eval()
+        for name, modules in model.named_modules():
+            if isinstance(modules, torch.nn.ModuleList) and len(modules) == checkpoint.geometry.layers:
+                return cls(checkpoint, model, list(modules), [f"{name}.{index}" for index in range(len(modules))])
+        raise UnsupportedError(
+            f"{checkpoint.path}: cannot be calibrated: {type(model).__name__} has no list of "
+            f"{checkpoint.geometry.layers} decoder layers"
+        )
+
+    def enter(self, windows: Sequence[NDArray[np.int64]]) -> tuple[list[list[Call]], list[torch.Tensor]]:
+        """Embed every window, ids [tokens]: how each layer is called with each of them, and the first layer's states.
+
+        Returns calls [layer][window], which share the tensors of windows of one length (masks, rotary tables), and
+        hidden states fp32 [1, tokens, hidden] for each window.
+
+        Raises:
+            UnsupportedError: what a layer is called with, besides the hidden states, depends on the text.
+        """
+        entrance = self._entrance()
+        by_length: dict[int, _Recording] = {}
+        calls: list[list[Call]] = [[] for _ in self.layers]
+        states = []
+        for ids in windows:
+            recording = _record(entrance, self._layers_of(entrance), ids)
+            first = by_length.setdefault(len(ids), recording)
+            if not all(map(_same, first.calls, recording.calls)):
+                raise UnsupportedError(
+                    f"{self.checkpoint.path}: cannot be calibrated: layers of {type(self.model).__name__} are called "
+                    "with more than the hidden states of the text"
+                )
+            states.append(recording.state)
+            for of_layer, call in zip(calls, first.calls, strict=True):
+                of_layer.append(call)
+        return calls, states
+
+    def load(self, index: int, calls: Sequence[Call]) -> Layer:
+        """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
+        prefix = self.prefixes[index]
+        module = copy_with_weights(self.layers[index], prefix, self.checkpoint)
+        return Layer(module, prefix, calls)
+
+    def _layers_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        return [model.get_submodule(prefix) for prefix in self.prefixes]
+
+    def _entrance(self) -> torch.nn.Module:
+        """Return the model with the weights of what stands before the layers: the embeddings."""
+        inside = [f"{prefix}." for prefix in self.prefixes]
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        without = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+        without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
+        wanted = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) not in without and not name.startswith(tuple(inside))
+        ]
+        return copy_with_weights(self.model, "", self.checkpoint, wanted)
+
+
+@dataclass(eq=False)
+class _Recording:
+    """How one window reached every layer."""
+
+    state: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    calls: list[Call] = field(default_factory=list)
+
+
+class _LastLayerReached(Exception):  # noqa: N818  (it ends a forward pass; nothing is wrong)
+    """Every layer was called."""
+
+
+def _record(model: torch.nn.Module, layers: Sequence[torch.nn.Module], ids: NDArray[np.int64]) -> _Recording:
+    """Run `model` with its decoder layers left out, up to where the last of them would have run."""
+    recording = _Recording()
+
+    def layer_out(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not recording.calls:
+            recording.state = hidden
+        recording.calls.append(Call(args, kwargs))
+        if len(recording.calls) == len(layers):
+            raise _LastLayerReached
+        return hidden
+
+    for layer in layers:
+        layer.forward = layer_out  # `model` is a copy, made for this
+    try:
+        model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
+    except _LastLayerReached:
+        return recording
+    raise UnsupportedError(f"{type(model).__name__} called {len(recording.calls)} of its {len(layers)} decoder layers")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare what two calls were given, tensors by value."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Call):
+        return isinstance(other, Call) and _same(one.args, other.args) and _same(one.kwargs, other.kwargs)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Give `torch.empty` no memory: modules make their parameters with it, and compute their buffers otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)

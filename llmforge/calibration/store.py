@@ -1,0 +1,126 @@
+"""Results of calibrated layers: in memory, or one file a layer that is read when a result is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.quantization import Grid, Packed, QuantizedMatrix, pack, unpack
+from llmforge.statistics import KvRange
+
+_KEY_CHARACTERS = 32  # of SHA-256 in a file's name: 128 bits
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What one layer yielded: its linears by parameter name, and the ranges of its keys and values."""
+
+    linears: Mapping[str, QuantizedMatrix]
+    kv: KvRange | None
+
+
+class Results(Mapping[str, QuantizedMatrix]):
+    """The linears of all layers by parameter name; those of a stored layer are read at each access."""
+
+    def __init__(self, layers: Sequence[LayerResult]) -> None:
+        self._owner = {name: layer.linears for layer in layers for name in layer.linears}
+
+    def __getitem__(self, name: str) -> QuantizedMatrix:
+        return self._owner[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owner)
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the layers of one calibration are kept; `folder` is None where they stay in memory."""
+
+    folder: Path | None
+    key: str
+
+    @classmethod
+    def open(cls, folder: Path | None, key: str) -> Store:
+        """Keep results that depend on `key` in `folder`, which is made."""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder, key)
+
+    def load(self, index: int) -> LayerResult | None:
+        """Return the result of layer `index` of an earlier run with the same key; None where there is no whole one."""
+        file = self._file(index)
+        if file is None or not file.exists():
+            return None
+        try:
+            with zipfile.ZipFile(file) as archive:
+                if archive.testzip() is not None:  # reads it all: a bad checksum, and the layer is done again
+                    return None
+        except zipfile.BadZipFile:
+            return None
+        linears = _StoredLayer(file)
+        return LayerResult(linears, linears.kv)
+
+    def save(self, index: int, result: LayerResult) -> LayerResult:
+        """Write the result of layer `index` in one step, and return one that reads from there."""
+        file = self._file(index)
+        if file is None:
+            return result
+        arrays: dict[str, NDArray[Any]] = {}
+        grids = {}
+        for name, matrix in result.linears.items():
+            packed = pack(matrix)
+            arrays[f"{name}/codes"], arrays[f"{name}/scales"] = packed.codes, packed.scales
+            if packed.zero_points is not None:
+                arrays[f"{name}/zero_points"] = packed.zero_points
+            grids[name] = {**asdict(matrix.grid), "k": matrix.shape[1]}
+        if result.kv is not None:
+            arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
+        arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
+        partial = file.with_suffix(".partial")
+        with partial.open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+        return LayerResult(_StoredLayer(file), result.kv)
+
+    def _file(self, index: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"{self.key[:_KEY_CHARACTERS]}-layer-{index:05d}.npz"
+
+
+class _StoredLayer(Mapping[str, QuantizedMatrix]):
+    """The linears in one file, packed as MatMulNBits reads them; each access reads one."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> QuantizedMatrix:
+        with np.load(self._file, allow_pickle=False) as arrays:
+            described = json.loads(arrays["grids"].tobytes())[name]
+            k = described.pop("k")
+            points = arrays.get(f"{name}/zero_points")
+            return unpack(Packed(arrays[f"{name}/codes"], arrays[f"{name}/scales"], points), Grid(**described), k)
+
+    def __iter__(self) -> Iterator[str]:
+        with np.load(self._file, allow_pickle=False) as arrays:
+            return iter(json.loads(arrays["grids"].tobytes()))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @property
+    def kv(self) -> KvRange | None:
+        """The ranges of keys and values."""
+        with np.load(self._file, allow_pickle=False) as arrays:
+            return KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None

@@ -1,0 +1,449 @@
+"""The canonical dialect (docs/dialect.md) as data, and its verifier.
+
+`OPERATORS` lists what a graph may hold between the frontend and an engine: the canonical operators, what passes write
+in their place, and pointwise arithmetic. `check` verifies a graph against it; `expand` writes `llmforge::` operators
+as standard ONNX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge import graph as g
+from llmforge import interface
+from llmforge.errors import VerificationError
+from llmforge.expansion import expand
+
+__all__ = ["OPERATORS", "OPSETS", "Input", "Operator", "attention", "check", "expand"]
+
+OPSETS: Mapping[str, int] = {"": 24, "llmforge": 1, "com.microsoft": 1}
+
+FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
+INT32, INT64, UINT8 = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
+FLOATS = frozenset({FLOAT, FLOAT16, BFLOAT16})
+NUMBERS = FLOATS | {INT32, INT64}
+CACHE = FLOATS | {ir.DataType.INT8, UINT8}  # uint8: two 4-bit values
+ANY = frozenset(ir.DataType)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of an operator; `ranks` empty: any rank."""
+
+    name: str
+    dtypes: frozenset[ir.DataType] = FLOATS
+    ranks: frozenset[int] = frozenset()
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What the verifier knows of an operator; `attributes` marks the required ones with a trailing `!`."""
+
+    inputs: tuple[Input, ...]
+    attributes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # name → "int", "float", "string", "ints" and perhaps "!"
+    outputs: int = 1  # at most
+    variadic: bool = False  # the last input may repeat
+
+
+def _in(name: str, dtypes: frozenset[ir.DataType] = FLOATS, *ranks: int, optional: bool = False) -> Input:
+    return Input(name, dtypes, frozenset(ranks), optional)
+
+
+_POINTWISE = Operator((_in("x"),))
+_BINARY = Operator((_in("a", NUMBERS), _in("b", NUMBERS)))
+_I64, _I32 = frozenset({INT64}), frozenset({INT32})
+_CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
+
+OPERATORS: Mapping[tuple[str, str], Operator] = {
+    # canonical
+    ("llmforge", "Attention"): Operator(
+        (
+            _in("q", FLOATS, 3),
+            _in("k", FLOATS, 3),
+            _in("v", FLOATS, 3),
+            _in("past_key", FLOATS, 4),
+            _in("past_value", FLOATS, 4),
+            _in("past_lengths", _I32, 1),
+            _in("sinks", FLOATS, 1, optional=True),
+        ),
+        {
+            "num_heads": "int!",
+            "kv_num_heads": "int!",
+            "scale": "float!",
+            "softcap": "float!",
+            "window": "int!",
+            "layer": "int!",
+        },
+        outputs=3,
+    ),
+    ("", "RMSNormalization"): Operator(
+        (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}
+    ),
+    ("", "RotaryEmbedding"): Operator(
+        (_in("x", FLOATS, 3), _in("cos", FLOATS, 2), _in("sin", FLOATS, 2), _in("position_ids", _I64, 2)),
+        {"num_heads": "int!", "interleaved": "int", "rotary_embedding_dim": "int"},
+    ),
+    ("", "MatMul"): Operator((_in("x"), _in("w"))),
+    ("", "Gather"): Operator((_in("data", ANY), _in("indices", frozenset({INT32, INT64}))), {"axis": "int"}),
+    ("", "Transpose"): Operator((_in("x", ANY),), {"perm": "ints!"}),
+    ("", "Reshape"): Operator((_in("x", ANY), _in("shape", _I64, 1)), {"allowzero": "int"}),
+    ("", "Split"): Operator(
+        (_in("x", ANY), _in("split", _I64, 1, optional=True)), {"axis": "int", "num_outputs": "int"}, outputs=64
+    ),
+    ("", "Concat"): Operator((_in("x", ANY),), {"axis": "int!"}, variadic=True),
+    ("", "Slice"): Operator(
+        (
+            _in("x", ANY),
+            _in("starts", _I64, 1),
+            _in("ends", _I64, 1),
+            _in("axes", _I64, 1, optional=True),
+            _in("steps", _I64, 1, optional=True),
+        )
+    ),
+    ("", "Sigmoid"): _POINTWISE,
+    ("", "Tanh"): _POINTWISE,
+    ("", "Relu"): _POINTWISE,
+    ("", "Erf"): _POINTWISE,
+    ("", "Neg"): _POINTWISE,
+    ("", "Gelu"): Operator((_in("x"),), {"approximate": "string"}),
+    ("", "Add"): _BINARY,
+    ("", "Sub"): _BINARY,
+    ("", "Mul"): _BINARY,
+    ("", "Div"): _BINARY,
+    # written by passes
+    ("com.microsoft", "GroupQueryAttention"): Operator(
+        (
+            _in("query", FLOATS, 3),
+            _in("key", FLOATS, 3, optional=True),
+            _in("value", FLOATS, 3, optional=True),
+            _in("past_key", CACHE, 4),
+            _in("past_value", CACHE, 4),
+            _in("seqlens_k", _I32, 1),
+            _in("total_sequence_length", _I32, 0, 1),
+            _in("cos_cache", FLOATS, 2, optional=True),
+            _in("sin_cache", FLOATS, 2, optional=True),
+            _in("position_ids", _I64, 2, optional=True),
+            _in("attention_bias", FLOATS, 4, optional=True),
+            _in("head_sink", FLOATS, 1, optional=True),
+            _in("k_scale", frozenset({FLOAT}), optional=True),
+            _in("v_scale", frozenset({FLOAT}), optional=True),
+            _in("q_norm_weight", FLOATS, 1, optional=True),
+            _in("k_norm_weight", FLOATS, 1, optional=True),
+        ),
+        {
+            "num_heads": "int!",
+            "kv_num_heads": "int!",
+            "scale": "float",
+            "softcap": "float",
+            "local_window_size": "int",
+            "sliding_window_cache": "int",
+            "do_rotary": "int",
+            "rotary_interleaved": "int",
+            "smooth_softmax": "int",
+            "causal": "int",
+            "qk_norm_epsilon": "float",
+            "k_quant_type": "string",
+            "v_quant_type": "string",
+            "kv_cache_bit_width": "int",
+        },
+        outputs=3,
+    ),
+    ("com.microsoft", "MatMulNBits"): Operator(
+        (
+            _in("a"),
+            _in("b", frozenset({UINT8}), 2, 3),
+            _in("scales", FLOATS, 1, 2),
+            _in("zero_points", FLOATS | {UINT8}, 1, 2, optional=True),
+            _in("g_idx", _I32, 1, optional=True),
+            _in("bias", FLOATS, 1, optional=True),
+        ),
+        {
+            "K": "int!",
+            "N": "int!",
+            "bits": "int!",
+            "block_size": "int!",
+            "accuracy_level": "int",
+            "weight_prepacked": "int",
+        },
+    ),
+    ("com.microsoft", "GatherBlockQuantized"): Operator(
+        (
+            _in("data", _CODES),
+            _in("indices", frozenset({INT32, INT64})),
+            _in("scales"),
+            _in("zero_points", _CODES, optional=True),
+        ),
+        {"bits": "int", "block_size": "int!", "gather_axis": "int", "quantize_axis": "int"},
+    ),
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): Operator(
+        (_in("input"), _in("skip"), _in("gamma", FLOATS, 1), _in("bias", FLOATS, 1, optional=True)),
+        {"epsilon": "float!"},
+        outputs=4,
+    ),
+    ("", "SimplifiedLayerNormalization"): Operator(  # ONNX Runtime's, in the standard domain
+        (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}, outputs=2
+    ),
+    ("com.microsoft", "FusedMatMul"): Operator(
+        (_in("a"), _in("b")),
+        {"alpha": "float", "transA": "int", "transB": "int", "transBatchA": "int", "transBatchB": "int"},
+    ),
+}
+
+# Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
+INPUTS: Mapping[str, tuple[frozenset[ir.DataType], int]] = {
+    interface.INPUT_IDS: (_I64, 2),
+    interface.POSITION_IDS: (_I64, 2),
+    interface.PAST_LENGTHS: (_I32, 1),
+    interface.SEQLENS_K: (_I32, 1),
+    interface.TOTAL_SEQUENCE_LENGTH: (_I32, 0),
+    interface.LOGITS_ROWS: (_I64, 1),
+}
+PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+
+
+def check(model: ir.Model) -> None:
+    """Verify that `model` is a well-formed graph of the dialect.
+
+    Raises:
+        VerificationError: it is not; the message names the node or value, and the reason.
+    """
+    _check_opsets(model)
+    _check_names(model.graph)
+    _check_initializers(model.graph)
+    _check_interface(model.graph)
+    defined = {id(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    for node in model.graph:
+        _check_node(node, defined)
+        defined |= {id(value) for value in node.outputs}
+    for value in model.graph.outputs:
+        _require(id(value) in defined, f"output {value.name!r}", "no node of the graph makes it")
+
+
+def _require(condition: bool, where: str, reason: str) -> None:
+    if not condition:
+        raise VerificationError(f"{where}: {reason}")
+
+
+def _check_opsets(model: ir.Model) -> None:
+    used = {node.domain for node in model.graph}
+    for domain, version in model.opset_imports.items():
+        where = f"opset import {domain or 'ai.onnx'!r}"
+        _require(domain in OPSETS, where, f"the domain is unknown; known are {_listed(OPSETS)}")
+        _require(version == OPSETS[domain], where, f"version is {version}, must be {OPSETS[domain]}")
+    for domain in sorted(used - set(model.opset_imports)):
+        _require(False, f"opset import {domain or 'ai.onnx'!r}", "nodes use the domain, and it is not imported")
+    _require(not model.functions, "functions", "the dialect has none")
+
+
+def _check_names(graph: ir.Graph) -> None:
+    values: dict[str, ir.Value] = {}
+    for value in (
+        *graph.inputs,
+        *graph.initializers.values(),
+        *(output for node in graph for output in node.outputs),
+    ):
+        if value.name == "" and value.producer() is not None and not value.uses():
+            continue  # an optional output that is not wanted
+        _require(bool(value.name), "a value", "has no name")
+        assert value.name is not None
+        _require(values.setdefault(value.name, value) is value, f"value {value.name!r}", "two values have this name")
+    nodes: set[str] = set()
+    for node in graph:
+        _require(bool(node.name), f"a node {node.op_type}", "has no name")
+        assert node.name is not None
+        _require(node.name not in nodes, f"node {node.name!r}", "two nodes have this name")
+        nodes.add(node.name)
+
+
+def _check_initializers(graph: ir.Graph) -> None:
+    for name, value in graph.initializers.items():
+        where, tensor = f"initializer {name!r}", value.const_value
+        if tensor is None:
+            raise VerificationError(f"{where}: has no tensor")
+        _require(value.name == name, where, f"is registered under another name than its own, {value.name!r}")
+        _require(value.dtype == tensor.dtype, where, f"is declared {value.dtype}, its tensor is {tensor.dtype}")
+        if not value.is_graph_input():  # the default of an input need not have the shape of what is fed
+            dims, held = g.dims(value), tensor.shape.numpy()
+            _require(dims == held, where, f"is declared {_shape(dims)}, its tensor is {_shape(held)}")
+
+
+def _check_interface(graph: ir.Graph) -> None:
+    inputs = {str(value.name): value for value in graph.inputs}
+    outputs = {str(value.name): value for value in graph.outputs}
+    _require(len(inputs) == len(graph.inputs), "graph inputs", "one is listed twice")
+    _require(len(outputs) == len(graph.outputs), "graph outputs", "one is listed twice")
+    for name in (interface.INPUT_IDS, interface.LOGITS_ROWS):
+        _require(name in inputs, f"graph input {name!r}", "is missing")
+    rows = inputs[interface.LOGITS_ROWS]
+    _require(rows.is_initializer(), f"graph input {interface.LOGITS_ROWS!r}", "has no default (an initializer)")
+    caches: dict[int, set[str]] = {}
+    for name, value in inputs.items():
+        where = f"graph input {name!r}"
+        if past := PAST.fullmatch(name):
+            caches.setdefault(int(past[1]), set()).add(past[2])
+            _check_value(value, where, CACHE, frozenset({4}), typed=True)
+            present = outputs.get(interface.present_of(name))
+            if present is None:
+                raise VerificationError(f"{where}: has no output {interface.present_of(name)!r}")
+            _require(present.dtype == value.dtype, where, f"is {value.dtype}, its present is {present.dtype}")
+            same = g.dims(present) == g.dims(value)
+            _require(same, where, f"is {_shape(g.dims(value))}, its present is {_shape(g.dims(present))}")
+        else:
+            _require(name in INPUTS, where, f"is unknown; known are {_listed(INPUTS)} and the caches")
+            dtypes, rank = INPUTS[name]
+            _check_value(value, where, dtypes, frozenset({rank}), typed=True)
+    for layer, (position, parts) in zip(
+        sorted(caches), enumerate(caches[layer] for layer in sorted(caches)), strict=True
+    ):
+        _require(layer == position, f"cache of layer {layer}", f"there is none of layer {position}")
+        _require(parts == {"key", "value"}, f"cache of layer {layer}", f"has only its {_listed(parts)}")
+    _require(interface.LOGITS in outputs, f"graph output {interface.LOGITS!r}", "is missing")
+    _check_value(outputs[interface.LOGITS], f"graph output {interface.LOGITS!r}", FLOATS, frozenset({3}), typed=True)
+    known = {interface.LOGITS} | {interface.present_of(name) for name in inputs if PAST.fullmatch(name)}
+    for name in outputs:
+        _require(name in known, f"graph output {name!r}", "is unknown: logits, and one present for every past")
+
+
+def _check_node(node: ir.Node, defined: set[int]) -> None:
+    where = f"node {node.name!r}"
+    operator = OPERATORS.get((node.domain, node.op_type))
+    if operator is None:
+        raise VerificationError(f"{where}: operator {node.domain or 'ai.onnx'}::{node.op_type} is not in the dialect")
+    _require(node.overload == "", where, "has an overload")
+    most = len(operator.inputs)
+    _require(operator.variadic or len(node.inputs) <= most, where, f"has {len(node.inputs)} inputs, at most {most}")
+    for index in range(max(len(node.inputs), most)):
+        expected = operator.inputs[min(index, most - 1)]
+        value = node.inputs[index] if index < len(node.inputs) else None
+        if value is None:
+            _require(expected.optional, where, f"input {expected.name!r} is missing")
+            continue
+        _require(id(value) in defined, where, f"reads {value.name!r} before it is made, or from another graph")
+        _check_value(value, f"{where}: input {expected.name!r}", expected.dtypes, expected.ranks, typed=False)
+    _require(1 <= len(node.outputs) <= operator.outputs, where, f"has {len(node.outputs)} outputs")
+    _check_attributes(node, operator, where)
+    if (node.domain, node.op_type) == ("llmforge", "Attention"):
+        _check_attention(node, where)
+
+
+def _check_attributes(node: ir.Node, operator: Operator, where: str) -> None:
+    types = {"int": ir.AttributeType.INT, "float": ir.AttributeType.FLOAT}
+    types |= {"string": ir.AttributeType.STRING, "ints": ir.AttributeType.INTS}
+    for name, attribute in node.attributes.items():
+        _require(
+            name in operator.attributes,
+            where,
+            f"attribute {name!r} is unknown; known are {_listed(operator.attributes)}",
+        )
+        wanted = operator.attributes[name].removesuffix("!")
+        _require(
+            attribute.type == types[wanted], where, f"attribute {name!r} is {attribute.type.name}, must be {wanted}"
+        )
+    for name, wanted in operator.attributes.items():
+        _require(not wanted.endswith("!") or name in node.attributes, where, f"attribute {name!r} is missing")
+
+
+def _check_attention(node: ir.Node, where: str) -> None:
+    """Check what the table cannot say: heads divide widths, the cache is the layer's own."""
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    heads, kv_heads, layer = attributes["num_heads"], attributes["kv_num_heads"], attributes["layer"]
+    _require(0 < kv_heads <= heads and heads % kv_heads == 0, where, f"{heads} heads cannot share {kv_heads} KV heads")
+    _require(attributes["window"] >= 0 and attributes["softcap"] >= 0, where, "window and softcap must not be negative")
+    names = [value.name if value is not None else None for value in node.inputs]
+    expected = [interface.past_key(layer), interface.past_value(layer), interface.PAST_LENGTHS]
+    _require(
+        names[3:6] == expected,
+        where,
+        f"layer {layer} must read {_listed(expected)}, reads {_listed(map(str, names[3:6]))}",
+    )
+    made = [value.name for value in node.outputs[1:]]
+    expected = [interface.present_key(layer), interface.present_value(layer)]
+    _require(made == expected, where, f"layer {layer} must make {_listed(expected)}, makes {_listed(map(str, made))}")
+    for name, index, count, cache in (("q", 0, heads, 3), ("k", 1, kv_heads, 3), ("v", 2, kv_heads, 4)):
+        width, slots = _dim(node.inputs[index], 2), _dim(node.inputs[cache], 3)
+        if width is not None and slots is not None:
+            _require(
+                width == count * slots, where, f"{name} is {width} wide, {count} heads of {slots} are {count * slots}"
+            )
+
+
+def _check_value(
+    value: ir.Value, where: str, dtypes: frozenset[ir.DataType], ranks: frozenset[int], *, typed: bool
+) -> None:
+    """Check dtype and rank, as far as they are known; `typed`: they must be."""
+    dims = g.dims(value)
+    _require(not typed or (value.dtype is not None and dims is not None), where, "has no dtype or no shape")
+    if value.dtype is not None:
+        allowed = _listed(dtype.name for dtype in sorted(dtypes))
+        _require(value.dtype in dtypes, where, f"is {value.dtype.name}, must be one of {allowed}")
+    if dims is not None and ranks:
+        wanted = " or ".join(map(str, sorted(ranks)))
+        _require(len(dims) in ranks, where, f"has shape {_shape(dims)}, must have rank {wanted}")
+
+
+def _dim(value: ir.Value | None, axis: int) -> int | None:
+    dims = None if value is None else g.dims(value)
+    dim = None if dims is None else dims[axis]
+    return dim if isinstance(dim, int) else None
+
+
+def _shape(dims: Iterable[int | str | None] | None) -> str:
+    return (
+        "of unknown rank" if dims is None else "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name or "ai.onnx" for name in names)
+
+
+def attention(
+    q: NDArray[np.float32],
+    k: NDArray[np.float32],
+    v: NDArray[np.float32],
+    past_key: NDArray[np.float32],
+    past_value: NDArray[np.float32],
+    past_lengths: NDArray[np.int32],
+    sinks: NDArray[np.float32] | None = None,
+    *,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Compute `llmforge::Attention` query by query, as docs/dialect.md defines it; the reference of tests.
+
+    q [B, S, num_heads·D], k [B, S, kv_num_heads·D], v [B, S, kv_num_heads·Dv], caches [B, kv_num_heads, C, D or Dv],
+    past_lengths int32 [B], sinks [num_heads] → y [B, S, num_heads·Dv], present_key, present_value.
+    """
+    batch, sequence, _ = q.shape
+    present_key, present_value = past_key.copy(), past_value.copy()
+    queries = q.reshape(batch, sequence, num_heads, -1)
+    y = np.zeros((batch, sequence, num_heads, v.shape[2] // kv_num_heads), np.float32)
+    for b in range(batch):
+        for s in range(sequence):
+            present_key[b, :, past_lengths[b] + s] = k[b, s].reshape(kv_num_heads, -1)
+            present_value[b, :, past_lengths[b] + s] = v[b, s].reshape(kv_num_heads, -1)
+        for s in range(sequence):
+            last = past_lengths[b] + s
+            seen = slice(max(0, last + 1 - window) if window else 0, last + 1)
+            for h in range(num_heads):
+                kv = h // (num_heads // kv_num_heads)
+                scores = scale * (present_key[b, kv, seen].astype(np.float64) @ queries[b, s, h])
+                if softcap:
+                    scores = softcap * np.tanh(scores / softcap)
+                top = max(scores.max(), sinks[h]) if sinks is not None else scores.max()
+                weights = np.exp(scores - top)
+                total = weights.sum() + (np.exp(sinks[h] - top) if sinks is not None else 0)
+                y[b, s, h] = (weights / total) @ present_value[b, kv, seen]
+    return y.reshape(batch, sequence, -1), present_key, present_value

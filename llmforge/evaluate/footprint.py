@@ -1,0 +1,51 @@
+"""What one decode step reads, counted on the graph that ships."""
+
+from __future__ import annotations
+
+from math import prod
+
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict
+
+from llmforge import interface
+
+# Operators that look rows up; what else they read (scales, zero points) lies beside the rows. Input 0 is the table.
+_LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
+
+
+class Footprint(BaseModel):
+    """What an artifact weighs, on disk and on the memory bus."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    artifact_bytes: int  # all files of the engine
+    weight_bytes_per_token: int  # that one decode step reads: all initializers but tables that are only looked up in
+    kv_bytes_per_token: int  # of cache, for each token of context, all layers
+
+
+def count(model: ir.Model, artifact_bytes: int) -> Footprint:
+    """Count the bytes that a decode step of `model` reads; an initializer that several nodes read counts once.
+
+    A cache input is [batch, kv_heads, capacity, head_dim]; a token of context is one slot of it.
+    """
+    weights = sum(
+        _bytes(tensor.dtype, [int(dim) for dim in tensor.shape.numpy()])
+        for value in model.graph.initializers.values()
+        if (tensor := value.const_value) is not None and not _only_looked_up(value)
+    )
+    kv = 0
+    for value in model.graph.inputs:
+        if value.name is not None and interface.present_of(value.name) != value.name:
+            if value.shape is None or value.dtype is None:
+                raise ValueError(f"cache input {value.name} has no shape or dtype")
+            kv += _bytes(value.dtype, [value.shape[axis] for axis in (1, 3)])
+    return Footprint(artifact_bytes=artifact_bytes, weight_bytes_per_token=weights, kv_bytes_per_token=kv)
+
+
+def _only_looked_up(value: ir.Value) -> bool:
+    uses = value.uses()
+    return bool(uses) and all(node.op_type in _LOOKUPS and index != 1 for node, index in uses)
+
+
+def _bytes(dtype: ir.DataType, dims: list[int | ir.SymbolicDim]) -> int:
+    return -(-prod(dim for dim in dims if isinstance(dim, int)) * dtype.bitwidth // 8)

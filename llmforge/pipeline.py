@@ -1,0 +1,384 @@
+"""Recipe in, published artifact out. `build` is the picture of the whole; each stage lives elsewhere.
+
+This module alone owns verification after each pass, timing, and the record of what happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge import artifact, calibration, data, gates, graph, options, passes, targets, text
+from llmforge.checkpoint import Checkpoint
+from llmforge.data import Document
+from llmforge.engines import onnxruntime as engines
+from llmforge.errors import ForgeError
+from llmforge.evaluate import latency, machine, quality
+from llmforge.evaluate.baseline import Baseline
+from llmforge.evaluate.footprint import footprint
+from llmforge.evaluate.latency import Latency, Subject
+from llmforge.evaluate.quality import Quality
+from llmforge.progress import Progress, Silent
+from llmforge.recipe import Recipe
+from llmforge.report import model as records
+from llmforge.report import render
+from llmforge.report.model import Report
+from llmforge.runtime import Runner, Sampling
+from llmforge.runtime import load as load_runner
+from llmforge.runtime.config import physical_cores
+from llmforge.statistics import Demand, Statistics
+from llmforge.targets import Target
+from llmforge.text import Window
+from llmforge.trace import trace
+from llmforge.transform import Context, Numerics, Pass
+from llmforge.verify import Verifier
+
+BUDGET_WINDOWS = 24  # windows of text, spread over all documents, that the budget of a lossy pass is measured on
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A published artifact and the evidence of its build."""
+
+    path: Path
+    report: Report
+
+
+def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildResult:
+    """Build what `recipe` describes and publish it as `out/<name>/<version>`.
+
+    A failed gate does not stop publication: the artifact says so itself, and so does `report.verdict`.
+
+    Raises:
+        ForgeError: anything that keeps the artifact from being built; nothing that looks finished is left behind.
+    """
+    job = _Job(recipe, out, progress or Silent())
+    job.progress.stage("Check recipe, target and data")
+    steps = recipe.instantiate(passes.ALL)
+    job.target.require_engine(recipe.engine.backend)
+    job.check_data()
+    with artifact.staging(out, recipe.name) as staging:
+        job.progress.stage("Read checkpoint")
+        job.checkpoint.verify(job.progress)
+        job.progress.stage("Trace")
+        model = trace(job.checkpoint)
+        statistics = job.calibrate([demand for step in steps for demand in step.demands()])
+        done = job.transform(model, steps, statistics)
+        engine, lowered = job.build_engine(model, staging)
+        evidence = job.measure(staging, engine, lowered)
+        resolved = recipe.resolved(steps)
+        version = artifact.version_of(artifact.content_digest(staging, resolved))
+        report = job.report(version, resolved, done, statistics, engine, evidence)
+        job.progress.stage("Publish")
+        (staging / artifact.REPORT).mkdir()
+        render.write(report, staging / artifact.REPORT)
+        published = artifact.publish(
+            staging,
+            recipe=resolved,
+            checkpoint=job.checkpoint.digest,
+            target=job.target.name,
+            verdict=report.verdict.value,
+            requires={"onnxruntime": engine.config.onnxruntime},
+        )
+    return BuildResult(published.path, report)
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What was measured on the shipped engine."""
+
+    quality: Quality | None
+    latency: Latency | None
+    baseline: str | None  # what it was held against, in words
+
+
+@dataclass
+class _Job:
+    """The inputs of one build, opened once, and the stages that use them."""
+
+    recipe: Recipe
+    out: Path
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+    cpu_began: float = field(default_factory=lambda: _cpu_seconds())
+
+    @cached_property
+    def target(self) -> Target:
+        return targets.load(self.recipe.target)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint.open(self.recipe.checkpoint)
+
+    @cached_property
+    def threads(self) -> int:
+        return self.recipe.engine.threads or physical_cores()
+
+    @cached_property
+    def calibration_documents(self) -> list[Document]:
+        return data.read_documents(self.recipe.calibration.data) if self.recipe.calibration else []
+
+    @cached_property
+    def evaluation_documents(self) -> list[Document]:
+        spec = self.recipe.validation.quality
+        return data.read_documents(spec.data) if spec else []
+
+    @cached_property
+    def calibration_windows(self) -> list[Window]:
+        spec = self.recipe.calibration
+        assert spec is not None  # Recipe.instantiate has seen to it
+        pool = text.windows(
+            self.checkpoint.tokenizer, self.calibration_documents, spec.length, self.checkpoint.bos_token_id
+        )
+        return text.sample(pool, spec.samples, spec.seed)
+
+    @cached_property
+    def evaluation_windows(self) -> list[Window]:
+        spec = self.recipe.validation.quality
+        if spec is None:
+            return []
+        return text.windows(
+            self.checkpoint.tokenizer, self.evaluation_documents, spec.context, self.checkpoint.bos_token_id
+        )
+
+    def check_data(self) -> None:
+        """Read both texts, and refuse evaluation on what calibration has seen."""
+        data.refuse_overlap(self.calibration_documents, self.evaluation_documents)
+
+    def calibrate(self, demands: Sequence[Demand]) -> Statistics | None:
+        """Collect what the passes demand, or nothing where none does."""
+        if not demands:
+            return None
+        self.progress.stage("Calibrate")
+        return calibration.calibrate(self.checkpoint, self.calibration_windows, demands, progress=self.progress)
+
+    def transform(
+        self, model: ir.Model, steps: Sequence[Pass], statistics: Statistics | None
+    ) -> tuple[records.PassRecord, ...]:
+        """Run the passes over `model`, and hold each to what it declares."""
+        self.progress.stage("Verify the traced graph")
+        lossy = any(step.numerics is Numerics.LOSSY for step in steps)
+        verifier = Verifier(
+            model,
+            folder=self.out / self.recipe.name / ".failed",
+            texts=self._budget_texts() if lossy else [],
+            threads=self.threads,
+        )
+        context = Context(self.target, statistics)
+        return tuple(self._apply(step, model, context, verifier) for step in steps)
+
+    def _apply(self, step: Pass, model: ir.Model, context: Context, verifier: Verifier) -> records.PassRecord:
+        self.progress.stage(f"Pass {step.name}")
+        nodes, weight_bytes, began = graph.nodes(model), _weight_bytes(model), time.perf_counter()
+        try:
+            changes = step.run(model, context)
+        except ForgeError:
+            raise
+        except Exception as error:
+            error.add_note(f"in pass {step.name}")
+            raise
+        seconds = time.perf_counter() - began
+        proof = verifier.check(step, model, changes)
+        return records.PassRecord(
+            name=step.name,
+            options=options.values(step),
+            numerics=step.numerics,
+            rewritten=tuple(changes.rewritten),
+            skipped=tuple(changes.skipped),
+            nodes_before=nodes,
+            nodes_after=graph.nodes(model),
+            weight_bytes_before=weight_bytes,
+            weight_bytes_after=_weight_bytes(model),
+            seconds=seconds,
+            verification=records.VerificationRecord(
+                numerics=proof.numerics,
+                max_abs_difference=proof.max_abs_difference,
+                allowed=proof.allowed,
+                kld_mean=proof.kld_mean,
+                budget=proof.budget,
+                probes=proof.probes,
+            ),
+        )
+
+    def _budget_texts(self) -> list[NDArray[np.int64]]:
+        """Choose windows for budgets: of the evaluation text, else of the calibration text."""
+        pool = self.evaluation_windows or self.calibration_windows
+        pool = [window for window in pool if len(window.ids) > 1]
+        picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
+        return [pool[i].ids for i in picked]
+
+    def build_engine(self, model: ir.Model, staging: Path) -> tuple[engines.Engine, ir.Model]:
+        """Lower `model` and write the engine and the tokenizer."""
+        self.progress.stage("Build engine")
+        lowered, changes = engines.lower(model, self.target)
+        self.notes += [f"lowering: {change.node}: {change.what}" for change in changes.rewritten]
+        engine = engines.build(
+            lowered,
+            staging / "engine",
+            spec=self.recipe.engine,
+            eos_token_ids=self.checkpoint.eos_token_ids,
+            bos_token_id=self.checkpoint.bos_token_id,
+            progress=self.progress,
+        )
+        engines.write_tokenizer(self.checkpoint, staging / "tokenizer")
+        return engine, lowered
+
+    def measure(self, staging: Path, engine: engines.Engine, lowered: ir.Model) -> _Evidence:
+        """Measure the engine as it ships, loaded by the runtime that serves it, beside the checkpoint."""
+        spec = self.recipe.validation
+        if spec.quality is None and spec.latency is None:
+            self.notes.append("nothing was measured: the recipe asks for no validation")
+            return _Evidence(None, None, None)
+        self.progress.stage("Load engine and baseline")
+        began = time.perf_counter()
+        runner = load_runner(staging, threads=self.threads)
+        load_seconds = time.perf_counter() - began
+        baseline = Baseline(self.checkpoint, threads=self.threads)
+        return _Evidence(
+            self._quality(runner, baseline),
+            self._latency(runner, baseline, engine, lowered, load_seconds),
+            baseline.description,
+        )
+
+    def _quality(self, runner: Runner, baseline: Baseline) -> Quality | None:
+        if self.recipe.validation.quality is None:
+            return None
+        self.progress.stage("Measure quality")
+
+        def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+            return runner.logits([int(token) for token in ids])
+
+        return quality.compare(self.evaluation_windows, baseline.logits, logits, progress=self.progress.advance)
+
+    def _latency(
+        self, runner: Runner, baseline: Baseline, engine: engines.Engine, lowered: ir.Model, load_seconds: float
+    ) -> Latency | None:
+        spec = self.recipe.validation.latency
+        if spec is None:
+            return None
+        self.progress.stage("Measure latency")
+        return latency.measure(
+            Subject(_describe(runner, self.threads), _generator(runner), load_seconds),
+            Subject(baseline.description, baseline.generate, baseline.load_seconds),
+            footprint(lowered, engine.config, engine.size_bytes),
+            prompt_tokens=spec.prompt_tokens,
+            output_tokens=spec.output_tokens,
+            repetitions=spec.repetitions,
+            vocabulary=runner.config.vocabulary,
+            threads=self.threads,
+            progress=self.progress.advance,
+        )
+
+    def report(
+        self,
+        version: str,
+        resolved: dict[str, object],
+        done: tuple[records.PassRecord, ...],
+        statistics: Statistics | None,
+        engine: engines.Engine,
+        evidence: _Evidence,
+    ) -> Report:
+        """Write down everything, and judge the gates."""
+        engine_record = records.EngineRecord(
+            backend=self.recipe.engine.backend,
+            files=tuple(
+                records.EngineFile(name=file.name, size_bytes=file.stat().st_size)
+                for file in sorted(engine.folder.iterdir())
+            ),
+            session=dataclasses.asdict(engine.config.session),
+        )
+        results = gates.judge(
+            self.recipe.gates,
+            records.measured(quality=evidence.quality, latency=evidence.latency, engine=engine_record),
+        )
+        return Report(
+            name=self.recipe.name,
+            version=version,
+            created=datetime.now(UTC).replace(microsecond=0).isoformat(),
+            verdict=gates.overall(results),
+            gates=results,
+            quality=evidence.quality,
+            quality_baseline=evidence.baseline,
+            latency=evidence.latency,
+            checkpoint=self._checkpoint_record(),
+            target=records.TargetRecord(name=self.target.name, title=self.target.title, kind=self.target.kind),
+            engine=engine_record,
+            passes=done,
+            calibration=self._calibration_record(statistics),
+            notes=tuple(self.notes),
+            build=records.BuildRecord(
+                seconds=time.perf_counter() - self.began,
+                cpu_seconds=_cpu_seconds() - self.cpu_began,
+                peak_rss_bytes=_peak_rss_bytes(),
+            ),
+            machine=machine.describe(),
+            versions=artifact.tool_versions(),
+            recipe=resolved,
+        )
+
+    def _checkpoint_record(self) -> records.CheckpointRecord:
+        config = self.checkpoint.config
+        return records.CheckpointRecord(
+            name=self.checkpoint.path.name,
+            digest=self.checkpoint.digest,
+            architecture=(config.architectures or [type(config).__name__])[0],
+            dtypes=tuple(sorted({entry.dtype.name for entry in self.checkpoint.tensors.values()})),
+            parameters=self.checkpoint.parameters,
+            size_bytes=self.checkpoint.size_bytes,
+        )
+
+    def _calibration_record(self, statistics: Statistics | None) -> records.CalibrationRecord | None:
+        spec = self.recipe.calibration
+        if spec is None or statistics is None:
+            return None
+        return records.CalibrationRecord(
+            data=spec.data.name,
+            digest=data.digest(spec.data),
+            documents=len(self.calibration_documents),
+            samples=statistics.samples,
+            tokens=statistics.tokens,
+        )
+
+
+def _generator(runner: Runner) -> Callable[[NDArray[np.int64], int], Iterator[int]]:
+    """Generate as latency is measured: greedy, EOS ignored, each token as soon as it is known."""
+
+    def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        for step in runner.generate_batch([[int(token) for token in ids]], [sampling]):
+            (token,) = step.token_ids
+            assert token is not None  # the only row is alive
+            yield token
+
+    return generate
+
+
+def _describe(runner: Runner, threads: int) -> str:
+    return f"llmforge runtime, ONNX Runtime {runner.config.onnxruntime}, {threads} threads"
+
+
+def _weight_bytes(model: ir.Model) -> int:
+    return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _peak_rss_bytes() -> int:
+    """Largest resident set of this process so far; the unit of ru_maxrss is KiB, on macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,29 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder with the sample checkpoint and the texts."""
+    return Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def sample_checkpoint(data: Path) -> Path:
+    """The trained checkpoint of 6.8 M parameters (tests/data/README.md)."""
+    return data / "docs-llama-7m"
+
+
+@pytest.fixture
+def tiny_checkpoint(tmp_path: Path) -> Path:
+    """A random Llama of 2 layers and hidden size 64 in a folder of its own, fp32, tied."""
+    folder = tmp_path / "tiny-llama"
+    write_checkpoint(folder)
+    return folder

@@ -1,0 +1,226 @@
+"""A fixed report for tests of what reads reports; its figures are made up and of plausible size."""
+
+from __future__ import annotations
+
+import math
+
+from llmforge.evaluate.latency import Bandwidth, Footprint, Latency, Point, Spread, Timing
+from llmforge.evaluate.machine import Machine
+from llmforge.evaluate.quality import DocumentSums, Quality
+from llmforge.gates import judge, overall
+from llmforge.metrics import Estimate
+from llmforge.recipe import GateSpec
+from llmforge.report.model import (
+    BuildRecord,
+    CalibrationRecord,
+    CheckpointRecord,
+    EngineFile,
+    EngineRecord,
+    PassRecord,
+    Report,
+    TargetRecord,
+    VerificationRecord,
+    measured,
+)
+from llmforge.transform import Numerics, Rewritten, Skipped
+
+
+def spread(p50: float) -> Spread:
+    return Spread(
+        p50=Estimate(value=p50, low=p50 * 0.98, high=p50 * 1.03, samples=20, of="repetitions"), p95=p50 * 1.18
+    )
+
+
+def timing(ttft_ms: float, tpot_ms: float) -> Timing:
+    return Timing(
+        ttft_ms=spread(ttft_ms),
+        tpot_ms=spread(tpot_ms),
+        itl_p95_ms=tpot_ms * 1.2,
+        itl_p99_ms=tpot_ms * 1.6,
+        tokens_per_second=1e3 / tpot_ms,
+    )
+
+
+def speedup(value: float) -> Estimate:
+    return Estimate(value=value, low=value * 0.96, high=value * 1.05, samples=20, of="repetitions")
+
+
+QUALITY = Quality(
+    context=512,
+    documents=56,
+    windows=153,
+    tokens=65_893,
+    seed=0,
+    baseline_perplexity=45.118,
+    perplexity=45.604,
+    perplexity_ratio=Estimate(value=1.01077, low=1.0089, high=1.0126, samples=56),
+    kld_mean=Estimate(value=0.02104, low=0.01998, high=0.02215, samples=56),
+    kld_median=0.0114,
+    kld_p95=0.0713,
+    kld_p99=0.1187,
+    kld_max=1.872,
+    kld_histogram=(0, 0, 0, 0, 2, 3, 9, 21, 48, 112, 260, 571, 1204, 2240, 3930, 6120,
+                   8377, 9966, 10873, 9541, 6503, 3671, 1544, 623, 201, 58, 14, 2, 0, 0, 0, 0, 0, 0, 0, 0),
+    top1_agreement=Estimate(value=0.8993, low=0.8961, high=0.9024, samples=56),
+    delta_p_rms=0.0312,
+    per_document=(
+        DocumentSums(document="guide-0", tokens=40_000, baseline_nll=152_000.5, nll=152_400.25, kld=840.5,
+                     same_top=36_000, delta_p_squared=38.5),
+        DocumentSums(document="guide-1", tokens=25_893, baseline_nll=99_000.25, nll=99_300.5, kld=545.875,
+                     same_top=23_258, delta_p_squared=25.625),
+    ),
+)  # fmt: skip
+
+LATENCY = Latency(
+    repetitions=20,
+    output_tokens=64,
+    threads=2,
+    seed=0,
+    artifact="onnxruntime 1.31.1, CPU, threads: 2",
+    baseline="transformers 5.23.0, torch 2.13.0, fp32 arithmetic on the stored weights, attention sdpa, threads: 2",
+    artifact_load_ms=41.5,
+    baseline_load_ms=212.0,
+    footprint=Footprint(artifact_bytes=3_812_345, weight_bytes_per_token=3_790_112, kv_bytes_per_token=1_632),
+    bandwidth=Bandwidth(
+        threads=2,
+        dram_bytes_per_second=30.5e9,
+        working_set_bytes=3_894_560,
+        working_set_bytes_per_second=82.4e9,
+    ),
+    points=(
+        Point(prompt_tokens=32, artifact=timing(2.31, 0.482), baseline=timing(9.8, 5.71), ttft_speedup=speedup(4.24),
+              tpot_speedup=speedup(11.8), bytes_read_per_token=3_894_560, bandwidth_utilization=0.098),
+        Point(prompt_tokens=512, artifact=timing(31.7, 0.611), baseline=timing(58.2, 6.02), ttft_speedup=speedup(1.84),
+              tpot_speedup=speedup(9.85), bytes_read_per_token=4_677_920, bandwidth_utilization=0.0929),
+    ),
+)  # fmt: skip
+
+
+def checked(numerics: Numerics, difference: float, kld: float | None = None, budget: float | None = None):
+    return VerificationRecord(
+        numerics=numerics,
+        max_abs_difference=difference,
+        allowed=None if numerics is Numerics.LOSSY else 0.0 if numerics is Numerics.EXACT else 1e-4,
+        kld_mean=kld,
+        budget=budget,
+        probes=("prefill", "decode", "ragged"),
+    )
+
+
+PASSES = (
+    PassRecord(
+        name="fuse-norms",
+        options={},
+        numerics=Numerics.ROUNDING,
+        rewritten=tuple(
+            Rewritten(f"node_add_{layer}", "residual Add and RMSNormalization became SkipSimplifiedLayerNormalization")
+            for layer in range(3)
+        ),
+        skipped=(Skipped("node_norm_0", "its input is no residual Add but the embedding"),),
+        nodes_before=172,
+        nodes_after=166,
+        weight_bytes_before=27_287_552,
+        weight_bytes_after=27_287_552,
+        seconds=0.81,
+        verification=checked(Numerics.ROUNDING, 3.8e-6, 1.2e-11),
+    ),
+    PassRecord(
+        name="pack-qkv",
+        options={},
+        numerics=Numerics.EXACT,
+        rewritten=(Rewritten("node_q_0", "3 MatMul on one input became one [256, 512]"),),
+        skipped=(),
+        nodes_before=166,
+        nodes_after=154,
+        weight_bytes_before=27_287_552,
+        weight_bytes_after=27_287_552,
+        seconds=0.66,
+        verification=checked(Numerics.EXACT, 0.0, 0.0),
+    ),
+    PassRecord(
+        name="quantize-weights",
+        options={"bits": 4, "block_size": 32, "method": "gptq", "budget": {"kld_mean": 0.03}},
+        numerics=Numerics.LOSSY,
+        rewritten=(
+            Rewritten("model.layers.0.mlp.down_proj.weight", "4 bit, blocks of 32, gptq"),
+            Rewritten("model.embed_tokens.weight", "8 bit, blocks of 32, rtn; shared with the head"),
+        ),
+        skipped=(),
+        nodes_before=154,
+        nodes_after=154,
+        weight_bytes_before=27_287_552,
+        weight_bytes_after=5_013_504,
+        seconds=9.2,
+        verification=checked(Numerics.LOSSY, 2.41, 0.0174, 0.03),
+    ),
+    PassRecord(
+        name="quantize-kv-cache",
+        options={"bits": 8, "budget": {"kld_mean": 0.002}},
+        numerics=Numerics.LOSSY,
+        rewritten=(Rewritten("gqa_0", "K and V int8, a scale a channel"),),
+        skipped=(),
+        nodes_before=154,
+        nodes_after=154,
+        weight_bytes_before=5_013_504,
+        weight_bytes_after=5_025_792,
+        seconds=0.4,
+        verification=checked(Numerics.LOSSY, 0.21, 0.0004, 0.002),
+    ),
+)
+
+ENGINE = EngineRecord(
+    backend="onnxruntime",
+    files=(EngineFile(name="model.onnx", size_bytes=61_330), EngineFile(name="model.onnx.data", size_bytes=5_025_792)),
+    session={"threads": 2, "optimize": True, "entries": {"session.intra_op.allow_spinning": "1"}},
+)
+
+GATES = {
+    "perplexity_ratio": GateSpec(max=1.02),
+    "kld_mean": GateSpec(max=0.022),
+    "tpot_p50_ms": GateSpec(max=0.5),
+    "size_bytes": GateSpec(max=6e6),
+}
+
+
+def make(**changes: object) -> Report:
+    """Make the fixed report, with fields replaced."""
+    gates = judge(GATES, measured(quality=QUALITY, latency=LATENCY, engine=ENGINE))
+    assert math.isclose(sum(QUALITY.kld_histogram), QUALITY.tokens, rel_tol=0.1)
+    fields = {
+        "name": "docs-llama-int4",
+        "version": "3f9a1c0b7d2e",
+        "created": "2026-11-21T10:42:00Z",
+        "verdict": overall(gates),
+        "gates": gates,
+        "quality": QUALITY,
+        "quality_baseline": LATENCY.baseline,
+        "latency": LATENCY,
+        "checkpoint": CheckpointRecord(
+            name="docs-llama-7m",
+            digest="5b" * 32,
+            architecture="LlamaForCausalLM",
+            dtypes=("bf16",),
+            parameters=6_819_072,
+            size_bytes=13_638_144,
+        ),
+        "target": TargetRecord(name="cpu-avx512-vnni", title="x86-64 CPU with AVX-512 VNNI", kind="cpu"),
+        "engine": ENGINE,
+        "passes": PASSES,
+        "calibration": CalibrationRecord(
+            data="calibration.jsonl", digest="c1" * 32, documents=64, samples=64, tokens=32_768
+        ),
+        "notes": ("The embedding stays at 8 bits: GatherBlockQuantized shares it with the head.",),
+        "build": BuildRecord(seconds=74.2, cpu_seconds=131.0, peak_rss_bytes=1_310_000_000),
+        "machine": Machine(
+            cpu="Example CPU 9000",
+            cores=2,
+            usable_cpus=2,
+            isa=("avx2", "fma", "avx512f", "avx512_vnni"),
+            memory_bytes=16 * 2**30,
+            os="Linux 6.1 x86_64",
+            python="3.11.9",
+        ),
+        "versions": {"llmforge": "0.1.0", "onnxruntime": "1.31.1", "torch": "2.13.0"},
+        "recipe": {"schema": 1, "name": "docs-llama-int4", "gates": {"kld_mean": {"max": 0.022}}},
+    }
+    return Report(**{**fields, **changes})  # type: ignore[arg-type]

@@ -1,0 +1,210 @@
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from llmforge import targets
+from llmforge.errors import EnvironmentLacks, ForgeError, UnsupportedError, UsageError
+from llmforge.targets import Isa, Target
+
+AVX2 = {"sse2", "avx", "avx2", "fma"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+GPUS = [name for name in targets.names() if not name.startswith("cpu-")]
+
+
+@pytest.mark.parametrize("name", targets.names())
+def test_every_file_is_a_target(name: str) -> None:
+    target = targets.load(name)
+    assert target.name == name
+    assert target.title
+    assert target.engines
+
+
+def test_the_devices_that_were_promised_are_there() -> None:
+    cpus = {f"cpu-{isa.value}" for isa in Isa}
+    gpus = {
+        "t4", "a10g", "a100-40", "a100-80", "l4", "l40s", "rtx-4090", "h100-sxm", "h100-pcie", "h200", "b200", "gb200",
+        "rtx-5090", "rtx-pro-6000",
+    }  # fmt: skip
+    assert set(targets.names()) == cpus | gpus
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_figure_of_a_gpu_has_its_source(name: str) -> None:
+    target = targets.load(name)
+    assert target.memory_gb is not None
+    assert target.bandwidth_gbs is not None
+    figures = [target.memory_gb, target.bandwidth_gbs, *target.rates.values()]
+    assert len(figures) >= 4
+    assert all(figure.source.strip() and isinstance(figure.verified, bool) for figure in figures)
+
+
+def test_rates_of_one_gpu_follow_its_generation() -> None:
+    assert "bf16" not in targets.load("t4").rates
+    assert "fp8" not in targets.load("a100-80").rates
+    assert targets.load("l4").rates["fp8"].value == 242
+    assert "tensorrt-rtx" not in targets.load("h100-sxm").engines  # it has no SM90
+    assert "tensorrt-rtx" in targets.load("rtx-5090").engines
+
+
+def test_a_target_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        targets.load("l4").name = "l5"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("title: x\nkind: cpu\nengines: [onnxruntime]\n", "a CPU target has `isa`"),
+        ("title: x\nkind: gpu\nengines: [tensorrt]\n", "a GPU target has `sm`"),
+        ('title: x\nkind: gpu\nsm: "89"\nengines: [tensorrt]\n', "`memory_gb`, `bandwidth_gbs` and `rates`"),
+        ("title: x\nkind: cpu\nisa: avx3\nengines: [onnxruntime]\n", "avx512-vnni"),
+        ("title: x\nkind: cpu\nisa: avx2\nengines: [onnx]\n", "onnxruntime"),
+        ("title: x\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\nspeed: 1\n", "speed"),
+        ("[]", "a target is a mapping"),
+        ("title: [", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_target_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=r"odd\.yaml") as caught:
+        targets.read(path)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("cpu-avx", "cpu-avx2"), ("rtx4090", "rtx-4090"), ("locl", "local")])
+def test_an_unknown_name_gets_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        targets.load(name)
+    assert caught.value.exit_code == 2
+    assert name in caught.value.message
+    assert "cpu-avx512-vnni" in caught.value.message
+    assert caught.value.hint is not None
+    assert meant in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["../targets/l4", "", "L4.yaml", "/etc/passwd"])
+def test_a_name_is_not_a_path(name: str) -> None:
+    with pytest.raises(UsageError, match="no target is named"):
+        targets.load(name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "isa"),
+    [
+        (set(), Isa.GENERIC),
+        ({"avx2"}, Isa.GENERIC),  # without FMA there is no AVX2 kernel
+        (AVX2, Isa.AVX2),
+        (AVX2 | {"avx512f"}, Isa.AVX2),  # Knights Landing: AVX-512 without BW, DQ, VL
+        (AVX2 | {"avx_vnni", "amx_tile", "amx_int8"}, Isa.AVX2),
+        (AVX512, Isa.AVX512),
+        (AVX512 | {"avx512_vnni"}, Isa.AVX512_VNNI),
+        (AVX512 | {"avx512_vnni", "amx_tile"}, Isa.AVX512_VNNI),
+        (AVX512 | {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"}, Isa.AMX),
+    ],
+)
+def test_flags_name_the_instruction_set(flags: set[str], isa: Isa) -> None:
+    assert targets.classify(flags) is isa
+
+
+def test_instruction_sets_include_the_weaker_ones() -> None:
+    assert Isa.AMX.includes(Isa.GENERIC)
+    assert Isa.AVX512.includes(Isa.AVX512)
+    assert not Isa.AVX2.includes(Isa.AVX512)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+def test_local_is_the_machine_at_hand() -> None:
+    target = targets.load("local")
+    assert target == targets.local()
+    assert target.kind == "cpu"
+    assert target.isa is targets.detect()
+
+
+def test_cpuinfo_is_read(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\nbugs\t: none\n\nprocessor\t: 1\nflags\t: fpu\n")
+    assert targets.cpu_flags(cpuinfo) == {"fpu", "avx2", "fma"}
+    assert targets.cpu_flags(tmp_path / "absent") == set()
+
+
+def test_a_system_that_does_not_tell_is_asked_for_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.platform, "machine", lambda: "AMD64")
+    monkeypatch.setattr(targets.platform, "system", lambda: "Windows")
+    monkeypatch.setattr(targets, "cpu_flags", frozenset)
+    with pytest.raises(EnvironmentLacks, match="Windows") as caught:
+        targets.local()
+    assert caught.value.exit_code == 8
+    assert "cpu-avx2" in (caught.value.hint or "")
+
+
+def test_another_architecture_runs_the_portable_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.platform, "machine", lambda: "arm64")
+    assert targets.local().name == "cpu-generic"
+
+
+def refusal(target: Target, backend: targets.Backend) -> ForgeError:
+    with pytest.raises(ForgeError) as caught:
+        target.require_engine(backend)
+    assert caught.value.hint, "a refusal says what to do"
+    return caught.value
+
+
+def test_this_machine_builds_for_itself() -> None:
+    targets.local().require_engine("onnxruntime")
+
+
+@pytest.mark.parametrize("name", ["cpu-generic", "cpu-avx512-vnni"])
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_tensorrt_on_a_cpu_is_not_supported(name: str, backend: targets.Backend) -> None:
+    error = refusal(targets.load(name), backend)
+    assert isinstance(error, UnsupportedError)
+    assert error.exit_code == 6
+    assert "cannot load" in error.message
+    assert "onnxruntime" in error.message
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_tensorrt_on_a_gpu_is_not_built_yet_and_says_so(name: str) -> None:
+    error = refusal(targets.load(name), "tensorrt")
+    assert isinstance(error, UnsupportedError)
+    assert error.exit_code == 6
+    assert "TensorRT engines are not built by this version" in error.message
+
+
+def test_tensorrt_rtx_where_it_has_no_code_is_not_supported() -> None:
+    assert "cannot load a tensorrt-rtx engine" in refusal(targets.load("h200"), "tensorrt-rtx").message
+
+
+def test_onnxruntime_on_a_gpu_lacks_its_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "onnxruntime_providers", lambda extra: ["CPUExecutionProvider"])
+    error = refusal(targets.load("l4"), "onnxruntime")
+    assert isinstance(error, EnvironmentLacks)
+    assert error.exit_code == 8
+    assert "onnxruntime-gpu" in error.message
+
+
+def test_onnxruntime_on_a_gpu_is_not_pretended_where_the_provider_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "onnxruntime_providers", lambda extra: ["CUDAExecutionProvider"])
+    error = refusal(targets.load("l4"), "onnxruntime")
+    assert error.exit_code == 6
+    assert "CUDA" in error.message
+
+
+def test_an_engine_is_not_built_where_it_cannot_be_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "detect", lambda: Isa.AVX2)
+    targets.load("cpu-avx2").require_engine("onnxruntime")
+    targets.load("cpu-generic").require_engine("onnxruntime")
+    error = refusal(targets.load("cpu-amx"), "onnxruntime")
+    assert error.exit_code == 8
+    assert "amx" in error.message
+    assert "avx2" in error.message
+
+
+def test_a_missing_onnxruntime_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    error = refusal(targets.local(), "onnxruntime")
+    assert error.exit_code == 8
+    assert error.hint == "pip install 'llmforge[cpu]'"

@@ -1,0 +1,149 @@
+"""Tiny checkpoints of real architectures with random weights, and how a graph is compared with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from llmforge import interface
+
+from .checkpoints import write_tokenizer
+
+VOCABULARY = 264
+BASE: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+# name → configuration class of transformers, and what differs from BASE
+ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama-mqa": ("LlamaConfig", {"num_key_value_heads": 1}),
+    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads": ("LlamaConfig", {"head_dim": 24}),
+    "llama-llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama-yarn-rope": ("LlamaConfig", {"rope_parameters": YARN}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2-mixed-windows": (
+        "Qwen2Config",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 7, "head_dim": 16}),
+}
+
+
+def write(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    """Write the checkpoint `name` with `changes` to its configuration into `folder`.
+
+    Weights are scaled so that logits have a standard deviation of about 0.6; norms and biases are not trivial.
+    """
+    kind, own = ZOO[name]
+    config = getattr(transformers, kind)(**{**BASE, **own, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise * 0.6 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(noise * 0.1)
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def reference(folder: Path) -> Any:
+    """Load a checkpoint with transformers: fp32, eager attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of a batch: the prompt lengths of its rows, then how many tokens every row gets in each further step."""
+
+    prompts: Sequence[int]
+    further: Sequence[int] = (1, 1, 1, 1, 1, 3)
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "one": Schedule((12,)),
+    "two": Schedule((12, 12)),
+    "ragged": Schedule((9, 12, 5)),
+}
+
+
+def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, capacity: int = 40) -> float:
+    """Run `model`, standard ONNX, over `schedule` and compare every valid row's logits with transformers' own.
+
+    The reference runs each row of the batch alone and whole, without a cache.
+    """
+    session = _session(model)
+    names = [value.name for value in session.get_inputs()]
+    rng = np.random.default_rng(0)
+    total = sum(schedule.further)
+    texts = [rng.integers(3, VOCABULARY, prompt + total) for prompt in schedule.prompts]
+    with torch.no_grad():
+        wanted = [expected(torch.from_numpy(text[None])).logits[0].numpy() for text in texts]
+    batch = len(texts)
+    cache: dict[str, NDArray[np.generic]] = {  # slots that no token was written to must not matter
+        value.name: np.full((batch, value.shape[1], capacity, value.shape[3]), 7.0, np.float32)
+        for value in session.get_inputs()
+        if value.name.startswith("past_key_values.")
+    }
+    past, worst = np.zeros(batch, np.int32), 0.0
+    for step in (schedule.prompts, *((count,) * batch for count in schedule.further)):
+        ids = np.zeros((batch, max(step)), np.int64)
+        for row, count in enumerate(step):
+            ids[row, :count] = texts[row][past[row] : past[row] + count]
+        feeds = interface.feeds(names, ids, past, np.arange(max(step)))
+        logits, *presents = session.run(None, {**feeds, **cache})
+        cache = dict(zip(cache, presents, strict=True))
+        for row, count in enumerate(step):
+            difference = np.abs(logits[row, :count] - wanted[row][past[row] : past[row] + count])
+            worst = max(worst, float(difference.max()))
+        past = past + np.array(step, np.int32)
+    return worst
+
+
+def _session(model: ir.Model) -> ort.InferenceSession:
+    """Load a model whose weights are lazy, without ONNX Runtime's own graph optimizations."""
+    loaded = model.clone()
+    for name, value in loaded.graph.initializers.items():
+        assert value.const_value is not None
+        value.const_value = ir.tensor(value.const_value.numpy(), name=name)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(ir.to_proto(loaded).SerializeToString(), options, ["CPUExecutionProvider"])
