@@ -88,6 +88,10 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "RMSNormalization"): Operator(
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}
     ),
+    ("", "LayerNormalization"): Operator(
+        (_in("x"), _in("scale", FLOATS, 1), _in("bias", FLOATS, 1, optional=True)),
+        {"axis": "int", "epsilon": "float", "stash_type": "int"},
+    ),
     ("", "RotaryEmbedding"): Operator(
         (_in("x", FLOATS, 3), _in("cos", FLOATS, 2), _in("sin", FLOATS, 2), _in("position_ids", _I64, 2)),
         {"num_heads": "int!", "interleaved": "int", "rotary_embedding_dim": "int"},
@@ -115,6 +119,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Erf"): _POINTWISE,
     ("", "Neg"): _POINTWISE,
     ("", "Gelu"): Operator((_in("x"),), {"approximate": "string"}),
+    ("", "Pow"): _BINARY,
     ("", "Add"): _BINARY,
     ("", "Sub"): _BINARY,
     ("", "Mul"): _BINARY,

@@ -56,7 +56,7 @@ class _Expansion:
         y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
         for old, new in zip(node.outputs, (y, present_keys, present_values), strict=True):
-            g.replace(old, new)
+            g.supersede(old, new)
 
     def _split(self, node: ir.Node, x: ir.Value, heads: int) -> ir.Value:
         """[B, S, H·D] → [B, H, S, D]."""

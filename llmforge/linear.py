@@ -54,8 +54,8 @@ def of(output: ir.Value) -> Linear | None:
     return None
 
 
-def obstacle(layers: Sequence[Linear]) -> str | None:
-    """Say why `layers` cannot become one layer; None where they can."""
+def obstacle(layers: Sequence[Linear], name: str) -> str | None:
+    """Say why `layers` cannot become one layer called `name`; None where they can."""
     if len({layer.input for layer in layers}) > 1:
         return f"they read different tensors: {', '.join(str(layer.input.name) for layer in layers)}"
     if len({layer.matmul for layer in layers}) < len(layers):
@@ -70,6 +70,10 @@ def obstacle(layers: Sequence[Linear]) -> str | None:
     for value in (value for layer in layers for value in (layer.weight, layer.bias) if value is not None):
         if len(value.uses()) > 1 or value.is_graph_output() or value.is_graph_input():
             return f"initializer {value.name} has other readers"
+    owner = layers[0].matmul.graph
+    for taken in (f"{name}.weight", f"{name}.bias"):
+        if owner is not None and taken in owner.initializers:
+            return f"an initializer is named {taken} already"
     return None
 
 
@@ -78,9 +82,6 @@ def stack(layers: Sequence[Linear], name: str) -> None:
 
     With K input features and N₁, N₂, … output features, the weights [K, N₁], [K, N₂], … become `name`.weight
     [K, N₁ + N₂ + …] and the biases `name`.bias: lazy tensors, nothing is read. The outputs keep their names.
-
-    Raises:
-        ValueError: an initializer has one of these names.
     """
     owner = layers[0].matmul.graph
     assert owner is not None
@@ -137,8 +138,6 @@ def _describe(value: ir.Value, like: ir.Value, width: int, name: str) -> None:
 
 def _stacked(parts: Sequence[ir.Value], name: str, owner: ir.Graph) -> ir.Value:
     """Register the initializers `parts`, side by side along their last axis, as one lazy initializer."""
-    if name in owner.initializers:
-        raise ValueError(f"initializer {name!r} exists already")
     tensors = [part.const_value for part in parts]
     present = [tensor for tensor in tensors if tensor is not None]
     assert len(present) == len(parts), "an initializer without a tensor"

@@ -21,6 +21,7 @@ Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 # A recipe is written by hand. These stop anchors that refer to themselves or multiply.
 _DEEPEST = 32
 _MOST_NODES = 10_000
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 @dataclass
@@ -104,6 +105,8 @@ class _Reader:
                 f"{place}: too large: more than {_MOST_NODES} values or {_DEEPEST} levels",
                 hint="an anchor that refers to itself, or to others that multiply, has no end",
             )
+        if not isinstance(node, ScalarNode) and node.tag not in _COLLECTIONS:
+            raise RecipeError(f"{place}: tag {node.tag!r} is not allowed: content is plain mappings, lists and scalars")
         if isinstance(node, MappingNode):
             return self._mapping(node, location)
         if isinstance(node, SequenceNode):

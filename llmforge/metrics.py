@@ -27,7 +27,7 @@ class Estimate(BaseModel):
     which is not the same: nothing can be decided on it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     value: float
     low: float | None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmforge import dialect
 from llmforge.runtime.session import Session, SessionConfig
 
-# Initializers below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
+# Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
 _INLINE_BYTES = 1024
 _SEED = 20_240_229  # any fixed number: probes must be the same in every build
 _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 16 of 512 lift the mean over any budget
@@ -143,11 +143,16 @@ class Weights:
 
 
 def strip(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Take the larger initializers out of `model`, which then refers to a file that is not there; return them."""
+    """Take the initializers out of `model`, which then refers to a file that is not there; return them.
+
+    Small ones in memory stay.
+    """
     taken = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if tensor is None or value.shape is None or tensor.nbytes < _INLINE_BYTES:
+        if tensor is None or value.shape is None:
+            continue
+        if tensor.nbytes < _INLINE_BYTES and not isinstance(tensor, ir.ExternalTensor | ir.LazyTensor):
             continue
         taken[name] = tensor
         value.const_value = ir.ExternalTensor("weights", 0, tensor.nbytes, tensor.dtype, shape=value.shape, name=name)

@@ -37,7 +37,7 @@ def collect(problems: Sequence[Problem]) -> RecipeError:
 def meant(word: str, known: Sequence[str]) -> str | None:
     """Hint at the known name that `word` is nearest to."""
     close = nearest(word, known)
-    return f"did you mean {close!r}?" if close else None
+    return f"did you mean {close!r}?" if close not in (None, word) else None
 
 
 def describe(error: ValidationError, source: Source, schema: Mapping[str, Any], prefix: Location = ()) -> list[Problem]:

@@ -7,8 +7,8 @@
         q', k', v, past_key, past_value, seqlens_k, total_sequence_length, cos, sin, , , sinks)
 
 `q` is [batch, sequence, num_heads·D], `k` and `v` are [batch, sequence, kv_num_heads·D], the caches
-[batch, kv_num_heads, capacity, D]. Attributes: `num_heads`, `kv_num_heads`, `scale` and `softcap` are the same, `window`
-becomes `local_window_size` (0 → -1, none), rotary embedding `do_rotary` and `rotary_interleaved`.
+[batch, kv_num_heads, capacity, D]. Attributes: `num_heads`, `kv_num_heads`, `scale` and `softcap` are the same,
+`window` becomes `local_window_size` (0: left out), rotary embedding `do_rotary` and `rotary_interleaved`.
 Inputs of the graph: `seqlens_k` and `total_sequence_length` are added; `past_lengths` and `position_ids` go where
 nothing reads them any more.
 
@@ -123,7 +123,9 @@ def _sinks(attention: ir.Node) -> ir.Value | None:
 def _fold_rotary(attention: ir.Node, changes: Changes) -> _Operands:
     """Return the operands with rotary embedding folded in where the kernel can do it; record it where it cannot."""
     query, key, value = attention.inputs[:3]
-    assert query is not None and key is not None and value is not None
+    assert query is not None
+    assert key is not None
+    assert value is not None
     outside = _Operands(query, key, value)
     of_query, of_key = query.producer(), key.producer()
     if of_query is None or of_key is None or "RotaryEmbedding" not in (of_query.op_type, of_key.op_type):

@@ -15,6 +15,9 @@ Fires for every RMSNormalization over the last axis, in fp32, of a sum
 A normalization of something else (the first of a decoder, one per head) stays RMSNormalization, which ONNX Runtime runs
 with the kernel of SimplifiedLayerNormalization: equal bits and time.
 
+Cost on a CPU (onnxruntime 1.31, one AVX-512 core, hidden 2048): one token 8 µs as before, 128 tokens 283 µs for 100 µs,
+next to milliseconds for each matrix product of such a layer.
+
 Numerics: the sum is bit-equal; the fused kernel adds up the squares in another order.
 """
 
@@ -56,18 +59,19 @@ class FuseNorms(Pass):
         for norm in list(model.graph):
             if norm.domain or norm.op_type != "RMSNormalization":
                 continue
-            reason = _obstacle(norm)
-            if reason is not None:
-                changes.skipped.append(Skipped(str(norm.name), reason))
+            add = _residual(norm)
+            if isinstance(add, str):
+                changes.skipped.append(Skipped(str(norm.name), add))
                 continue
-            changes.rewritten.append(Rewritten(str(norm.name), f"takes in {_fuse(norm).name}"))
+            changes.rewritten.append(Rewritten(str(norm.name), f"takes in {add.name}"))
+            _fuse(norm, add)
         if changes:
             model.opset_imports["com.microsoft"] = 1
         return changes
 
 
-def _obstacle(norm: ir.Node) -> str | None:
-    """Say why `norm` stays as it is; None where it can be fused."""
+def _residual(norm: ir.Node) -> ir.Node | str:
+    """Return the Add that `norm` can be fused with, or say why there is none."""
     total = norm.inputs[0]
     add = None if total is None else total.producer()
     if total is None or add is None:
@@ -88,23 +92,18 @@ def _obstacle(norm: ir.Node) -> str | None:
     weight = norm.inputs[1]
     if weight is None or graph.dims(weight) != left[-1:]:
         return f"its weight is {None if weight is None else graph.dims(weight)}; wanted {left[-1:]}"
-    if (
-        norm.attributes.get_int("stash_type", ir.DataType.FLOAT) != ir.DataType.FLOAT
-        or total.dtype != ir.DataType.FLOAT
-    ):
-        return f"it works in {total.dtype}, with stash_type {norm.attributes.get_int('stash_type', 1)}; wanted fp32"
-    return None
+    stash_type = norm.attributes.get_int("stash_type", ir.DataType.FLOAT)
+    if stash_type != ir.DataType.FLOAT or total.dtype != ir.DataType.FLOAT:
+        return f"it works in {total.dtype}, with stash_type {stash_type}; wanted fp32"
+    return add
 
 
-def _fuse(norm: ir.Node) -> ir.Node:
-    """Replace `norm` and the Add in front of it; return that Add, which is no longer in the graph."""
-    total = norm.inputs[0]
-    assert total is not None
-    add = total.producer()
-    assert add is not None and norm.graph is not None
+def _fuse(norm: ir.Node, add: ir.Node) -> None:
+    """Replace `add` and the normalization `norm` of its sum by one node."""
+    [total] = add.outputs
     shared = len(total.uses()) > 1 or total.is_graph_output()
-    # In front of the Add's own place: another reader of the sum may stand before the normalization.
-    fused = graph.insert(
+    # In front of the Add, not of the normalization: another reader of the sum may stand between the two.
+    outputs = graph.insert(
         add,
         _FUSED,
         [*add.inputs, norm.inputs[1]],
@@ -113,12 +112,11 @@ def _fuse(norm: ir.Node) -> ir.Node:
         outputs=4 if shared else 1,
         name=norm.name,
     )
-    graph.supersede(norm.outputs[0], fused[0])
-    norm.graph.remove(norm, safe=True)
+    graph.supersede(norm.outputs[0], outputs[0])
     if shared:
-        graph.supersede(total, fused[3])
-        fused[1].name = fused[2].name = ""  # mean and inverse deviation: not wanted
-    fused_graph = add.graph
-    assert fused_graph is not None
-    fused_graph.remove(add, safe=True)
-    return add
+        _, mean, deviation, total_again = outputs
+        mean.name = deviation.name = ""  # absent: only training wants them
+        graph.supersede(total, total_again)
+    for node in (norm, add):
+        assert node.graph is not None
+        node.graph.remove(node, safe=True)

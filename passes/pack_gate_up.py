@@ -40,22 +40,18 @@ class PackGateUp(Pass):
             sides = _gated(node)
             if sides is None:
                 continue
-            layers = [linear.of(side) for side in sides]
-            gate, up = layers
+            gate, up = linear.of(sides[0]), linear.of(sides[1])
             if gate is None or up is None:
                 missing = sides[0] if gate is None else sides[1]
                 changes.skipped.append(Skipped(str(node.name), f"{missing.name} does not come from a linear layer"))
                 continue
-            reason = linear.obstacle([gate, up])
             name = linear.common_name([gate, up], "gate_up_proj")
-            if reason is None and f"{name}.weight" in model.graph.initializers:
-                reason = f"an initializer is named {name}.weight already"
+            reason = linear.obstacle([gate, up], name)
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), reason))
                 continue
-            before = str(gate.matmul.name)
+            changes.rewritten.append(Rewritten(str(gate.matmul.name), f"gate and up are one product, {name}"))
             linear.stack([gate, up], name)
-            changes.rewritten.append(Rewritten(before, f"gate and up are one product, {name}"))
         return changes
 
 

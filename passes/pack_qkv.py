@@ -2,8 +2,8 @@
 
     q = x·Wq, k = x·Wk, v = x·Wv   becomes   q, k, v = Split(x·W)   with W = [Wq Wk Wv]
 
-`Wq` is [K, Nq], `Wk` and `Wv` are [K, Nkv], `W` is [K, Nq + 2·Nkv]. Biases [N] are stacked likewise and added before the
-Split. The activations are read once instead of three times, and one product of a decode step streams all weights.
+`Wq` is [K, Nq], `Wk` and `Wv` are [K, Nkv], `W` is [K, Nq + 2·Nkv]. Biases [N] are stacked likewise and added before
+the Split. The activations are read once instead of three times, and a decode step has one larger product.
 
 Fires for every `llmforge::Attention` and `com.microsoft::GroupQueryAttention` whose query, key and value come, each
 through rotary embedding, per-head normalization and reshapes or directly, from three linear layers that
@@ -11,8 +11,8 @@ through rotary embedding, per-head normalization and reshapes or directly, from 
 - own their initializers (nothing else reads them),
 - all have a bias or all have none.
 
-Numerics: the sums of a column are the same, but a matrix library chooses its blocks by the shape of the whole matrix and
-promises no order of summation. (ONNX Runtime 1.31 gave equal bits on AVX-512 for every shape tried.)
+Numerics: the sums of a column are the same, but a matrix library chooses its blocks by the shape of the whole matrix
+and promises no order of summation. (ONNX Runtime 1.31 gave equal bits on AVX-512 for every shape tried.)
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class PackQkv(Pass):
             if (attention.domain, attention.op_type) not in _ATTENTION:
                 continue
             layers = _projections(attention)
-            reason = layers if isinstance(layers, str) else linear.obstacle(layers)
-            if reason is not None or isinstance(layers, str):
-                changes.skipped.append(Skipped(str(attention.name), str(reason)))
+            if isinstance(layers, str):
+                changes.skipped.append(Skipped(str(attention.name), layers))
                 continue
             name = linear.common_name(layers, "qkv_proj")
-            if f"{name}.weight" in model.graph.initializers:
-                changes.skipped.append(Skipped(str(attention.name), f"an initializer is named {name}.weight already"))
+            reason = linear.obstacle(layers, name)
+            if reason is not None:
+                changes.skipped.append(Skipped(str(attention.name), reason))
                 continue
-            before = str(layers[0].matmul.name)
+            what = f"q, k and v of {attention.name} are one product, {name}"
+            changes.rewritten.append(Rewritten(str(layers[0].matmul.name), what))
             linear.stack(layers, name)
-            changes.rewritten.append(Rewritten(before, f"q, k and v of {attention.name} are one product, {name}"))
         return changes
 
 

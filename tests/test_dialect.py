@@ -68,6 +68,7 @@ def session(model: ir.Model, *, optimize: bool) -> ort.InferenceSession:
     levels = ort.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
+    options.log_severity_level = 3  # errors: TensorScatter warns whenever past and present are not one buffer
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
 
 

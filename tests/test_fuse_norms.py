@@ -23,7 +23,8 @@ def block(body: str, terms: str = "float[batch, sequence, 16]", extra: str = "")
     shape = "float[batch, sequence, 16]"
     return graphs.parse(
         '<ir_version: 11, opset_import: ["" : 24]>\n'
-        f"block ({shape} residual, {terms} branch) => ({shape} y)\n<{shape} total, {shape} normed{extra}>\n{{\n{body}\n}}",
+        f"block ({shape} residual, {terms} branch) => ({shape} y)\n"
+        f"<{shape} total, {shape} normed{extra}>\n{{\n{body}\n}}",
         {name: np.ones(HIDDEN, np.float32) for name in ("weight", "bias") if name in body},
     )
 

@@ -5,13 +5,14 @@ from typing import get_args
 
 import numpy as np
 import pytest
-import reports
 
 from llmforge import metrics
 from llmforge.gates import GateResult, Verdict, judge, overall, samples_needed
 from llmforge.metrics import Estimate
 from llmforge.recipe import GateSpec, Metric
 from llmforge.report.model import measured
+
+from . import reports
 
 
 def estimate(value: float, low: float | None, high: float | None, samples: int = 50) -> Estimate:

@@ -26,9 +26,7 @@ def naive(reference: NDArray[np.float32], logits: NDArray[np.float32], targets: 
     for p_row, q_row, target in zip(reference.tolist(), logits.tolist(), targets.tolist(), strict=True):
         p_norm = math.log(math.fsum(math.exp(x) for x in p_row))
         q_norm = math.log(math.fsum(math.exp(x) for x in q_row))
-        kld = math.fsum(
-            math.exp(p - p_norm) * ((p - p_norm) - (q - q_norm)) for p, q in zip(p_row, q_row, strict=True)
-        )
+        kld = math.fsum(math.exp(p - p_norm) * ((p - p_norm) - (q - q_norm)) for p, q in zip(p_row, q_row, strict=True))
         same = p_row.index(max(p_row)) == q_row.index(max(q_row))
         p_true, q_true = p_row[target] - p_norm, q_row[target] - q_norm
         rows.append((-p_true, -q_true, kld, same, math.exp(q_true) - math.exp(p_true)))
@@ -45,9 +43,7 @@ def test_scores_equal_a_naive_loop(rows: int, scale: float, seed: int) -> None:
     targets = np.random.default_rng(seed).integers(0, V, rows)
     got = metrics.score(reference, logits, targets)
     expected = naive(reference, logits, targets)
-    for values, wanted in zip(
-        (got.reference_nll, got.nll, got.kld, got.same_top, got.delta_p), expected, strict=True
-    ):
+    for values, wanted in zip((got.reference_nll, got.nll, got.kld, got.same_top, got.delta_p), expected, strict=True):
         np.testing.assert_allclose(values, wanted, rtol=1e-11, atol=1e-11)
 
 
@@ -161,6 +157,14 @@ def test_nan_fails_closed_and_names_the_window(side: str, broken: int) -> None:
 def test_text_without_predictions_is_refused() -> None:
     with pytest.raises(DataError, match="no token to predict"):
         quality.compare([Window("empty", np.array([0]))], model(0.0), model(0.0))
+
+
+def test_a_wrecked_artifact_has_infinite_perplexity() -> None:
+    got = quality.compare(windows(), model(0.0), lambda ids: model(0.0)(ids) * 1e5)
+    assert got.perplexity == math.inf
+    assert got.perplexity_ratio.value == math.inf
+    again = quality.Quality.model_validate_json(got.model_dump_json())
+    assert again.perplexity == math.inf
 
 
 def test_progress_counts_windows() -> None:

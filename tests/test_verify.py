@@ -260,6 +260,11 @@ def test_a_cache_that_no_probe_reads_back_is_compared_too(tmp_path: Path) -> Non
     assert "step 0 (prefill" in error.message
 
 
+def test_a_pass_that_only_claims_to_have_changed_something(tmp_path: Path) -> None:
+    error = fail(Planted(lambda model: None), tmp_path)
+    assert error.message.endswith("(something), and left the graph as it was")
+
+
 def test_changes_that_were_not_made() -> None:
     model = graphs.llama()
     with pytest.raises(

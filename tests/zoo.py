@@ -60,6 +60,24 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "mistral-window": ("MistralConfig", {"sliding_window": 7, "head_dim": 16}),
+    # structures beyond the Llama family that the same mechanism takes
+    "gemma2": (  # x̂·(1 + w), soft caps, alternating windows, a scale of its own
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (  # two rotary tables
+        "Gemma3TextConfig",
+        {"head_dim": 16, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "glm": ("GlmConfig", {"head_dim": 16}),  # interleaved rotary embedding of half a head
+    "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.25}),  # LayerNorm, packed QKV
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),  # layers without positions
 }
 
 
@@ -146,4 +164,5 @@ def _session(model: ir.Model) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
+    options.log_severity_level = 3  # errors: TensorScatter warns whenever past and present are not one buffer
     return ort.InferenceSession(ir.to_proto(loaded).SerializeToString(), options, ["CPUExecutionProvider"])

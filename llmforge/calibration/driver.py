@@ -50,8 +50,8 @@ def calibrate(
 
     Linears are quantized in the order in which they run, each with the inputs that the quantized ones before it make;
     ranges of keys and values are those that the quantized weights make. Memory: the embedding while the windows enter,
-    then the fp32 weights of one layer (twice where linears are quantized), the hidden states of all windows (twice
-    likewise: tokens × hidden × 8 bytes), and one Hessian, its inverse and the drift, K × K each. With `folder` the
+    then the fp32 weights of one layer and the hidden states of all windows; where linears are quantized, the hidden
+    states twice, the inputs of the layer's linears, and one Hessian with its factor, K × K in fp64. With `folder` the
     results of each layer are written there when it is done, and found there by a later call that asks for the same.
 
     Two runs on one machine, with as many threads, give identical results.
@@ -116,13 +116,13 @@ def _calibrate_layer(
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears = {} if found is None else dict(found.linears)
     if weights is not None:
-        original = layer.twin()
         if found is None:
-            linears = _quantize(layer, original, states, weights)
-        for name, matrix in linears.items():
-            layer.set_weight(name, quantization.dequantize(matrix))
-        for index, state in enumerate(states.original):
-            states.original[index] = original.run(index, state)
+            linears = _quantize(layer, states, weights)
+        else:
+            for index, state in enumerate(states.original):
+                states.original[index] = layer.run(index, state)
+            for name, matrix in linears.items():
+                layer.set_weight(name, quantization.dequantize(matrix))
     kv = None if found is None else found.kv
     if wants_ranges and kv is None:
         kv = _run_with_ranges(layer, states.current)
@@ -137,16 +137,23 @@ def _calibrate_layer(
     return LayerResult(linears, kv)
 
 
-def _quantize(
-    layer: Layer, original: Layer, states: _States, demand: WeightDemand
-) -> dict[str, quantization.QuantizedMatrix]:
-    """Quantize the linears of `layer` in place, those that read one tensor together, in the order they run."""
+def _quantize(layer: Layer, states: _States, demand: WeightDemand) -> dict[str, quantization.QuantizedMatrix]:
+    """Quantize the linears of `layer` in place, those that read one tensor together, in the order they run.
+
+    The original hidden states end behind the layer; the current ones stay in front of it.
+    """
+    groups = [
+        [name for name in group if not any(fnmatch.fnmatchcase(name, glob) for glob in demand.exclude)]
+        for group in layer.groups(states.current[0])
+    ]
+    groups = [group for group in groups if group]
+    originals: list[dict[str, torch.Tensor]] = []
+    for index, state in enumerate(states.original):
+        states.original[index], inputs = layer.run_noting([group[0] for group in groups], index, state)
+        originals.append(inputs)
     results: dict[str, quantization.QuantizedMatrix] = {}
-    for group in layer.groups(states.current[0]):
-        names = [name for name in group if not any(fnmatch.fnmatchcase(name, glob) for glob in demand.exclude)]
-        if not names:
-            continue
-        hessian, drift = _input_statistics(layer, original, states, names[0])
+    for names in groups:
+        hessian, drift = _input_statistics(layer, states.current, [x.pop(names[0]) for x in originals], names[0])
         weights = [layer.weight(name) for name in names]
         try:
             curvature = gptq.Curvature.of(hessian, demand.damping)
@@ -165,15 +172,15 @@ def _quantize(
 
 
 def _input_statistics(
-    layer: Layer, original: Layer, states: _States, name: str
+    layer: Layer, states: Sequence[torch.Tensor], originals: Sequence[torch.Tensor], name: str
 ) -> tuple[quantization.Float32, quantization.Float32]:
-    """Sum Σ x xᵀ and Σ (x̃ - x) xᵀ, fp32 [K, K] each, over the inputs x of linear `name`; x̃ are the original's."""
-    width = layer.input_width(name)
+    """Sum Σ x xᵀ and Σ (x̃ - x) xᵀ, fp32 [K, K], over the inputs x of linear `name`; x̃ are `originals` [tokens, K]."""
+    width = originals[0].shape[1]
     hessian, drift = torch.zeros(width, width), torch.zeros(width, width)
-    for index, (current, before) in enumerate(zip(states.current, states.original, strict=True)):
-        x = layer.input_of(name, index, current)
+    for index, (state, original) in enumerate(zip(states, originals, strict=True)):
+        x = layer.input_of(name, index, state)
         hessian.addmm_(x.T, x)
-        drift.addmm_((original.input_of(name, index, before) - x).T, x)
+        drift.addmm_((original - x).T, x)
     return hessian.numpy(), drift.numpy()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -40,11 +41,6 @@ class Layer:
     module: torch.nn.Module
     name: str
     calls: Sequence[Call]
-
-    def twin(self) -> Layer:
-        """Return a layer that shares the weights until one of the two gets others."""
-        memory = {id(parameter): parameter for parameter in self.module.parameters()}
-        return replace(self, module=copy.deepcopy(self.module, memory))
 
     def run(self, window: int, state: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [1, tokens, hidden] after the layer, of window number `window`."""
@@ -83,35 +79,47 @@ class Layer:
                     return
             seen.append((x, [name]))
 
-        handles = [
-            linear.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
-            for name, linear in self._linears().items()
-        ]
-        self.run(0, state)
-        for handle in handles:
-            handle.remove()
+        with self._watched(note, list(self._linears())):
+            self.run(0, state)
         return [names for _, names in seen]
 
+    def run_noting(
+        self, names: Sequence[str], window: int, state: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Run, and return also what each of the linears `names` read, [tokens, K].
+
+        Raises:
+            UnsupportedError: one of them did not run.
+        """
+        inputs: dict[str, torch.Tensor] = {}
+
+        def note(name: str, x: torch.Tensor) -> None:
+            inputs[name] = x.reshape(-1, x.shape[-1])
+
+        with self._watched(note, names):
+            state = self.run(window, state)
+        for name in set(names) - set(inputs):
+            raise self._unread(name)
+        return state, inputs
+
     def input_of(self, name: str, window: int, state: torch.Tensor) -> torch.Tensor:
-        """Return what linear `name` reads, [tokens, K]; the layer runs no further than there."""
+        """Return what linear `name` reads, [tokens, K]; the layer runs no further than there.
+
+        Raises:
+            UnsupportedError: it does not run.
+        """
         inputs: list[torch.Tensor] = []
 
-        def take(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            inputs.append(args[0])
+        def take(_: str, x: torch.Tensor) -> None:
+            inputs.append(x.reshape(-1, x.shape[-1]))
             raise _LinearReached
 
-        handle = self._linears()[name].register_forward_pre_hook(take)
-        try:
-            self.run(window, state)
-        except _LinearReached:
-            return inputs[0].reshape(-1, inputs[0].shape[-1])
-        finally:
-            handle.remove()
-        raise UnsupportedError(f"{name} does not read every window of the calibration text")
-
-    def input_width(self, name: str) -> int:
-        """Return K of linear `name`."""
-        return self._linears()[name].in_features
+        with self._watched(take, [name]):
+            try:
+                self.run(window, state)
+            except _LinearReached:
+                return inputs[0]
+        raise self._unread(name)
 
     def weight(self, name: str) -> Float32:
         """Return the weight of linear `name`, fp32 [N, K]."""
@@ -119,9 +127,28 @@ class Layer:
         return weight
 
     def set_weight(self, name: str, weight: Float32) -> None:
-        """Give linear `name` another weight, fp32 [N, K]; a twin keeps its own."""
+        """Give linear `name` another weight, fp32 [N, K]."""
         parameter = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
         self._linears()[name].weight = parameter
+
+    @contextmanager
+    def _watched(self, note: Callable[[str, torch.Tensor], None], names: Sequence[str]) -> Iterator[None]:
+        """Call `note` with the name and the input of each of the linears `names` before it runs."""
+        linears = self._linears()
+        handles = [
+            linears[name].register_forward_pre_hook(lambda _, args, name=name: note(name, args[0])) for name in names
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _unread(self, name: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{name} does not run for every window of the calibration text, so GPTQ has no inputs for it",
+            hint="put it on `exclude`, or use method: rtn",
+        )
 
     def _linears(self) -> dict[str, torch.nn.Linear]:
         return {
@@ -159,7 +186,7 @@ def copy_with_weights(
     missing = [name for name in stored.values() if name not in checkpoint.tensors]
     if missing:
         raise UnsupportedError(
-            f"{checkpoint.path}: cannot be calibrated: {missing[0]!r} is stored under another name or in another layout",
+            f"{checkpoint.path}: cannot be calibrated: {missing[0]!r} is stored under another name or layout",
             hint="use method: rtn, and leave quantize-kv-cache out",
         )
     tensors = {

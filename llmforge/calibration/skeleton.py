@@ -16,9 +16,6 @@ from llmforge.calibration.layer import Call, Layer, copy_with_weights
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError
 
-# transformers' own plain implementation of each architecture's attention: the faster ones ignore what they cannot do.
-_ATTENTION = "eager"
-
 
 @dataclass(eq=False)
 class Skeleton:
@@ -42,7 +39,7 @@ class Skeleton:
         try:
             with _EmptyOnMeta():
                 model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    checkpoint.config, attn_implementation=_ATTENTION, dtype=torch.float32
+                    checkpoint.config, dtype=torch.float32
                 )
         except ValueError as error:  # transformers' answer to a configuration that it has no class for
             raise UnsupportedError(f"{checkpoint.path}: cannot be calibrated: {str(error).splitlines()[0]}") from error

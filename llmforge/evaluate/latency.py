@@ -58,7 +58,7 @@ class Subject:
 class Spread(BaseModel):
     """Percentiles of a duration over the repetitions, in milliseconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     p50: Estimate
     p95: float
@@ -76,7 +76,7 @@ class Timing(BaseModel):
     time between two tokens, over all generations together.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     ttft_ms: Spread
     tpot_ms: Spread
@@ -88,7 +88,7 @@ class Timing(BaseModel):
 class Point(BaseModel):
     """Both sides at one prompt length, one sequence at a time."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     prompt_tokens: int
     artifact: Timing
@@ -102,7 +102,7 @@ class Point(BaseModel):
 class Bandwidth(BaseModel):
     """What this machine reads, measured in the same run by a numpy probe (llmforge.evaluate.machine)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     threads: int
     dram_bytes_per_second: float  # a working set of DRAM_PROBE_BYTES
@@ -113,7 +113,7 @@ class Bandwidth(BaseModel):
 class Latency(BaseModel):
     """All timings of one run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     repetitions: int
     output_tokens: int

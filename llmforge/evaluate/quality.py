@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ HISTOGRAM_BINS_PER_DECADE = 4
 class DocumentSums(BaseModel):
     """Sums over the predicted tokens of one document: what every figure and every resample is made from."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     document: str
     tokens: int
@@ -35,13 +36,13 @@ class DocumentSums(BaseModel):
     @property
     def perplexity_ratio(self) -> float:
         """Perplexity of the artifact over that of the baseline, on this document."""
-        return math.exp((self.nll - self.baseline_nll) / self.tokens)
+        return _exp((self.nll - self.baseline_nll) / self.tokens)
 
 
 class Quality(BaseModel):
     """How far the artifact is from the baseline, over all predicted tokens; intervals are over documents."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     context: int  # tokens of the longest window, BOS included
     documents: int
@@ -128,7 +129,9 @@ def _sums(document: str, parts: list[TokenScores]) -> DocumentSums:
 def _ratios(totals: NDArray[np.float64]) -> NDArray[np.float64]:
     """Make perplexity ratio, mean KLD and top-1 agreement [r, 3] of totals [r, 5] in the order of `_summary`."""
     tokens, baseline_nll, nll, kld, same_top = totals.T
-    return np.stack([np.exp((nll - baseline_nll) / tokens), kld / tokens, same_top / tokens], axis=1)
+    with np.errstate(over="ignore"):  # a wrecked model may have an infinite perplexity
+        ratio = np.exp((nll - baseline_nll) / tokens)
+    return np.stack([ratio, kld / tokens, same_top / tokens], axis=1)
 
 
 def _summary(windows: Sequence[Window], scores: dict[str, list[TokenScores]], seed: int) -> Quality:
@@ -155,8 +158,8 @@ def _summary(windows: Sequence[Window], scores: dict[str, list[TokenScores]], se
         windows=len(windows),
         tokens=tokens,
         seed=seed,
-        baseline_perplexity=math.exp(totals[1] / tokens),
-        perplexity=math.exp(totals[2] / tokens),
+        baseline_perplexity=_exp(totals[1] / tokens),
+        perplexity=_exp(totals[2] / tokens),
         perplexity_ratio=ratio,
         kld_mean=kld_mean,
         kld_median=median,
@@ -168,6 +171,11 @@ def _summary(windows: Sequence[Window], scores: dict[str, list[TokenScores]], se
         delta_p_rms=math.sqrt(math.fsum(d.delta_p_squared for d in per_document) / tokens),
         per_document=per_document,
     )
+
+
+def _exp(nats: float) -> float:
+    """Raise e to a power; beyond fp64, infinity instead of an exception."""
+    return math.exp(nats) if nats < math.log(sys.float_info.max) else math.inf
 
 
 def _histogram(kld: NDArray[np.float64]) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from llmforge.transform import Numerics, Rewritten, Skipped
 
 
 class _Record(BaseModel):
-    # NaN and infinities are written as such and read back: the report of a broken model must be readable too.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    # JSON has no NaN: they are written as strings and read back, for the report of a broken model must be readable too.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class CheckpointRecord(_Record):

@@ -274,11 +274,7 @@ class _Binding:
             # Our own copy: `feeds` may hand over an array of the caller, which a later step would write to.
             self._inputs[name] = own = np.array(value, order="C")
             self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(own))
-        if self._out is None or not _same_memory(self._out, out):
+        if out is not self._out:
             self._binding.bind_ortvalue_output(interface.LOGITS, ort.OrtValue.ortvalue_from_numpy(out))
             self._out = out
         self._session.run_with_iobinding(self._binding)
-
-
-def _same_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    return a.ctypes.data == b.ctypes.data and a.shape == b.shape

@@ -15,7 +15,15 @@ from llmforge.trace import masks
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
 INERT = frozenset(
-    {"is_causal", "output_attentions", "output_hidden_states", "position_ids", "return_dict", "use_cache"}
+    {
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
 )
 
 

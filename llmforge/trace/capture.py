@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmforge import interface
-from llmforge.errors import ForgeError, UnsupportedError
+from llmforge.errors import UnsupportedError
 from llmforge.trace import internals, norms, rotary
 from llmforge.trace.attention import Attention, CacheShape, Layer
 
@@ -87,20 +87,15 @@ def capture(
     Raises:
         UnsupportedError: it cannot be traced.
     """
-    try:
+    with internals.third_party("tracing"), torch.no_grad():
         norms.substitute(model)
-        with rotary.substituted(model, positions) as tables, torch.no_grad():
+        with rotary.substituted(model, positions) as tables:
             traced = Traced(model, attention, tables)
             with mode:
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
                 _, cached = traced.run(ids, ids, lengths, [None] * layers)
             return _translate(_export(traced, [layer.shape() for layer in cached]), layers)
-    except ForgeError:
-        raise
-    except Exception as error:  # a third party's model code and exporter: whatever it raises is why it is refused
-        lines = str(error).strip().splitlines() or ["no message"]
-        raise UnsupportedError(f"tracing ends with {type(error).__name__}: {lines[0]}") from error
 
 
 def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.ExportedProgram:

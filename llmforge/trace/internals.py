@@ -20,6 +20,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.generic import GeneralInterface
 
+from llmforge.errors import ForgeError, UnsupportedError
+
 __all__ = [
     "FakeTensorMode",
     "Group",
@@ -29,6 +31,7 @@ __all__ = [
     "real_tensors",
     "registered",
     "sources_by_parameter",
+    "third_party",
 ]
 
 
@@ -39,6 +42,22 @@ def fake_mode() -> FakeTensorMode:
     meta device do not do: torch.export then finds two devices, because buffers (rotary frequencies) stay real.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def third_party(stage: str) -> Iterator[None]:
+    """Refuse the architecture for whatever its model code, or an exporter that runs it, raises.
+
+    Raises:
+        UnsupportedError: with the reason; our own errors pass as they are.
+    """
+    try:
+        yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise UnsupportedError(f"{stage} ends with {type(error).__name__}: {lines[0]}") from error
 
 
 @contextmanager

@@ -21,12 +21,9 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
     """
     if config.is_encoder_decoder:
         raise UnsupportedError("it is an encoder-decoder; decoder-only models are supported")
-    try:
-        with internals.parameters_on_meta():
-            make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
-            model = make(config, attn_implementation=attention, dtype=torch.float32)
-    except ValueError as error:  # transformers' answer to a config or an attention implementation it has no class for
-        raise UnsupportedError(str(error).splitlines()[0]) from error
+    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
+    with internals.third_party("building the model"), internals.parameters_on_meta():
+        model = make(config, attn_implementation=attention, dtype=torch.float32)
     model.eval()  # type: ignore[no-untyped-call]
     mode = internals.fake_mode()
     shared: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
