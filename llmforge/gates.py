@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from llmforge.metrics import CONFIDENCE, SMALLEST_SAMPLE, Estimate
-from llmforge.recipe import GateSpec
+from llmforge.recipe import GateSpec, Metric
 
 POWER = 0.8  # how likely the named sample size is to decide, if the figure stays where it is
 
@@ -39,7 +39,7 @@ class GateResult(BaseModel):
     explanation: str  # one line that begins with the metric
 
 
-def judge(gates: Mapping[str, GateSpec], measured: Mapping[str, Estimate]) -> tuple[GateResult, ...]:
+def judge(gates: Mapping[Metric, GateSpec], measured: Mapping[str, Estimate]) -> tuple[GateResult, ...]:
     """Decide every limit; a gate with `min` and `max` gives two results. A figure that is missing or NaN fails."""
     results: list[GateResult] = []
     for metric, gate in gates.items():
@@ -76,7 +76,7 @@ def _verdict(bound: Literal["min", "max"], limit: float, measured: Estimate | No
         return Verdict.FAIL, None, f"not measured; wanted {wanted}"
     value, low, high = measured.value, measured.low, measured.high
     if not math.isfinite(value):
-        return Verdict.FAIL, None, f"measured {value}, which is no number; wanted {wanted}"
+        return Verdict.FAIL, None, f"measured {value}, which is not finite; wanted {wanted}"
     if measured.is_exact:
         passed = value <= limit if bound == "max" else value >= limit
         return Verdict.PASS if passed else Verdict.FAIL, None, f"{_number(value)}, exact; wanted {wanted}"

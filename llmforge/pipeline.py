@@ -9,7 +9,7 @@ import dataclasses
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -24,9 +24,8 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
 from llmforge.engines import onnxruntime as engines
 from llmforge.errors import ForgeError
-from llmforge.evaluate import latency, machine, quality
+from llmforge.evaluate import footprint, latency, machine, quality
 from llmforge.evaluate.baseline import Baseline
-from llmforge.evaluate.footprint import footprint
 from llmforge.evaluate.latency import Latency, Subject
 from llmforge.evaluate.quality import Quality
 from llmforge.progress import Progress, Silent
@@ -34,7 +33,7 @@ from llmforge.recipe import Recipe
 from llmforge.report import model as records
 from llmforge.report import render
 from llmforge.report.model import Report
-from llmforge.runtime import Runner, Sampling
+from llmforge.runtime import Runner
 from llmforge.runtime import load as load_runner
 from llmforge.runtime.config import physical_cores
 from llmforge.statistics import Demand, Statistics
@@ -256,11 +255,12 @@ class _Job:
         if self.recipe.validation.quality is None:
             return None
         self.progress.stage("Measure quality")
-
-        def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
-            return runner.logits([int(token) for token in ids])
-
-        return quality.compare(self.evaluation_windows, baseline.logits, logits, progress=self.progress.advance)
+        return quality.compare(
+            self.evaluation_windows,
+            baseline.logits,
+            lambda ids: runner.logits(ids.tolist()),
+            progress=self.progress.advance,
+        )
 
     def _latency(
         self, runner: Runner, baseline: Baseline, engine: engines.Engine, lowered: ir.Model, load_seconds: float
@@ -270,9 +270,9 @@ class _Job:
             return None
         self.progress.stage("Measure latency")
         return latency.measure(
-            Subject(_describe(runner, self.threads), _generator(runner), load_seconds),
-            Subject(baseline.description, baseline.generate, baseline.load_seconds),
-            footprint(lowered, engine.config, engine.size_bytes),
+            Subject.of_runner(runner, description=_describe(runner, self.threads), load_seconds=load_seconds),
+            Subject.of_baseline(baseline),
+            footprint.count(lowered, engine.size_bytes),
             prompt_tokens=spec.prompt_tokens,
             output_tokens=spec.output_tokens,
             repetitions=spec.repetitions,
@@ -350,19 +350,6 @@ class _Job:
             samples=statistics.samples,
             tokens=statistics.tokens,
         )
-
-
-def _generator(runner: Runner) -> Callable[[NDArray[np.int64], int], Iterator[int]]:
-    """Generate as latency is measured: greedy, EOS ignored, each token as soon as it is known."""
-
-    def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
-        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-        for step in runner.generate_batch([[int(token) for token in ids]], [sampling]):
-            (token,) = step.token_ids
-            assert token is not None  # the only row is alive
-            yield token
-
-    return generate
 
 
 def _describe(runner: Runner, threads: int) -> str:

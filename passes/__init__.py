@@ -4,6 +4,8 @@ from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
+from llmforge.passes.quantize_kv_cache import QuantizeKvCache
+from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.transform import Pass
 
 # In the order in which a recipe would name them.
@@ -12,4 +14,6 @@ ALL: tuple[type[Pass], ...] = (
     PackQkv,
     PackGateUp,
     FlashAttention,
+    QuantizeWeights,
+    QuantizeKvCache,
 )

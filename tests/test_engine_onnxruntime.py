@@ -131,6 +131,8 @@ def test_runtime_json_says_how_to_run(tmp_path):
     assert (data["eos_token_ids"], data["bos_token_id"]) == ([3, 5], 1)
     assert data["caches"][1] == {"name": "past_key_values.0.value", "dtype": "int8", "kv_heads": 2, "head_dim": 16}
     assert data["session"]["threads"] == 1
+    assert data["session"]["optimize"] is True
+    assert data["session"]["entries"]["session.intra_op.allow_spinning"] == "1"
     assert built.nodes == len(decoder().graph)
     assert built.size_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
 

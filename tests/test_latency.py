@@ -203,6 +203,19 @@ def test_footprint_counts_a_tied_embedding_once() -> None:
     assert footprint.count(ir.from_onnx_text(text), artifact_bytes=1).weight_bytes_per_token == 4 * (6 * 4 + 4)
 
 
+@pytest.mark.parametrize(
+    ("op_type", "index"),
+    [("GatherBlockQuantized", 0), ("GatherBlockQuantized", 2), ("RotaryEmbedding", 1), ("GroupQueryAttention", 8)],
+)
+def test_footprint_leaves_out_tables_of_which_rows_are_read(op_type: str, index: int) -> None:
+    table, norm = (ir.val(name, ir.DataType.FLOAT, [8], const_value=ir.tensor([0.0] * 8)) for name in ("table", "norm"))
+    inputs: list[ir.Value | None] = [None] * 9
+    inputs[index], inputs[4] = table, norm
+    node = ir.Node("", op_type, inputs)
+    model = ir.Model(ir.Graph([], node.outputs, nodes=[node], initializers=[table, norm]), ir_version=10)
+    assert footprint.count(model, artifact_bytes=1).weight_bytes_per_token == 32
+
+
 def test_bandwidth_of_this_machine_is_plausible() -> None:
     assert 1e8 < machine.read_bandwidth(2**22, threads=2, seconds=0.05) < 1e13
 

@@ -186,7 +186,7 @@ def test_bootstrap_resamples_documents_whole() -> None:
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
-    """Means of 10 skewed documents: plain percentiles would cover about 88 % here."""
+    """Means of 10 skewed documents: plain percentiles cover about 88 % here."""
     rng = np.random.default_rng(0)
     trials, hits = 400, 0
     for seed in range(trials):

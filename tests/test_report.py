@@ -82,6 +82,8 @@ def test_json_of_a_broken_model_reads_back() -> None:
     assert again.quality is not None
     assert math.isnan(again.quality.kld_mean.value)
     assert again.quality.kld_max == math.inf
+    assert "| KLD, largest | inf |" in render.to_markdown(again)
+    assert "nan" in Page(render.to_html(again)).text
 
 
 def test_write_puts_three_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmforge import targets
 from llmforge.engines import onnxruntime as engine
 from llmforge.errors import InputError, UsageError, VersionMismatch
 from llmforge.recipe import EngineSpec
@@ -28,18 +30,12 @@ SPEC = EngineSpec(max_context=96, max_batch=3, threads=1)
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory, sample_checkpoint) -> Path:
     folder = tmp_path_factory.mktemp("artifact")
-    model, _ = engine.lower(decoder(VOCABULARY), engine_target())
+    model, _ = engine.lower(decoder(VOCABULARY), targets.local())
     engine.build(model, folder / "engine", spec=SPEC, eos_token_ids=(EOS,), bos_token_id=0)
     (folder / "tokenizer").mkdir()
     for name in ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json"):
         shutil.copy(sample_checkpoint / name, folder / "tokenizer" / name)
     return folder
-
-
-def engine_target():
-    from llmforge import targets
-
-    return targets.local()
 
 
 @pytest.fixture(scope="module")
@@ -137,16 +133,16 @@ def test_rows_of_a_batch_get_what_they_would_get_alone(loaded, limits):
     assert reasons == ["length"] * 3
 
 
-def test_a_batch_of_one_step_for_one_row_is_refused_stop_strings(loaded):
+def test_batches_that_make_no_sense_are_refused(loaded):
     with pytest.raises(UsageError, match="no text that stop strings"):
         loaded.generate_batch([prompt(3)], [Sampling(stop=("x",))])
     with pytest.raises(ValueError, match="2 prompts, 1 samplings"):
         loaded.generate_batch([prompt(3)] * 2, [Sampling()])
+    with pytest.raises(ValueError, match="0 prompts"):
+        loaded.generate_batch([], [])
 
 
 def with_eos(loaded: Runner, eos: int) -> Runner:
-    import dataclasses
-
     config = dataclasses.replace(loaded.config, eos_token_ids=(eos,))
     return Runner(loaded.session, config, loaded.tokenizer, loaded.template)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -81,8 +82,6 @@ def test_a_missing_entry_and_a_missing_file_are_refused(tmp_path):
 
 
 def test_patch_releases_are_accepted_and_minor_ones_are_not():
-    import dataclasses
-
     major, minor, patch = onnxruntime.__version__.split(".")[:3]
     dataclasses.replace(CONFIG, onnxruntime=f"{major}.{minor}.{int(patch) + 5}").check_versions()
     with pytest.raises(VersionMismatch, match=rf"onnxruntime {major}\.{int(minor) + 1}\.0"):

@@ -41,24 +41,20 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 # name → configuration class of transformers, and what differs from BASE
 ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
-    "llama-mqa": ("LlamaConfig", {"num_key_value_heads": 1}),
-    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "llama-wide-heads": ("LlamaConfig", {"head_dim": 24}),
-    "llama-llama3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama-mha-biases": ("LlamaConfig", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads-llama3-rope": ("LlamaConfig", {"head_dim": 24, "rope_parameters": LLAMA3}),
     "llama-yarn-rope": ("LlamaConfig", {"rope_parameters": YARN}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-mixed-windows": (
         "Qwen2Config",
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
-    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "num_key_value_heads": 1}),
     "mistral-window": ("MistralConfig", {"sliding_window": 7, "head_dim": 16}),
     # structures beyond the Llama family that the same mechanism takes
     "gemma2": (  # x̂·(1 + w), soft caps, alternating windows, a scale of its own

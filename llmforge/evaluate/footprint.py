@@ -9,8 +9,13 @@ from pydantic import BaseModel, ConfigDict
 
 from llmforge import interface
 
-# Operators that look rows up; what else they read (scales, zero points) lies beside the rows. Input 0 is the table.
-_LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
+# Inputs of which an operator reads a few rows: embeddings with their scales and zero points, tables of cos and sin.
+_LOOKED_UP = {
+    "Gather": {0},
+    "GatherBlockQuantized": {0, 2, 3},
+    "RotaryEmbedding": {1, 2},
+    "GroupQueryAttention": {7, 8},
+}
 
 
 class Footprint(BaseModel):
@@ -44,7 +49,7 @@ def count(model: ir.Model, artifact_bytes: int) -> Footprint:
 
 def _only_looked_up(value: ir.Value) -> bool:
     uses = value.uses()
-    return bool(uses) and all(node.op_type in _LOOKUPS and index != 1 for node, index in uses)
+    return bool(uses) and all(index in _LOOKED_UP.get(node.op_type, ()) for node, index in uses)
 
 
 def _bytes(dtype: ir.DataType, dims: list[int | ir.SymbolicDim]) -> int:

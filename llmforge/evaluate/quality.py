@@ -126,12 +126,10 @@ def _sums(document: str, parts: list[TokenScores]) -> DocumentSums:
     )
 
 
-def _ratios(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Make perplexity ratio, mean KLD and top-1 agreement [r, 3] of totals [r, 5] in the order of `_summary`."""
+def _means(totals: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Make [ln perplexity ratio, mean KLD, top-1 agreement] [r, 3] of totals [r, 5] in the order of `_summary`."""
     tokens, baseline_nll, nll, kld, same_top = totals.T
-    with np.errstate(over="ignore"):  # a wrecked model may have an infinite perplexity
-        ratio = np.exp((nll - baseline_nll) / tokens)
-    return np.stack([ratio, kld / tokens, same_top / tokens], axis=1)
+    return np.stack([(nll - baseline_nll) / tokens, kld / tokens, same_top / tokens], axis=1)
 
 
 def _summary(windows: Sequence[Window], scores: dict[str, list[TokenScores]], seed: int) -> Quality:
@@ -140,15 +138,15 @@ def _summary(windows: Sequence[Window], scores: dict[str, list[TokenScores]], se
     sums = np.array([(d.tokens, d.baseline_nll, d.nll, d.kld, d.same_top) for d in per_document], np.float64)
     totals = sums.sum(0)
     tokens = int(totals[0])
-    bounds = bootstrap(sums, _ratios, seed=seed)
-    ratio, kld_mean, top1 = (
+    bounds = bootstrap(sums, _means, seed=seed)
+    log_ratio, kld_mean, top1 = (
         Estimate(
             value=float(value),
             low=None if bounds is None else float(bounds[i, 0]),
             high=None if bounds is None else float(bounds[i, 1]),
             samples=len(per_document),
         )
-        for i, value in enumerate(_ratios(totals[None])[0])
+        for i, value in enumerate(_means(totals[None])[0])
     )
     kld = np.concatenate([part.kld for parts in scores.values() for part in parts])
     median, p95, p99 = (float(value) for value in np.quantile(kld, (0.5, 0.95, 0.99)))
@@ -160,7 +158,12 @@ def _summary(windows: Sequence[Window], scores: dict[str, list[TokenScores]], se
         seed=seed,
         baseline_perplexity=_exp(totals[1] / tokens),
         perplexity=_exp(totals[2] / tokens),
-        perplexity_ratio=ratio,
+        perplexity_ratio=Estimate(
+            value=_exp(log_ratio.value),
+            low=None if log_ratio.low is None else _exp(log_ratio.low),
+            high=None if log_ratio.high is None else _exp(log_ratio.high),
+            samples=log_ratio.samples,
+        ),
         kld_mean=kld_mean,
         kld_median=median,
         kld_p95=p95,

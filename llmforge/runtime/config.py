@@ -136,7 +136,7 @@ def _fits(value: Any, annotation: str) -> bool:
 
 def physical_cores() -> int:
     """Count the physical cores that this process may use: hyper-threads share one, a container's quota limits them."""
-    allowed = os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)  # macOS
     siblings = {_siblings(cpu) for cpu in allowed}
     return max(1, min(len(siblings), _quota(Path("/sys/fs/cgroup/cpu.max"), len(allowed))))
 

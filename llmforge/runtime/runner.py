@@ -31,8 +31,8 @@ LOGITS_CHUNK = 256
 class Usage:
     """What one answer took. `output_tokens` counts every token that was chosen, the end-of-sequence token too.
 
-    `ttft_ms` runs from the call to the choice of the first token; `tpot_ms` is the mean time of each token after it,
-    None where there is none.
+    `ttft_ms` runs from when the first chunk is asked for to the choice of the first token; `tpot_ms` is the mean time
+    of each token after it, None where there is none.
     """
 
     prompt_tokens: int
@@ -127,7 +127,7 @@ class Runner:
         """
         if any(sampling.stop for sampling in samplings):
             raise UsageError("a batch of token ids has no text that stop strings could be found in")
-        if len(samplings) != len(prompts):
+        if len(samplings) != len(prompts) or not prompts:
             raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings")
         return self._steps([list(prompt) for prompt in prompts], samplings)
 

@@ -31,6 +31,15 @@ CACHE_DTYPES = {
 
 # Severity 3 = errors only: warning 2 tells at every load that `logits_rows`, an input with a default, is not constant.
 _LOG_ERRORS = 3
+# What `interface.feeds` knows to make.
+_FED = {
+    interface.INPUT_IDS,
+    interface.POSITION_IDS,
+    interface.PAST_LENGTHS,
+    interface.SEQLENS_K,
+    interface.TOTAL_SEQUENCE_LENGTH,
+    interface.LOGITS_ROWS,
+}
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
 _LOAD_FAILURES = (
     ort_errors.EPFail,
@@ -95,6 +104,9 @@ class Cache:
 class Session:
     """A decoder graph (docs/dialect.md) in ONNX Runtime on the CPU.
 
+    `inputs` and `outputs` name what the graph takes and returns, `caches` describes its cache inputs, `vocabulary` is
+    the number of logits of a row.
+
     Args:
         model: path of `model.onnx`, its external data beside it, or a serialized model.
         config: threads and options of ONNX Runtime.
@@ -138,27 +150,12 @@ class Session:
         self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
 
     def _read_signature(self, where: str) -> None:
-        given = self._session.get_inputs()
-        with_default = self._session.get_overridable_initializers()
-        self.inputs: tuple[str, ...] = tuple(value.name for value in (*given, *with_default))
+        inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
+        self.inputs: tuple[str, ...] = tuple(value.name for value in inputs)
         self.outputs: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
-        caches: list[CacheInput] = []
-        for value in given:
-            present = interface.present_of(value.name)
-            if present == value.name:
-                continue
-            heads, width = value.shape[1], value.shape[3]
-            if present not in self.outputs or not (isinstance(heads, int) and isinstance(width, int)):
-                raise InputError(
-                    f"{where}: cache input {value.name} has shape {value.shape} and no output {present} or no "
-                    "fixed heads and head size; wanted [batch, kv_heads, capacity, head_dim]"
-                )
-            if value.type not in CACHE_DTYPES:
-                raise UnsupportedError(
-                    f"{where}: cache input {value.name} is {value.type}; one of {list(CACHE_DTYPES)}"
-                )
-            caches.append(CacheInput(value.name, CACHE_DTYPES[value.type], heads, width))
-        self.caches: tuple[CacheInput, ...] = tuple(caches)
+        self.caches: tuple[CacheInput, ...] = tuple(
+            self._cache_input(value, where) for value in inputs if interface.present_of(value.name) != value.name
+        )
         logits = next((value for value in self._session.get_outputs() if value.name == interface.LOGITS), None)
         if interface.INPUT_IDS not in self.inputs or logits is None or not isinstance(logits.shape[-1], int):
             raise InputError(
@@ -166,11 +163,26 @@ class Session:
                 f"{interface.LOGITS} [batch, rows, vocabulary] with a fixed vocabulary; inputs {list(self.inputs)}, "
                 f"outputs {list(self.outputs)}"
             )
+        if unknown := set(self.inputs) - _FED - {cache.name for cache in self.caches}:
+            raise InputError(f"{where}: nothing is known to feed into {', '.join(sorted(unknown))}")
         if logits.type != "tensor(float)":
             raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
         self.vocabulary: int = logits.shape[-1]
         # GroupQueryAttention: "batch_size must be 1 when sequence_length > 1 and past context is given"
         self._one_row_continuations = interface.SEQLENS_K in self.inputs
+
+    def _cache_input(self, value: ort.NodeArg, where: str) -> CacheInput:
+        name, shape = value.name, value.shape
+        if len(shape) != 4 or not (isinstance(shape[1], int) and isinstance(shape[3], int)):
+            raise InputError(
+                f"{where}: cache input {name} has shape {shape}; wanted [batch, kv_heads, capacity, head_dim] with "
+                "fixed kv_heads and head_dim"
+            )
+        if interface.present_of(name) not in self.outputs:
+            raise InputError(f"{where}: cache input {name} has no output {interface.present_of(name)}")
+        if value.type not in CACHE_DTYPES:
+            raise UnsupportedError(f"{where}: cache input {name} is {value.type}; one of {list(CACHE_DTYPES)}")
+        return CacheInput(name, CACHE_DTYPES[value.type], shape[1], shape[3])
 
     def allocate(self, batch: int, capacity: int) -> Cache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""

@@ -65,8 +65,12 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers i
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return 0: the model is given its positions, and nothing else may depend on the past's length."""
-        return 0
+        """Return the capacity of the cache, which is not what the model asks for.
+
+        Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. What
+        it computes from the capacity leaves a Shape of the cache in the graph, which the dialect does not have.
+        """
+        return 1 if self.past is None else self.past[0].shape[2]
 
     def get_max_length(self) -> int:
         """Return -1, transformers' sign for no limit."""
@@ -101,7 +105,8 @@ class Attention:
         if attention_mask is not None:
             raise UnsupportedError("the model makes a padding mask of its own")
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
-        return masks.classify(mask_function, max(self._positions, 2 * local + 2))
+        mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))
+        return masks.Mask(0) if mask.window >= self._positions else mask  # a window that no query reaches beyond
 
     def attend(
         self,
@@ -129,6 +134,8 @@ class Attention:
         unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in INERT)
         if unknown:
             raise UnsupportedError(f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks")
+        if attention_mask is None:
+            raise UnsupportedError(f"{where} gives attention no mask: its model does not build it with transformers'")
         if not isinstance(attention_mask, masks.Mask):
             raise UnsupportedError(f"{where} gives attention a mask of its own making")
         if dropout:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -18,7 +17,7 @@ from llmforge.errors import UnsupportedError
 from llmforge.trace import internals, norms, rotary
 from llmforge.trace.attention import Attention, CacheShape, Layer
 
-OPSET = 24
+OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one, and none 0 or 1, which
 # torch.export would take for a constant.
 BATCH, SEQUENCE, CAPACITY, ROWS = 2, 3, 7, 5
@@ -135,7 +134,7 @@ def _translate(program: torch.export.ExportedProgram, layers: int) -> ir.Model:
     for layer in range(layers):
         inputs += [interface.past_key(layer), interface.past_value(layer)]
         outputs += [interface.present_key(layer), interface.present_value(layer)]
-    with warnings.catch_warnings(), _quiet(REGISTRATION_LOGGER):
+    with warnings.catch_warnings(), internals.quiet(REGISTRATION_LOGGER, logging.ERROR):
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         translated = torch.onnx.export(
             program,
@@ -147,16 +146,5 @@ def _translate(program: torch.export.ExportedProgram, layers: int) -> ir.Model:
             output_names=outputs,
         )
     assert translated is not None
+    translated.model.ir_version = IR_VERSION
     return translated.model
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Raise a logger's threshold to errors for a while."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

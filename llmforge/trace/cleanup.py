@@ -176,7 +176,7 @@ def name_nodes(model: ir.Model) -> None:
     taken: Counter[str] = Counter()
     for node in model.graph:
         scopes = [str(scope) for scope in ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))[:-1]]
-        scope = scopes[-1].removeprefix("model.") if scopes else ""
+        scope = scopes[-1].removeprefix("model.") if scopes and not scopes[-1].startswith("_") else ""
         name = f"{scope}/{node.op_type}".lstrip("/")
         taken[name] += 1
         node.name = name if taken[name] == 1 else f"{name}_{taken[name]}"

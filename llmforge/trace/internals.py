@@ -5,6 +5,7 @@ Everything else that `llmforge.trace` calls is public. A test checks that each o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ __all__ = [
     "fake_mode",
     "mode_of",
     "parameters_on_meta",
+    "quiet",
     "real_tensors",
     "registered",
     "sources_by_parameter",
@@ -45,6 +47,18 @@ def fake_mode() -> FakeTensorMode:
 
 
 @contextmanager
+def quiet(logger: str, level: int) -> Iterator[None]:
+    """Let `logger` log nothing below `level` for a while."""
+    named = logging.getLogger(logger)
+    before = named.level
+    named.setLevel(level)
+    try:
+        yield
+    finally:
+        named.setLevel(before)
+
+
+@contextmanager
 def third_party(stage: str) -> Iterator[None]:
     """Refuse the architecture for whatever its model code, or an exporter that runs it, raises.
 
@@ -52,7 +66,8 @@ def third_party(stage: str) -> Iterator[None]:
         UnsupportedError: with the reason; our own errors pass as they are.
     """
     try:
-        yield
+        with quiet("torch._subclasses.fake_tensor", logging.CRITICAL):  # logs the errors that it raises
+            yield
     except ForgeError:
         raise
     except Exception as error:

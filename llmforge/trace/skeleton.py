@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llmforge.errors import UnsupportedError
@@ -12,9 +13,10 @@ from llmforge.trace import internals
 
 
 def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, internals.FakeTensorMode]:
-    """Build the causal language model of `config` in fp32 with fake parameters, and the mode that they live in.
+    """Build the causal language model of `config` in fp32 without its state, and the fake mode that stands in for it.
 
-    No parameter has memory; buffers hold their numbers. `attention` names the attention implementation.
+    What a checkpoint holds, parameters and persistent buffers, has no memory and no numbers, so that no number of the
+    constructor can get into a trace. Other buffers hold theirs. `attention` names the attention implementation.
 
     Raises:
         UnsupportedError: transformers has no causal language model for `config`, or it does not take `attention`.
@@ -26,14 +28,18 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
         model = make(config, attn_implementation=attention, dtype=torch.float32)
     model.eval()  # type: ignore[no-untyped-call]
     mode = internals.fake_mode()
-    shared: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    parameters: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in shared:
-                with mode:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    shared[parameter] = torch.nn.Parameter(empty, requires_grad=False)
-            module._parameters[key] = shared[parameter]
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in parameters:
+                parameters[parameter] = nn.Parameter(_empty(parameter, mode), requires_grad=False)
+            module._parameters[name] = None if parameter is None else parameters[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = _empty(buffer, mode)
     return model, mode
+
+
+def _empty(tensor: torch.Tensor, mode: internals.FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -32,12 +32,12 @@ class Source:
 
 
 def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Source]:
-    """Find the source of every parameter of `model`, through transformers' own renaming and conversion.
+    """Find the source of every parameter and persistent buffer of `model`, as transformers renames and converts.
 
     Raises:
         CheckpointError: a parameter has no tensor, or one of another shape.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     groups = internals.sources_by_parameter(model, list(checkpoint.tensors))
     sources: dict[str, Source] = {}
     names: dict[str, str] = {}  # parameter → the tensor that carries it under another name
@@ -88,12 +88,9 @@ def attach(
 
 
 def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
-    """Map each parameter to the first name of those that share it."""
+    """Map each name of the model's state to the first of those that share its tensor."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> None:

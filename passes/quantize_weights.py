@@ -1,0 +1,346 @@
+"""Store the weights of linear layers, of the embedding and of the head in 4 or 8 bits.
+
+    y = x·W + b                     becomes  y = com.microsoft::MatMulNBits(x, codes, scales[, zero_points, , b])
+    e = Gather(E, input_ids)        becomes  e = com.microsoft::GatherBlockQuantized(codes, input_ids, scales)
+    logits = x·Eᵀ  (tied head)      becomes  logits = MatMulNBits(x, codes, scales), and the embedding
+                                             e = Reshape(GatherBlockQuantized(codes, input_ids, Reshape(scales)))
+                                             reads the same codes
+
+`x` is [batch, sequence, K], `W` fp32 [K, N], `b` [N], `E` [V, K]. With blocks = ceil(K / block_size), `codes` are uint8
+[N, blocks, block_size·bits/8], `scales` fp32 [N, blocks], `zero_points` uint8 [N, ceil(blocks·bits/8)]: lazy tensors,
+computed when they are written.
+
+Fires for
+- every MatMul of the decoder whose second input is an fp32 initializer [K, N] that nothing else reads: with `bits`,
+  `block_size` and `symmetric`, rounded to nearest (`rtn`) or by calibration (`gptq`; a packed weight is put together
+  from the parameters that it names as its sources). A bias that is added next, and only there, becomes an input.
+- the head, which is the MatMul that works on the selected rows, and the embedding, which `input_ids` gathers from: with
+  `embedding_bits`, rounded to nearest, symmetric, in the largest of the blocks 128, 64, 32, 16 that divides K. int8
+  moves the KLD of the sample checkpoint (tests/data) by 0.0003, in blocks of 32 and of 128.
+
+Where the head is tied, the embedding gathers from [V, blocks, block_size] and reshapes the rows that it got: ONNX
+Runtime would fold a Reshape of the table when it loads, and hold the table twice.
+
+8 bits run at `accuracy_level` 4 alone: at any other, the CPU kernel of onnxruntime 1.31 takes 400 times as long.
+
+Numerics: lossy, within the budget of the recipe.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass as record
+from dataclasses import field
+from typing import Annotated, ClassVar, Literal, Self
+
+import numpy as np
+import onnx_ir as ir
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from llmforge import graph, interface, quantized
+from llmforge import linear as linears
+from llmforge.errors import CheckpointError, UnsupportedError
+from llmforge.quantization import Grid, QuantizedMatrix, rtn, stack
+from llmforge.statistics import Demand, Statistics, WeightDemand
+from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+
+_EMBEDDING_BLOCKS = (128, 64, 32, 16)
+_KEEP = 16  # embedding_bits that leave embedding and head alone
+_INT8_ACTIVATIONS: Literal[4] = 4  # accuracy_level
+
+
+@dataclass(frozen=True)
+class QuantizeWeights(Pass):
+    """Store the weights of linear layers, of the embedding and of the head in 4 or 8 bits."""
+
+    name: ClassVar[str] = "quantize-weights"
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    budget: Annotated[Budget, Field(description="what the pass may cost")]
+    bits: Annotated[Literal[4, 8], Field(description="bits of a weight of the decoder's linear layers")] = 4
+    block_size: Annotated[
+        Literal[32, 64, 128], Field(description="neighbours along the input features that share a scale")
+    ] = 32
+    symmetric: Annotated[
+        bool, Field(description="no zero points; saves `bits` bits a block, and costs quality at 4 bits")
+    ] = False
+    method: Annotated[
+        Literal["rtn", "gptq"],
+        Field(description="rtn: round to nearest; gptq: with the inputs of the calibration text in view"),
+    ] = "gptq"
+    embedding_bits: Annotated[Literal[4, 8, 16], Field(description="of embedding and head; 16 leaves them alone")] = 8
+    accuracy_level: Annotated[
+        Literal[0, 1, 4], Field(description="of MatMulNBits; 4: activations are rounded to int8, 0 and 1: fp32")
+    ] = _INT8_ACTIVATIONS
+    damping: Annotated[
+        float, Field(gt=0, le=1, description="of gptq: share of a Hessian's mean diagonal that is added to it")
+    ] = 0.01
+    exclude: Annotated[
+        tuple[str, ...], Field(description="globs of parameter names, as in the checkpoint, to leave alone")
+    ] = ()
+
+    @model_validator(mode="after")
+    def _runs_well(self) -> Self:
+        eight = [name for name in ("bits", "embedding_bits") if getattr(self, name) == 8]
+        if eight and self.accuracy_level != _INT8_ACTIVATIONS:
+            raise ValueError(
+                f"{eight[0]}: 8 runs 400 times slower with accuracy_level: {self.accuracy_level} than with "
+                f"accuracy_level: {_INT8_ACTIVATIONS}; choose that, or other bits"
+            )
+        return self
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the decoder's linear layers."""
+        return Grid(self.bits, self.block_size, self.symmetric)
+
+    def demands(self) -> tuple[Demand, ...]:
+        """Ask calibration for quantized linear layers, with gptq."""
+        return (WeightDemand(self.grid, self.damping, self.exclude),) if self.method == "gptq" else ()
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        """Rewrite every linear layer, the embedding and the head of `model`.
+
+        Raises:
+            UnsupportedError: the target is no CPU with ONNX Runtime, whose operators these are.
+        """
+        if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
+            raise UnsupportedError(
+                f"{self.name}: target {context.target.name} is no CPU that runs ONNX Runtime; what this pass writes is "
+                "made for those",
+                hint=f"leave {self.name} out of the recipe, or choose a CPU target",
+            )
+        rewriting = _Rewriting(self, model, context.statistics)
+        on_rows = _on_selected_rows(model)
+        for node in list(model.graph):
+            if _is(node, "Gather"):
+                rewriting.embedding(node, on_rows)
+        for node in list(model.graph):
+            if _is(node, "MatMul"):
+                rewriting.head(node) if node in on_rows else rewriting.decoder(node)
+        if rewriting.changes:
+            model.opset_imports["com.microsoft"] = 1
+            graph.drop_unused(model)
+        return rewriting.changes
+
+
+class _Stays(Exception):  # noqa: N818  (not an error: why a place is left alone)
+    """Why a place is left alone."""
+
+
+@record(eq=False)
+class _Rewriting:
+    """One run of the pass over one graph."""
+
+    step: QuantizeWeights
+    model: ir.Model
+    statistics: Statistics | None
+    changes: Changes = field(default_factory=Changes)
+
+    def decoder(self, node: ir.Node) -> None:
+        """Rewrite a linear layer of the decoder, or record why not."""
+        layer = _layer(node)
+        if layer is None:
+            return
+        names = _names(layer.weight)
+        try:
+            k, n = _shape(layer.weight)
+            _require_own(layer.weight)
+            self._refuse_excluded(names)
+            calculate = (
+                self._calibrated(names) if self.step.method == "gptq" else _rounding(layer.weight, self.step.grid)
+            )
+        except _Stays as reason:
+            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
+            return
+        self._multiply(layer, self._register(layer.weight, calculate, n, k, self.step.grid), n, k, self.step.grid)
+        self._note(node, f"{self.step.method}, {_summary(self.step.grid)}, [{n}, {k}]")
+
+    def head(self, node: ir.Node) -> None:
+        """Rewrite a head that has its own weight (a tied one went with its embedding), or record why not."""
+        layer = _layer(node)
+        try:
+            if layer is None:
+                if not _reads_transposed_initializer(node):
+                    return
+                raise _Stays("it is tied to the embedding, which stays")
+            k, n = _shape(layer.weight)
+            _require_own(layer.weight)
+            self._refuse_excluded(_names(layer.weight))
+            grid = self._embedding_grid(k)
+        except _Stays as reason:
+            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
+            return
+        self._multiply(layer, self._register(layer.weight, _rounding(layer.weight, grid), n, k, grid), n, k, grid)
+        self._note(node, f"head, rtn, {_summary(grid)}, [{n}, {k}]")
+
+    def embedding(self, node: ir.Node, on_rows: set[ir.Node]) -> None:
+        """Rewrite the embedding, and the head that is tied to it, or record why not."""
+        table, ids = node.inputs[:2]
+        if table is None or ids is None or ids.name != interface.INPUT_IDS or not table.is_initializer():
+            return
+        try:
+            v, k = _shape(table)
+            self._refuse_excluded(_names(table))
+            grid = self._embedding_grid(k)
+            tied = _tied_head(table, node, on_rows)
+        except _Stays as reason:
+            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
+            return
+        calculate = _rounding(table, grid, transposed=False)
+        parts = self._register(table, calculate, v, k, grid, flat=tied is None)
+        self._gather(node, parts, v, k, grid, tied is not None)
+        self._note(node, f"embedding, rtn, {_summary(grid)}, [{v}, {k}]")
+        if tied is not None:
+            self._multiply(tied, parts, v, k, grid)
+            self._note(tied.matmul, "head, reads the codes of the embedding")
+
+    def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
+        """Return what puts the matrix together from the calibrated ones of `names`."""
+        statistics = self.statistics
+        missing = [name for name in names if statistics is None or name not in statistics.linears]
+        if statistics is None or missing:
+            raise _Stays(f"calibration has no result for {', '.join(missing)}")
+        return lambda: stack([statistics.linears[name] for name in names])
+
+    def _refuse_excluded(self, names: list[str]) -> None:
+        for glob in self.step.exclude:
+            for name in names:
+                if fnmatch.fnmatchcase(name, glob):
+                    raise _Stays(f"{name} is excluded by {glob!r}")
+
+    def _embedding_grid(self, k: int) -> Grid:
+        """Return the grid of an embedding or head with `k` features."""
+        if self.step.embedding_bits == _KEEP:
+            raise _Stays(f"embedding_bits is {_KEEP}")
+        for block_size in _EMBEDDING_BLOCKS:
+            if k % block_size == 0:
+                return Grid(self.step.embedding_bits, block_size, True)
+        raise _Stays(f"its {k} features are no multiple of {_EMBEDDING_BLOCKS[-1]}, the smallest block")
+
+    def _register(
+        self, weight: ir.Value, calculate: Callable[[], QuantizedMatrix], n: int, k: int, grid: Grid, flat: bool = False
+    ) -> quantized.Parts:
+        matrix = quantized.Lazy(calculate, n, k, grid)
+        return quantized.register(self.model, str(weight.name), matrix, graph.sources(weight), flat=flat)
+
+    def _multiply(self, layer: linears.Linear, parts: quantized.Parts, n: int, k: int, grid: Grid) -> None:
+        """Put MatMulNBits in the place of a linear layer."""
+        level = self.step.accuracy_level
+        attributes = {"N": n, "K": k, "bits": grid.bits, "block_size": grid.block_size, "accuracy_level": level}
+        inputs = [layer.input, parts.codes, parts.scales, parts.zero_points, None, layer.bias]
+        [output] = graph.insert(
+            layer.matmul, "MatMulNBits", inputs, attributes, domain="com.microsoft", name=layer.matmul.name
+        )
+        graph.supersede(layer.output, output)
+        self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
+
+    def _gather(self, node: ir.Node, parts: quantized.Parts, v: int, k: int, grid: Grid, tied: bool) -> None:
+        """Put GatherBlockQuantized in the place of the embedding."""
+        attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": grid.block_size, "bits": grid.bits}
+        ids, scales, name = node.inputs[1], parts.scales, str(node.name)
+        if tied:
+            attributes["quantize_axis"] = 2
+            shape = graph.initializer(self.model, f"{parts.scales.name}.shape", np.array([v, grid.blocks(k), 1]))
+            [scales] = graph.insert(node, "Reshape", [scales, shape], name=f"{name}/scales")
+        [rows] = graph.insert(
+            node, "GatherBlockQuantized", [parts.codes, ids, scales], attributes, domain="com.microsoft", name=name
+        )
+        if tied:
+            shape = graph.initializer(self.model, f"{parts.codes.name}.row_shape", np.array([0, 0, k]))  # 0: as it is
+            [rows] = graph.insert(node, "Reshape", [rows, shape], name=f"{name}/rows")
+        graph.supersede(node.outputs[0], rows)
+        self.model.graph.remove(node, safe=True)
+
+    def _note(self, node: ir.Node, what: str) -> None:
+        self.changes.rewritten.append(Rewritten(str(node.name), what))
+
+
+def _is(node: ir.Node, op_type: str) -> bool:
+    return node.op_type == op_type and not node.domain
+
+
+def _names(weight: ir.Value) -> list[str]:
+    """Name the parameters that `weight` comes from, or itself where it comes from none."""
+    return graph.sources(weight) or [str(weight.name)]
+
+
+def _summary(grid: Grid) -> str:
+    return f"{grid.bits} bits, blocks of {grid.block_size}, {'symmetric' if grid.symmetric else 'asymmetric'}"
+
+
+def _on_selected_rows(model: ir.Model) -> set[ir.Node]:
+    """Return the nodes that work on the rows that were selected for logits: those behind `logits_rows`."""
+    found: set[ir.Node] = set()
+    values = [value for value in model.graph.inputs if value.name == interface.LOGITS_ROWS]
+    while values:
+        behind = set(values.pop().consumers()) - found
+        found |= behind
+        values.extend(output for node in behind for output in node.outputs)
+    return found
+
+
+def _layer(matmul: ir.Node) -> linears.Linear | None:
+    """Recognize the linear layer of `matmul`, with the bias that is added next; None where it has no weight."""
+    adding = [node for node in matmul.outputs[0].consumers() if _is(node, "Add")]
+    layer = linears.of(adding[0].outputs[0]) if len(adding) == 1 else None
+    return layer if layer is not None and layer.matmul is matmul else linears.of(matmul.outputs[0])
+
+
+def _shape(weight: ir.Value) -> tuple[int, int]:
+    """Return the shape of an fp32 matrix."""
+    dims = graph.dims(weight)
+    if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
+        raise _Stays(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
+    rows, columns = dims
+    assert isinstance(rows, int)
+    assert isinstance(columns, int)
+    return rows, columns
+
+
+def _require_own(weight: ir.Value) -> None:
+    if len(weight.uses()) > 1 or weight.is_graph_input() or weight.is_graph_output():
+        raise _Stays(f"{weight.name} has other readers")
+
+
+def _reads_transposed_initializer(matmul: ir.Node) -> bool:
+    producer = None if matmul.inputs[1] is None else matmul.inputs[1].producer()
+    if producer is None or not _is(producer, "Transpose") or producer.inputs[0] is None:
+        return False
+    return producer.inputs[0].is_initializer()
+
+
+def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linears.Linear | None:
+    """Return the head that multiplies by the transpose of `table`, which only `gather` reads besides; None: no head."""
+    others = [node for node in table.consumers() if node is not gather]
+    if table.is_graph_input() or table.is_graph_output():
+        raise _Stays(f"{table.name} has other readers")
+    if not others:
+        return None
+    heads = others[0].outputs[0].consumers()
+    if len(others) > 1 or not _is(others[0], "Transpose") or len(heads) != 1 or heads[0] not in on_rows:
+        raise _Stays(
+            f"{table.name} is read by {', '.join(str(other.name) for other in others)}; only the embedding and a tied "
+            "head may"
+        )
+    [matmul] = heads
+    if not _is(matmul, "MatMul") or matmul.inputs[1] is not others[0].outputs[0]:
+        raise _Stays(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
+    return linears.Linear(matmul, table, None, None)
+
+
+def _rounding(weight: ir.Value, grid: Grid, *, transposed: bool = True) -> Callable[[], QuantizedMatrix]:
+    """Return what rounds `weight`, [K, N] where `transposed`, to the nearest points of `grid`."""
+    tensor, name = weight.const_value, weight.name
+    assert tensor is not None
+
+    def calculate() -> QuantizedMatrix:
+        values = tensor.numpy()
+        try:
+            return rtn(values.T if transposed else values, grid)
+        except ValueError as error:
+            raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
+
+    return calculate

@@ -1,0 +1,188 @@
+"""One checkpoint through the whole frontend, and its graph beside transformers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from llmforge import dialect, interface
+from llmforge.checkpoint import Checkpoint
+from llmforge.errors import ForgeError, UnsupportedError
+from llmforge.trace import trace
+
+from . import shrink
+from .reference import Logits, Reference, ReferenceFails
+
+TOLERANCE = 1e-5  # fp32, on logits with a standard deviation of `shrink.SPREAD`
+CAUSAL = 1e-4  # rounding stays below, looking ahead does not
+FURTHER = (1, 1, 1, 1, 1, 3)  # five decode steps and a continuation
+SCHEDULES: dict[str, Sequence[int]] = {  # prompt lengths of the rows of a batch
+    "one": (12,),
+    "two": (12, 12),
+    "ragged": (9, 12, 5),
+    "long": (40,),  # longer than every window, chunk and original context
+}
+CAPACITY = 64
+
+
+@dataclass
+class Outcome:
+    """What became of one type."""
+
+    model_type: str
+    outcome: str  # right, refused, wrong, traceback, transformers-fails, crash, timeout
+    kind: str = ""  # decoder, encoder-only, encoder-decoder
+    reason: str = ""
+    difference: float | None = None  # largest |Δlogit|, scaled to logits with a standard deviation of `shrink.SPREAD`
+    differences: dict[str, float] = field(default_factory=dict)  # by schedule
+    reference_difference: float | None = None  # transformers with its cache beside transformers without
+    spread: float | None = None  # standard deviation of logits
+    nodes: int | None = None
+    operators: dict[str, int] = field(default_factory=dict)
+    parameters: int | None = None
+    seconds: float | None = None
+    where: str = ""  # where a traceback ends
+
+
+Tracer = Callable[[Checkpoint], ir.Model]
+
+
+def compare(model_type: str, folder: Path, tracer: Tracer = trace) -> Outcome:
+    """Run the frontend on the checkpoint of `model_type` in `folder` and compare with transformers.
+
+    What transformers raises on its own account is in the outcome; what the frontend raises besides its errors
+    propagates to the driver, which knows it as a traceback.
+    """
+    outcome = Outcome(model_type, "transformers-fails")
+    try:
+        reference = Reference.load(folder)
+        outcome.kind = _kind(reference, folder)
+        expected = _expected(reference, outcome)
+    except Exception as error:  # noqa: BLE001  # whatever a model of transformers raises is what we want to know
+        outcome.reason = f"{type(error).__name__}: {_first_line(error)}"
+        outcome.kind = outcome.kind or "unknown"
+    outcome.parameters = None
+    try:
+        checkpoint = Checkpoint.open(folder)
+        outcome.parameters = checkpoint.parameters
+        graph = tracer(checkpoint)
+        dialect.check(graph)
+    except UnsupportedError as error:
+        refused = _first_line(error)
+        if outcome.reason:
+            outcome.reason += f" (refused: {refused})"
+        else:
+            outcome.outcome, outcome.reason = "refused", refused
+        return outcome
+    if outcome.reason:
+        outcome.reason += " (traced)"
+        return outcome
+    outcome.nodes = len(graph.graph)
+    outcome.operators = dict(Counter(f"{n.domain}::{n.op_type}".lstrip(":") for n in graph.graph).most_common())
+    step = _session(dialect.expand(graph))
+    for name, prompts in SCHEDULES.items():
+        difference = _largest(step, prompts, expected[name]) * shrink.SPREAD / max(outcome.spread or 0.0, 1e-3)
+        outcome.differences[name] = difference if math.isfinite(difference) else float("inf")
+    outcome.difference = max(outcome.differences.values())
+    outcome.outcome = "right" if outcome.difference <= TOLERANCE else "wrong"
+    if outcome.outcome == "wrong":
+        outcome.reason = ", ".join(f"{name} {value:.1e}" for name, value in outcome.differences.items())
+    return outcome
+
+
+def _kind(reference: Reference, folder: Path) -> str:
+    config = Checkpoint_config(folder)
+    if config.get("is_encoder_decoder"):
+        return "encoder-decoder"
+    return "decoder" if reference.look_ahead(_texts((24,))[0]) < CAUSAL else "encoder-only"
+
+
+def Checkpoint_config(folder: Path) -> dict[str, object]:
+    import json
+
+    settings: dict[str, object] = json.loads((folder / "config.json").read_text())
+    return settings
+
+
+def _expected(reference: Reference, outcome: Outcome) -> dict[str, list[Logits]]:
+    """Compute the reference of every schedule: over transformers' own cache where it has one."""
+    expected: dict[str, list[Logits]] = {}
+    apart, values = 0.0, []
+    for name, prompts in SCHEDULES.items():
+        expected[name] = []
+        for text, prompt in zip(_texts(prompts), prompts, strict=True):
+            whole = reference.whole(text)
+            try:
+                stepwise = reference.stepwise(text, (prompt, *FURTHER))
+            except (ReferenceFails, TypeError, AttributeError):
+                stepwise = whole
+            apart = max(apart, float(np.abs(whole - stepwise).max()))
+            expected[name].append(stepwise)
+            values.append(whole)
+    outcome.spread = float(np.concatenate(values).std())
+    outcome.reference_difference = apart
+    if not np.isfinite(outcome.spread) or outcome.spread == 0.0:
+        raise ReferenceFails("logits are not finite, or all the same")
+    return expected
+
+
+def _texts(prompts: Sequence[int]) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, 250, prompt + sum(FURTHER)).tolist() for prompt in prompts]
+
+
+Step = Callable[[NDArray[np.int64], NDArray[np.int32], dict[str, NDArray[np.float32]]], list[NDArray[np.float32]]]
+
+
+def _session(model: ir.Model) -> ort.InferenceSession:
+    """Load a standard ONNX model whose weights are lazy, without ONNX Runtime's own graph optimizations."""
+    loaded = model.clone()
+    for name, value in loaded.graph.initializers.items():
+        assert value.const_value is not None
+        value.const_value = ir.tensor(value.const_value.numpy(), name=name)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3  # errors: TensorScatter warns whenever past and present are not one buffer
+    return ort.InferenceSession(ir.to_proto(loaded).SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def _largest(session: ort.InferenceSession, prompts: Sequence[int], expected: Sequence[Logits]) -> float:
+    """Run a batch over its schedule and return the largest |Δlogit| over every valid row."""
+    names = [value.name for value in session.get_inputs()]
+    texts, batch = _texts(prompts), len(prompts)
+    cache = {
+        value.name: np.full((batch, *_cache_shape(value.shape[1:])), 7.0, np.float32)  # a slot never written is garbage
+        for value in session.get_inputs()
+        if value.name.startswith("past_key_values.")
+    }
+    past, worst = np.zeros(batch, np.int32), 0.0
+    for step in (prompts, *((count,) * batch for count in FURTHER)):
+        ids = np.zeros((batch, max(step)), np.int64)
+        for row, count in enumerate(step):
+            ids[row, :count] = texts[row][past[row] : past[row] + count]
+        logits, *presents = session.run(None, {**interface.feeds(names, ids, past, np.arange(max(step))), **cache})
+        cache = dict(zip(cache, presents, strict=True))
+        for row, count in enumerate(step):
+            difference = np.abs(logits[row, :count] - expected[row][past[row] : past[row] + count]).max()
+            worst = max(worst, float(difference)) if np.isfinite(difference) else math.inf
+        past = past + np.array(step, np.int32)
+    return worst
+
+
+def _cache_shape(dims: Sequence[int | str]) -> tuple[int, ...]:
+    return tuple(CAPACITY if isinstance(dim, str) else dim for dim in dims)
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, ForgeError):
+        return error.message
+    return next((line for line in str(error).splitlines() if line.strip()), "no message")[:300]

@@ -1,0 +1,70 @@
+"""What transformers itself computes on a checkpoint: eager attention, fp32, one row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+Logits = NDArray[np.float32]  # [tokens, vocabulary]
+
+
+class ReferenceFails(Exception):
+    """transformers cannot load or run the checkpoint as a causal language model, or does so inconsistently."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model of transformers."""
+
+    model: Any
+
+    @classmethod
+    def load(cls, folder: Path) -> Reference:
+        """Load the checkpoint in `folder`.
+
+        Raises:
+            ReferenceFails: its tensors are not those of the model.
+        """
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info[what]:
+                raise ReferenceFails(f"transformers does not load what it saved: {what} {sorted(info[what])[:3]}")
+        return cls(model.eval())
+
+    @torch.no_grad()
+    def whole(self, ids: Sequence[int]) -> Logits:
+        """Run all tokens at once."""
+        output = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False)
+        return output.logits[0].float().numpy()
+
+    @torch.no_grad()
+    def stepwise(self, ids: Sequence[int], steps: Sequence[int]) -> Logits:
+        """Run the tokens in `steps` over transformers' own cache.
+
+        Raises:
+            ReferenceFails: the model returns no cache.
+        """
+        cache, parts, start = None, [], 0
+        for count in steps:
+            given = {} if cache is None else {"past_key_values": cache}
+            output = self.model(input_ids=torch.tensor([list(ids[start : start + count])]), use_cache=True, **given)
+            cache = getattr(output, "past_key_values", None)
+            if cache is None:
+                raise ReferenceFails("the model returns no past_key_values")
+            parts.append(output.logits[0].float().numpy())
+            start += count
+        return np.concatenate(parts)
+
+    def look_ahead(self, ids: Sequence[int]) -> float:
+        """Largest change of a token's logits when later tokens are left out: 0 but for rounding where it is causal."""
+        short = len(ids) // 2
+        return float(np.abs(self.whole(ids)[:short] - self.whole(ids[:short])).max())

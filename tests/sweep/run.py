@@ -1,0 +1,146 @@
+"""Run the sweep: `python -m tests.sweep.run --out sweep.json [--only a,b] [--jobs N] [--table docs/architectures.md]`.
+
+Every type runs in a process of its own with a time limit, so that a crash or a hang is an outcome like others. Results
+are added to the file one by one; types that are in it already are skipped, unless `--only` names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 300.0
+Record = dict[str, Any]
+Job = Callable[[str], Record]
+
+
+def job(model_type: str) -> Record:
+    """Shrink, write, trace and compare one type (in a process of its own)."""
+    _quiet()
+    from . import shrink
+    from .compare import Outcome, compare
+
+    with tempfile.TemporaryDirectory(prefix=f"sweep-{model_type}-") as folder:
+        try:
+            shrink.write(model_type, Path(folder))
+        except Exception as error:  # whatever a configuration or model of transformers raises
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+            return dataclasses.asdict(Outcome(model_type, "transformers-fails", "unknown", reason, where=_ends(error)))
+        return dataclasses.asdict(compare(model_type, Path(folder)))
+
+
+def _quiet() -> None:
+    import logging
+    import warnings
+
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+
+
+def run_one(model_type: str, work: Job = job, limit_s: float = LIMIT_S) -> Record:
+    """Run `work` on one type in a process of its own and return its record, whatever happens to the process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.sweep.compare"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, model_type, work))
+    started = time.monotonic()
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(limit_s):
+            record: Record = receiver.recv()
+        else:
+            record = {"outcome": "timeout", "reason": f"no result after {limit_s:.0f} s"}
+    except EOFError:
+        process.join()
+        record = {"outcome": "crash", "reason": f"the process ended with code {process.exitcode}"}
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+    return {**record, "model_type": model_type, "seconds": round(time.monotonic() - started, 1)}
+
+
+def _child(sender: Connection, model_type: str, work: Job) -> None:
+    try:
+        record = work(model_type)
+    except Exception as error:  # the outcome that the sweep looks for: a bug of ours
+        reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')[:300]}"
+        record = {"outcome": "traceback", "reason": reason, "where": _ends(error)}
+    sender.send(record)
+    sender.close()
+
+
+def _ends(error: BaseException) -> str:
+    """Say where a traceback ends: the last three frames, `file:line function`."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return " < ".join(f"{_short(frame.filename)}:{frame.lineno} {frame.name}" for frame in reversed(frames))
+
+
+def _short(path: str) -> str:
+    for root in ("site-packages/", "/llmforge/", "/tests/"):
+        if root in path:
+            return path.partition(root)[2] if root == "site-packages/" else root[1:] + path.partition(root)[2]
+    return Path(path).name
+
+
+def sweep(types: Sequence[str], jobs: int) -> Iterator[Record]:
+    """Run every type, `jobs` at a time; records come as they are done."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in as_completed([pool.submit(run_one, model_type) for model_type in types]):
+            yield future.result()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file with the records; made or added to")
+    parser.add_argument("--only", help="types to run (again), with commas between")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--table", type=Path, help="write the table of all records here")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from . import render, shrink
+
+    records: dict[str, Record] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    chosen = options.only.split(",") if options.only else [t for t in shrink.types() if t not in records]
+    for record in sweep(chosen, options.jobs):
+        records[record["model_type"]] = record
+        print(f"{record['model_type']:28} {record['outcome']:20} {record['reason'][:140]}", file=sys.stderr)
+        _write(options.out, json.dumps(dict(sorted(records.items())), indent=1))
+    if options.table is not None:
+        _write(options.table, render.table(records))
+    print(json.dumps(Counter(record["outcome"] for record in records.values())))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
