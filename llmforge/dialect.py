@@ -258,8 +258,9 @@ def _check_names(graph: ir.Graph) -> None:
     ):
         if value.name == "" and value.producer() is not None and not value.uses():
             continue  # an optional output that is not wanted
-        _require(bool(value.name), "a value", "has no name")
-        assert value.name is not None
+        if not value.name:
+            _require(not value.uses() and value.producer() is not None, "a value", "has no name")
+            continue  # an output that its node leaves out
         _require(values.setdefault(value.name, value) is value, f"value {value.name!r}", "two values have this name")
     nodes: set[str] = set()
     for node in graph:

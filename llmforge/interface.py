@@ -57,7 +57,7 @@ def feeds(
     `ids` is int64 [batch, sequence], right-padded; `past_lengths` int32 [batch]; `rows` selects the rows that get
     logits (None: the graph's default, the last).
     """
-    batch, sequence = ids.shape
+    sequence = ids.shape[1]
     known: dict[str, NDArray[np.generic]] = {
         INPUT_IDS: np.ascontiguousarray(ids, np.int64),
         POSITION_IDS: past_lengths.astype(np.int64)[:, None] + np.arange(sequence)[None],

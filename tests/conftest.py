@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before any test imports torch: on busy cores its spinning threads make tests many times slower (llmforge.cli.build).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from .checkpoints import write_checkpoint
 

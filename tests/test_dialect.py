@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -42,17 +43,20 @@ decoder (
 """
 
 
+FREE = {"embedding": (VOCABULARY, 32), "wq": (32, 32), "wk": (32, 16), "wv": (32, 16)}  # weights of TEXT
+
+
 def decoder(text: str = TEXT) -> ir.Model:
-    model = ir.from_onnx_text(text)
+    """Parse a graph and give every name that it leaves open a tensor: random floats, or zeros of another dtype."""
+    proto = onnx.parser.parse_model(text)
     rng = np.random.default_rng(0)
-    shapes = {"embedding": (VOCABULARY, 32), "wq": (32, HEADS * DIM), "wk": (32, KV_HEADS * DIM)}
-    shapes["wv"] = (32, KV_HEADS * DIM)
-    free = {value.name: value for node in model.graph for value in node.inputs if value is not None}
-    for name, shape in shapes.items():
-        value = free[name]
-        value.const_value = ir.tensor(rng.standard_normal(shape).astype(np.float32), name=name)
-        value.shape, value.dtype = ir.Shape(shape), ir.DataType.FLOAT
-        model.graph.register_initializer(value)
+    shapes = {name: (np.dtype(np.float32), shape) for name, shape in FREE.items()} | SERVED_WEIGHTS
+    made = {name for member in proto.graph.node for name in member.output}
+    made |= {value.name for value in proto.graph.input} | {tensor.name for tensor in proto.graph.initializer} | {""}
+    for name in sorted({name for member in proto.graph.node for name in member.input} - made):
+        dtype, shape = shapes[name]
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(dtype), name))
+    model = ir.from_proto(proto)
     rows = next(value for value in model.graph.inputs if value.name == "logits_rows")
     rows.const_value = ir.tensor(np.array([-1]), name="logits_rows")
     model.graph.register_initializer(rows)
@@ -310,3 +314,57 @@ def test_check_names_the_place_and_the_reason(change: Callable[[ir.Model], objec
     change(model)
     with pytest.raises(VerificationError, match=message):
         dialect.check(model)
+
+
+# The same layer as passes leave it: an int8 cache, 4-bit weights, a fused norm, the inputs of the served graph.
+SERVED = f"""
+<ir_version: 12, opset_import: ["" : 24, "com.microsoft" : 1]>
+decoder (
+    int64[batch, sequence] input_ids, int32[batch] seqlens_k, int32 total_sequence_length, int64[rows] logits_rows,
+    int8[batch, {KV_HEADS}, capacity, {DIM}] "past_key_values.0.key",
+    int8[batch, {KV_HEADS}, capacity, {DIM}] "past_key_values.0.value"
+) => (
+    float[batch, rows, 2] logits,
+    int8[batch, {KV_HEADS}, capacity, {DIM}] "present.0.key",
+    int8[batch, {KV_HEADS}, capacity, {DIM}] "present.0.value"
+)
+{{
+    [embed] x = Gather <axis = 0> (packed, input_ids)
+    [attention] y, "present.0.key", "present.0.value" = com.microsoft.GroupQueryAttention <
+        num_heads = {HEADS}, kv_num_heads = {KV_HEADS}, k_quant_type = "PER_TENSOR", v_quant_type = "PER_TENSOR"
+    > (x, , , "past_key_values.0.key", "past_key_values.0.value", seqlens_k, total_sequence_length,
+       , , , , , k_scale, v_scale)
+    [norm] normed, "", "", sum = com.microsoft.SkipSimplifiedLayerNormalization <epsilon = 1e-5> (y, y, gamma)
+    [rows] chosen = Gather <axis = 1> (normed, logits_rows)
+    [lm_head] logits = com.microsoft.MatMulNBits <K = 32, N = 2, bits = 4, block_size = 32> (chosen, codes, scales)
+}}
+"""
+SERVED_WEIGHTS = {
+    "packed": (np.dtype(np.float32), (VOCABULARY, 64)),
+    "k_scale": (np.dtype(np.float32), ()),
+    "v_scale": (np.dtype(np.float32), ()),
+    "gamma": (np.dtype(np.float32), (32,)),
+    "codes": (np.dtype(np.uint8), (2, 1, 16)),
+    "scales": (np.dtype(np.float32), (2, 1)),
+}
+
+
+def test_check_knows_what_passes_write() -> None:
+    dialect.check(decoder(SERVED))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seqlens_k, total_sequence_length,\n", ", total_sequence_length,\n", "input 'seqlens_k' is missing"),
+        ("codes, scales)\n}", "codes, scales, codes, gamma, gamma, gamma, gamma)\n}", "has 7 inputs, at most 6"),
+        ("(chosen, codes, scales)", "(chosen, scales, codes)", "input 'b': is FLOAT, must be one of UINT8"),
+        ("N = 2, ", "", "node 'lm_head': attribute 'N' is missing"),
+        ("epsilon", "eps", "node 'norm': attribute 'eps' is unknown; known are epsilon"),
+        ("SkipSimplified", "Skip", "operator com.microsoft::SkipLayerNormalization is not in the dialect"),
+    ],
+)
+def test_check_knows_their_inputs_and_attributes(old: str, new: str, message: str) -> None:
+    assert old in SERVED
+    with pytest.raises(VerificationError, match=message):
+        dialect.check(decoder(SERVED.replace(old, new)))

@@ -400,7 +400,7 @@ def test_a_model_that_computes_with_the_length_of_the_past_is_refused(
         return original(self, scaled, past_key_values=past_key_values, **rest)
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(UnsupportedError, match="operator ai.onnx::[A-Z][a-z]+ is not in the dialect"):
+    with pytest.raises(UnsupportedError, match=r"operator ai.onnx::[A-Z][a-z]+ is not in the dialect"):
         traced(tiny_checkpoint)
 
 

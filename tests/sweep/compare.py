@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from llmforge import dialect, interface
 from llmforge.checkpoint import Checkpoint
@@ -99,17 +99,9 @@ def compare(model_type: str, folder: Path, tracer: Tracer = trace) -> Outcome:
 
 
 def _kind(reference: Reference, folder: Path) -> str:
-    config = Checkpoint_config(folder)
-    if config.get("is_encoder_decoder"):
+    if json.loads((folder / "config.json").read_text()).get("is_encoder_decoder"):
         return "encoder-decoder"
     return "decoder" if reference.look_ahead(_texts((24,))[0]) < CAUSAL else "encoder-only"
-
-
-def Checkpoint_config(folder: Path) -> dict[str, object]:
-    import json
-
-    settings: dict[str, object] = json.loads((folder / "config.json").read_text())
-    return settings
 
 
 def _expected(reference: Reference, outcome: Outcome) -> dict[str, list[Logits]]:
@@ -137,9 +129,6 @@ def _expected(reference: Reference, outcome: Outcome) -> dict[str, list[Logits]]
 def _texts(prompts: Sequence[int]) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(5, 250, prompt + sum(FURTHER)).tolist() for prompt in prompts]
-
-
-Step = Callable[[NDArray[np.int64], NDArray[np.int32], dict[str, NDArray[np.float32]]], list[NDArray[np.float32]]]
 
 
 def _session(model: ir.Model) -> ort.InferenceSession:

@@ -24,6 +24,15 @@ QWEN4_EXP = {  # its sparse attention is described by fields whose defaults are 
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }
+DOTS3 = {  # sizes of its sliding layers, which it takes apart
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 16,
+}
 LLAMA4 = {"interleave_moe_layer_step": 2}  # dense layers and experts, both
 BLT = {"hidden_size_global": 64, "cross_attn_k": 2}
 
@@ -45,6 +54,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "o_groups": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots3_note": {"text_config": DOTS3, "vision_config": {"adapter_in_dim": 64}},
+    "dots3_note_text": DOTS3,
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma3n_text": GEMMA3N,
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 300.0
+GRACE_S = 5.0  # for a process that has sent its record to end
 Record = dict[str, Any]
 Job = Callable[[str], Record]
 
@@ -75,6 +76,7 @@ def run_one(model_type: str, work: Job = job, limit_s: float = LIMIT_S) -> Recor
         record = {"outcome": "crash", "reason": f"the process ended with code {process.exitcode}"}
     finally:
         receiver.close()
+        process.join(GRACE_S)
         process.kill()
         process.join()
     return {**record, "model_type": model_type, "seconds": round(time.monotonic() - started, 1)}

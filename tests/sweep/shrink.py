@@ -52,13 +52,12 @@ SIZES: Mapping[str, int] = {
         "expert_ffn_hidden_size moe_shared_expert_intermediate_size",
         4: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
         "decoder_attention_heads swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
-        "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads linear_num_heads "
-        "index_n_heads",
+        "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads linear_num_heads",
         2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_query_groups "
         "n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts linear_num_key_heads",
         16: "head_dim d_head dim_head kv_channels swa_head_dim attention_head_size linear_key_head_dim "
         "linear_head_dim kv_lora_rank o_lora_rank mamba_d_state state_size ssm_state_size index_head_dim v_head_dim "
-        "linear_value_head_dim mamba_d_head mamba_head_dim",
+        "linear_value_head_dim index_n_heads mamba_d_head mamba_head_dim",
         24: "q_lora_rank",
         LAYERS: "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers "
         "num_encoder_layers num_decoder_layers encoder_layers depth",
