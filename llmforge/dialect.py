@@ -307,11 +307,9 @@ def _check_interface(graph: ir.Graph) -> None:
             _require(name in INPUTS, where, f"is unknown; known are {_listed(INPUTS)} and the caches")
             dtypes, rank = INPUTS[name]
             _check_value(value, where, dtypes, frozenset({rank}), typed=True)
-    for layer, (position, parts) in zip(
-        sorted(caches), enumerate(caches[layer] for layer in sorted(caches)), strict=True
-    ):
+    for position, layer in enumerate(sorted(caches)):
         _require(layer == position, f"cache of layer {layer}", f"there is none of layer {position}")
-        _require(parts == {"key", "value"}, f"cache of layer {layer}", f"has only its {_listed(parts)}")
+        _require(caches[layer] == {"key", "value"}, f"cache of layer {layer}", f"has only its {_listed(caches[layer])}")
     _require(interface.LOGITS in outputs, f"graph output {interface.LOGITS!r}", "is missing")
     _check_value(outputs[interface.LOGITS], f"graph output {interface.LOGITS!r}", FLOATS, frozenset({3}), typed=True)
     known = {interface.LOGITS} | {interface.present_of(name) for name in inputs if PAST.fullmatch(name)}

@@ -183,8 +183,7 @@ class _State:
 def _correction(weight: NDArray[np.float32], drift: NDArray[np.float32], curvature: Curvature) -> NDArray[np.float32]:
     """Return W·drift·H⁻¹ [N, K], its columns in the order of `curvature`."""
     moved = (weight @ drift)[:, curvature.order]
-    correction: NDArray[np.float32] = (moved @ curvature.inverse.T) @ curvature.inverse
-    return correction
+    return np.asarray(moved @ curvature.inverse.T @ curvature.inverse, np.float32)
 
 
 def _batches(count: int) -> list[tuple[int, int]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-# Before any test imports torch: on busy cores its spinning threads make tests many times slower (llmforge.cli.build).
+# Before any test imports numpy or torch: on busy cores their spinning threads make tests many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "8")
 
 from .checkpoints import write_checkpoint
 

@@ -13,13 +13,14 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from llmforge import gptq
+from llmforge import gptq, text
 from llmforge.calibration import calibrate, driver
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
+from llmforge.data import read_documents
 from llmforge.errors import DataError, UnsupportedError
 from llmforge.progress import Silent
-from llmforge.quantization import Grid, dequantize
+from llmforge.quantization import Grid, dequantize, rtn
 from llmforge.statistics import KvRangeDemand, Statistics, WeightDemand
 from llmforge.text import Window
 
@@ -253,3 +254,33 @@ def test_bf16_weights_are_read(tmp_path: Path, windows: list[Window]) -> None:
     assert parameters["model.norm.weight"].dtype == ml_dtypes.bfloat16
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 2
     assert len(calibrate(Checkpoint.open(tmp_path), windows, DEMANDS).linears) == 14
+
+
+def mean_kld(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    p, q = reference.log_softmax(-1), logits.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@torch.inference_mode()
+def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, data: Path) -> None:
+    checkpoint = Checkpoint.open(sample_checkpoint)
+    seen, unseen = (
+        text.windows(checkpoint.tokenizer, read_documents(data / f"{name}.jsonl"), 256, checkpoint.bos_token_id)
+        for name in ("calibration", "evaluation")
+    )
+    statistics = calibrate(checkpoint, text.sample(seen, 32, 0), [WeightDemand(GRID, 0.01)])
+    original, parameters = model(sample_checkpoint), {}
+    for name, parameter in original.named_parameters():
+        parameters[name] = parameter.detach().clone()
+    evaluated = [torch.from_numpy(window.ids)[None] for window in text.sample(unseen, 12, 0)]
+    reference = [original(ids).logits for ids in evaluated]
+    costs = {}
+    for method in ("rtn", "gptq"):
+        for name, parameter in original.named_parameters():
+            if name in statistics.linears:
+                rounded = statistics.linears[name] if method == "gptq" else rtn(parameters[name].numpy(), GRID)
+                parameter.copy_(torch.from_numpy(dequantize(rounded)))
+        costs[method] = np.mean(
+            [mean_kld(original(ids).logits, want) for ids, want in zip(evaluated, reference, strict=True)]
+        )
+    assert 0.002 < costs["gptq"] < 0.45 * costs["rtn"]

@@ -357,7 +357,7 @@ def test_check_knows_what_passes_write() -> None:
     ("old", "new", "message"),
     [
         ("seqlens_k, total_sequence_length,\n", ", total_sequence_length,\n", "input 'seqlens_k' is missing"),
-        ("codes, scales)\n}", "codes, scales, codes, gamma, gamma, gamma, gamma)\n}", "has 7 inputs, at most 6"),
+        ("codes, scales)\n}", "codes, scales, codes, gamma, gamma, gamma)\n}", "has 7 inputs, at most 6"),
         ("(chosen, codes, scales)", "(chosen, scales, codes)", "input 'b': is FLOAT, must be one of UINT8"),
         ("N = 2, ", "", "node 'lm_head': attribute 'N' is missing"),
         ("epsilon", "eps", "node 'norm': attribute 'eps' is unknown; known are epsilon"),

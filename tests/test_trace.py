@@ -42,7 +42,12 @@ def operators(model: ir.Model) -> Counter[str]:
 # The same logits as transformers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+SLOW = {"gemma3", "gpt-neox", "smollm3"}  # what they exercise alone is beyond the Llama family
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in zoo.ZOO]
+)
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     zoo.write(name, tmp_path)
     model = dialect.expand(traced(tmp_path))

@@ -27,7 +27,7 @@ class Call:
     kwargs: Mapping[str, Any]
 
 
-class _LinearReached(Exception):  # noqa: N818  (it ends a forward pass; nothing is wrong)
+class _LinearReached(Exception):
     """The linear that was waited for is about to run."""
 
 

@@ -43,7 +43,7 @@ class Skeleton:
                 )
         except ValueError as error:  # transformers' answer to a configuration that it has no class for
             raise UnsupportedError(f"{checkpoint.path}: cannot be calibrated: {str(error).splitlines()[0]}") from error
-        model.eval()
+        model.eval()  # type: ignore[no-untyped-call]
         for name, modules in model.named_modules():
             if isinstance(modules, torch.nn.ModuleList) and len(modules) == checkpoint.geometry.layers:
                 return cls(checkpoint, model, list(modules), [f"{name}.{index}" for index in range(len(modules))])
@@ -109,7 +109,7 @@ class _Recording:
     calls: list[Call] = field(default_factory=list)
 
 
-class _LastLayerReached(Exception):  # noqa: N818  (it ends a forward pass; nothing is wrong)
+class _LastLayerReached(Exception):
     """Every layer was called."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -25,7 +26,8 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
         raise UnsupportedError("it is an encoder-decoder; decoder-only models are supported")
     make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
     with internals.third_party("building the model"), internals.parameters_on_meta():
-        model = make(config, attn_implementation=attention, dtype=torch.float32)
+        own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given
+        model = make(own, attn_implementation=attention, dtype=torch.float32)
     model.eval()  # type: ignore[no-untyped-call]
     mode = internals.fake_mode()
     parameters: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from llmforge import dialect, interface
 from llmforge.checkpoint import Checkpoint
-from llmforge.errors import ForgeError, UnsupportedError
+from llmforge.errors import UnsupportedError
 from llmforge.trace import trace
 
 from . import shrink
@@ -43,7 +43,7 @@ class Outcome:
     reason: str = ""
     difference: float | None = None  # largest |Δlogit|, scaled to logits with a standard deviation of `shrink.SPREAD`
     differences: dict[str, float] = field(default_factory=dict)  # by schedule
-    reference_difference: float | None = None  # transformers with its cache beside transformers without
+    reference_difference: float | None = None  # transformers stepwise over its own cache beside all tokens at once
     spread: float | None = None  # standard deviation of logits
     nodes: int | None = None
     operators: dict[str, int] = field(default_factory=dict)
@@ -58,72 +58,73 @@ Tracer = Callable[[Checkpoint], ir.Model]
 def compare(model_type: str, folder: Path, tracer: Tracer = trace) -> Outcome:
     """Run the frontend on the checkpoint of `model_type` in `folder` and compare with transformers.
 
-    What transformers raises on its own account is in the outcome; what the frontend raises besides its errors
-    propagates to the driver, which knows it as a traceback.
+    What transformers raises on its own account is in the outcome. What the frontend raises besides a refusal
+    propagates: to the driver it is a traceback.
     """
     outcome = Outcome(model_type, "transformers-fails")
-    try:
-        reference = Reference.load(folder)
-        outcome.kind = _kind(reference, folder)
-        expected = _expected(reference, outcome)
-    except Exception as error:  # noqa: BLE001  # whatever a model of transformers raises is what we want to know
-        outcome.reason = f"{type(error).__name__}: {_first_line(error)}"
-        outcome.kind = outcome.kind or "unknown"
-    outcome.parameters = None
+    wanted = _reference(folder, outcome)
     try:
         checkpoint = Checkpoint.open(folder)
         outcome.parameters = checkpoint.parameters
         graph = tracer(checkpoint)
         dialect.check(graph)
     except UnsupportedError as error:
-        refused = _first_line(error)
-        if outcome.reason:
-            outcome.reason += f" (refused: {refused})"
-        else:
-            outcome.outcome, outcome.reason = "refused", refused
+        if wanted is not None:
+            outcome.outcome = "refused"
+        outcome.reason = f"{outcome.reason}; refused: {error.message}".removeprefix("; refused: ")
         return outcome
-    if outcome.reason:
-        outcome.reason += " (traced)"
+    if wanted is None:
         return outcome
     outcome.nodes = len(graph.graph)
     outcome.operators = dict(Counter(f"{n.domain}::{n.op_type}".lstrip(":") for n in graph.graph).most_common())
-    step = _session(dialect.expand(graph))
+    session = _session(dialect.expand(graph))
+    assert outcome.spread is not None
+    scale = shrink.SPREAD / outcome.spread
     for name, prompts in SCHEDULES.items():
-        difference = _largest(step, prompts, expected[name]) * shrink.SPREAD / max(outcome.spread or 0.0, 1e-3)
-        outcome.differences[name] = difference if math.isfinite(difference) else float("inf")
+        outcome.differences[name] = _largest(session, prompts, wanted[name]) * scale
     outcome.difference = max(outcome.differences.values())
     outcome.outcome = "right" if outcome.difference <= TOLERANCE else "wrong"
     if outcome.outcome == "wrong":
-        outcome.reason = ", ".join(f"{name} {value:.1e}" for name, value in outcome.differences.items())
+        outcome.reason = "Δ " + ", ".join(f"{name} {value:.1e}" for name, value in outcome.differences.items())
     return outcome
 
 
-def _kind(reference: Reference, folder: Path) -> str:
+def _reference(folder: Path, outcome: Outcome) -> dict[str, list[Logits]] | None:
+    """Run transformers; where it cannot, put the reason into `outcome` and return None."""
+    try:
+        reference = Reference.load(folder)
+        outcome.kind = kind(reference, folder)
+        return expected(reference, outcome)
+    except Exception as error:  # noqa: BLE001  # whatever a model of transformers raises is a result of the sweep
+        first = next(iter(str(error).strip().splitlines()), "no message")
+        outcome.reason = f"{type(error).__name__}: {first[:300]}"
+        return None
+
+
+def kind(reference: Reference, folder: Path) -> str:
     if json.loads((folder / "config.json").read_text()).get("is_encoder_decoder"):
         return "encoder-decoder"
     return "decoder" if reference.look_ahead(_texts((24,))[0]) < CAUSAL else "encoder-only"
 
 
-def _expected(reference: Reference, outcome: Outcome) -> dict[str, list[Logits]]:
-    """Compute the reference of every schedule: over transformers' own cache where it has one."""
-    expected: dict[str, list[Logits]] = {}
-    apart, values = 0.0, []
+def expected(reference: Reference, outcome: Outcome) -> dict[str, list[Logits]]:
+    """Compute the reference of every row of every schedule: all its tokens at once.
+
+    What transformers makes of the same steps over its own cache is only measured: some of its caches forget.
+    """
+    rows: dict[str, list[Logits]] = {}
+    apart: list[float] = []
     for name, prompts in SCHEDULES.items():
-        expected[name] = []
-        for text, prompt in zip(_texts(prompts), prompts, strict=True):
-            whole = reference.whole(text)
-            try:
-                stepwise = reference.stepwise(text, (prompt, *FURTHER))
-            except (ReferenceFails, TypeError, AttributeError):
-                stepwise = whole
-            apart = max(apart, float(np.abs(whole - stepwise).max()))
-            expected[name].append(stepwise)
-            values.append(whole)
-    outcome.spread = float(np.concatenate(values).std())
-    outcome.reference_difference = apart
+        rows[name] = [reference.whole(text) for text in _texts(prompts)]
+        for text, prompt, whole in zip(_texts(prompts), prompts, rows[name], strict=True):
+            stepwise = reference.stepwise(text, (prompt, *FURTHER))
+            if stepwise is not None:
+                apart.append(float(np.abs(whole - stepwise).max()))
+    outcome.spread = float(np.concatenate([row for batch in rows.values() for row in batch]).std())
+    outcome.reference_difference = max(apart, default=None)
     if not np.isfinite(outcome.spread) or outcome.spread == 0.0:
         raise ReferenceFails("logits are not finite, or all the same")
-    return expected
+    return rows
 
 
 def _texts(prompts: Sequence[int]) -> list[list[int]]:
@@ -169,9 +170,3 @@ def _largest(session: ort.InferenceSession, prompts: Sequence[int], expected: Se
 
 def _cache_shape(dims: Sequence[int | str]) -> tuple[int, ...]:
     return tuple(CAPACITY if isinstance(dim, str) else dim for dim in dims)
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, ForgeError):
-        return error.message
-    return next((line for line in str(error).splitlines() if line.strip()), "no message")[:300]

@@ -52,9 +52,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 1.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "o_groups": 2},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "o_groups": 2,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "dots3_note": {"text_config": DOTS3, "vision_config": {"adapter_in_dim": 64}},
+    "dots3_note": {
+        "text_config": DOTS3,
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
     "dots3_note_text": DOTS3,
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma3n_text": GEMMA3N,
@@ -81,6 +88,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp_text": QWEN4_EXP,
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 5, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] + ["linear_attention", "hybrid"]},
+    "zamba": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
+
+# Types whose attention has no 1/√d: without smaller norms of queries, rounding alone moves logits by more than 1e-5.
+SMALL_QUERY_NORMS = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")

@@ -47,19 +47,18 @@ class Reference:
         return output.logits[0].float().numpy()
 
     @torch.no_grad()
-    def stepwise(self, ids: Sequence[int], steps: Sequence[int]) -> Logits:
-        """Run the tokens in `steps` over transformers' own cache.
-
-        Raises:
-            ReferenceFails: the model returns no cache.
-        """
+    def stepwise(self, ids: Sequence[int], steps: Sequence[int]) -> Logits | None:
+        """Run the tokens in `steps` over transformers' own cache; None where it has none or cannot continue it."""
         cache, parts, start = None, [], 0
         for count in steps:
             given = {} if cache is None else {"past_key_values": cache}
-            output = self.model(input_ids=torch.tensor([list(ids[start : start + count])]), use_cache=True, **given)
+            try:
+                output = self.model(input_ids=torch.tensor([list(ids[start : start + count])]), use_cache=True, **given)
+            except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                return None
             cache = getattr(output, "past_key_values", None)
             if cache is None:
-                raise ReferenceFails("the model returns no past_key_values")
+                return None
             parts.append(output.logits[0].float().numpy())
             start += count
         return np.concatenate(parts)

@@ -37,7 +37,7 @@ def job(model_type: str) -> Record:
     with tempfile.TemporaryDirectory(prefix=f"sweep-{model_type}-") as folder:
         try:
             shrink.write(model_type, Path(folder))
-        except Exception as error:  # whatever a configuration or model of transformers raises
+        except Exception as error:  # noqa: BLE001  # whatever a configuration or model of transformers raises
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
             return dataclasses.asdict(Outcome(model_type, "transformers-fails", "unknown", reason, where=_ends(error)))
         return dataclasses.asdict(compare(model_type, Path(folder)))
@@ -85,7 +85,7 @@ def run_one(model_type: str, work: Job = job, limit_s: float = LIMIT_S) -> Recor
 def _child(sender: Connection, model_type: str, work: Job) -> None:
     try:
         record = work(model_type)
-    except Exception as error:  # the outcome that the sweep looks for: a bug of ours
+    except Exception as error:  # noqa: BLE001  # the outcome that the sweep looks for: a bug of ours
         reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')[:300]}"
         record = {"outcome": "traceback", "reason": reason, "where": _ends(error)}
     sender.send(record)

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..checkpoints import write_tokenizer
-from .overrides import OVERRIDES
+from .overrides import OVERRIDES, SMALL_QUERY_NORMS
 
 VOCABULARY = 320
 POSITIONS = 128
@@ -32,36 +32,68 @@ SPREAD = 0.6  # standard deviation of logits
 # field → size; a field counts where its default is a positive integer
 SIZES: Mapping[str, int] = {
     name: size
-    for size, names in {
-        VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
-        POSITIONS: "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
-        "model_max_length",
-        ORIGINAL_POSITIONS: "original_max_position_embeddings floor_scale log_scaling_n_floor",
-        WINDOW: "sliding_window sliding_window_size local_attention attention_window_size window_size "
-        "keep_window_size local_attention_window_len mem_len",
-        8: "attention_chunk_size mamba_chunk_size chunk_size block_size index_topk time_step_rank mamba_dt_rank "
-        "qk_rope_head_dim qk_nope_head_dim rel_extent d_rel hidden_size_per_layer_input laurel_rank rotary_dim "
-        "gated_norm_rank mamba_n_heads mamba_num_heads hc_lowrank",
-        64: "hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim dim_model_base "
-        "lru_width input_embedding_size output_embedding_size ngram_vocab_size_base ple_embed_dim router_hidden_size",
-        96: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim dim_ff dff d_inner ffn_hidden_size "
-        "feed_forward_size dense_intermediate_size intermediate_size_mlp n_inner shared_intermediate_size "
-        "prefix_dense_intermediate_size",
-        128: "mamba_d_ssm",
-        48: "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
-        "expert_ffn_hidden_size moe_shared_expert_intermediate_size",
-        4: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
-        "decoder_attention_heads swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
-        "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads linear_num_heads",
-        2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_query_groups "
-        "n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts linear_num_key_heads",
-        16: "head_dim d_head dim_head kv_channels swa_head_dim attention_head_size linear_key_head_dim "
-        "linear_head_dim kv_lora_rank o_lora_rank mamba_d_state state_size ssm_state_size index_head_dim v_head_dim "
-        "linear_value_head_dim index_n_heads mamba_d_head mamba_head_dim",
-        24: "q_lora_rank",
-        LAYERS: "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers "
-        "num_encoder_layers num_decoder_layers encoder_layers depth",
-    }.items()
+    for size, names in (
+        (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
+        (
+            POSITIONS,
+            "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
+            "model_max_length",
+        ),
+        (ORIGINAL_POSITIONS, "original_max_position_embeddings floor_scale log_scaling_n_floor"),
+        (
+            WINDOW,
+            "sliding_window sliding_window_size local_attention attention_window_size window_size "
+            "keep_window_size local_attention_window_len mem_len",
+        ),
+        (
+            8,
+            "attention_chunk_size mamba_chunk_size chunk_size block_size index_topk time_step_rank mamba_dt_rank "
+            "qk_rope_head_dim qk_nope_head_dim rel_extent d_rel hidden_size_per_layer_input laurel_rank rotary_dim "
+            "gated_norm_rank mamba_n_heads mamba_num_heads hc_lowrank",
+        ),
+        (
+            64,
+            "hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim dim_model_base "
+            "lru_width input_embedding_size output_embedding_size ngram_vocab_size_base ple_embed_dim "
+            "router_hidden_size",
+        ),
+        (
+            96,
+            "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim dim_ff dff d_inner ffn_hidden_size "
+            "feed_forward_size dense_intermediate_size intermediate_size_mlp n_inner shared_intermediate_size "
+            "prefix_dense_intermediate_size",
+        ),
+        (128, "mamba_d_ssm"),
+        (
+            48,
+            "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
+            "expert_ffn_hidden_size moe_shared_expert_intermediate_size",
+        ),
+        (
+            4,
+            "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+            "decoder_attention_heads swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
+            "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads linear_num_heads",
+        ),
+        (
+            2,
+            "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_query_groups "
+            "n_groups num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts "
+            "linear_num_key_heads",
+        ),
+        (
+            16,
+            "head_dim d_head dim_head kv_channels swa_head_dim attention_head_size linear_key_head_dim "
+            "linear_head_dim kv_lora_rank o_lora_rank mamba_d_state state_size ssm_state_size index_head_dim "
+            "v_head_dim linear_value_head_dim index_n_heads mamba_d_head mamba_head_dim",
+        ),
+        (24, "q_lora_rank"),
+        (
+            LAYERS,
+            "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers "
+            "num_encoder_layers num_decoder_layers encoder_layers depth",
+        ),
+    )
     for name in names.split()
 }
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
@@ -102,9 +134,7 @@ def _positive(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _per_layer(
-    default: Mapping[str, Any], declared: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, Any]:
+def _per_layer(default: Mapping[str, Any], declared: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Keep so many layers that every kind of layer that the default configuration has occurs, in order."""
     counts = [name for name in LAYER_COUNTS if _positive(declared.get(name))]
     if not counts:
@@ -187,16 +217,20 @@ def build(settings: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     """
     torch.manual_seed(seed)  # what the constructors draw
     settings = deepcopy(settings)  # some models change theirs
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        settings, dtype=torch.float32, attn_implementation="eager"
+    )
     model.eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() >= 2:
                 parameter.copy_(noise * GAIN / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(noise * NOISE)
+            if settings.model_type in SMALL_QUERY_NORMS and "q_norm" in name:
+                parameter.mul_(0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("bias") and buffer.is_floating_point():  # of routers
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * NOISE)
