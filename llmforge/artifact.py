@@ -10,6 +10,7 @@ Two locks (flock, which the kernel drops with the process): `out/<name>/.lock` w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -182,7 +183,7 @@ def staging(out: Path, name: str) -> Iterator[Path]:
 
     Raises:
         UsageError: the name is not allowed.
-        EnvironmentLacks: `out` cannot be written.
+        EnvironmentLacks: `out` cannot be written, or the disk filled up in the block.
     """
     parent = out.absolute() / check_name(name)
     try:
@@ -197,6 +198,10 @@ def staging(out: Path, name: str) -> Iterator[Path]:
         ) from error
     try:
         yield folder
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise EnvironmentLacks(f"{parent}: the disk is full", hint="free some space, or use --out") from error
     finally:
         if folder.exists():
             shutil.rmtree(folder)

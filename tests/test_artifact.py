@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -428,3 +429,9 @@ def _die_before(step: int) -> None:
         setattr(artifact.os, name, counted(getattr(os, name)))
     Path.write_text = counted(Path.write_text)  # type: ignore[method-assign]
     Path.write_bytes = counted(Path.write_bytes)  # type: ignore[method-assign]
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentLacks, match="the disk is full"), staging(tmp_path, "tiny") as folder:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "engine"))
+    assert not folder.exists()

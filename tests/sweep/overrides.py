@@ -83,6 +83,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "llama4": {"text_config": LLAMA4},
     "llama4_text": LLAMA4,
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 2},  # so that blocks are left out
     "ministral": NO_HEAD_DIM,
     "qwen4_exp": {"text_config": QWEN4_EXP},
     "qwen4_exp_text": QWEN4_EXP,

@@ -51,7 +51,7 @@ class Reference:
         """Run the tokens in `steps` over transformers' own cache; None where it has none or cannot continue it."""
         cache, parts, start = None, [], 0
         for count in steps:
-            given = {} if cache is None else {"past_key_values": cache}
+            given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
             try:
                 output = self.model(input_ids=torch.tensor([list(ids[start : start + count])]), use_cache=True, **given)
             except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
