@@ -86,7 +86,9 @@ class LatencySpec(_Section):
         min_length=1, description="lengths of prompt to time"
     )
     output_tokens: int = Field(ge=2, description="tokens to generate after each prompt")
-    repetitions: int = Field(default=5, ge=1, le=1000, description="runs of each length; medians and p95 are over them")
+    repetitions: int = Field(
+        default=10, ge=1, le=1000, description="runs of each length; a median has an interval from 6 on"
+    )
 
 
 class ValidationSpec(_Section):

@@ -156,7 +156,7 @@ def test_refusal_keeps_its_reason(llama: Path) -> None:
 
 
 def _traceback(model_type: str) -> dict[str, Any]:
-    return {}[model_type]
+    raise KeyError(f"/tmp/sweep-{model_type}-a1b2c3d4/config.json")
 
 
 def _crash(model_type: str) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _hang(model_type: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("work", "outcome", "reason"),
     [
-        (_traceback, "traceback", "KeyError: 'llama'"),
+        (_traceback, "traceback", "KeyError: 'config.json'"),
         (_crash, "crash", "code 13"),
         (_hang, "timeout", "no result after 1 s"),
     ],

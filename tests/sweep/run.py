@@ -11,6 +11,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 300.0
+FOLDER = re.compile(r"[^\s'\"]*/sweep-[^/\s]+/")  # of a tiny checkpoint
 GRACE_S = 5.0  # for a process that has sent its record to end
 Record = dict[str, Any]
 Job = Callable[[str], Record]
@@ -79,6 +81,7 @@ def run_one(model_type: str, work: Job = job, limit_s: float = LIMIT_S) -> Recor
         process.join(GRACE_S)
         process.kill()
         process.join()
+    record["reason"] = FOLDER.sub("", record.get("reason", ""))  # a path that no other run has
     return {**record, "model_type": model_type, "seconds": round(time.monotonic() - started, 1)}
 
 
