@@ -8,7 +8,7 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PROMPT ?= The configuration file
+PROMPT ?= If the file does not exist,
 
 .PHONY: help quickstart test test-slow lint types contracts check clean
 

@@ -142,12 +142,13 @@ def run(
 ) -> None:
     """Generate from ARTIFACT, as it will be served. PROMPT `-` reads standard input."""
     from llmforge import runtime
+    from llmforge.artifact import Artifact
 
     sampling = runtime.Sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens, stop=stop
     )
     text = _stdin() if prompt == "-" else prompt
-    runner = runtime.load(artifact)
+    runner = runtime.load(Artifact.open(artifact).path)  # tells more than the runtime what is wrong with a folder
     chunks = []
     for chunk in runner.generate(runner.encode_chat([{"role": "user", "content": text}]) if chat else text, sampling):
         chunks.append(chunk)

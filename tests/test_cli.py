@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +196,7 @@ class FakeRunner:
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     stand_in = FakeRunner()
     monkeypatch.setattr(runtime, "load", lambda path: stand_in)
+    monkeypatch.setattr(artifact.Artifact, "open", lambda path: SimpleNamespace(path=path))
     return stand_in
 
 
@@ -245,6 +247,12 @@ def test_run_json_is_one_object(runner: FakeRunner) -> None:
 def test_run_refuses_options_out_of_range(runner: FakeRunner, options: list[str]) -> None:
     assert invoke("run", "art", "Hello", *options).exit_code == 2
     assert runner.asked == []
+
+
+def test_run_of_a_folder_of_versions_names_them(published: artifact.Artifact) -> None:
+    result = invoke("run", str(published.path.parent), "Hello")
+    assert result.exit_code == 5
+    assert published.manifest.version in result.stderr
 
 
 def test_run_of_no_artifact_is_an_error(tmp_path: Path) -> None:
