@@ -90,7 +90,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             verdict=report.verdict.value,
             requires={"onnxruntime": engine.config.onnxruntime},
         )
-    return BuildResult(published.path, report)
+    return BuildResult(out / recipe.name / published.manifest.version, report)  # as `out` was given, not resolved
 
 
 @dataclass(frozen=True)
