@@ -2,8 +2,8 @@
 
 The model is built from its configuration with parameters that have no memory (`skeleton`). Attention, norms and
 rotary embedding are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`). One step
-is exported and translated (`capture`), cleaned up (`cleanup`), and its initializers get the checkpoint's tensors,
-lazily (`weights`). What the dialect's verifier then does not know is refused by name.
+is exported and translated (`capture`) with as many layers as show how they repeat (`depth`), cleaned up (`cleanup`),
+grown to its depth (`stamp`), and its initializers get the checkpoint's tensors, lazily (`weights`). What the dialect's verifier then does not know is refused by name.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ import onnx_ir as ir
 
 from llmforge import dialect, interface
 from llmforge.errors import UnsupportedError, VerificationError
+from llmforge.trace import pattern, stamp
+from llmforge.trace.pattern import Irregular, Pattern
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
 
 
-def trace(checkpoint: Checkpoint) -> ir.Model:
+def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
     """Trace the model of `checkpoint` to the canonical dialect in fp32; its weights stay on disk until they are read.
+
+    Where its layers provably repeat, a few are traced and copied, unless `shorten` is off; the graph is the same, and
+    says in its metadata (`pattern.LAYERS`) what was done.
 
     Raises:
         CheckpointError: a parameter has no tensor, or one of another shape.
@@ -29,13 +34,14 @@ def trace(checkpoint: Checkpoint) -> ir.Model:
     """
     config = checkpoint.config
     try:
-        return _trace(checkpoint)
+        return _trace(checkpoint, None if shorten else Irregular("all layers were asked for"))
     except UnsupportedError as error:
         name = (config.architectures or [type(config).__name__])[0]
         raise UnsupportedError(f"architecture {name!r} cannot be compiled: {error.message}", hint=error.hint) from error
 
 
-def _trace(checkpoint: Checkpoint) -> ir.Model:
+def _trace(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
+    """Trace; all layers, where it is known that they are `irregular`."""
     # here, because these import torch and transformers, which take seconds
     from llmforge.trace import capture, cleanup, internals, skeleton, weights
     from llmforge.trace.attention import Attention
@@ -48,9 +54,17 @@ def _trace(checkpoint: Checkpoint) -> ir.Model:
         model, mode = skeleton.build(checkpoint.config, Attention.NAME)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
-        graph = capture.capture(model, mode, attention, geometry.context, geometry.layers)
+        graph, repetition = capture.capture(
+            model, mode, attention, geometry.context, geometry.layers, shorten=irregular is None
+        )
     cleanup.canonicalize(graph)
+    if isinstance(repetition, Pattern):
+        try:
+            stamp.stamp(graph, repetition)
+        except Irregular as reason:
+            return _trace(checkpoint, reason)
     weights.attach(graph, capture.MODEL, model, checkpoint, sources)
+    pattern.record(graph, irregular or repetition)
     _default_rows(graph)
     try:
         dialect.check(graph)

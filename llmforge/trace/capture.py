@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from llmforge import interface
 from llmforge.errors import UnsupportedError
-from llmforge.trace import internals, norms, rotary
+from llmforge.trace import depth, internals, norms, rotary
 from llmforge.trace.attention import Attention, CacheShape, Layer
+from llmforge.trace.pattern import Irregular, Pattern
 
 OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one, and none 0 or 1, which
@@ -77,11 +78,18 @@ class Traced(nn.Module):
 
 
 def capture(
-    model: PreTrainedModel, mode: internals.FakeTensorMode, attention: Attention, positions: int, layers: int
-) -> ir.Model:
+    model: PreTrainedModel,
+    mode: internals.FakeTensorMode,
+    attention: Attention,
+    positions: int,
+    layers: int,
+    *,
+    shorten: bool = True,
+) -> tuple[ir.Model, Pattern | Irregular]:
     """Trace one step of `model`, whose fake parameters live in `mode`; initializers are named `MODEL` + parameter.
 
-    The model has `layers` layers and contexts up to `positions` tokens.
+    The model has `layers` layers and contexts up to `positions` tokens. Where its layers provably repeat and `shorten`
+    allows it, only the first of them are in the graph: as many as the pattern, which is returned, wants traced.
 
     Raises:
         UnsupportedError: it cannot be traced.
@@ -94,12 +102,36 @@ def capture(
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
                 _, cached = traced.run(ids, ids, lengths, [None] * layers)
-            return _translate(_export(traced, [layer.shape() for layer in cached]), layers)
+            shapes = [layer.shape() for layer in cached]
+            pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
+            if isinstance(pattern, Irregular):
+                return _translate(_export(traced, shapes), layers), pattern
+            with depth.only(depth.stack_of(model, layers)[1], pattern.traced):
+                return _translate(_export(traced, shapes[: pattern.traced]), pattern.traced), pattern
 
 
-def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.ExportedProgram:
-    """Export `traced` with dynamic batch, sequence, capacity and rows."""
-    batch, sequence, capacity, rows = (torch.export.Dim(name) for name in ("batch", "sequence", "capacity", "rows"))
+def _pattern(
+    traced: Traced, mode: internals.FakeTensorMode, shapes: Sequence[CacheShape]
+) -> Pattern | Irregular:
+    """Find how the layers of `traced`, each with a cache of its own, repeat; or why that cannot be proven."""
+    try:
+        name, stack = depth.stack_of(traced.model, len(shapes))
+        with mode:
+            return depth.find(traced, name, stack, lambda count: _step(traced, shapes[:count]))
+    except Irregular as reason:
+        return reason
+
+
+def _step(traced: Traced, shapes: Sequence[CacheShape]) -> depth.Step:
+    """Make a step of `traced` on the example inputs."""
+    inputs = _inputs(shapes)
+    *given, caches = inputs
+    names = (interface.INPUT_IDS, interface.POSITION_IDS, interface.PAST_LENGTHS, interface.LOGITS_ROWS)
+    return depth.Step(dict(zip(names, given, strict=True)), caches, lambda: traced(*inputs))
+
+
+def _inputs(shapes: Sequence[CacheShape]) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """Make example inputs of `Traced`."""
     caches = [
         (
             torch.empty(BATCH, shape.kv_heads, CAPACITY, shape.key_dim),
@@ -107,13 +139,19 @@ def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.Export
         )
         for shape in shapes
     ]
-    inputs = (
+    return (
         torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
         torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
         torch.zeros(BATCH, dtype=torch.int32),
         torch.zeros(ROWS, dtype=torch.int64),
         caches,
     )
+
+
+def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.ExportedProgram:
+    """Export `traced` with dynamic batch, sequence, capacity and rows."""
+    batch, sequence, capacity, rows = (torch.export.Dim(name) for name in ("batch", "sequence", "capacity", "rows"))
+    inputs = _inputs(shapes)
     cache_dims = {0: batch, 2: capacity}
     dims = (
         {0: batch, 1: sequence},

@@ -6,6 +6,8 @@ Shapes that torch.export recorded on every value decide; no value of a weight is
 from __future__ import annotations
 
 import ast
+import os.path
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -22,6 +24,7 @@ from llmforge import graph as g
 from llmforge import interface
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's record of the modules that a node comes from, outermost first
+NUMBERED = re.compile(r"val_\d+")  # how torch's translation calls what it makes
 FOLDED = 1024  # elements: constants up to this size are folded; shapes and scalars are, tables and weights are not
 DIMS = {
     interface.INPUT_IDS: ("batch", "sequence"),
@@ -42,6 +45,7 @@ def canonicalize(model: ir.Model) -> None:
     CommonSubexpressionEliminationPass()(model)
     IdentityEliminationPass()(model)
     g.drop_unused(model)
+    name_constants(model)
     name_nodes(model)
 
 
@@ -168,16 +172,35 @@ def _reads_no_weight(node: ir.Node) -> bool | None:
     return False if any(value is not None and value.is_initializer() for value in node.inputs) else None
 
 
+def name_constants(model: ir.Model) -> None:
+    """Merge equal constants that the translation numbered, and number them anew by the order in which they are read."""
+    kept: dict[tuple[object, ...], ir.Value] = {}
+    for node in model.graph:
+        for value in node.inputs:
+            if value is None or not value.is_initializer() or not NUMBERED.fullmatch(value.name or ""):
+                continue
+            tensor = value.const_value
+            assert tensor is not None
+            content = (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
+            first = kept.setdefault(content, value)
+            if first is not value:
+                value.replace_all_uses_with(first)
+    for index, value in enumerate(kept.values()):
+        model.graph.initializers.pop(value.name or "")
+        value.name = f"constant_{index}"
+        model.graph.register_initializer(value)
+    g.drop_unused(model)
+
+
 def name_nodes(model: ir.Model) -> None:
     """Name nodes by the module that they come from, and values by their node; drop torch's notes.
 
     The notes hold stack traces with the paths of this machine.
     """
     taken: Counter[str] = Counter()
+    scopes = {node: _scope(node) for node in model.graph}
     for node in model.graph:
-        scopes = [str(scope) for scope in ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))[:-1]]
-        scope = scopes[-1].removeprefix("model.") if scopes and not scopes[-1].startswith("_") else ""
-        name = f"{scope}/{node.op_type}".lstrip("/")
+        name = f"{_scope_among(node, scopes)}/{node.op_type}".lstrip("/")
         taken[name] += 1
         node.name = name if taken[name] == 1 else f"{name}_{taken[name]}"
         node.metadata_props.clear()
@@ -192,3 +215,22 @@ def name_nodes(model: ir.Model) -> None:
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.doc_string = model.doc_string = None
+
+
+def _scope(node: ir.Node) -> str | None:
+    """Return the module that torch says `node` comes from, "" for none; None where it says nothing."""
+    if SCOPES not in node.metadata_props:
+        return None
+    scopes = [str(scope) for scope in ast.literal_eval(node.metadata_props[SCOPES])[:-1]]
+    return scopes[-1].removeprefix("model.") if scopes and not scopes[-1].startswith("_") else ""
+
+
+def _scope_among(node: ir.Node, scopes: Mapping[ir.Node, str | None]) -> str:
+    """Return the module of `node`; of one that a rewriter made, the innermost that holds all its neighbors."""
+    own = scopes[node]
+    if own is not None:
+        return own
+    makers = [value.producer() for value in node.inputs if value is not None]
+    readers = [reader for value in node.outputs for reader, _ in value.uses()]
+    around = [scope.split(".") for each in (*makers, *readers) if each is not None and (scope := scopes.get(each))]
+    return ".".join(os.path.commonprefix(around)) if around else ""  # it compares lists element by element

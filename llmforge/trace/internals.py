@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -27,6 +27,7 @@ __all__ = [
     "FakeTensorMode",
     "Group",
     "fake_mode",
+    "is_fake",
     "mode_of",
     "parameters_on_meta",
     "quiet",
