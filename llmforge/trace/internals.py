@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.generic import GeneralInterface
@@ -32,6 +33,7 @@ __all__ = [
     "quiet",
     "real_tensors",
     "registered",
+    "registered_experts",
     "sources_by_parameter",
     "third_party",
 ]
@@ -123,6 +125,19 @@ def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any
     finally:
         for registry, _ in registries:
             del registry._global_mapping[name]
+
+
+@contextmanager
+def registered_experts(name: str, experts: Callable[..., Any]) -> Iterator[None]:
+    """Register an implementation of experts in transformers' public registry, and remove it after.
+
+    Private: the registry can be added to, not removed from.
+    """
+    ExpertsInterface.register(name, experts)
+    try:
+        yield
+    finally:
+        del ExpertsInterface._global_mapping[name]
 
 
 def mode_of(tensor: torch.Tensor) -> FakeTensorMode:

@@ -69,7 +69,7 @@ def attach(
     """Name the initializers of `graph` by parameters of `model` and give them their tensors.
 
     `prefix` is what the trace put before parameter names. A weight that the graph only reads transposed becomes
-    [K, N] itself. Tables and constants that the model computed move from torch to numpy.
+    [K, N] itself, weights of experts [E, K, N]. Tables and constants that the model computed move from torch to numpy.
     """
     canonical = _canonical_names(model)
     for value in list(graph.graph.initializers.values()):
@@ -96,13 +96,14 @@ def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
 def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> None:
     """Give one initializer its tensor: the file's bytes where dtype and layout match, else a lazy cast."""
     readers = [node for node, _ in value.uses()]
-    transposed = all(
-        node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [1, 0] for node in readers
+    transposed = bool(readers) and all(
+        node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) in ([1, 0], [0, 2, 1])
+        for node in readers
     )
     name, dtype, dims = value.name or "", value.dtype, g.dims(value)
     assert dtype is not None
     assert dims is not None
-    shape = ir.Shape(reversed(dims) if transposed else dims)
+    shape = ir.Shape([*dims[:-2], dims[-1], dims[-2]] if transposed else dims)
     if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
         tensor.name = name
@@ -126,7 +127,7 @@ def _reader(
         stored = (
             checkpoint.tensor(source.tensors[0]).numpy() if source.converted is None else _numpy(source.converted())
         )
-        view = stored.T if transposed else stored
+        view = stored.swapaxes(-1, -2) if transposed else stored
         result = np.empty(view.shape, dtype.numpy())
         result[...] = view  # casts and transposes in one pass, without a copy in between
         return ir.Tensor(result, dtype=dtype, name=name)
