@@ -40,6 +40,8 @@ def restore(model: ir.Model) -> None:
             _mark(model, node)
         elif node.op_type == "Gemm" and node.domain == "":
             _matmul(node)
+        elif node.op_type == "Squeeze" and node.domain == "":
+            _name_axes(model, node)
     g.drop_unused(model)
     for node in model.graph:
         if any(_flat(value, tokens) for value in (*node.inputs, *node.outputs)):
@@ -89,6 +91,16 @@ def _matmul(node: ir.Node) -> None:
     if bias and bias[0] is not None:
         product = _insert(node, "Add", [product, bias[0]], {}, y.shape, y.dtype)
     g.replace(y, product)
+
+
+def _name_axes(model: ir.Model, node: ir.Node) -> None:
+    """Say which axes a Squeeze without axes removes, where all are of known size."""
+    dims = None if node.inputs[0] is None else g.dims(node.inputs[0])
+    if len(node.inputs) == 1 and dims is not None and all(isinstance(dim, int) for dim in dims):
+        axes = [axis for axis, dim in enumerate(dims) if dim == 1]
+        name = "experts.axes_" + "_".join(map(str, axes))
+        node.resize_inputs(2)
+        node.replace_input_with(1, g.initializer(model, name, np.array(axes, np.int64)))
 
 
 def _mark(model: ir.Model, node: ir.Node) -> None:
