@@ -16,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import graph as g
-from llmforge import interface
+from llmforge import interface, moe
 from llmforge.errors import VerificationError
 from llmforge.expansion import expand
 
@@ -61,6 +61,11 @@ def _in(name: str, dtypes: frozenset[ir.DataType] = FLOATS, *ranks: int, optiona
 _POINTWISE = Operator((_in("x"),))
 _BINARY = Operator((_in("a", NUMBERS), _in("b", NUMBERS)))
 _I64, _I32 = frozenset({INT64}), frozenset({INT32})
+_BOOL = frozenset({ir.DataType.BOOL})
+_REDUCTION = Operator(
+    (_in("x", NUMBERS | _BOOL), _in("axes", _I64, 1)), {"keepdims": "int", "noop_with_empty_axes": "int"}
+)
+_AXES = Operator((_in("x", ANY), _in("axes", _I64, 1)))
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 
 OPERATORS: Mapping[tuple[str, str], Operator] = {
@@ -84,6 +89,25 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
             "layer": "int!",
         },
         outputs=3,
+    ),
+    ("llmforge", "MoE"): Operator(
+        (
+            _in("x"),
+            _in("expert_ids", _I64),
+            _in("expert_weights"),
+            _in("up", FLOATS, 3),
+            _in("down", FLOATS, 3),
+            _in("up_bias", FLOATS, 2, optional=True),
+            _in("down_bias", FLOATS, 2, optional=True),
+        ),
+        {
+            "activation": "string!",
+            "gated": "int!",
+            "interleaved": "int!",
+            "alpha": "float!",
+            "beta": "float!",
+            "limit": "float!",
+        },
     ),
     ("", "RMSNormalization"): Operator(
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}
@@ -124,6 +148,26 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Sub"): _BINARY,
     ("", "Mul"): _BINARY,
     ("", "Div"): _BINARY,
+    # of routers, which choose experts
+    ("", "Softmax"): Operator((_in("x"),), {"axis": "int!"}),
+    ("", "TopK"): Operator(
+        (_in("x"), _in("k", _I64, 1)), {"axis": "int", "largest": "int", "sorted": "int"}, outputs=2
+    ),
+    ("", "ArgMax"): Operator((_in("x"),), {"axis": "int!", "keepdims": "int", "select_last_index": "int"}),
+    ("", "GatherElements"): Operator((_in("data"), _in("indices", _I64)), {"axis": "int!"}),
+    ("", "ReduceSum"): _REDUCTION,
+    ("", "ReduceMax"): _REDUCTION,
+    ("", "Unsqueeze"): _AXES,
+    ("", "Squeeze"): _AXES,
+    ("", "Expand"): Operator((_in("x", ANY), _in("shape", _I64, 1))),
+    ("", "Cast"): Operator((_in("x", ANY),), {"to": "int!", "saturate": "int"}),
+    ("", "Where"): Operator((_in("condition", _BOOL), _in("x", NUMBERS), _in("y", NUMBERS))),
+    ("", "Not"): Operator((_in("x", _BOOL),)),
+    ("", "Equal"): _BINARY,
+    ("", "Greater"): _BINARY,
+    ("", "Abs"): _POINTWISE,
+    ("", "Max"): Operator((_in("x", NUMBERS),), variadic=True),
+    ("", "Clip"): Operator((_in("x"), _in("min", optional=True), _in("max", optional=True))),
     # written by passes
     ("com.microsoft", "GroupQueryAttention"): Operator(
         (
@@ -337,6 +381,8 @@ def _check_node(node: ir.Node, defined: set[int]) -> None:
     _check_attributes(node, operator, where)
     if (node.domain, node.op_type) == ("llmforge", "Attention"):
         _check_attention(node, where)
+    if (node.domain, node.op_type) == ("llmforge", "MoE"):
+        _check_moe(node, where)
 
 
 def _check_attributes(node: ir.Node, operator: Operator, where: str) -> None:
@@ -378,6 +424,34 @@ def _check_attention(node: ir.Node, where: str) -> None:
             _require(
                 width == count * slots, where, f"{name} is {width} wide, {count} heads of {slots} are {count * slots}"
             )
+
+
+def _check_moe(node: ir.Node, where: str) -> None:
+    """Check what the table cannot say: the activation, and that matrices and biases belong together."""
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    known = _listed(moe.ACTIVATIONS)
+    activation, gated = attributes["activation"], attributes["gated"]
+    _require(activation in moe.ACTIVATIONS, where, f"activation {activation!r} is unknown; known are {known}")
+    _require(gated in (0, 1) and attributes["interleaved"] in (0, gated), where, "gated, interleaved must be 0 or 1")
+    _require(attributes["limit"] >= 0, where, "limit must not be negative")
+    _require(gated == 1 or not (attributes["limit"] or attributes["beta"]), where, "limit and beta are of gates")
+    inputs = [*node.inputs, None, None]
+    x, ids, weights, up, down, up_bias, down_bias = inputs[:7]
+    _require((up_bias is None) == (down_bias is None), where, "one of two biases is missing")
+    inner = _dim(down, 1)
+    wide = None if inner is None else inner * (1 + gated)
+    for name, value, axes in (
+        ("x", x, {-1: _dim(up, 1)}),
+        ("expert_weights", weights, {-1: _dim(ids, -1)}),
+        ("up", up, {2: wide}),
+        ("down", down, {0: _dim(up, 0), 2: _dim(up, 1)}),
+        ("up_bias", up_bias, {0: _dim(up, 0), 1: wide}),
+        ("down_bias", down_bias, {0: _dim(up, 0), 1: _dim(up, 1)}),
+    ):
+        for axis, size in axes.items():
+            held = _dim(value, axis)
+            fits = held is None or size is None or held == size
+            _require(fits, where, f"{name} has size {held} along axis {axis}, must have {size}")
 
 
 def _check_value(

@@ -2,6 +2,7 @@
 
 `llmforge::Attention` becomes two TensorScatter, which write the step's keys and values into the cache, and one
 Attention over the whole buffer under a boolean mask [batch, 1, sequence, capacity], built once for every window.
+`llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge import graph as g
-from llmforge import interface
+from llmforge import interface, moe
 
 PREFIX = "expand"  # of the names of nodes and constants made here
 HIDDEN_SLOT = np.float32(np.finfo(np.float32).min)  # added to a masked score: exp of it is 0, and it makes no NaN
@@ -25,6 +26,8 @@ def expand(model: ir.Model) -> ir.Model:
     for node in list(clone.graph):
         if (node.domain, node.op_type) == ("llmforge", "Attention"):
             expansion.attention(node)
+        elif (node.domain, node.op_type) == ("llmforge", "MoE"):
+            g.supersede(node.outputs[0], moe.expand(clone, node, PREFIX))
     g.drop_unused(clone)
     return clone
 

@@ -1,9 +1,10 @@
 """Frontend: a checkpoint's model, traced without weights to a graph of the canonical dialect (docs/dialect.md).
 
 The model is built from its configuration with parameters that have no memory (`skeleton`). Attention, norms and
-rotary embedding are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`). One step
-is exported and translated (`capture`) with as many layers as show how they repeat (`depth`), cleaned up (`cleanup`),
-grown to its depth (`stamp`), and its initializers get the checkpoint's tensors, lazily (`weights`). What the dialect's verifier then does not know is refused by name.
+rotary embedding are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`), and so are
+experts (`experts`, `rows`). One step is exported and translated (`capture`) with as many layers as show how they
+repeat (`depth`), cleaned up (`cleanup`), grown to its depth (`stamp`), and its initializers get the checkpoint's
+tensors, lazily (`weights`). What the dialect's verifier then does not know is refused by name.
 """
 
 from __future__ import annotations
@@ -43,15 +44,19 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
 def _trace(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     """Trace; all layers, where it is known that they are `irregular`."""
     # here, because these import torch and transformers, which take seconds
-    from llmforge.trace import capture, cleanup, internals, skeleton, weights
+    from llmforge.trace import capture, cleanup, experts, internals, skeleton, weights
     from llmforge.trace.attention import Attention
 
     geometry = checkpoint.geometry
     if geometry.context is None:
         raise UnsupportedError("its configuration has no max_position_embeddings, the length of its rotary tables")
     attention = Attention(geometry.context)
-    with internals.registered(Attention.NAME, attention.attend, attention.mask):
+    with (
+        internals.registered(Attention.NAME, attention.attend, attention.mask),
+        internals.registered_experts(experts.NAME, experts.Experts()),
+    ):
         model, mode = skeleton.build(checkpoint.config, Attention.NAME)
+        model.set_experts_implementation(experts.NAME)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
         graph, repetition = capture.capture(

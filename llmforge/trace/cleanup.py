@@ -22,6 +22,7 @@ from onnx_ir.passes.common import (
 
 from llmforge import graph as g
 from llmforge import interface
+from llmforge.trace import rows
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's record of the modules that a node comes from, outermost first
 NUMBERED = re.compile(r"val_\d+")  # how torch's translation calls what it makes
@@ -40,6 +41,8 @@ def canonicalize(model: ir.Model) -> None:
     onnxscript.optimizer.fold_constants(
         model, input_size_limit=FOLDED, output_size_limit=FOLDED, should_fold=lambda node: _reads_no_weight(node)
     )
+    simplify(model)
+    rows.restore(model)
     simplify(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     CommonSubexpressionEliminationPass()(model)

@@ -16,7 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.generic import GeneralInterface
@@ -33,6 +41,7 @@ __all__ = [
     "quiet",
     "real_tensors",
     "registered",
+    "registered_experts",
     "sources_by_parameter",
     "third_party",
 ]
@@ -126,6 +135,19 @@ def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any
             del registry._global_mapping[name]
 
 
+@contextmanager
+def registered_experts(name: str, experts: Callable[..., Any]) -> Iterator[None]:
+    """Register an implementation of experts in transformers' public registry, and remove it after.
+
+    Private: the registry can be added to, not removed from.
+    """
+    ExpertsInterface.register(name, experts)
+    try:
+        yield
+    finally:
+        del ExpertsInterface._global_mapping[name]
+
+
 def mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     """Return the fake mode that a fake parameter lives in."""
     assert isinstance(tensor, FakeTensor)
@@ -140,6 +162,23 @@ class Group:
     keys: tuple[str, ...]
     patterns: tuple[str, ...]  # of the converter, one a key; none without one
     converter: WeightConverter | None
+
+    def pieces(self) -> list[Group]:
+        """Split a group of experts, one tensor each, into groups that make one slice of the first axis each.
+
+        Only where the converter stacks tensors along the first axis and joins what it stacked along another: then the
+        slices are independent, and one can be made without the others. Otherwise the group itself is all there is.
+        """
+        first, *rest = self.converter.operations if self.converter is not None else [None]
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        if not stacks or not all(isinstance(later, Concatenate) and later.dim > 0 for later in rest):
+            return [self]
+        keys: dict[str, list[str]] = {}
+        for key, pattern in zip(self.keys, self.patterns, strict=True):
+            keys.setdefault(pattern, []).append(key)
+        if len({len(members) for members in keys.values()}) != 1:
+            return [self]
+        return [replace(self, keys=tuple(members), patterns=tuple(keys)) for members in zip(*keys.values(), strict=True)]
 
 
 def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[str, Group]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ class Source:
     """Where a parameter comes from: one tensor as it is, or several through a converter of transformers."""
 
     tensors: tuple[str, ...]
-    converted: Callable[[], torch.Tensor] | None = None
+    converted: Callable[[], Iterator[torch.Tensor]] | None = None  # slices of the first axis, in order: often only one
 
 
 def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Source]:
@@ -69,7 +69,7 @@ def attach(
     """Name the initializers of `graph` by parameters of `model` and give them their tensors.
 
     `prefix` is what the trace put before parameter names. A weight that the graph only reads transposed becomes
-    [K, N] itself. Tables and constants that the model computed move from torch to numpy.
+    [K, N] itself, weights of experts [E, K, N]. Tables and constants that the model computed move from torch to numpy.
     """
     canonical = _canonical_names(model)
     for value in list(graph.graph.initializers.values()):
@@ -96,19 +96,23 @@ def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
 def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> None:
     """Give one initializer its tensor: the file's bytes where dtype and layout match, else a lazy cast."""
     readers = [node for node, _ in value.uses()]
-    transposed = all(
-        node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [1, 0] for node in readers
+    transposed = bool(readers) and all(
+        node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) in ([1, 0], [0, 2, 1])
+        for node in readers
     )
     name, dtype, dims = value.name or "", value.dtype, g.dims(value)
     assert dtype is not None
     assert dims is not None
-    shape = ir.Shape(reversed(dims) if transposed else dims)
+    shape = ir.Shape([*dims[:-2], dims[-1], dims[-2]] if transposed else dims)
     if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
         tensor.name = name
     else:
         tensor = ir.LazyTensor(
-            _reader(checkpoint, source, dtype, transposed, name), dtype=dtype, shape=shape, name=name
+            _reader(checkpoint, source, tuple(shape.numpy()), dtype, transposed, name),
+            dtype=dtype,
+            shape=shape,
+            name=name,
         )
     value.const_value = tensor
     value.shape = shape
@@ -118,17 +122,30 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
 
 
 def _reader(
-    checkpoint: Checkpoint, source: Source, dtype: ir.DataType, transposed: bool, name: str
+    checkpoint: Checkpoint,
+    source: Source,
+    shape: tuple[int, ...],
+    dtype: ir.DataType,
+    transposed: bool,
+    name: str,
 ) -> Callable[[], ir.TensorProtocol]:
-    """Make the function that reads, casts and transposes one weight; nothing outlives its result."""
+    """Make the function that reads one weight, casts it to `dtype` and transposes it to `shape`.
+
+    Nothing outlives its result; of experts that lie apart, one is read at a time.
+    """
 
     def read() -> ir.TensorProtocol:
-        stored = (
-            checkpoint.tensor(source.tensors[0]).numpy() if source.converted is None else _numpy(source.converted())
-        )
-        view = stored.T if transposed else stored
-        result = np.empty(view.shape, dtype.numpy())
-        result[...] = view  # casts and transposes in one pass, without a copy in between
+        result = np.empty(shape, dtype.numpy())  # what is written to it is cast and transposed on the way: no copy
+        if source.converted is None:
+            stored = checkpoint.tensor(source.tensors[0]).numpy()
+            result[...] = stored.swapaxes(-1, -2) if transposed else stored
+            return ir.Tensor(result, dtype=dtype, name=name)
+        filled = 0
+        for piece in source.converted():
+            part = _numpy(piece)
+            result[filled : filled + len(part)] = part.swapaxes(-1, -2) if transposed else part
+            filled += len(part)
+        assert filled == len(result)
         return ir.Tensor(result, dtype=dtype, name=name)
 
     return read
@@ -151,8 +168,9 @@ def _converted(
                 f"the configuration makes it {list(shapes[name])}"
             )
 
-        def read(name: str = name) -> torch.Tensor:
-            return _convert(model, group, {key: _torch(checkpoint.tensor(key)) for key in group.keys})[name]
+        def read(name: str = name) -> Iterator[torch.Tensor]:
+            for piece in group.pieces():
+                yield _convert(model, piece, {key: _torch(checkpoint.tensor(key)) for key in piece.keys})[name]
 
         sources[name] = Source(tuple(group.keys), read)
     return sources
