@@ -42,6 +42,16 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 2,  # every layer's MLP is dense
+}
+
 # name → configuration class of transformers, and what differs from BASE
 ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -73,6 +83,11 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "glm": ("GlmConfig", {"head_dim": 16}),  # interleaved rotary embedding of half a head
     "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.25}),  # LayerNorm, packed QKV
+    # latent attention: what is cached is not what attention reads, values are of another width than keys
+    "deepseek-v2": ("DeepseekV2Config", {**LATENT, "topk_method": "greedy"}),  # rotary embedding in complex numbers
+    "deepseek-v3": ("DeepseekV3Config", {**LATENT, "rope_parameters": {**YARN, "mscale_all_dim": 0.7}}),
+    "minicpm3": ("MiniCPM3Config", {**LATENT}),
+    "youtu": ("YoutuConfig", {**LATENT, "rope_interleave": True, "q_lora_rank": None}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),  # layers without positions
 }
 

@@ -46,6 +46,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers i
         super().__init__()  # type: ignore[no-untyped-call]
         self.past = past  # None in a dry run
         self.new: tuple[Tensor, Tensor] | None = None
+        self.read: tuple[Tensor, Tensor] | None = None  # by attention: the same, or made of them
         self.present: tuple[Tensor, Tensor] | None = None
 
     def update(
@@ -80,7 +81,9 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers i
         """Return the shape of what a dry run cached."""
         if self.new is None:
             raise UnsupportedError("a layer caches no keys and values (another kind of layer than attention)")
-        key, value = self.new
+        if self.read is None:
+            raise UnsupportedError("a layer caches keys and values that no attention reads")
+        key, value = self.read
         return CacheShape(kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3])
 
 
@@ -142,6 +145,7 @@ class Attention:
             raise UnsupportedError(f"{where} drops out attention weights at inference")
         index = self._layer_of(key, value)
         layer = self.layers[index]
+        layer.read = (key, value)
         (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
         if layer.past is None or self._past_lengths is None:
             return query.new_zeros(batch, sequence, num_heads, value_dim), None
@@ -165,11 +169,25 @@ class Attention:
         return y.view(batch, sequence, num_heads, value_dim), None
 
     def _layer_of(self, key: Tensor, value: Tensor) -> int:
-        """Find the layer whose cache update returned exactly these tensors."""
-        for index, layer in enumerate(self.layers):
-            if layer.new is not None and key is layer.new[0] and value is layer.new[1]:
+        """Find the layer whose cache update returned these tensors, or what these were made of.
+
+        Latent attention caches something smaller and expands it after the update, token by token (`tokenwise` sees to
+        it); the expanded keys and values are what the graph caches. They are of the one layer that was updated and
+        has not been read.
+        """
+        open_layers = [index for index, layer in enumerate(self.layers) if layer.new is not None and layer.read is None]
+        for index in open_layers:
+            new = self.layers[index].new
+            if new is not None and key is new[0] and value is new[1]:
                 return index
-        raise UnsupportedError("attention reads other keys and values than its layer caches (latent or shared cache)")
+        if len(open_layers) != 1:
+            raise UnsupportedError("attention reads keys and values that its layer does not cache (a shared cache)")
+        (index,) = open_layers
+        new = self.layers[index].new
+        assert new is not None
+        if key.shape[2] != new[0].shape[2] or value.shape[2] != new[0].shape[2] or key.shape[1] != value.shape[1]:
+            raise UnsupportedError("attention reads another number of keys and values than its layer caches")
+        return index
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from llmforge import interface
 from llmforge.errors import UnsupportedError
-from llmforge.trace import internals, norms, rotary
+from llmforge.trace import internals, norms, rotary, writes
 from llmforge.trace.attention import Attention, CacheShape, Layer
 
 OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
@@ -94,7 +94,9 @@ def capture(
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
                 _, cached = traced.run(ids, ids, lengths, [None] * layers)
-            return _translate(_export(traced, [layer.shape() for layer in cached]), layers)
+            program = _export(traced, [layer.shape() for layer in cached])
+            writes.concatenate(program)
+            return _translate(program, layers)
 
 
 def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.ExportedProgram:

@@ -90,7 +90,22 @@ def _bypass(node: ir.Node) -> bool:
 
 def _cast_to_same(model: ir.Model, node: ir.Node) -> bool:
     x = node.inputs[0]
-    return x is not None and x.dtype is not None and x.dtype.value == node.attributes.get_int("to") and _bypass(node)
+    if x is None or x.dtype is None:
+        return False
+    to = ir.DataType(node.attributes["to"].as_int())
+    return _bypass(node) if x.dtype == to else _cast_integer(model, node, x, to)
+
+
+def _cast_integer(model: ir.Model, node: ir.Node, x: ir.Value, to: ir.DataType) -> bool:
+    """Cast a small integer constant now; such a constant is no weight."""
+    tensor = x.const_value
+    if tensor is None or not x.is_initializer() or x.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
+        return False
+    if tensor.size > FOLDED or x.is_graph_input() or node.outputs[0].is_graph_output():
+        return False
+    name = f"{x.name}.{to.name.lower()}"
+    g.replace(node.outputs[0], g.initializer(model, name, tensor.numpy().astype(to.numpy())))
+    return True
 
 
 def _same_shape(model: ir.Model, node: ir.Node) -> bool:
