@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from llmforge import interface
 from llmforge.errors import UnsupportedError
-from llmforge.trace import internals, norms, rotary, writes
-from llmforge.trace.attention import Attention, CacheShape, Layer
+from llmforge.trace import gated_norms, internals, norms, recurrent, rotary, writes
+from llmforge.trace.attention import Attention, Layer
 
 OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one, and none 0 or 1, which
@@ -50,11 +50,14 @@ class Traced(nn.Module):
         head.register_forward_pre_hook(self._selection.apply)
 
     def run(
-        self, input_ids: Tensor, position_ids: Tensor, past_lengths: Tensor, past: Sequence[Any]
+        self, input_ids: Tensor, position_ids: Tensor, past_lengths: Tensor, lengths: Tensor, past: Sequence[Any]
     ) -> tuple[Tensor, Sequence[Layer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
-        cache = self._attention.step(past, past_lengths)
+        cache = self._attention.step(past, past_lengths, lengths)
+        self.rotary.position_ids = position_ids
         output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        for layer in self._attention.layers:
+            layer.complete()
         return output.logits, self._attention.layers
 
     def forward(
@@ -62,18 +65,14 @@ class Traced(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         past_lengths: Tensor,
+        lengths: Tensor,
         logits_rows: Tensor,
-        caches: list[tuple[Tensor, Tensor]],
+        caches: list[dict[str, Tensor]],
     ) -> tuple[Tensor, list[Tensor]]:
         """Trace one step: logits [batch, rows, vocabulary] and the caches after it."""
         self._selection.rows = logits_rows
-        logits, layers = self.run(input_ids, position_ids, past_lengths, caches)
-        presents: list[Tensor] = []
-        for index, layer in enumerate(layers):
-            if layer.present is None:
-                raise UnsupportedError(f"layer {index} caches keys and values that no attention reads")
-            presents += layer.present
-        return logits, presents
+        logits, layers = self.run(input_ids, position_ids, past_lengths, lengths, caches)
+        return logits, [layer.present[part] for layer, parts in zip(layers, caches, strict=True) for part in parts]
 
 
 def capture(
@@ -88,54 +87,65 @@ def capture(
     """
     with internals.third_party("tracing"), torch.no_grad():
         norms.substitute(model)
-        with rotary.substituted(model, positions) as tables:
+        gated_norms.substitute(model)
+        with rotary.substituted(model, positions) as tables, recurrent.substituted(model, attention):
             traced = Traced(model, attention, tables)
             with mode:
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
-                _, cached = traced.run(ids, ids, lengths, [None] * layers)
-            program = _export(traced, [layer.shape() for layer in cached])
+                _, cached = traced.run(ids, ids, lengths, lengths, [None] * layers)
+            shapes = [layer.shapes for layer in cached]
+            program = _export(traced, shapes)
             writes.concatenate(program)
-            return _translate(program, layers)
+            return _translate(program, shapes)
 
 
-def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.ExportedProgram:
+def _export(traced: Traced, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> torch.export.ExportedProgram:
     """Export `traced` with dynamic batch, sequence, capacity and rows."""
     batch, sequence, capacity, rows = (torch.export.Dim(name) for name in ("batch", "sequence", "capacity", "rows"))
-    caches = [
-        (
-            torch.empty(BATCH, shape.kv_heads, CAPACITY, shape.key_dim),
-            torch.empty(BATCH, shape.kv_heads, CAPACITY, shape.value_dim),
-        )
-        for shape in shapes
-    ]
+    caches = [{part: torch.empty(_cache_shape(part, shape)) for part, shape in parts.items()} for parts in shapes]
     inputs = (
         torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
         torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
         torch.zeros(BATCH, dtype=torch.int32),
+        torch.zeros(BATCH, dtype=torch.int32),
         torch.zeros(ROWS, dtype=torch.int64),
         caches,
     )
-    cache_dims = {0: batch, 2: capacity}
     dims = (
         {0: batch, 1: sequence},
         {0: batch, 1: sequence},
         {0: batch},
+        {0: batch},
         {0: rows},
-        [(cache_dims, cache_dims)] * len(shapes),
+        [
+            {part: {0: batch} if part in interface.STATES else {0: batch, 2: capacity} for part in parts}
+            for parts in shapes
+        ],
     )
     return torch.export.export(
         traced, inputs, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
     )
 
 
-def _translate(program: torch.export.ExportedProgram, layers: int) -> ir.Model:
+def _cache_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Add batch, and capacity where there is one, to the shape of a part of a cache."""
+    return (BATCH, *shape) if part in interface.STATES else (BATCH, shape[0], CAPACITY, shape[1])
+
+
+def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[str, object]]) -> ir.Model:
     """Translate to ONNX, unoptimized: its optimizer would bake transposed weights and lose parameter names."""
-    inputs = [interface.INPUT_IDS, interface.POSITION_IDS, interface.PAST_LENGTHS, interface.LOGITS_ROWS]
+    inputs = [
+        interface.INPUT_IDS,
+        interface.POSITION_IDS,
+        interface.PAST_LENGTHS,
+        interface.LENGTHS,
+        interface.LOGITS_ROWS,
+    ]
     outputs = [interface.LOGITS]
-    for layer in range(layers):
-        inputs += [interface.past_key(layer), interface.past_value(layer)]
-        outputs += [interface.present_key(layer), interface.present_value(layer)]
+    for layer, parts in enumerate(shapes):
+        inputs += [interface.past_part(layer, part) for part in parts]
+        outputs += [interface.present_part(layer, part) for part in parts]
     with warnings.catch_warnings(), internals.quiet(REGISTRATION_LOGGER, logging.ERROR):
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         translated = torch.onnx.export(

@@ -26,8 +26,8 @@ FOLDED = 1024  # elements: constants up to this size are folded; shapes and scal
 DIMS = {
     interface.INPUT_IDS: ("batch", "sequence"),
     interface.LOGITS_ROWS: ("rows",),
-    interface.past_key(0): ("batch", None, "capacity", None),
 }
+CACHE_DIMS = ("batch", None, "capacity", None)  # of keys and values
 
 
 def canonicalize(model: ir.Model) -> None:
@@ -49,7 +49,9 @@ def name_dims(model: ir.Model) -> None:
     """Replace torch's names of dynamic dimensions by the dialect's in every shape of the graph."""
     names: dict[str, str] = {}
     for value in model.graph.inputs:
-        for dim, name in zip(g.dims(value) or (), DIMS.get(value.name or "", ()), strict=False):
+        cached = interface.present_of(value.name or "") != value.name and not interface.is_state(value.name or "")
+        known = CACHE_DIMS if cached else DIMS.get(value.name or "", ())
+        for dim, name in zip(g.dims(value) or (), known, strict=False):
             if isinstance(dim, str) and name is not None:
                 names[dim] = name
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
@@ -66,7 +68,9 @@ def simplify(model: ir.Model) -> None:
         "Expand": _same_shape,
         "Reshape": _reshape,
         "Slice": _slice_of_all,
+        "Squeeze": _as_reshape,
         "Transpose": _transpose_pair,
+        "Unsqueeze": _as_reshape,
     }
     changed = True
     while changed:
@@ -158,7 +162,18 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
         return True
     if constant is not None:
         return False
-    before, after = g.dims(x) or (), g.dims(y) or ()
+    wanted = _target(model, g.dims(x) or (), g.dims(y) or ())
+    if wanted is None:
+        return False
+    node.replace_input_with(1, wanted)
+    node.attributes.pop("allowzero", None)
+    return True
+
+
+def _target(
+    model: ir.Model, before: tuple[int | str | None, ...], after: tuple[int | str | None, ...]
+) -> ir.Value | None:
+    """State the target of a reshape from `before` to `after` as a constant; None where it cannot be."""
     wanted: list[int] = []
     for axis, dim in enumerate(after):
         if isinstance(dim, int):
@@ -166,10 +181,24 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
         else:
             wanted.append(0 if axis < len(before) and before[axis] == dim else -1)
     if wanted.count(-1) > 1 or 0 in after:
-        return False
+        return None
     name = "shape_" + "_".join("n" if dim == -1 else str(dim) for dim in wanted)
-    node.replace_input_with(1, g.initializer(model, name, np.array(wanted, np.int64)))
-    node.attributes.pop("allowzero", None)
+    return g.initializer(model, name, np.array(wanted, np.int64))
+
+
+def _as_reshape(model: ir.Model, node: ir.Node) -> bool:
+    """Write a Squeeze or Unsqueeze as the Reshape that it is, so that it joins others."""
+    x, (y,) = node.inputs[0], node.outputs
+    if x is None or not (_known(x) and _known(y)):
+        return False
+    wanted = _target(model, g.dims(x) or (), g.dims(y) or ())
+    if wanted is None:
+        return False
+    (reshaped,) = g.insert(node, "Reshape", [x, wanted])
+    made = reshaped.producer()
+    assert made is not None
+    made.metadata_props.update(node.metadata_props)
+    g.replace(y, reshaped)
     return True
 
 

@@ -27,6 +27,7 @@ class Tables(nn.Module):
     def __init__(self, positions: int) -> None:
         super().__init__()
         self.positions = positions
+        self.position_ids: Tensor | None = None  # the graph's own [B, S], in the run under way
         self.samples: list[tuple[Tensor, Tensor]] = []  # [1, PROBED, width], as the model's module lays them out
         self.as_complex: list[bool] = []  # whether the model's module gives cos + i·sin as one tensor
 
@@ -126,17 +127,31 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
     known: dict[tuple[object, ...], int] = {}
 
     def forward(x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Angles | tuple[Angles, Angles]:
-        if position_ids.dim() != 2:
-            raise UnsupportedError(f"{type(module).__name__} takes positions of more than one axis")
+        axes = position_ids.shape[:-2]
+        if axes:
+            position_ids = _one_axis(module, position_ids, tables.position_ids)
         key = (*args, *sorted(kwargs.items()))
         if key not in known:
             with internals.real_tensors():
-                known[key] = tables.add(module, lambda ids: original(torch.zeros(1), ids, *args, **kwargs))
+                known[key] = tables.add(
+                    module, lambda ids: original(torch.zeros(1), ids.expand(*axes, -1, -1), *args, **kwargs)
+                )
         if tables.as_complex[known[key]]:
             return Angles(known[key], 2, position_ids)
         return Angles(known[key], 0, position_ids), Angles(known[key], 1, position_ids)
 
     return forward
+
+
+def _one_axis(module: nn.Module, position_ids: Tensor, given: Tensor | None) -> Tensor:
+    """Take positions [axes, B, S] (time, height, width) for the text's own [B, S] where all axes are views of it.
+
+    Raises:
+        UnsupportedError: they are something else.
+    """
+    if position_ids.dim() == 3 and given is not None and position_ids.stride(0) == 0 and position_ids._base is given:
+        return given
+    raise UnsupportedError(f"{type(module).__name__} takes positions of more than one axis")
 
 
 def _applier(original: Callable[..., Any], tables: Tables) -> Callable[..., Any]:
