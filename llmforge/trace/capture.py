@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnxscript import opset18
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -54,7 +55,7 @@ class Traced(nn.Module):
     ) -> tuple[Tensor, Sequence[Layer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths, lengths)
-        self.rotary.position_ids = position_ids
+        self.rotary.given.position_ids = position_ids
         output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
         for layer in self._attention.layers:
             layer.complete()
@@ -98,6 +99,13 @@ def capture(
             program = _export(traced, shapes)
             writes.concatenate(program)
             return _translate(program, shapes)
+
+
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    """Translate softplus without torch's threshold, beyond which fp32 has x for log(1 + eˣ) anyway."""
+    if beta != 1.0 or threshold < 20.0:  # noqa: PLR2004 - torch's default; e⁻²⁰ < 2⁻²⁴ · 20
+        raise UnsupportedError(f"softplus with beta {beta} and threshold {threshold}")
+    return opset18.Softplus(x)
 
 
 def _export(traced: Traced, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> torch.export.ExportedProgram:
@@ -156,6 +164,7 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
             verbose=False,
             input_names=inputs,
             output_names=outputs,
+            custom_translation_table={torch.ops.aten.softplus.default: _softplus},
         )
     assert translated is not None
     translated.model.ir_version = IR_VERSION

@@ -6,6 +6,8 @@ Shapes that torch.export recorded on every value decide; no value of a weight is
 from __future__ import annotations
 
 import ast
+import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -20,6 +22,7 @@ from onnx_ir.passes.common import (
 
 from llmforge import graph as g
 from llmforge import interface
+from llmforge.trace import rows
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's record of the modules that a node comes from, outermost first
 FOLDED = 1024  # elements: constants up to this size are folded; shapes and scalars are, tables and weights are not
@@ -37,6 +40,8 @@ def canonicalize(model: ir.Model) -> None:
     onnxscript.optimizer.fold_constants(
         model, input_size_limit=FOLDED, output_size_limit=FOLDED, should_fold=lambda node: _reads_no_weight(node)
     )
+    simplify(model)
+    rows.unflatten(model)
     simplify(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     CommonSubexpressionEliminationPass()(model)
@@ -65,7 +70,7 @@ def simplify(model: ir.Model) -> None:
     """Remove nodes that move no data, and state the targets of reshapes as constants; until nothing changes."""
     rules: Mapping[str, Callable[[ir.Model, ir.Node], bool]] = {
         "Cast": _cast_to_same,
-        "Expand": _same_shape,
+        "Expand": _expand,
         "Reshape": _reshape,
         "Slice": _slice_of_all,
         "Squeeze": _as_reshape,
@@ -115,6 +120,21 @@ def _cast_integer(model: ir.Model, node: ir.Node, x: ir.Value, to: ir.DataType) 
 def _same_shape(model: ir.Model, node: ir.Node) -> bool:
     x, (y,) = node.inputs[0], node.outputs
     return x is not None and _known(x) and g.dims(x) == g.dims(y) and _bypass(node)
+
+
+def _expand(model: ir.Model, node: ir.Node) -> bool:
+    """Drop what changes nothing; write a small constant out."""
+    x, (y,) = node.inputs[0], node.outputs
+    tensor = None if x is None or x.is_initializer() else ir.convenience.get_const_tensor(x)
+    shape = [dim for dim in g.dims(y) or () if isinstance(dim, int)]
+    whole = g.dims(y) is not None and len(shape) == len(g.dims(y) or ())
+    if tensor is None or not whole or math.prod(shape) > FOLDED or y.is_graph_output():
+        return _same_shape(model, node)
+    array = np.ascontiguousarray(np.broadcast_to(tensor.numpy(), shape))
+    digest = hashlib.sha256(array.tobytes()).hexdigest()[:8]
+    name = f"constant_{'_'.join(map(str, shape))}_{digest}"
+    g.replace(y, g.initializer(model, name, array))
+    return True
 
 
 def _slice_of_all(model: ir.Model, node: ir.Node) -> bool:

@@ -21,13 +21,20 @@ PROBED = 8  # positions at which a function that applies rotary embedding is pro
 TOLERANCE = 1e-5  # fp32, on values of order one
 
 
+@dataclass
+class Given:
+    """What the run under way was given; apart from modules, whose attributes torch.export does not let a trace set."""
+
+    position_ids: Tensor | None = None  # the graph's own [B, S]
+
+
 class Tables(nn.Module):
     """The rotary tables of a model: buffers `cos`, `sin` (then `cos_1`, …), fp32 [positions, rotary_dim / 2]."""
 
     def __init__(self, positions: int) -> None:
         super().__init__()
         self.positions = positions
-        self.position_ids: Tensor | None = None  # the graph's own [B, S], in the run under way
+        self.given = Given()
         self.samples: list[tuple[Tensor, Tensor]] = []  # [1, PROBED, width], as the model's module lays them out
         self.as_complex: list[bool] = []  # whether the model's module gives cos + i·sin as one tensor
 
@@ -129,7 +136,7 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
     def forward(x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Angles | tuple[Angles, Angles]:
         axes = position_ids.shape[:-2]
         if axes:
-            position_ids = _one_axis(module, position_ids, tables.position_ids)
+            position_ids = _one_axis(module, position_ids, tables.given.position_ids)
         key = (*args, *sorted(kwargs.items()))
         if key not in known:
             with internals.real_tensors():
