@@ -19,8 +19,19 @@ from llmforge import graph as g
 from llmforge import interface, moe
 from llmforge.errors import VerificationError
 from llmforge.expansion import expand
+from llmforge.recurrence import ACTIVATIONS, causal_conv, linear_attention
 
-__all__ = ["OPERATORS", "OPSETS", "Input", "Operator", "attention", "check", "expand"]
+__all__ = [
+    "OPERATORS",
+    "OPSETS",
+    "Input",
+    "Operator",
+    "attention",
+    "causal_conv",
+    "check",
+    "expand",
+    "linear_attention",
+]
 
 OPSETS: Mapping[str, int] = {"": 24, "llmforge": 1, "com.microsoft": 1}
 
@@ -109,6 +120,32 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
             "limit": "float!",
         },
     ),
+    ("llmforge", "CausalConv"): Operator(
+        (
+            _in("x", FLOATS, 3),
+            _in("weight", FLOATS, 3),
+            _in("past", FLOATS, 3),
+            _in("past_lengths", _I32, 1),
+            _in("lengths", _I32, 1),
+            _in("bias", FLOATS, 1, optional=True),
+        ),
+        {"activation": "string!", "layer": "int!"},
+        outputs=2,
+    ),
+    ("llmforge", "LinearAttention"): Operator(
+        (
+            _in("q", FLOATS, 3),
+            _in("k", FLOATS, 3),
+            _in("v", FLOATS, 3),
+            _in("decay", FLOATS, 3),
+            _in("beta", FLOATS, 3),
+            _in("past", FLOATS, 4),
+            _in("past_lengths", _I32, 1),
+            _in("lengths", _I32, 1),
+        ),
+        {"num_heads": "int!", "scale": "float!", "layer": "int!"},
+        outputs=2,
+    ),
     ("", "RMSNormalization"): Operator(
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}
     ),
@@ -124,6 +161,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Gather"): Operator((_in("data", ANY), _in("indices", frozenset({INT32, INT64}))), {"axis": "int"}),
     ("", "Transpose"): Operator((_in("x", ANY),), {"perm": "ints!"}),
     ("", "Reshape"): Operator((_in("x", ANY), _in("shape", _I64, 1)), {"allowzero": "int"}),
+    ("", "Expand"): Operator((_in("x", ANY), _in("shape", _I64, 1))),
     ("", "Split"): Operator(
         (_in("x", ANY), _in("split", _I64, 1, optional=True)), {"axis": "int", "num_outputs": "int"}, outputs=64
     ),
@@ -142,6 +180,8 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Relu"): _POINTWISE,
     ("", "Erf"): _POINTWISE,
     ("", "Neg"): _POINTWISE,
+    ("", "Exp"): _POINTWISE,
+    ("", "Softplus"): _POINTWISE,
     ("", "Gelu"): Operator((_in("x"),), {"approximate": "string"}),
     ("", "Pow"): _BINARY,
     ("", "Add"): _BINARY,
@@ -252,11 +292,15 @@ INPUTS: Mapping[str, tuple[frozenset[ir.DataType], int]] = {
     interface.INPUT_IDS: (_I64, 2),
     interface.POSITION_IDS: (_I64, 2),
     interface.PAST_LENGTHS: (_I32, 1),
+    interface.LENGTHS: (_I32, 1),
     interface.SEQLENS_K: (_I32, 1),
     interface.TOTAL_SEQUENCE_LENGTH: (_I32, 0),
     interface.LOGITS_ROWS: (_I64, 1),
 }
-PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|conv|recurrent)")
+# Operators that carry a state, its name in the cache, and where it stands among their inputs.
+STATE_OPERATORS = {("llmforge", "CausalConv"): ("conv", 2), ("llmforge", "LinearAttention"): ("recurrent", 5)}
+RANKS = {"key": 4, "value": 4, "conv": 3, "recurrent": 4}  # of the parts of a cache
 
 
 def check(model: ir.Model) -> None:
@@ -340,7 +384,7 @@ def _check_interface(graph: ir.Graph) -> None:
         where = f"graph input {name!r}"
         if past := PAST.fullmatch(name):
             caches.setdefault(int(past[1]), set()).add(past[2])
-            _check_value(value, where, CACHE, frozenset({4}), typed=True)
+            _check_value(value, where, CACHE, frozenset({RANKS[past[2]]}), typed=True)
             present = outputs.get(interface.present_of(name))
             if present is None:
                 raise VerificationError(f"{where}: has no output {interface.present_of(name)!r}")
@@ -353,7 +397,8 @@ def _check_interface(graph: ir.Graph) -> None:
             _check_value(value, where, dtypes, frozenset({rank}), typed=True)
     for position, layer in enumerate(sorted(caches)):
         _require(layer == position, f"cache of layer {layer}", f"there is none of layer {position}")
-        _require(caches[layer] == {"key", "value"}, f"cache of layer {layer}", f"has only its {_listed(caches[layer])}")
+        both = len({"key", "value"} & caches[layer]) != 1
+        _require(both, f"cache of layer {layer}", f"has only its {_listed(sorted(caches[layer]))}")
     _require(interface.LOGITS in outputs, f"graph output {interface.LOGITS!r}", "is missing")
     _check_value(outputs[interface.LOGITS], f"graph output {interface.LOGITS!r}", FLOATS, frozenset({3}), typed=True)
     known = {interface.LOGITS} | {interface.present_of(name) for name in inputs if PAST.fullmatch(name)}
@@ -383,6 +428,8 @@ def _check_node(node: ir.Node, defined: set[int]) -> None:
         _check_attention(node, where)
     if (node.domain, node.op_type) == ("llmforge", "MoE"):
         _check_moe(node, where)
+    if (node.domain, node.op_type) in STATE_OPERATORS:
+        _check_state(node, where, *STATE_OPERATORS[node.domain, node.op_type])
 
 
 def _check_attributes(node: ir.Node, operator: Operator, where: str) -> None:
@@ -452,6 +499,36 @@ def _check_moe(node: ir.Node, where: str) -> None:
             held = _dim(value, axis)
             fits = held is None or size is None or held == size
             _require(fits, where, f"{name} has size {held} along axis {axis}, must have {size}")
+
+
+def _check_state(node: ir.Node, where: str, part: str, index: int) -> None:
+    """Check what the table cannot say: the state is the layer's own, heads and channels fit it."""
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    layer = attributes["layer"]
+    expected = [interface.past_part(layer, part), interface.PAST_LENGTHS, interface.LENGTHS]
+    names = [value.name if value is not None else None for value in node.inputs[index : index + 3]]
+    reads = _listed(map(str, names))
+    _require(names == expected, where, f"layer {layer} must read {_listed(expected)}, reads {reads}")
+    made = [value.name for value in node.outputs[1:]]
+    expected = [interface.present_part(layer, part)]
+    _require(made == expected, where, f"layer {layer} must make {_listed(expected)}, makes {_listed(map(str, made))}")
+    if part == "conv":
+        activation = attributes["activation"]
+        _require(activation in ACTIVATIONS, where, f"activation is {activation!r}, must be {_listed(ACTIVATIONS)}")
+        weight, state, x = (g.dims(value) if value else None for value in (node.inputs[i] for i in (1, 2, 0)))
+        if weight and state and x and isinstance(weight[2], int):
+            fits = weight[1] == 1 and state[1:] == (weight[2] - 1, weight[0]) and x[2] == weight[0]
+            _require(fits, where, f"x {_shape(x)} and state {_shape(state)} do not fit a kernel {_shape(weight)}")
+        return
+    few, state = attributes["num_heads"], g.dims(node.inputs[index]) if node.inputs[index] else None
+    heads, width, value_width = (dim if isinstance(dim, int) else 0 for dim in (state or (0, 0, 0, 0))[1:])
+    if not (heads and width and value_width):
+        return
+    _require(0 < few <= heads and heads % few == 0, where, f"{few} heads of keys cannot serve {heads} of values")
+    widths = (few * width, few * width, heads * value_width, heads, heads)
+    for name, value, wanted in zip(("q", "k", "v", "decay", "beta"), node.inputs, widths, strict=False):
+        found = _dim(value, 2)
+        _require(found in (None, wanted), where, f"{name} is {found} wide, must be {wanted} for {_shape(state)}")
 
 
 def _check_value(

@@ -2,7 +2,8 @@
 
 `llmforge::Attention` becomes two TensorScatter, which write the step's keys and values into the cache, and one
 Attention over the whole buffer under a boolean mask [batch, 1, sequence, capacity], built once for every window.
-`llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`).
+`llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
+written stands in `llmforge.recurrence`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ import onnx_ir as ir
 
 from llmforge import graph as g
 from llmforge import interface, moe
+from llmforge.building import PREFIX, Builder
+from llmforge.recurrence import Recurrence
 
-PREFIX = "expand"  # of the names of nodes and constants made here
 HIDDEN_SLOT = np.float32(np.finfo(np.float32).min)  # added to a masked score: exp of it is 0, and it makes no NaN
 
 
 def expand(model: ir.Model) -> ir.Model:
     """Clone `model` with every `llmforge` operator written as standard ONNX; tensors are shared, not copied."""
     clone = model.clone()
-    expansion = _Expansion(clone)
+    attention, recurrence = _Expansion(clone), Recurrence(clone)
+    rules = {
+        "Attention": attention.attention,
+        "CausalConv": recurrence.causal_conv,
+        "LinearAttention": recurrence.linear_attention,
+    }
     for node in list(clone.graph):
-        if (node.domain, node.op_type) == ("llmforge", "Attention"):
-            expansion.attention(node)
+        if node.domain == "llmforge" and node.op_type in rules:
+            rules[node.op_type](node)
         elif (node.domain, node.op_type) == ("llmforge", "MoE"):
             g.supersede(node.outputs[0], moe.expand(clone, node, PREFIX))
     g.drop_unused(clone)
@@ -33,10 +40,9 @@ def expand(model: ir.Model) -> ir.Model:
 
 
 @dataclass
-class _Expansion:
-    """One expansion: the graph, and what its attention layers share."""
+class _Expansion(Builder):
+    """The expansion of attention: what its layers share."""
 
-    model: ir.Model
     _lengths: ir.Value | None = None
     _masks: dict[int, ir.Value] = field(default_factory=dict)
 
@@ -115,28 +121,6 @@ class _Expansion:
         shape = self._add(node, "Shape", [like])
         sink = self._add(node, "Expand", [column, shape])
         return grow(keys), grow(values), self._add(node, "Concat", [by_head, sink], {"axis": 3})
-
-    def _constant(self, name: str, value: int | list[int] | np.generic) -> ir.Value:
-        array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
-        return g.initializer(self.model, f"{PREFIX}.{name}", array)
-
-    def _add(
-        self, node: ir.Node, op_type: str, inputs: list[ir.Value], attributes: dict[str, g.Attribute] | None = None
-    ) -> ir.Value:
-        return g.insert(node, op_type, list(inputs), attributes)[0]
-
-    def _first(
-        self, op_type: str, inputs: list[ir.Value], attributes: dict[str, g.Attribute] | None = None
-    ) -> ir.Value:
-        """Add a node that every layer may read: behind the last of its inputs, else at the head of the graph."""
-        producers = [producer for value in inputs if (producer := value.producer()) is not None]
-        node = ir.Node("", op_type, inputs, ir.convenience.convert_attributes(attributes or {}))
-        if producers:
-            order = {member: index for index, member in enumerate(self.model.graph)}
-            self.model.graph.insert_after(max(producers, key=order.__getitem__), node)
-        else:
-            self.model.graph.insert_before(self.model.graph[0], node)
-        return node.outputs[0]
 
 
 def _present(node: ir.Node, index: int) -> ir.Value:

@@ -8,6 +8,7 @@ Canonical graphs take `past_lengths` (and `position_ids` where rotary embedding 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,12 @@ from numpy.typing import NDArray
 INPUT_IDS = "input_ids"  # int64 [batch, sequence]
 POSITION_IDS = "position_ids"  # int64 [batch, sequence]
 PAST_LENGTHS = "past_lengths"  # int32 [batch]
+LENGTHS = "lengths"  # int32 [batch]: tokens of the step that are no padding; where a layer keeps a state
 SEQLENS_K = "seqlens_k"  # int32 [batch]: past + sequence - 1
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"  # int32 scalar: longest past + sequence
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
+STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
 
 def past_key(layer: int) -> str:
@@ -41,6 +44,21 @@ def present_value(layer: int) -> str:
     return f"present.{layer}.value"
 
 
+def past_part(layer: int, part: str) -> str:
+    """Name the graph input that holds a part of the cache of `layer`: key, value, conv or recurrent."""
+    return f"past_key_values.{layer}.{part}"
+
+
+def present_part(layer: int, part: str) -> str:
+    """Name the graph output that holds a part of the cache of `layer` after the step."""
+    return f"present.{layer}.{part}"
+
+
+def is_state(name: str) -> bool:
+    """Say whether a cache input or output is a state of fixed size, without an axis of tokens."""
+    return name.rpartition(".")[2] in STATES
+
+
 def present_of(past: str) -> str:
     """Name the output that continues the cache input `past`."""
     return past.replace("past_key_values.", "present.", 1)
@@ -51,17 +69,20 @@ def feeds(
     ids: NDArray[np.int64],
     past_lengths: NDArray[np.int32],
     rows: NDArray[np.int64] | None = None,
+    lengths: NDArray[np.integer[Any]] | None = None,
 ) -> dict[str, NDArray[np.generic]]:
     """Make the non-cache inputs of one step for a graph whose inputs are `names`.
 
     `ids` is int64 [batch, sequence], right-padded; `past_lengths` int32 [batch]; `rows` selects the rows that get
-    logits (None: the graph's default, the last).
+    logits (None: the graph's default, the last). `lengths` [batch] counts the tokens of each row that are no padding
+    (None: all of them).
     """
     sequence = ids.shape[1]
     known: dict[str, NDArray[np.generic]] = {
         INPUT_IDS: np.ascontiguousarray(ids, np.int64),
         POSITION_IDS: past_lengths.astype(np.int64)[:, None] + np.arange(sequence)[None],
         PAST_LENGTHS: past_lengths.astype(np.int32),
+        LENGTHS: np.full(len(ids), sequence, np.int32) if lengths is None else lengths.astype(np.int32),
         SEQLENS_K: (past_lengths + sequence - 1).astype(np.int32),
         TOTAL_SEQUENCE_LENGTH: np.array(int(past_lengths.max(initial=0)) + sequence, np.int32),
     }

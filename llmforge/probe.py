@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import dialect
+from llmforge import dialect, interface
 from llmforge.runtime.session import Session, SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
@@ -70,7 +70,7 @@ class Outcome:
     """What one step gave, without padding.
 
     logits: fp32 [tokens, vocabulary], row after row.  caches: by input name, the filled slots of each row,
-    [kv_heads, slots, head_dim].
+    [kv_heads, slots, head_dim], or its state as a whole.
     """
 
     logits: NDArray[np.float32]
@@ -179,22 +179,28 @@ def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
     """Run the steps of `run` one by one; with `caches`, copy what they hold after each."""
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps:
-        logits = session.step(step.ids, step.past, cache, _all_rows(step))
+        logits = session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths)
         filled = step.past + step.lengths
         held = cache.buffers.items() if caches else ()
         yield Outcome(
             logits[step.valid],
-            {name: tuple(buffer[b, :, : filled[b]].copy() for b in range(run.batch)) for name, buffer in held},
+            {name: tuple(real(name, buffer, filled)) for name, buffer in held},
         )
+
+
+def real(name: str, buffer: NDArray[Any], filled: NDArray[np.integer[Any]]) -> Iterator[NDArray[Any]]:
+    """Copy what the cache input or output `name` holds for each row, of which `filled` tokens [B] are cached."""
+    for row, count in zip(buffer, filled, strict=True):
+        yield row.copy() if interface.is_state(name) else row[:, :count].copy()
 
 
 def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Run the steps before step `index`, and read the outputs `names` of that step, padding included."""
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps[:index]:
-        session.step(step.ids, step.past, cache, _all_rows(step))
+        session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths)
     step = run.steps[index]
-    return session.read(names, step.ids, step.past, cache, _all_rows(step))
+    return session.read(names, step.ids, step.past, cache, _all_rows(step), step.lengths)
 
 
 def _all_rows(step: Step) -> NDArray[np.int64]:

@@ -262,7 +262,8 @@ class Verifier:
         )
         caches = {str(value.name) for value in before.graph.outputs} - {interface.LOGITS}
         step = failure.run.steps[failure.step]
-        pairs = {name: (_valid(b[name], step, name in caches), _valid(a[name], step, name in caches)) for name in names}
+        cached = {name: name if name in caches else None for name in names}
+        pairs = {name: (_valid(b[name], step, cached[name]), _valid(a[name], step, cached[name])) for name in names}
         return _first_divergence(pairs, failure.bound)
 
     def _save(self, name: str, model: ir.Model) -> str:
@@ -306,13 +307,15 @@ def _deviation(before: _Array, after: _Array) -> float:
     return largest / spread
 
 
-def _valid(array: _Array, step: probe.Step, is_cache: bool) -> _Array | None:
-    """Take the real tokens of an intermediate value; None where its layout does not tell them from padding."""
+def _valid(array: _Array, step: probe.Step, cache: str | None) -> _Array | None:
+    """Take the real tokens of an intermediate value; None where its layout does not tell them from padding.
+
+    `cache` names it where it is an output that continues a cache.
+    """
+    if cache is not None:
+        return _joined(list(probe.real(cache, array, step.past + step.lengths)))
     if array.shape[:2] == step.ids.shape:
         return array[step.valid]
-    if is_cache:
-        filled = step.past + step.lengths
-        return _joined([array[b, :, : filled[b]] for b in range(len(filled))])
     return array if step.valid.all() else None
 
 

@@ -42,6 +42,26 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 2,  # every layer's MLP is dense
+}
+
+RECURRENT = {
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
 # name → configuration class of transformers, and what differs from BASE
 ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -73,6 +93,15 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "glm": ("GlmConfig", {"head_dim": 16}),  # interleaved rotary embedding of half a head
     "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.25}),  # LayerNorm, packed QKV
+    # latent attention: what is cached is not what attention reads, values are of another width than keys
+    "deepseek-v2": ("DeepseekV2Config", {**LATENT, "topk_method": "greedy"}),  # rotary embedding in complex numbers
+    "deepseek-v3": ("DeepseekV3Config", {**LATENT, "rope_parameters": {**YARN, "mscale_all_dim": 0.7}}),
+    "minicpm3": ("MiniCPM3Config", {**LATENT}),
+    "youtu": ("YoutuConfig", {**LATENT, "rope_interleave": True, "q_lora_rank": None}),
+    "qwen3-5": ("Qwen3_5TextConfig", RECURRENT),  # gated delta rule behind a causal convolution, gated norms
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),  # convolutions alone
+    "olmo-hybrid": ("OlmoHybridConfig", RECURRENT),
+    "qwen3-next": ("Qwen3NextConfig", {**RECURRENT, "mlp_only_layers": [0, 1]}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),  # layers without positions
 }
 
@@ -132,7 +161,13 @@ def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, ca
         wanted = [expected(torch.from_numpy(text[None])).logits[0].numpy() for text in texts]
     batch = len(texts)
     cache: dict[str, NDArray[np.generic]] = {  # slots that no token was written to must not matter
-        value.name: np.full((batch, value.shape[1], capacity, value.shape[3]), 7.0, np.float32)
+        value.name: np.full(
+            (batch, *value.shape[1:])
+            if interface.is_state(value.name)
+            else (batch, value.shape[1], capacity, value.shape[3]),
+            7.0,
+            np.float32,
+        )
         for value in session.get_inputs()
         if value.name.startswith("past_key_values.")
     }
@@ -141,7 +176,7 @@ def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, ca
         ids = np.zeros((batch, max(step)), np.int64)
         for row, count in enumerate(step):
             ids[row, :count] = texts[row][past[row] : past[row] + count]
-        feeds = interface.feeds(names, ids, past, np.arange(max(step)))
+        feeds = interface.feeds(names, ids, past, np.arange(max(step)), np.array(step))
         logits, *presents = session.run(None, {**feeds, **cache})
         cache = dict(zip(cache, presents, strict=True))
         for row, count in enumerate(step):

@@ -31,7 +31,8 @@ class Footprint(BaseModel):
 def count(model: ir.Model, artifact_bytes: int) -> Footprint:
     """Count the bytes that a decode step of `model` reads; an initializer that several nodes read counts once.
 
-    A cache input is [batch, kv_heads, capacity, head_dim]; a token of context is one slot of it.
+    A cache input is [batch, kv_heads, capacity, head_dim]; a token of context is one slot of it. States of fixed size
+    do not grow with the context and count as none.
     """
     weights = sum(
         _bytes(tensor.dtype, [int(dim) for dim in tensor.shape.numpy()])
@@ -40,7 +41,8 @@ def count(model: ir.Model, artifact_bytes: int) -> Footprint:
     )
     kv = 0
     for value in model.graph.inputs:
-        if value.name is not None and interface.present_of(value.name) != value.name:
+        name = value.name or ""
+        if interface.present_of(name) != name and not interface.is_state(name):
             if value.shape is None or value.dtype is None:
                 raise ValueError(f"cache input {value.name} has no shape or dtype")
             kv += _bytes(value.dtype, [value.shape[axis] for axis in (1, 3)])

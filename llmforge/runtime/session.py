@@ -36,6 +36,7 @@ _FED = {
     interface.INPUT_IDS,
     interface.POSITION_IDS,
     interface.PAST_LENGTHS,
+    interface.LENGTHS,
     interface.SEQLENS_K,
     interface.TOTAL_SEQUENCE_LENGTH,
     interface.LOGITS_ROWS,
@@ -71,11 +72,21 @@ class CacheInput:
     head_dim: int
 
 
+@dataclass(frozen=True)
+class StateInput:
+    """One state of fixed size that a graph takes and returns: `dtype` [batch, *dims]."""
+
+    name: str
+    dtype: str  # as numpy spells it
+    dims: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Cache:
     """Keys and values of `batch` sequences of at most `capacity` tokens; a row is one sequence.
 
-    `buffers` holds one array [batch, kv_heads, capacity, head_dim] for every cache input of the graph, by input name.
+    `buffers` holds one array [batch, kv_heads, capacity, head_dim] for every cache input of the graph, and one
+    [batch, …] for every state, by input name. A row whose past is empty may hold anything: no graph reads it.
     Memory that no token has reached is never touched.
     """
 
@@ -154,7 +165,14 @@ class Session:
         self.inputs: tuple[str, ...] = tuple(value.name for value in inputs)
         self.outputs: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
         self.caches: tuple[CacheInput, ...] = tuple(
-            self._cache_input(value, where) for value in inputs if interface.present_of(value.name) != value.name
+            self._cache_input(value, where)
+            for value in inputs
+            if interface.present_of(value.name) != value.name and not interface.is_state(value.name)
+        )
+        self.states: tuple[StateInput, ...] = tuple(
+            self._state_input(value, where)
+            for value in inputs
+            if interface.present_of(value.name) != value.name and interface.is_state(value.name)
         )
         logits = next((value for value in self._session.get_outputs() if value.name == interface.LOGITS), None)
         if interface.INPUT_IDS not in self.inputs or logits is None or not isinstance(logits.shape[-1], int):
@@ -163,7 +181,7 @@ class Session:
                 f"{interface.LOGITS} [batch, rows, vocabulary] with a fixed vocabulary; inputs {list(self.inputs)}, "
                 f"outputs {list(self.outputs)}"
             )
-        if unknown := set(self.inputs) - _FED - {cache.name for cache in self.caches}:
+        if unknown := set(self.inputs) - _FED - {held.name for held in (*self.caches, *self.states)}:
             raise InputError(f"{where}: nothing is known to feed into {', '.join(sorted(unknown))}")
         if logits.type != "tensor(float)":
             raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
@@ -184,11 +202,22 @@ class Session:
             raise UnsupportedError(f"{where}: cache input {name} is {value.type}; one of {list(CACHE_DTYPES)}")
         return CacheInput(name, CACHE_DTYPES[value.type], shape[1], shape[3])
 
+    def _state_input(self, value: ort.NodeArg, where: str) -> StateInput:
+        name, dims = value.name, value.shape[1:]
+        if not dims or not all(isinstance(dim, int) for dim in dims):
+            raise InputError(f"{where}: state {name} has shape {value.shape}; wanted [batch, …] with fixed dimensions")
+        if interface.present_of(name) not in self.outputs:
+            raise InputError(f"{where}: state {name} has no output {interface.present_of(name)}")
+        if value.type not in CACHE_DTYPES:
+            raise UnsupportedError(f"{where}: state {name} is {value.type}; one of {list(CACHE_DTYPES)}")
+        return StateInput(name, CACHE_DTYPES[value.type], tuple(dims))
+
     def allocate(self, batch: int, capacity: int) -> Cache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
         buffers = {c.name: np.zeros((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
+        buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in self.states}
         return Cache(batch, capacity, buffers)
 
     def step(
@@ -198,6 +227,7 @@ class Session:
         cache: Cache,
         rows: NDArray[np.int64] | None = None,
         out: NDArray[np.float32] | None = None,
+        lengths: NDArray[np.integer[Any]] | None = None,
     ) -> NDArray[np.float32]:
         """Run the tokens `ids` after what `cache` holds, and store their keys and values there.
 
@@ -207,6 +237,7 @@ class Session:
             cache: written at slots `past_lengths[b]` … `past_lengths[b] + S - 1` of each row.
             rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last.
             out: fp32 [B, R, V], C-contiguous, to write the logits to; the same array again saves binding it.
+            lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
 
         Returns:
             Logits, fp32 [B, R, V]: `out`, or a new array.
@@ -231,9 +262,10 @@ class Session:
         if self._one_row_continuations and cache.batch > 1 and ids.shape[1] > 1 and past_lengths.any():
             for b in range(cache.batch):
                 row = slice(b, b + 1)
-                self._run(ids[row], past_lengths[row], cache.rows(b, b + 1), rows, out[row])
+                real = None if lengths is None else lengths[row]
+                self._run(ids[row], past_lengths[row], cache.rows(b, b + 1), rows, out[row], real)
         else:
-            self._run(ids, past_lengths, cache, rows, out)
+            self._run(ids, past_lengths, cache, rows, out, lengths)
         return out
 
     def read(
@@ -243,9 +275,10 @@ class Session:
         past_lengths: NDArray[np.int32],
         cache: Cache,
         rows: NDArray[np.int64],
+        lengths: NDArray[np.integer[Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
-        feeds = {**interface.feeds(self.inputs, ids, past_lengths, rows), **cache.buffers}
+        feeds = {**interface.feeds(self.inputs, ids, past_lengths, rows, lengths), **cache.buffers}
         return dict(zip(names, self._session.run(list(names), feeds), strict=True))
 
     def _run(
@@ -255,12 +288,13 @@ class Session:
         cache: Cache,
         rows: NDArray[np.int64] | None,
         out: NDArray[np.float32],
+        lengths: NDArray[np.integer[Any]] | None,
     ) -> None:
         binding = self._bindings.get(cache)
         if binding is None:
             binding = self._bindings[cache] = _Binding(self._session, cache)
         rows = _LAST_ROW if rows is None and interface.LOGITS_ROWS in self.inputs else rows
-        binding.run(interface.feeds(self.inputs, ids, past_lengths, rows), out)
+        binding.run(interface.feeds(self.inputs, ids, past_lengths, rows, lengths), out)
 
 
 class _Binding:

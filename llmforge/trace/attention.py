@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from llmforge.errors import UnsupportedError
 from llmforge.trace import masks
@@ -27,26 +26,30 @@ INERT = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """Shape of one layer's cache, without batch and capacity."""
+class Layer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
+    """The cache of one layer: hands on what a step adds to it, and remembers which tensors they were.
 
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
-class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
-    """The cache of one layer: hands new keys and values on untouched and remembers which tensors they were."""
+    Parts have the names that they have in the graph: key and value [B, kv_heads, C, D], conv [B, K-1, C], recurrent
+    [B, H, D, Dv] (`states`). A dry run learns which parts there are.
+    """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, past: tuple[Tensor, Tensor] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, past: Mapping[str, Tensor] | None, run: Attention) -> None:
+        LinearAttentionCacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
+        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         self.past = past  # None in a dry run
+        self._run = run
+        if past is not None and "recurrent" in past:
+            self.recurrent_states[0] = past["recurrent"]
+            self.is_recurrent_states_initialized[0] = self.has_previous_state[0] = True
+        self.shapes: dict[str, tuple[int, ...]] = {}  # by part, without batch and capacity; of a dry run
+        self.present: dict[str, Tensor] = {}
         self.new: tuple[Tensor, Tensor] | None = None
-        self.present: tuple[Tensor, Tensor] | None = None
+        self.read: tuple[Tensor, Tensor] | None = None  # by attention: the same, or made of them
+        self.convolved: Tensor | None = None  # [B, C, S], what a convolution is about to read
+        self.recurrent: Tensor | None = None  # the state after the step
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -70,18 +73,46 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers i
         Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. What
         it computes from the capacity leaves a Shape of the cache in the graph, which the dialect does not have.
         """
-        return 1 if self.past is None else self.past[0].shape[2]
+        return 1 if self.past is None or "key" not in self.past else self.past["key"].shape[2]
 
     def get_max_length(self) -> int:
         """Return -1, transformers' sign for no limit."""
         return -1
 
-    def shape(self) -> CacheShape:
-        """Return the shape of what a dry run cached."""
-        if self.new is None:
-            raise UnsupportedError("a layer caches no keys and values (another kind of layer than attention)")
-        key, value = self.new
-        return CacheShape(kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3])
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
+        """Remember the step's inputs [B, C, S] of a causal convolution and return them."""
+        if self.convolved is not None or state_idx:
+            raise UnsupportedError("a layer updates the state of a convolution twice in one step")
+        self.convolved = conv_states
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        """Take back the state that a linear attention computed.
+
+        Raises:
+            UnsupportedError: something else computed it (a state space model, for one).
+        """
+        if recurrent_states is not self._run.unclaimed or state_idx:
+            raise UnsupportedError("a layer keeps a recurrent state that is not one of the gated delta rule")
+        self._run.unclaimed, self.recurrent = None, recurrent_states
+        self.shapes["recurrent"] = tuple(recurrent_states.shape[1:])
+        self.present["recurrent"] = recurrent_states
+        return recurrent_states
+
+    def complete(self) -> None:
+        """Return if all that the layer caches is read by an operator that can carry it on.
+
+        Raises:
+            UnsupportedError: the layer caches nothing, or something that nothing known reads.
+        """
+        if self.new is not None and self.read is None:
+            raise UnsupportedError("a layer caches keys and values that no attention reads")
+        if self.convolved is not None and "conv" not in {**self.shapes, **self.present}:
+            raise UnsupportedError("a layer keeps a state that no causal convolution reads")
+        if self.new is None and self.convolved is None and self.recurrent is None:
+            raise UnsupportedError("a layer caches neither keys and values nor a state")
 
 
 class Attention:
@@ -92,12 +123,19 @@ class Attention:
     def __init__(self, positions: int) -> None:
         self._positions = positions
         self.layers: Sequence[Layer] = []
-        self._past_lengths: Tensor | None = None
+        self.past_lengths: Tensor | None = None
+        self.lengths: Tensor | None = None
+        self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
 
-    def step(self, past: Sequence[tuple[Tensor, Tensor] | None], past_lengths: Tensor) -> Cache:
+    @property
+    def dry(self) -> bool:
+        """Whether the run under way only learns what the layers cache."""
+        return all(layer.past is None for layer in self.layers)
+
+    def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
-        self.layers = [Layer(pair) for pair in past]
-        self._past_lengths = past_lengths
+        self.layers = [Layer(parts, self) for parts in past]
+        self.past_lengths, self.lengths = past_lengths, lengths
         return Cache(layers=[*self.layers])
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
@@ -142,11 +180,13 @@ class Attention:
             raise UnsupportedError(f"{where} drops out attention weights at inference")
         index = self._layer_of(key, value)
         layer = self.layers[index]
+        layer.read = (key, value)
         (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
-        if layer.past is None or self._past_lengths is None:
+        layer.shapes |= {"key": (key.shape[1], key_dim), "value": (key.shape[1], value_dim)}
+        if layer.past is None or self.past_lengths is None:
             return query.new_zeros(batch, sequence, num_heads, value_dim), None
-        inputs = [_rows(query), _rows(key), _rows(value), *layer.past, self._past_lengths]
-        y, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
+        inputs = [_rows(query), _rows(key), _rows(value), layer.past["key"], layer.past["value"], self.past_lengths]
+        y, layer.present["key"], layer.present["value"] = torch.onnx.ops.symbolic_multi_out(
             "llmforge::Attention",
             inputs if s_aux is None else [*inputs, s_aux],
             {
@@ -158,18 +198,31 @@ class Attention:
                 "layer": index,
             },
             dtypes=[query.dtype, key.dtype, value.dtype],
-            shapes=[(batch, sequence, num_heads * value_dim), layer.past[0].shape, layer.past[1].shape],
+            shapes=[(batch, sequence, num_heads * value_dim), layer.past["key"].shape, layer.past["value"].shape],
             version=1,
         )
-        layer.present = (present_key, present_value)
         return y.view(batch, sequence, num_heads, value_dim), None
 
     def _layer_of(self, key: Tensor, value: Tensor) -> int:
-        """Find the layer whose cache update returned exactly these tensors."""
-        for index, layer in enumerate(self.layers):
-            if layer.new is not None and key is layer.new[0] and value is layer.new[1]:
+        """Find the layer whose cache update returned these tensors, or what these were made of.
+
+        Latent attention caches something smaller and expands it after the update, token by token (`tokenwise` sees to
+        it); the expanded keys and values are what the graph caches. They are of the one layer that was updated and
+        has not been read.
+        """
+        open_layers = [index for index, layer in enumerate(self.layers) if layer.new is not None and layer.read is None]
+        for index in open_layers:
+            new = self.layers[index].new
+            if new is not None and key is new[0] and value is new[1]:
                 return index
-        raise UnsupportedError("attention reads other keys and values than its layer caches (latent or shared cache)")
+        if len(open_layers) != 1:
+            raise UnsupportedError("attention reads keys and values that its layer does not cache (a shared cache)")
+        (index,) = open_layers
+        new = self.layers[index].new
+        assert new is not None
+        if key.shape[2] != new[0].shape[2] or value.shape[2] != new[0].shape[2] or key.shape[1] != value.shape[1]:
+            raise UnsupportedError("attention reads another number of keys and values than its layer caches")
+        return index
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnxscript import opset18
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmforge import interface
 from llmforge.errors import UnsupportedError
-from llmforge.trace import depth, internals, norms, rotary
-from llmforge.trace.attention import Attention, CacheShape, Layer
+from llmforge.trace import depth, gated_norms, internals, norms, recurrent, rotary, writes
+from llmforge.trace.attention import Attention, Layer
 from llmforge.trace.pattern import Irregular, Pattern
+
+Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
 
 OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one, and none 0 or 1, which
@@ -51,11 +54,14 @@ class Traced(nn.Module):
         head.register_forward_pre_hook(self._selection.apply)
 
     def run(
-        self, input_ids: Tensor, position_ids: Tensor, past_lengths: Tensor, past: Sequence[Any]
+        self, input_ids: Tensor, position_ids: Tensor, past_lengths: Tensor, lengths: Tensor, past: Sequence[Any]
     ) -> tuple[Tensor, Sequence[Layer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
-        cache = self._attention.step(past, past_lengths)
+        cache = self._attention.step(past, past_lengths, lengths)
+        self.rotary.given.position_ids = position_ids
         output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        for layer in self._attention.layers:
+            layer.complete()
         return output.logits, self._attention.layers
 
     def forward(
@@ -63,18 +69,14 @@ class Traced(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         past_lengths: Tensor,
+        lengths: Tensor,
         logits_rows: Tensor,
-        caches: list[tuple[Tensor, Tensor]],
+        caches: list[dict[str, Tensor]],
     ) -> tuple[Tensor, list[Tensor]]:
         """Trace one step: logits [batch, rows, vocabulary] and the caches after it."""
         self._selection.rows = logits_rows
-        logits, layers = self.run(input_ids, position_ids, past_lengths, caches)
-        presents: list[Tensor] = []
-        for index, layer in enumerate(layers):
-            if layer.present is None:
-                raise UnsupportedError(f"layer {index} caches keys and values that no attention reads")
-            presents += layer.present
-        return logits, presents
+        logits, layers = self.run(input_ids, position_ids, past_lengths, lengths, caches)
+        return logits, [layer.present[part] for layer, parts in zip(layers, caches, strict=True) for part in parts]
 
 
 def capture(
@@ -96,23 +98,23 @@ def capture(
     """
     with internals.third_party("tracing"), torch.no_grad():
         norms.substitute(model)
-        with rotary.substituted(model, positions) as tables:
+        gated_norms.substitute(model)
+        with rotary.substituted(model, positions) as tables, recurrent.substituted(model, attention):
             traced = Traced(model, attention, tables)
             with mode:
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
-                _, cached = traced.run(ids, ids, lengths, [None] * layers)
-            shapes = [layer.shape() for layer in cached]
+                _, cached = traced.run(ids, ids, lengths, lengths, [None] * layers)
+            shapes = [layer.shapes for layer in cached]
             pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
             if isinstance(pattern, Irregular):
-                return _translate(_export(traced, shapes), layers), pattern
+                return _translate(_export(traced, shapes), shapes), pattern
+            shapes = shapes[: pattern.traced]
             with depth.only(depth.stack_of(model, layers)[1], pattern.traced):
-                return _translate(_export(traced, shapes[: pattern.traced]), pattern.traced), pattern
+                return _translate(_export(traced, shapes), shapes), pattern
 
 
-def _pattern(
-    traced: Traced, mode: internals.FakeTensorMode, shapes: Sequence[CacheShape]
-) -> Pattern | Irregular:
+def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> Pattern | Irregular:
     """Find how the layers of `traced`, each with a cache of its own, repeat; or why that cannot be proven."""
     try:
         name, stack = depth.stack_of(traced.model, len(shapes))
@@ -122,56 +124,81 @@ def _pattern(
         return reason
 
 
-def _step(traced: Traced, shapes: Sequence[CacheShape]) -> depth.Step:
+def _step(traced: Traced, shapes: Shapes) -> depth.Step:
     """Make a step of `traced` on the example inputs."""
     inputs = _inputs(shapes)
     *given, caches = inputs
-    names = (interface.INPUT_IDS, interface.POSITION_IDS, interface.PAST_LENGTHS, interface.LOGITS_ROWS)
-    return depth.Step(dict(zip(names, given, strict=True)), caches, lambda: traced(*inputs))
+    names = (
+        interface.INPUT_IDS,
+        interface.POSITION_IDS,
+        interface.PAST_LENGTHS,
+        interface.LENGTHS,
+        interface.LOGITS_ROWS,
+    )
+    parts = [tuple(cache.values()) for cache in caches]
+    return depth.Step(dict(zip(names, given, strict=True)), parts, lambda: traced(*inputs))
 
 
-def _inputs(shapes: Sequence[CacheShape]) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    """Translate softplus without torch's threshold, beyond which fp32 has x for log(1 + eˣ) anyway."""
+    if beta != 1.0 or threshold < 20.0:  # noqa: PLR2004 - torch's default; e⁻²⁰ < 2⁻²⁴ · 20
+        raise UnsupportedError(f"softplus with beta {beta} and threshold {threshold}")
+    return opset18.Softplus(x)
+
+
+def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
     """Make example inputs of `Traced`."""
-    caches = [
-        (
-            torch.empty(BATCH, shape.kv_heads, CAPACITY, shape.key_dim),
-            torch.empty(BATCH, shape.kv_heads, CAPACITY, shape.value_dim),
-        )
-        for shape in shapes
-    ]
+    caches = [{part: torch.empty(_cache_shape(part, shape)) for part, shape in parts.items()} for parts in shapes]
     return (
         torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
         torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
+        torch.zeros(BATCH, dtype=torch.int32),
         torch.zeros(BATCH, dtype=torch.int32),
         torch.zeros(ROWS, dtype=torch.int64),
         caches,
     )
 
 
-def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.ExportedProgram:
+def _export(traced: Traced, shapes: Shapes) -> torch.export.ExportedProgram:
     """Export `traced` with dynamic batch, sequence, capacity and rows."""
     batch, sequence, capacity, rows = (torch.export.Dim(name) for name in ("batch", "sequence", "capacity", "rows"))
     inputs = _inputs(shapes)
-    cache_dims = {0: batch, 2: capacity}
     dims = (
         {0: batch, 1: sequence},
         {0: batch, 1: sequence},
         {0: batch},
+        {0: batch},
         {0: rows},
-        [(cache_dims, cache_dims)] * len(shapes),
+        [
+            {part: {0: batch} if part in interface.STATES else {0: batch, 2: capacity} for part in parts}
+            for parts in shapes
+        ],
     )
-    return torch.export.export(
+    program = torch.export.export(
         traced, inputs, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
     )
+    writes.concatenate(program)
+    return program
 
 
-def _translate(program: torch.export.ExportedProgram, layers: int) -> ir.Model:
+def _cache_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Add batch, and capacity where there is one, to the shape of a part of a cache."""
+    return (BATCH, *shape) if part in interface.STATES else (BATCH, shape[0], CAPACITY, shape[1])
+
+
+def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[str, object]]) -> ir.Model:
     """Translate to ONNX, unoptimized: its optimizer would bake transposed weights and lose parameter names."""
-    inputs = [interface.INPUT_IDS, interface.POSITION_IDS, interface.PAST_LENGTHS, interface.LOGITS_ROWS]
+    inputs = [
+        interface.INPUT_IDS,
+        interface.POSITION_IDS,
+        interface.PAST_LENGTHS,
+        interface.LENGTHS,
+        interface.LOGITS_ROWS,
+    ]
     outputs = [interface.LOGITS]
-    for layer in range(layers):
-        inputs += [interface.past_key(layer), interface.past_value(layer)]
-        outputs += [interface.present_key(layer), interface.present_value(layer)]
+    for layer, parts in enumerate(shapes):
+        inputs += [interface.past_part(layer, part) for part in parts]
+        outputs += [interface.present_part(layer, part) for part in parts]
     with warnings.catch_warnings(), internals.quiet(REGISTRATION_LOGGER, logging.ERROR):
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         translated = torch.onnx.export(
@@ -182,6 +209,7 @@ def _translate(program: torch.export.ExportedProgram, layers: int) -> ir.Model:
             verbose=False,
             input_names=inputs,
             output_names=outputs,
+            custom_translation_table={torch.ops.aten.softplus.default: _softplus},
         )
     assert translated is not None
     translated.model.ir_version = IR_VERSION

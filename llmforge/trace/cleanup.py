@@ -6,6 +6,8 @@ Shapes that torch.export recorded on every value decide; no value of a weight is
 from __future__ import annotations
 
 import ast
+import hashlib
+import math
 import os.path
 import re
 from collections import Counter
@@ -22,7 +24,7 @@ from onnx_ir.passes.common import (
 
 from llmforge import graph as g
 from llmforge import interface
-from llmforge.trace import rows
+from llmforge.trace import rows, unflatten
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's record of the modules that a node comes from, outermost first
 NUMBERED = re.compile(r"val_\d+")  # how torch's translation calls what it makes
@@ -30,8 +32,8 @@ FOLDED = 1024  # elements: constants up to this size are folded; shapes and scal
 DIMS = {
     interface.INPUT_IDS: ("batch", "sequence"),
     interface.LOGITS_ROWS: ("rows",),
-    interface.past_key(0): ("batch", None, "capacity", None),
 }
+CACHE_DIMS = ("batch", None, "capacity", None)  # of keys and values
 
 
 def canonicalize(model: ir.Model) -> None:
@@ -41,6 +43,8 @@ def canonicalize(model: ir.Model) -> None:
     onnxscript.optimizer.fold_constants(
         model, input_size_limit=FOLDED, output_size_limit=FOLDED, should_fold=lambda node: _reads_no_weight(node)
     )
+    simplify(model)
+    unflatten.unflatten(model)
     simplify(model)
     rows.restore(model)
     simplify(model)
@@ -56,7 +60,9 @@ def name_dims(model: ir.Model) -> None:
     """Replace torch's names of dynamic dimensions by the dialect's in every shape of the graph."""
     names: dict[str, str] = {}
     for value in model.graph.inputs:
-        for dim, name in zip(g.dims(value) or (), DIMS.get(value.name or "", ()), strict=False):
+        cached = interface.present_of(value.name or "") != value.name and not interface.is_state(value.name or "")
+        known = CACHE_DIMS if cached else DIMS.get(value.name or "", ())
+        for dim, name in zip(g.dims(value) or (), known, strict=False):
             if isinstance(dim, str) and name is not None:
                 names[dim] = name
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
@@ -70,10 +76,12 @@ def simplify(model: ir.Model) -> None:
     """Remove nodes that move no data, and state the targets of reshapes as constants; until nothing changes."""
     rules: Mapping[str, Callable[[ir.Model, ir.Node], bool]] = {
         "Cast": _cast_to_same,
-        "Expand": _same_shape,
+        "Expand": _expand,
         "Reshape": _reshape,
         "Slice": _slice_of_all,
+        "Squeeze": _as_reshape,
         "Transpose": _transpose_pair,
+        "Unsqueeze": _as_reshape,
     }
     changed = True
     while changed:
@@ -97,12 +105,42 @@ def _bypass(node: ir.Node) -> bool:
 
 def _cast_to_same(model: ir.Model, node: ir.Node) -> bool:
     x = node.inputs[0]
-    return x is not None and x.dtype is not None and x.dtype.value == node.attributes.get_int("to") and _bypass(node)
+    if x is None or x.dtype is None:
+        return False
+    to = ir.DataType(node.attributes["to"].as_int())
+    return _bypass(node) if x.dtype == to else _cast_integer(model, node, x, to)
+
+
+def _cast_integer(model: ir.Model, node: ir.Node, x: ir.Value, to: ir.DataType) -> bool:
+    """Cast a small integer constant now; such a constant is no weight."""
+    tensor = x.const_value
+    if tensor is None or not x.is_initializer() or x.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
+        return False
+    if tensor.size > FOLDED or x.is_graph_input() or node.outputs[0].is_graph_output():
+        return False
+    name = f"{x.name}.{to.name.lower()}"
+    g.replace(node.outputs[0], g.initializer(model, name, tensor.numpy().astype(to.numpy())))
+    return True
 
 
 def _same_shape(model: ir.Model, node: ir.Node) -> bool:
     x, (y,) = node.inputs[0], node.outputs
     return x is not None and _known(x) and g.dims(x) == g.dims(y) and _bypass(node)
+
+
+def _expand(model: ir.Model, node: ir.Node) -> bool:
+    """Drop what changes nothing; write a small constant out."""
+    x, (y,) = node.inputs[0], node.outputs
+    tensor = None if x is None or x.is_initializer() else ir.convenience.get_const_tensor(x)
+    shape = [dim for dim in g.dims(y) or () if isinstance(dim, int)]
+    whole = g.dims(y) is not None and len(shape) == len(g.dims(y) or ())
+    if tensor is None or not whole or math.prod(shape) > FOLDED or y.is_graph_output():
+        return _same_shape(model, node)
+    array = np.ascontiguousarray(np.broadcast_to(tensor.numpy(), shape))
+    digest = hashlib.sha256(array.tobytes()).hexdigest()[:8]
+    name = f"constant_{'_'.join(map(str, shape))}_{digest}"
+    g.replace(y, g.initializer(model, name, array))
+    return True
 
 
 def _slice_of_all(model: ir.Model, node: ir.Node) -> bool:
@@ -150,7 +188,18 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
         return True
     if constant is not None:
         return False
-    before, after = g.dims(x) or (), g.dims(y) or ()
+    wanted = _target(model, g.dims(x) or (), g.dims(y) or ())
+    if wanted is None:
+        return False
+    node.replace_input_with(1, wanted)
+    node.attributes.pop("allowzero", None)
+    return True
+
+
+def _target(
+    model: ir.Model, before: tuple[int | str | None, ...], after: tuple[int | str | None, ...]
+) -> ir.Value | None:
+    """State the target of a reshape from `before` to `after` as a constant; None where it cannot be."""
     wanted: list[int] = []
     for axis, dim in enumerate(after):
         if isinstance(dim, int):
@@ -158,10 +207,24 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
         else:
             wanted.append(0 if axis < len(before) and before[axis] == dim else -1)
     if wanted.count(-1) > 1 or 0 in after:
-        return False
+        return None
     name = "shape_" + "_".join("n" if dim == -1 else str(dim) for dim in wanted)
-    node.replace_input_with(1, g.initializer(model, name, np.array(wanted, np.int64)))
-    node.attributes.pop("allowzero", None)
+    return g.initializer(model, name, np.array(wanted, np.int64))
+
+
+def _as_reshape(model: ir.Model, node: ir.Node) -> bool:
+    """Write a Squeeze or Unsqueeze as the Reshape that it is, so that it joins others."""
+    x, (y,) = node.inputs[0], node.outputs
+    if x is None or not (_known(x) and _known(y)):
+        return False
+    wanted = _target(model, g.dims(x) or (), g.dims(y) or ())
+    if wanted is None:
+        return False
+    (reshaped,) = g.insert(node, "Reshape", [x, wanted])
+    made = reshaped.producer()
+    assert made is not None
+    made.metadata_props.update(node.metadata_props)
+    g.replace(y, reshaped)
     return True
 
 

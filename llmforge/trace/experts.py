@@ -91,9 +91,7 @@ class Experts:
         inputs = [x, ids, weights.to(x.dtype), held.up, held.down]
         if held.up_bias is not None and held.down_bias is not None:
             inputs += [held.up_bias, held.down_bias]
-        return torch.onnx.ops.symbolic(
-            "llmforge::MoE", inputs, asdict(form), dtype=x.dtype, shape=x.shape, version=1
-        )
+        return torch.onnx.ops.symbolic("llmforge::MoE", inputs, asdict(form), dtype=x.dtype, shape=x.shape, version=1)
 
     def _form(self, module: nn.Module) -> Form:
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())
@@ -117,7 +115,9 @@ def probe(module: nn.Module) -> Form:
         generator = torch.Generator().manual_seed(0)
         small = _shrunk(module, generator)
         held = _weights(small)
-        ids = torch.stack([torch.randperm(len(held.up), generator=generator)[:PROBED_TOP] for _ in range(PROBED_TOKENS)])
+        ids = torch.stack(
+            [torch.randperm(len(held.up), generator=generator)[:PROBED_TOP] for _ in range(PROBED_TOKENS)]
+        )
         mixing = torch.rand(ids.shape, generator=generator) + 0.1
         noise = torch.randn(PROBED_TOKENS, held.up.shape[1], generator=generator)
         inputs = [noise * scale for scale in (*SCALES, *_numbers(module))]

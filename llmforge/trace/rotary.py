@@ -21,20 +21,36 @@ PROBED = 8  # positions at which a function that applies rotary embedding is pro
 TOLERANCE = 1e-5  # fp32, on values of order one
 
 
+@dataclass
+class Given:
+    """What the run under way was given; apart from modules, whose attributes torch.export does not let a trace set."""
+
+    position_ids: Tensor | None = None  # the graph's own [B, S]
+
+
 class Tables(nn.Module):
     """The rotary tables of a model: buffers `cos`, `sin` (then `cos_1`, …), fp32 [positions, rotary_dim / 2]."""
 
     def __init__(self, positions: int) -> None:
         super().__init__()
         self.positions = positions
+        self.given = Given()
         self.samples: list[tuple[Tensor, Tensor]] = []  # [1, PROBED, width], as the model's module lays them out
+        self.as_complex: list[bool] = []  # whether the model's module gives cos + i·sin as one tensor
 
-    def add(self, module: nn.Module, forward: Callable[[Tensor], tuple[Tensor, Tensor]]) -> int:
-        """Evaluate `forward` (position ids [1, n] → cos, sin [1, n, width]) and keep the table; return its index.
+    def add(self, module: nn.Module, original: Callable[[Tensor], Any]) -> int:
+        """Evaluate `original` (position ids [1, n] → cos, sin [1, n, width]) and keep the table; return its index.
+
+        `original` may also give one complex tensor, cos + i·sin.
 
         Raises:
             UnsupportedError: what it computes for a position depends on how long the sequence is.
         """
+
+        def forward(ids: Tensor) -> tuple[Tensor, Tensor]:
+            angles = original(ids)
+            return (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
+
         probed = torch.arange(min(PROBED, self.positions))[None]
         far = torch.tensor([[self.positions - 1]])
         samples = forward(probed)
@@ -47,10 +63,16 @@ class Tables(nn.Module):
         chunks = [forward(ids[None]) for ids in torch.split(torch.arange(self.positions), CHUNK)]
         index = len(self.samples)
         self.samples.append(samples)
+        self.as_complex.append(isinstance(original(probed), Tensor))
         for part in (0, 1):
             halves = [_half(chunk[part][0]) for chunk in chunks]
             self.register_buffer(_buffer(index, part), torch.cat(halves), persistent=False)
         return index
+
+    def sample(self, angles: Angles) -> Tensor:
+        """Return what `angles` stand for, at the probed positions."""
+        cos, sin = self.samples[angles.table]
+        return (cos, sin, torch.complex(cos, sin))[angles.part]
 
     def table(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the cos and sin of one table, as the trace sees them."""
@@ -62,8 +84,12 @@ class Angles:
     """Stands in for the cos or sin [B, S, width] that a rotary module would compute; computing with it fails."""
 
     table: int
-    part: int  # 0: cos, 1: sin
+    part: int  # 0: cos, 1: sin, 2: cos + i·sin
     position_ids: Tensor
+
+    def to(self, *args: object, **kwargs: object) -> Angles:
+        """Stay where it is: a trace has one device."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -72,6 +98,7 @@ class Layout:
 
     heads_last: bool  # [B, S, H, D] instead of [B, H, S, D]
     interleaved: bool  # pairs (0, 1), (2, 3), … instead of (0, D/2), (1, D/2 + 1), …
+    regroups: bool = False  # takes the former and hands out the latter
 
 
 @contextmanager
@@ -102,20 +129,36 @@ def substituted(model: nn.Module, positions: int) -> Iterator[Tables]:
             setattr(file, name, function)
 
 
-def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> Callable[..., tuple[Angles, Angles]]:
+def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> Callable[..., Any]:
     """Make the forward of a rotary module that computes a table once and hands out `Angles`."""
     known: dict[tuple[object, ...], int] = {}
 
-    def forward(x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Angles, Angles]:
-        if position_ids.dim() != 2:
-            raise UnsupportedError(f"{type(module).__name__} takes positions of more than one axis")
+    def forward(x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Angles | tuple[Angles, Angles]:
+        axes = position_ids.shape[:-2]
+        if axes:
+            position_ids = _one_axis(module, position_ids, tables.given.position_ids)
         key = (*args, *sorted(kwargs.items()))
         if key not in known:
             with internals.real_tensors():
-                known[key] = tables.add(module, lambda ids: original(torch.zeros(1), ids, *args, **kwargs))
+                known[key] = tables.add(
+                    module, lambda ids: original(torch.zeros(1), ids.expand(*axes, -1, -1), *args, **kwargs)
+                )
+        if tables.as_complex[known[key]]:
+            return Angles(known[key], 2, position_ids)
         return Angles(known[key], 0, position_ids), Angles(known[key], 1, position_ids)
 
     return forward
+
+
+def _one_axis(module: nn.Module, position_ids: Tensor, given: Tensor | None) -> Tensor:
+    """Take positions [axes, B, S] (time, height, width) for the text's own [B, S] where all axes are views of it.
+
+    Raises:
+        UnsupportedError: they are something else.
+    """
+    if position_ids.dim() == 3 and given is not None and position_ids.stride(0) == 0 and position_ids._base is given:
+        return given
+    raise UnsupportedError(f"{type(module).__name__} takes positions of more than one axis")
 
 
 def _applier(original: Callable[..., Any], tables: Tables) -> Callable[..., Any]:
@@ -129,7 +172,7 @@ def _applier(original: Callable[..., Any], tables: Tables) -> Callable[..., Any]
         if not angles:
             return original(*args, **kwargs)
         tensors = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
-        if [angle.part for angle in angles] != [0, 1] or len({angle.table for angle in angles}) != 1:
+        if [angle.part for angle in angles] not in ([0, 1], [2]) or len({angle.table for angle in angles}) != 1:
             raise UnsupportedError(f"{original.__name__} takes rotary angles in an unknown form")
         first = angles[0]
         key = (first.table, *((name, x.shape[-1]) for name, x in tensors.items()))
@@ -155,7 +198,7 @@ def probe(original: Callable[..., Any], bound: inspect.BoundArguments, tables: T
         arguments, rotated = dict(bound.arguments), []
         for name, value in bound.arguments.items():
             if isinstance(value, Angles):
-                arguments[name] = tables.samples[index][value.part]
+                arguments[name] = tables.sample(value)
             elif isinstance(value, Tensor):
                 shape = (1, len(cos), 3, value.shape[-1]) if heads_last else (1, 3, len(cos), value.shape[-1])
                 arguments[name] = torch.randn(shape, generator=generator)
@@ -167,8 +210,8 @@ def probe(original: Callable[..., Any], bound: inspect.BoundArguments, tables: T
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if len(outputs) != len(rotated):
             continue
-        for interleaved in (False, True):
-            layout = Layout(heads_last, interleaved)
+        for interleaved, regroups in ((False, False), (True, False), (False, True)):
+            layout = Layout(heads_last, interleaved, regroups)
             expected = [_rotate(x, cos, sin, layout) for x in rotated]
             if all(
                 y.shape == e.shape and torch.allclose(y, e, rtol=0, atol=TOLERANCE)
@@ -184,6 +227,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     half = cos.shape[1]
     cos, sin = cos[:, None], sin[:, None]
     turning, rest = by_row[..., : 2 * half], by_row[..., 2 * half :]
+    if layout.regroups:
+        turning = torch.cat([turning[..., 0::2], turning[..., 1::2]], -1)
     if layout.interleaved:
         a, b = turning[..., 0::2], turning[..., 1::2]
         turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
@@ -202,6 +247,10 @@ def _emit(x: Tensor, position_ids: Tensor, table: tuple[Tensor, Tensor], layout:
     attributes: dict[str, Any] = {"num_heads": count, "interleaved": int(layout.interleaved)}
     if rotary_dim != dim:
         attributes["rotary_embedding_dim"] = rotary_dim
+    if layout.regroups:
+        if rotary_dim != dim:
+            raise UnsupportedError("rotary embedding regroups the pairs of a part of each head")
+        by_row = by_row.reshape(batch, sequence, count, dim // 2, 2).transpose(3, 4)
     flat = by_row.reshape(batch, sequence, count * dim)
     y = torch.onnx.ops.symbolic(
         "RotaryEmbedding", (flat, *table, position_ids), attributes, dtype=x.dtype, shape=flat.shape, version=23
