@@ -161,7 +161,6 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Gather"): Operator((_in("data", ANY), _in("indices", frozenset({INT32, INT64}))), {"axis": "int"}),
     ("", "Transpose"): Operator((_in("x", ANY),), {"perm": "ints!"}),
     ("", "Reshape"): Operator((_in("x", ANY), _in("shape", _I64, 1)), {"allowzero": "int"}),
-    ("", "Expand"): Operator((_in("x", ANY), _in("shape", _I64, 1))),
     ("", "Split"): Operator(
         (_in("x", ANY), _in("split", _I64, 1, optional=True)), {"axis": "int", "num_outputs": "int"}, outputs=64
     ),

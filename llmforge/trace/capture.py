@@ -141,7 +141,7 @@ def _step(traced: Traced, shapes: Shapes) -> depth.Step:
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     """Translate softplus without torch's threshold, beyond which fp32 has x for log(1 + eˣ) anyway."""
-    if beta != 1.0 or threshold < 20.0:  # noqa: PLR2004 - torch's default; e⁻²⁰ < 2⁻²⁴ · 20
+    if beta != 1.0 or threshold < 20.0:  # torch's default; e⁻²⁰ < 2⁻²⁴ · 20
         raise UnsupportedError(f"softplus with beta {beta} and threshold {threshold}")
     return opset18.Softplus(x)
 
