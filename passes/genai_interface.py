@@ -13,8 +13,8 @@ vocabulary for each of its tokens. With `logits: last` the selection stays, and 
 vocabulary], from which onnxruntime-genai knows that it gets the last token's logits alone. Prompts of a batch must then
 be of one length: it cannot ask for another row.
 
-Fires for a graph whose every attention is GroupQueryAttention; it is refused where another one is left, where the
-selection of rows is not such a Gather, and where a cache is int8: onnxruntime-genai 0.18 shares no such buffer.
+Fires for a graph whose every attention is GroupQueryAttention, with caches of fp32 or int8; it is refused where another
+attention is left, and where the selection of rows is not one such Gather.
 
 Numerics: exact, the same kernels get the same numbers.
 """
