@@ -146,6 +146,27 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         {"num_heads": "int!", "scale": "float!", "layer": "int!"},
         outputs=2,
     ),
+    ("llmforge", "GrowingAttention"): Operator(  # written by optimum-interface
+        (
+            _in("q", FLOATS, 3),
+            _in("k", FLOATS, 3),
+            _in("v", FLOATS, 3),
+            _in("past_key", FLOATS, 4),
+            _in("past_value", FLOATS, 4),
+            _in("attention_mask", _I64, 2),
+            _in("sinks", FLOATS, 1, optional=True),
+        ),
+        {
+            "num_heads": "int!",
+            "kv_num_heads": "int!",
+            "scale": "float!",
+            "softcap": "float!",
+            "window": "int!",
+            "layer": "int!",
+        },
+        outputs=3,
+    ),
+    ("llmforge", "CacheLengths"): Operator((_in("attention_mask", _I64, 2),), outputs=2),  # by genai-interface
     ("", "RMSNormalization"): Operator(
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}
     ),
@@ -294,6 +315,7 @@ INPUTS: Mapping[str, tuple[frozenset[ir.DataType], int]] = {
     interface.LENGTHS: (_I32, 1),
     interface.SEQLENS_K: (_I32, 1),
     interface.TOTAL_SEQUENCE_LENGTH: (_I32, 0),
+    interface.ATTENTION_MASK: (_I64, 2),
     interface.LOGITS_ROWS: (_I64, 1),
 }
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|conv|recurrent)")
@@ -374,10 +396,11 @@ def _check_interface(graph: ir.Graph) -> None:
     outputs = {str(value.name): value for value in graph.outputs}
     _require(len(inputs) == len(graph.inputs), "graph inputs", "one is listed twice")
     _require(len(outputs) == len(graph.outputs), "graph outputs", "one is listed twice")
+    masked = interface.ATTENTION_MASK in inputs  # for a runtime of others, which may want all rows
     for name in (interface.INPUT_IDS, interface.LOGITS_ROWS):
-        _require(name in inputs, f"graph input {name!r}", "is missing")
-    rows = inputs[interface.LOGITS_ROWS]
-    _require(rows.is_initializer(), f"graph input {interface.LOGITS_ROWS!r}", "has no default (an initializer)")
+        _require(name in inputs or (masked and name == interface.LOGITS_ROWS), f"graph input {name!r}", "is missing")
+    if rows := inputs.get(interface.LOGITS_ROWS):
+        _require(rows.is_initializer(), f"graph input {interface.LOGITS_ROWS!r}", "has no default (an initializer)")
     caches: dict[int, set[str]] = {}
     for name, value in inputs.items():
         where = f"graph input {name!r}"
@@ -388,8 +411,14 @@ def _check_interface(graph: ir.Graph) -> None:
             if present is None:
                 raise VerificationError(f"{where}: has no output {interface.present_of(name)!r}")
             _require(present.dtype == value.dtype, where, f"is {value.dtype}, its present is {present.dtype}")
-            same = g.dims(present) == g.dims(value)
-            _require(same, where, f"is {_shape(g.dims(value))}, its present is {_shape(g.dims(present))}")
+            past_dims, present_dims = g.dims(value), g.dims(present)
+            if masked and past_dims is not None and present_dims is not None and len(present_dims) == 4:
+                past_dims, present_dims = _without_slots(past_dims), _without_slots(present_dims)
+            _require(
+                past_dims == present_dims,
+                where,
+                f"is {_shape(g.dims(value))}, its present is {_shape(g.dims(present))}",
+            )
         else:
             _require(name in INPUTS, where, f"is unknown; known are {_listed(INPUTS)} and the caches")
             dtypes, rank = INPUTS[name]
@@ -424,7 +453,9 @@ def _check_node(node: ir.Node, defined: set[int]) -> None:
     _require(1 <= len(node.outputs) <= operator.outputs, where, f"has {len(node.outputs)} outputs")
     _check_attributes(node, operator, where)
     if (node.domain, node.op_type) == ("llmforge", "Attention"):
-        _check_attention(node, where)
+        _check_attention(node, where, interface.PAST_LENGTHS)
+    if (node.domain, node.op_type) == ("llmforge", "GrowingAttention"):
+        _check_attention(node, where, interface.ATTENTION_MASK)
     if (node.domain, node.op_type) == ("llmforge", "MoE"):
         _check_moe(node, where)
     if (node.domain, node.op_type) in STATE_OPERATORS:
@@ -448,14 +479,14 @@ def _check_attributes(node: ir.Node, operator: Operator, where: str) -> None:
         _require(not wanted.endswith("!") or name in node.attributes, where, f"attribute {name!r} is missing")
 
 
-def _check_attention(node: ir.Node, where: str) -> None:
+def _check_attention(node: ir.Node, where: str, held: str) -> None:
     """Check what the table cannot say: heads divide widths, the cache is the layer's own."""
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     heads, kv_heads, layer = attributes["num_heads"], attributes["kv_num_heads"], attributes["layer"]
     _require(0 < kv_heads <= heads and heads % kv_heads == 0, where, f"{heads} heads cannot share {kv_heads} KV heads")
     _require(attributes["window"] >= 0 and attributes["softcap"] >= 0, where, "window and softcap must not be negative")
     names = [value.name if value is not None else None for value in node.inputs]
-    expected = [interface.past_key(layer), interface.past_value(layer), interface.PAST_LENGTHS]
+    expected = [interface.past_key(layer), interface.past_value(layer), held]
     _require(
         names[3:6] == expected,
         where,
@@ -548,6 +579,11 @@ def _dim(value: ir.Value | None, axis: int) -> int | None:
     dims = None if value is None else g.dims(value)
     dim = None if dims is None else dims[axis]
     return dim if isinstance(dim, int) else None
+
+
+def _without_slots(dims: tuple[int | str | None, ...]) -> tuple[int | str | None, ...]:
+    """Leave the slots, which grow, out of the shape of a cache."""
+    return (*dims[:2], *dims[3:])
 
 
 def _shape(dims: Iterable[int | str | None] | None) -> str:

@@ -4,6 +4,8 @@
 Attention over the whole buffer under a boolean mask [batch, 1, sequence, capacity], built once for every window.
 `llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
 written stands in `llmforge.recurrence`.
+`llmforge::GrowingAttention` becomes two Concat, of past and new, and the same Attention under a mask that the graph's
+`attention_mask` narrows. `llmforge::CacheLengths` becomes a sum and a size.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ def expand(model: ir.Model) -> ir.Model:
     attention, recurrence = _Expansion(clone), Recurrence(clone)
     rules = {
         "Attention": attention.attention,
+        "GrowingAttention": attention.growing_attention,
+        "CacheLengths": attention.cache_lengths,
         "CausalConv": recurrence.causal_conv,
         "LinearAttention": recurrence.linear_attention,
     }
@@ -48,16 +52,38 @@ class _Expansion(Builder):
 
     def attention(self, node: ir.Node) -> None:
         """Replace one `llmforge::Attention`; comments give shapes: B, S, C = batch, sequence, capacity."""
-        q, k, v, past_key, past_value, lengths = (_present(node, index) for index in range(6))
-        sinks = node.inputs[6] if len(node.inputs) > 6 else None
-        numbers = {name: attribute.value for name, attribute in node.attributes.items()}
-        heads, kv_heads = numbers["num_heads"], numbers["kv_num_heads"]
-        window = numbers["window"]
+        _, k, v, past_key, past_value, lengths = (_present(node, index) for index in range(6))
+        kv_heads = node.attributes.get_int("kv_num_heads")
         write = self._write_indices(lengths)
         keys = self._scatter(node, past_key, self._split(node, k, kv_heads), write)
         values = self._scatter(node, past_value, self._split(node, v, kv_heads), write)
+        mask = self._mask(node.attributes.get_int("window"), past_key, lengths)  # bool [B, 1, S, C]
+        self._attend(node, keys, values, mask)
+
+    def growing_attention(self, node: ir.Node) -> None:
+        """Replace one `llmforge::GrowingAttention`; the caches hold P slots before the step, and P + S after it."""
+        _, k, v, past_key, past_value, held = (_present(node, index) for index in range(6))
+        kv_heads = node.attributes.get_int("kv_num_heads")
+        keys = self._add(node, "Concat", [past_key, self._split(node, k, kv_heads)], {"axis": 2})
+        values = self._add(node, "Concat", [past_value, self._split(node, v, kv_heads)], {"axis": 2})
+        mask = self._growing_mask(node.attributes.get_int("window"), held, past_key)  # bool [B, 1, S, P + S]
+        self._attend(node, keys, values, mask)
+
+    def cache_lengths(self, node: ir.Node) -> None:
+        """Replace `llmforge::CacheLengths`: int64 [B, T] → int32 [B], the ones of each row less 1; int32 scalar T."""
+        mask = _present(node, 0)
+        count = self._add(node, "ReduceSum", [mask, self._constant("axis_1", [1])], {"keepdims": 0})
+        last = self._add(node, "Sub", [count, self._constant("one", 1)])
+        size = self._add(node, "Squeeze", [self._add(node, "Shape", [mask], {"start": 1, "end": 2})])
+        for old, new in zip(node.outputs, (last, size), strict=True):
+            g.supersede(old, self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}))
+
+    def _attend(self, node: ir.Node, keys: ir.Value, values: ir.Value, mask: ir.Value) -> None:
+        """Replace `node` by Attention over `keys` and `values`, which are its presents, under `mask`."""
+        sinks = node.inputs[6] if len(node.inputs) > 6 else None
+        numbers = {name: attribute.value for name, attribute in node.attributes.items()}
+        q, heads = _present(node, 0), numbers["num_heads"]
         present_keys, present_values = keys, values
-        mask = self._mask(window, past_key, lengths)  # bool [B, 1, S, C]
         if sinks is not None:
             keys, values, mask = self._with_sinks(node, keys, values, mask, sinks, heads)
         attributes = {"scale": numbers["scale"], "softcap": numbers["softcap"], "softmax_precision": 1}  # 1: fp32
@@ -86,23 +112,46 @@ class _Expansion(Builder):
         """bool [B, 1, S, C]: slot t for the query at position p where t ≤ p, and t > p - window where there is one."""
         if window in self._masks:
             return self._masks[window]
-        ids = next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
-        zero, one = self._constant("zero", 0), self._constant("one", 1)
-
-        def count(size: ir.Value, axis: int) -> ir.Value:
-            """0, 1, … up to the size of `axis`."""
-            extent = self._first("Shape", [size], {"start": axis, "end": axis + 1})
-            return self._first("Range", [zero, self._first("Squeeze", [extent]), one])
-
         rows = self._first("Unsqueeze", [self._write_indices(lengths), self._constant("axes_1_2", [1, 2])])  # [B, 1, 1]
-        positions = self._first("Add", [rows, self._first("Unsqueeze", [count(ids, 1), self._constant("axis_1", [1])])])
-        slots = count(past_key, 2)  # [C] against positions [B, S, 1]
+        steps = self._first("Unsqueeze", [self._count(self._ids(), 1), self._constant("axis_1", [1])])
+        positions = self._first("Add", [rows, steps])
+        slots = self._count(past_key, 2)  # [C] against positions [B, S, 1]
         allowed = self._first("LessOrEqual", [slots, positions])
         if window:
             start = self._first("Sub", [positions, self._constant(f"window_{window}", window)])
             allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
         self._masks[window] = self._first("Unsqueeze", [allowed, self._constant("axis_1", [1])])
         return self._masks[window]
+
+    def _growing_mask(self, window: int, held: ir.Value, past_key: ir.Value) -> ir.Value:
+        """bool [B, 1, S, P + S]: slot t for the query of slot p where t ≤ p, within the window, and `held` has a token.
+
+        A query always sees itself: padding that saw nothing would come out as NaN, and its value poison every sum.
+        """
+        if window in self._masks:
+            return self._masks[window]
+        axis_1 = self._constant("axis_1", [1])
+        past = self._first("Squeeze", [self._first("Shape", [past_key], {"start": 2, "end": 3})])
+        own = self._first("Unsqueeze", [self._first("Add", [self._count(self._ids(), 1), past]), axis_1])  # [S, 1]
+        slots = self._count(held, 1)  # [P + S]
+        allowed = self._first("LessOrEqual", [slots, own])
+        if window:
+            start = self._first("Sub", [own, self._constant(f"window_{window}", window)])
+            allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
+        tokens = self._first("Cast", [held], {"to": int(ir.DataType.BOOL)})
+        tokens = self._first("Unsqueeze", [tokens, self._constant("axes_1_2", [1, 2])])  # [B, 1, 1, P + S]
+        allowed = self._first("And", [tokens, allowed])
+        self._masks[window] = self._first("Or", [allowed, self._first("Equal", [slots, own])])
+        return self._masks[window]
+
+    def _ids(self) -> ir.Value:
+        return next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
+
+    def _count(self, size: ir.Value, axis: int) -> ir.Value:
+        """0, 1, … up to the size of `axis`."""
+        extent = self._first("Shape", [size], {"start": axis, "end": axis + 1})
+        end = self._first("Squeeze", [extent])
+        return self._first("Range", [self._constant("zero", 0), end, self._constant("one", 1)])
 
     def _with_sinks(
         self, node: ir.Node, keys: ir.Value, values: ir.Value, mask: ir.Value, sinks: ir.Value, heads: int

@@ -2,12 +2,14 @@
 
 Canonical graphs take `past_lengths` (and `position_ids` where rotary embedding stands alone); after the
 `flash-attention` pass they take `seqlens_k` and `total_sequence_length` as GroupQueryAttention wants them.
-`feeds` serves both, so that verification, evaluation and serving drive every stage of a build the same way.
+The interface passes put `attention_mask` in their place, which is what runtimes of others feed; a graph that
+`optimum-interface` wrote takes caches that hold the past alone and grow in every step (`grows`).
+`feeds` serves them all, so that verification, evaluation and serving drive every stage of a build the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ PAST_LENGTHS = "past_lengths"  # int32 [batch]
 LENGTHS = "lengths"  # int32 [batch]: tokens of the step that are no padding; where a layer keeps a state
 SEQLENS_K = "seqlens_k"  # int32 [batch]: past + sequence - 1
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"  # int32 scalar: longest past + sequence
+ATTENTION_MASK = "attention_mask"  # int64 [batch, longest past + sequence]: 1 where a row has a token, else 0
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
@@ -64,27 +67,38 @@ def present_of(past: str) -> str:
     return past.replace("past_key_values.", "present.", 1)
 
 
+def grows(past: Sequence[object], present: Sequence[object]) -> bool:
+    """Say whether a cache [batch, kv_heads, slots, head_dim] grows: its present has other slots than its past."""
+    return past[2] != present[2]
+
+
 def feeds(
     names: Collection[str],
     ids: NDArray[np.int64],
     past_lengths: NDArray[np.int32],
     rows: NDArray[np.int64] | None = None,
     lengths: NDArray[np.integer[Any]] | None = None,
+    *,
+    growing: bool = False,
 ) -> dict[str, NDArray[np.generic]]:
     """Make the non-cache inputs of one step for a graph whose inputs are `names`.
 
     `ids` is int64 [batch, sequence], right-padded; `past_lengths` int32 [batch]; `rows` selects the rows that get
     logits (None: the graph's default, the last). `lengths` [batch] counts the tokens of each row that are no padding
-    (None: all of them).
+    (None: all of them). Caches that grow hold each row's past at their end (`growing`), others at their beginning.
     """
-    sequence = ids.shape[1]
+    sequence, longest = ids.shape[1], int(past_lengths.max(initial=0))
+    slots = np.arange(longest + sequence)[None]
+    first = (longest - past_lengths)[:, None] if growing else np.zeros((len(ids), 1), np.int64)
+    held = (slots >= first) & (slots < first + past_lengths[:, None] + sequence)
     known: dict[str, NDArray[np.generic]] = {
         INPUT_IDS: np.ascontiguousarray(ids, np.int64),
         POSITION_IDS: past_lengths.astype(np.int64)[:, None] + np.arange(sequence)[None],
         PAST_LENGTHS: past_lengths.astype(np.int32),
         LENGTHS: np.full(len(ids), sequence, np.int32) if lengths is None else lengths.astype(np.int32),
         SEQLENS_K: (past_lengths + sequence - 1).astype(np.int32),
-        TOTAL_SEQUENCE_LENGTH: np.array(int(past_lengths.max(initial=0)) + sequence, np.int32),
+        TOTAL_SEQUENCE_LENGTH: np.array(longest + sequence, np.int32),
+        ATTENTION_MASK: held.astype(np.int64),
     }
     if rows is not None:
         known[LOGITS_ROWS] = np.ascontiguousarray(rows, np.int64)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from llmforge import artifact, calibration, data, gates, graph, options, passes, targets, text
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
+from llmforge.engines import interop
 from llmforge.engines import onnxruntime as engines
 from llmforge.errors import ForgeError
 from llmforge.evaluate import footprint, latency, machine, quality
@@ -232,6 +233,8 @@ class _Job:
             progress=self.progress,
         )
         engines.write_tokenizer(self.checkpoint, staging / "tokenizer")
+        if (loads := interop.write(lowered, engine, self.checkpoint)) is not None:
+            self.notes.append(f"interface: {loads} loads the folder engine/")
         return engine, lowered
 
     def measure(self, staging: Path, engine: engines.Engine, lowered: ir.Model) -> _Evidence:

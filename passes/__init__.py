@@ -2,6 +2,8 @@
 
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
+from llmforge.passes.genai_interface import GenaiInterface
+from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
@@ -16,4 +18,6 @@ ALL: tuple[type[Pass], ...] = (
     FlashAttention,
     QuantizeWeights,
     QuantizeKvCache,
+    GenaiInterface,
+    OptimumInterface,
 )

@@ -3,6 +3,9 @@
 Past and present of every layer are bound to one buffer, so that a step writes its keys and values in place; separate
 buffers would copy the whole cache in every step. Bindings are made once for a cache: a decode step of an unchanged
 shape writes its few input numbers into arrays that are bound already.
+
+A graph whose caches grow (docs/dialect.md, Interfaces of other runtimes) cannot write in place: its past is cut out of
+the buffers and its new slots are copied back, in every step. It runs here to be proved, not to be fast.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ _FED = {
     interface.LENGTHS,
     interface.SEQLENS_K,
     interface.TOTAL_SEQUENCE_LENGTH,
+    interface.ATTENTION_MASK,
     interface.LOGITS_ROWS,
 }
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
@@ -186,8 +190,23 @@ class Session:
         if logits.type != "tensor(float)":
             raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
         self.vocabulary: int = logits.shape[-1]
+        self._growing = self._reads_growing_caches(where)
         # GroupQueryAttention: "batch_size must be 1 when sequence_length > 1 and past context is given"
-        self._one_row_continuations = interface.SEQLENS_K in self.inputs
+        self._one_row_continuations = interface.SEQLENS_K in self.inputs or (
+            interface.ATTENTION_MASK in self.inputs and not self._growing
+        )
+        self._gives_all_rows = interface.LOGITS_ROWS not in self.inputs
+        # ONNX Runtime refuses to write other rows than these into an array of ours.
+        self._declared_rows = logits.shape[1] if isinstance(logits.shape[1], int) else None
+
+    def _reads_growing_caches(self, where: str) -> bool:
+        """Say whether the caches grow in every step: all or none."""
+        shapes = {value.name: value.shape for value in (*self._session.get_inputs(), *self._session.get_outputs())}
+        growing = {c.name: interface.grows(shapes[c.name], shapes[interface.present_of(c.name)]) for c in self.caches}
+        if any(growing.values()) and not all(growing.values()):
+            fixed = next(name for name, grows in growing.items() if not grows)
+            raise InputError(f"{where}: cache {fixed} keeps its size, and others grow")
+        return any(growing.values())
 
     def _cache_input(self, value: ort.NodeArg, where: str) -> CacheInput:
         name, shape = value.name, value.shape
@@ -278,8 +297,9 @@ class Session:
         lengths: NDArray[np.integer[Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
-        feeds = {**interface.feeds(self.inputs, ids, past_lengths, rows, lengths), **cache.buffers}
-        return dict(zip(names, self._session.run(list(names), feeds), strict=True))
+        feeds = self._feeds(ids, past_lengths, rows, lengths)
+        values = self._session.run(list(names), {**feeds, **self._past(cache, past_lengths)})
+        return dict(zip(names, values, strict=True))
 
     def _run(
         self,
@@ -290,11 +310,72 @@ class Session:
         out: NDArray[np.float32],
         lengths: NDArray[np.integer[Any]] | None,
     ) -> None:
+        last = rows is None or (ids.shape[1] == 1 and len(rows) == 1)
+        if self._gives_all_rows and not (last and ids.shape[1] == 1):
+            every = np.empty((*ids.shape, self.vocabulary), np.float32)
+            self._run_graph(ids, past_lengths, cache, None, every, lengths)
+            out[...] = every[:, -1:] if rows is None else every[:, rows]
+            return
+        rows = _LAST_ROW if rows is None else rows
+        self._run_graph(ids, past_lengths, cache, None if self._gives_all_rows else rows, out, lengths)
+
+    def _run_graph(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: Cache,
+        rows: NDArray[np.int64] | None,
+        out: NDArray[np.float32],
+        lengths: NDArray[np.integer[Any]] | None,
+    ) -> None:
+        """Run the graph on `ids`; it gives exactly the logits of `out`."""
+        feeds = self._feeds(ids, past_lengths, rows, lengths)
+        if self._growing:
+            self._grow(feeds, past_lengths, cache, out)
+            return
         binding = self._bindings.get(cache)
         if binding is None:
             binding = self._bindings[cache] = _Binding(self._session, cache)
-        rows = _LAST_ROW if rows is None and interface.LOGITS_ROWS in self.inputs else rows
-        binding.run(interface.feeds(self.inputs, ids, past_lengths, rows, lengths), out)
+        binding.run(feeds, out, in_place=self._declared_rows in (None, out.shape[1]))
+
+    def _feeds(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        rows: NDArray[np.int64] | None,
+        lengths: NDArray[np.integer[Any]] | None,
+    ) -> dict[str, NDArray[Any]]:
+        rows = None if self._gives_all_rows else rows
+        return interface.feeds(self.inputs, ids, past_lengths, rows, lengths, growing=self._growing)
+
+    def _past(self, cache: Cache, past_lengths: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
+        """Give the cache inputs: the buffers, or where caches grow each row's past at the end of the longest one's."""
+        if not self._growing:
+            return cache.buffers
+        longest = int(past_lengths.max())
+        pasts = {}
+        for name, buffer in cache.buffers.items():
+            pasts[name] = past = np.zeros((*buffer.shape[:2], longest, buffer.shape[3]), buffer.dtype)
+            for b, length in enumerate(past_lengths.tolist()):
+                past[b, :, longest - length :] = buffer[b, :, :length]
+        return pasts
+
+    def _grow(
+        self,
+        feeds: Mapping[str, NDArray[Any]],
+        past_lengths: NDArray[np.int32],
+        cache: Cache,
+        out: NDArray[np.float32],
+    ) -> None:
+        """Run one step over a past that is cut out of `cache`, and copy the slots that it adds into `cache`."""
+        longest, presents = int(past_lengths.max()), [interface.present_of(name) for name in cache.buffers]
+        names = [interface.LOGITS, *presents]
+        logits, *grown = self._session.run(names, {**feeds, **self._past(cache, past_lengths)})
+        out[...] = logits
+        for buffer, present in zip(cache.buffers.values(), grown, strict=True):
+            added = present.shape[2] - longest
+            for b, length in enumerate(past_lengths.tolist()):
+                buffer[b, :, length : length + added] = present[b, :, longest:]
 
 
 class _Binding:
@@ -310,8 +391,8 @@ class _Binding:
         self._inputs: dict[str, NDArray[Any]] = {}
         self._out: NDArray[np.float32] | None = None
 
-    def run(self, feeds: Mapping[str, NDArray[Any]], out: NDArray[np.float32]) -> None:
-        """Run one step: inputs from `feeds`, logits into `out`."""
+    def run(self, feeds: Mapping[str, NDArray[Any]], out: NDArray[np.float32], *, in_place: bool) -> None:
+        """Run one step: inputs from `feeds`, logits into `out`, by a copy unless `in_place`."""
         for name, value in feeds.items():
             bound = self._inputs.get(name)
             if bound is not None and bound.shape == value.shape:
@@ -320,7 +401,12 @@ class _Binding:
             # Our own copy: `feeds` may hand over an array of the caller, which a later step would write to.
             self._inputs[name] = own = np.array(value, order="C")
             self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(own))
-        if out is not self._out:
+        if not in_place:
+            self._binding.bind_output(interface.LOGITS)
+            self._out = None
+        elif out is not self._out:
             self._binding.bind_ortvalue_output(interface.LOGITS, ort.OrtValue.ortvalue_from_numpy(out))
             self._out = out
         self._session.run_with_iobinding(self._binding)
+        if not in_place:
+            out[...] = self._binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first

@@ -1,0 +1,162 @@
+"""What runtimes of others want beside `model.onnx`, so that they load an engine folder as it is.
+
+- A graph of the pass genai-interface: `genai_config.json` and the tokenizer, for `onnxruntime_genai.Model(folder)`.
+- A graph of optimum-interface: `config.json`, `generation_config.json` and the tokenizer, for
+  `ORTModelForCausalLM.from_pretrained(folder)` of optimum-onnx.
+
+Which of the two a graph is for is read off its inputs. The same model and checkpoint give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from llmforge import graph, interface
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines.onnxruntime import Engine, write_tokenizer
+from llmforge.errors import UnsupportedError
+from llmforge.runtime.config import MODEL_FILE
+
+GENAI_FILE = "genai_config.json"
+OPTIMUM_FILES = ("config.json", "generation_config.json")
+
+# Search options of onnxruntime-genai that a checkpoint's generation_config.json names alike.
+_SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size")
+
+# How optimum-onnx 0.1.0 (optimum/onnxruntime/modeling_decoder.py, ORTModelForCausalLM.__init__) tells the shape of an
+# empty cache from a configuration, by model_type: these read head_dim, others hidden_size / num_attention_heads …
+_OPTIMUM_HEAD_DIM = frozenset({"gemma", "gemma3_text", "gpt_oss", "nemotron"})
+# … and these read num_key_value_heads, others num_attention_heads.
+_OPTIMUM_KV_HEADS = frozenset(
+    "arcee deepseek_v3 cohere gemma gemma3_text glm granite gpt_oss helium mistral llama nemotron qwen2 qwen3 "
+    "qwen3_moe smollm3 stablelm".split()
+)
+# These it reads in ways of their own, which nothing here repeats.
+_OPTIMUM_OTHER = frozenset({"deepseek_v3", "falcon", "gemma3", "gpt_bigcode"})
+
+
+def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> str | None:
+    """Write what the runtime that `model`, lowered, has the interface of wants in the folder of `engine`.
+
+    Returns:
+        What loads the folder, in words; None where the graph has llmforge's own interface.
+
+    Raises:
+        UnsupportedError: that runtime would misread the model.
+    """
+    inputs = {str(value.name): value for value in model.graph.inputs}
+    if interface.ATTENTION_MASK not in inputs:
+        return None
+    if _grows(model):
+        _check_optimum(model, checkpoint)
+        for name in OPTIMUM_FILES:
+            if (source := checkpoint.path / name).exists():
+                (engine.folder / name).write_bytes(source.read_bytes())
+        loads = "ORTModelForCausalLM of optimum-onnx"
+    else:
+        text = json.dumps(genai_config(model, engine, checkpoint), indent=2, sort_keys=True) + "\n"
+        (engine.folder / GENAI_FILE).write_text(text, encoding="utf-8")
+        loads = "onnxruntime-genai"
+    write_tokenizer(checkpoint, engine.folder)
+    return loads
+
+
+def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Describe an engine as onnxruntime-genai 0.18 reads it (its src/config.h).
+
+    The type is "decoder", its word for a language model with no ways of its own. Every length, size and number is
+    that of the graph and the engine, not of the checkpoint's configuration.
+
+    Raises:
+        UnsupportedError: the checkpoint names no end-of-sequence token.
+    """
+    if not engine.config.eos_token_ids:
+        raise UnsupportedError(
+            "the checkpoint names no end-of-sequence token; onnxruntime-genai would take the padding token for one",
+            hint="set eos_token_id in the checkpoint's generation_config.json",
+        )
+    generation = _generation(checkpoint)
+    pad = generation.get("pad_token_id", getattr(checkpoint.config, "pad_token_id", None))
+    names = {str(value.name) for value in model.graph.inputs}
+    key = next(cache for cache in engine.config.caches if cache.name == interface.past_key(0))
+    options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": []}
+    if engine.config.session.threads is not None:
+        options["intra_op_num_threads"] = engine.config.session.threads
+    described: dict[str, Any] = {
+        "type": "decoder",
+        "context_length": engine.config.max_context,
+        "vocab_size": engine.config.vocabulary,
+        "eos_token_id": list(engine.config.eos_token_ids),
+        "pad_token_id": engine.config.eos_token_ids[0] if pad is None else pad,
+        "decoder": {
+            "filename": MODEL_FILE,
+            "session_options": options,
+            "head_size": key.head_dim,
+            "num_key_value_heads": key.kv_heads,
+            "num_attention_heads": _attention_heads(model),
+            "num_hidden_layers": len(engine.config.caches) // 2,
+            "inputs": {
+                **{name: name for name in (interface.INPUT_IDS, interface.ATTENTION_MASK)},
+                **{name: name for name in (interface.POSITION_IDS,) if name in names},
+                "past_key_names": "past_key_values.%d.key",
+                "past_value_names": "past_key_values.%d.value",
+            },
+            "outputs": {
+                "logits": interface.LOGITS,
+                "present_key_names": "present.%d.key",
+                "present_value_names": "present.%d.value",
+            },
+        },
+    }
+    if engine.config.bos_token_id is not None:
+        described["bos_token_id"] = engine.config.bos_token_id
+    search = {name: generation[name] for name in _SEARCH if generation.get(name) is not None}
+    fixed = {"max_length": engine.config.max_context, "num_beams": 1, "past_present_share_buffer": True}
+    return {"model": described, "search": {"do_sample": False, **search, **fixed}}
+
+
+def _check_optimum(model: ir.Model, checkpoint: Checkpoint) -> None:
+    """Refuse a model whose empty caches optimum-onnx would make in another shape."""
+    config = checkpoint.config
+    kind = str(config.model_type)
+    if kind in _OPTIMUM_OTHER:
+        raise UnsupportedError(f"optimum-onnx 0.1.0 has a cache layout of its own for model type {kind}")
+    heads = int(config.num_attention_heads)
+    kv_heads = int(config.num_key_value_heads) if kind in _OPTIMUM_KV_HEADS else heads
+    channels = int(config.head_dim) if kind in _OPTIMUM_HEAD_DIM else int(config.hidden_size) // heads
+    for value in model.graph.inputs:
+        dims = graph.dims(value)
+        if interface.present_of(str(value.name)) != value.name and dims and (dims[1], dims[3]) != (kv_heads, channels):
+            raise UnsupportedError(
+                f"cache {value.name} has {dims[1]} heads of {dims[3]} channels; optimum-onnx 0.1.0 takes model type "
+                f"{kind} to have {kv_heads} of {channels} and would feed caches that do not fit",
+                hint="leave optimum-interface out of the recipe",
+            )
+
+
+def _grows(model: ir.Model) -> bool:
+    """Say whether the caches of `model` grow in every step."""
+    presents = {str(value.name): graph.dims(value) for value in model.graph.outputs}
+    for value in model.graph.inputs:
+        past, present = graph.dims(value), presents.get(interface.present_of(str(value.name)))
+        if past is not None and present is not None and len(past) == 4:
+            return interface.grows(past, present)
+    return False
+
+
+def _attention_heads(model: ir.Model) -> int:
+    """Read the query heads off the first attention; onnxruntime-genai wants one number, and does not use it."""
+    attention = next(node for node in model.graph if node.op_type == "GroupQueryAttention")
+    return attention.attributes.get_int("num_heads")
+
+
+def _generation(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Read the checkpoint's generation_config.json; {} where there is none."""
+    path: Path = checkpoint.path / "generation_config.json"
+    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return settings
