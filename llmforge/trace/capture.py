@@ -110,9 +110,7 @@ def capture(
                 return _translate(_export(traced, shapes[: pattern.traced]), pattern.traced), pattern
 
 
-def _pattern(
-    traced: Traced, mode: internals.FakeTensorMode, shapes: Sequence[CacheShape]
-) -> Pattern | Irregular:
+def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Sequence[CacheShape]) -> Pattern | Irregular:
     """Find how the layers of `traced`, each with a cache of its own, repeat; or why that cannot be proven."""
     try:
         name, stack = depth.stack_of(traced.model, len(shapes))

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import GeneralInterface
 
 from llmforge.errors import ForgeError, UnsupportedError
@@ -29,6 +30,7 @@ __all__ = [
     "fake_mode",
     "is_fake",
     "mode_of",
+    "no_progress_bars",
     "parameters_on_meta",
     "quiet",
     "real_tensors",
@@ -57,6 +59,18 @@ def quiet(logger: str, level: int) -> Iterator[None]:
         yield
     finally:
         named.setLevel(before)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing a progress bar of its own while it loads."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

@@ -238,12 +238,16 @@ class _Copy:
             )
             for old, new in zip(node.outputs, copy.outputs, strict=True):
                 new.shape, new.type = old.shape, old.type
-                new.name = _cache_name(str(old.name), self.cache_step) if old.is_graph_output() else self._name(old.name)
+                new.name = (
+                    _cache_name(str(old.name), self.cache_step) if old.is_graph_output() else self._name(old.name)
+                )
                 values[old] = new
             nodes.append(copy)
         graph = self.model.graph
         graph.insert_after(anchor, nodes)
-        graph.outputs.extend([values[value] for value in list(graph.outputs) if value.producer() in self.source.members])
+        graph.outputs.extend(
+            [values[value] for value in list(graph.outputs) if value.producer() in self.source.members]
+        )
         return values[self.source.gives], nodes[-1]
 
     def _name(self, name: str | None) -> str:
