@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge import graph as g
@@ -106,8 +107,15 @@ def _node_changes(a: ir.Node, b: ir.Node) -> Iterator[str]:
         yield f"outputs: {len(a.outputs)} → {len(b.outputs)}"
 
 
-def _plain(attribute: ir.Attr) -> Any:
-    return attribute.value if attribute.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) else "a subgraph"
+def _plain(attribute: ir.Attr) -> object:
+    """Return the value of an attribute; floats as ONNX stores them, in fp32."""
+    if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+        return "a subgraph"
+    if attribute.type == ir.AttributeType.FLOAT:
+        return str(np.float32(attribute.as_float()))
+    if attribute.type == ir.AttributeType.FLOATS:
+        return [str(np.float32(x)) for x in attribute.as_floats()]
+    return list(attribute.value) if isinstance(attribute.value, tuple | list) else attribute.value
 
 
 def _tensor_change(a: ir.Value, b: ir.Value) -> str:

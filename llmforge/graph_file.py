@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from llmforge import graph as g
 from llmforge.errors import InputError, UsageError

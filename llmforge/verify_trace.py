@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import graph, probe
+from llmforge import probe
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import VerificationError
 from llmforge.runtime.session import Session
@@ -79,9 +79,8 @@ def verify_trace(
         model = stamp.cut(model, repetition, layers)
     weights = probe.Weights()
     session = probe.open_session(model, weights, threads)
-    windows = sorted(
-        {node.attributes.get_int("window", 0) for node in model.graph if node.op_type == "Attention"} - {0}
-    )
+    attention = [node for node in model.graph if node.op_type == "Attention"]
+    windows = sorted({node.attributes.get_int("window", 0) for node in attention} - {0})
     runs = _runs(session.vocabulary, windows, checkpoint.geometry.context)
     reference = Reference(checkpoint, None if layers == depth else layers)
     compared = [comparison for run in runs for comparison in _compare(session, run, reference)]

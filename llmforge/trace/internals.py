@@ -65,12 +65,12 @@ def quiet(logger: str, level: int) -> Iterator[None]:
 def no_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing a progress bar of its own while it loads."""
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
