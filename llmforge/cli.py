@@ -195,6 +195,53 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
 
 
 @cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="GRAPH.onnx",
+    help="Write the canonical graph there, and its weights beside it, in fp32.",
+)  # fmt: skip
+@click.option("--no-weights", is_flag=True, help="Write the graph alone, to look at or to compare.")
+@click.option("--json", "as_json", is_flag=True, help="Write the statistics as JSON.")
+def trace(checkpoint: Path, output: Path | None, no_weights: bool, as_json: bool) -> None:
+    """Trace CHECKPOINT to its canonical graph, and show what it is made of."""
+    from llmforge import describe, graph_facts, graph_file
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.trace import pattern
+    from llmforge.trace import trace as traced
+
+    if no_weights and output is None:
+        raise UsageError("--no-weights says how a graph is written; give --output as well")
+    model = traced(Checkpoint.open(checkpoint))
+    files = () if output is None else graph_file.save(model, output, weights=not no_weights)
+    facts = graph_facts.facts(model)
+    if as_json:
+        layers = json.loads(model.metadata_props[pattern.LAYERS])
+        _write_json({**vars(facts), "layers": layers, "files": [str(file) for file in files]})
+    else:
+        click.echo(describe.graph_text(facts, pattern.recorded(model)))
+        for file in files:
+            click.echo(str(file))
+
+
+@cli.command("diff-graph")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def diff_graph(a: Path, b: Path, as_json: bool) -> None:
+    """Show what differs between two ONNX graphs: operators, nodes by name, attributes, initializers.
+
+    Weights of more than 64 KiB are compared by dtype and shape, not by their numbers.
+    """
+    from llmforge import graph_diff, graph_file
+
+    difference = graph_diff.diff(graph_file.load(a), graph_file.load(b))
+    if as_json:
+        _write_json(vars(difference))
+    else:
+        click.echo("\n".join(graph_diff.text(difference)))
+
+
+@cli.command()
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def passes(name: str | None, as_json: bool) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 from llmforge import options
 from llmforge.artifact import Artifact
+from llmforge.graph_facts import GraphFacts
 from llmforge.targets import Figure, Target
+from llmforge.trace.pattern import Pattern
 from llmforge.transform import Pass
 
 _BOUNDS = {
@@ -60,6 +62,21 @@ def target_text(target: Target) -> str:
     lines += [line for name, unit, figure in _figures(target) for line in _figure(name, unit, figure)]
     lines += ["", *(f"- {note}" for note in target.notes)] if target.notes else []
     return "\n".join(lines)
+
+
+def graph_text(facts: GraphFacts, pattern: Pattern | None) -> str:
+    """Write what a traced graph is made of."""
+    rows = {
+        "nodes": f"{facts.nodes:,}",
+        "parameters": f"{facts.parameters:,}",
+        "weights": f"{facts.weight_bytes:,} bytes in {facts.initializers:,} tensors",
+        "cache": f"{facts.cache_bytes_per_token:,} bytes a token in {facts.caches:,} tensors",
+    }
+    if pattern is not None:
+        copied = pattern.depth - pattern.traced
+        rows["layers"] = f"{pattern.depth}: {pattern.traced} traced, {copied} copied (period {pattern.period})"
+    lines = [f"{title:<12}{value}" for title, value in rows.items()]
+    return "\n".join([*lines, "", *(f"  {count:>6,}  {name}" for name, count in facts.operators.items())])
 
 
 def artifact_text(artifact: Artifact) -> str:

@@ -137,6 +137,23 @@ def drop_unused(model: ir.Model) -> None:
     RemoveUnusedOpsetsPass()(model)
 
 
+def detach(model: ir.Model, location: str, inline_below_bytes: int) -> dict[str, ir.TensorProtocol]:
+    """Let the initializers of `model` refer to a file `location` that need not be there; return their tensors.
+
+    Those in memory and below `inline_below_bytes` stay.
+    """
+    taken = {}
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or value.shape is None:
+            continue
+        if tensor.nbytes < inline_below_bytes and not isinstance(tensor, ir.ExternalTensor | ir.LazyTensor):
+            continue
+        taken[name] = tensor
+        value.const_value = ir.ExternalTensor(location, 0, tensor.nbytes, tensor.dtype, shape=value.shape, name=name)
+    return taken
+
+
 def fingerprint(model: ir.Model) -> str:
     """Hash what the graph computes with, as sha256 hex.
 

@@ -43,6 +43,7 @@ from llmforge.text import Window
 from llmforge.trace import trace
 from llmforge.transform import Context, Numerics, Pass
 from llmforge.verify import Verifier
+from llmforge.verify_trace import verify_trace
 
 BUDGET_WINDOWS = 24  # windows of text, spread over all documents, that the budget of a lossy pass is measured on
 
@@ -73,6 +74,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         job.checkpoint.verify(job.progress)
         job.progress.stage("Trace")
         model = trace(job.checkpoint)
+        job.verify_trace(model)
         statistics = job.calibrate([demand for step in steps for demand in step.demands()])
         done = job.transform(model, steps, statistics)
         engine, lowered = job.build_engine(model, staging)
@@ -157,6 +159,11 @@ class _Job:
         """Read both texts, and refuse evaluation on what calibration has seen."""
         data.refuse_overlap(self.calibration_documents, self.evaluation_documents)
 
+    def verify_trace(self, model: ir.Model) -> None:
+        """Hold the traced graph against transformers, and note what was found."""
+        self.progress.stage("Verify the trace")
+        self.notes.append(verify_trace(self.checkpoint, model, threads=self.threads).note())
+
     def calibrate(self, demands: Sequence[Demand]) -> Statistics | None:
         """Collect what the passes demand, or nothing where none does."""
         if not demands:
@@ -168,7 +175,7 @@ class _Job:
         self, model: ir.Model, steps: Sequence[Pass], statistics: Statistics | None
     ) -> tuple[records.PassRecord, ...]:
         """Run the passes over `model`, and hold each to what it declares."""
-        self.progress.stage("Verify the traced graph")
+        self.progress.stage("Run the probes of the passes")
         lossy = any(step.numerics is Numerics.LOSSY for step in steps)
         verifier = Verifier(
             model,

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import dialect, interface
+from llmforge import dialect, graph, interface
 from llmforge.runtime.session import Session, SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
@@ -147,16 +147,7 @@ def strip(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 
     Small ones in memory stay.
     """
-    taken = {}
-    for name, value in model.graph.initializers.items():
-        tensor = value.const_value
-        if tensor is None or value.shape is None:
-            continue
-        if tensor.nbytes < _INLINE_BYTES and not isinstance(tensor, ir.ExternalTensor | ir.LazyTensor):
-            continue
-        taken[name] = tensor
-        value.const_value = ir.ExternalTensor("weights", 0, tensor.nbytes, tensor.dtype, shape=value.shape, name=name)
-    return taken
+    return graph.detach(model, "weights", _INLINE_BYTES)
 
 
 def open_session(model: ir.Model, weights: Weights, threads: int, expose: Sequence[str] = ()) -> Session:

@@ -2,9 +2,10 @@
 
 The model is built from its configuration with parameters that have no memory (`skeleton`). Attention, norms and
 rotary embedding are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`), and so are
-experts (`experts`, `rows`). One step is exported and translated (`capture`) with as many layers as show how they
+experts (`experts`, `rows`). One step is exported and translated (`capture`), with as many layers as show how they
 repeat (`depth`), cleaned up (`cleanup`), grown to its depth (`stamp`), and its initializers get the checkpoint's
-tensors, lazily (`weights`). What the dialect's verifier then does not know is refused by name.
+tensors, lazily (`weights`). What the dialect's verifier then does not know is refused by name. `reference` is what a
+graph is held against (`llmforge.verify_trace`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 import math
-import os.path
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -299,4 +299,5 @@ def _scope_among(node: ir.Node, scopes: Mapping[ir.Node, str | None]) -> str:
     makers = [value.producer() for value in node.inputs if value is not None]
     readers = [reader for value in node.outputs for reader, _ in value.uses()]
     around = [scope.split(".") for each in (*makers, *readers) if each is not None and (scope := scopes.get(each))]
-    return ".".join(os.path.commonprefix(around)) if around else ""  # it compares lists element by element
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*around, strict=False))
+    return ".".join(parts[0] for parts in shared)

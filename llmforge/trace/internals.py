@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import GeneralInterface
 
 from llmforge.errors import ForgeError, UnsupportedError
@@ -37,6 +38,7 @@ __all__ = [
     "fake_mode",
     "is_fake",
     "mode_of",
+    "no_progress_bars",
     "parameters_on_meta",
     "quiet",
     "real_tensors",
@@ -66,6 +68,18 @@ def quiet(logger: str, level: int) -> Iterator[None]:
         yield
     finally:
         named.setLevel(before)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing a progress bar of its own while it loads."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -49,7 +49,9 @@ def stamp(model: ir.Model, pattern: Pattern) -> None:
 
 
 def cut(model: ir.Model, pattern: Pattern, count: int) -> ir.Model:
-    """Clone `model`, canonical and `pattern.depth` layers deep, with its first `count` layers alone; tensors are shared.
+    """Clone `model`, canonical and `pattern.depth` layers deep, with its first `count` layers alone.
+
+    Tensors are shared.
 
     Raises:
         Irregular: a layer hands over more than hidden states.
@@ -109,8 +111,8 @@ def _layers(model: ir.Model, pattern: Pattern, count: int) -> list[_Layer]:
     for index, nodes in enumerate(groups):
         read = {value: None for node in nodes for value in node.inputs if value is not None}
         foreign = [value for value in read if (made := value.producer()) is not None and owner[made] == index - 1]
-        made = [value for node in nodes for value in node.outputs]
-        given = [value for value in made if any(owner[reader] != index for reader, _ in value.uses())]
+        given = [value for node in nodes for value in node.outputs]
+        given = [value for value in given if any(owner[reader] != index for reader, _ in value.uses())]
         if index == 0:  # what stands in front of the layers may be shared by them all
             foreign = [value for value in foreign if all(owner[reader] <= 0 for reader, _ in value.uses())]
         far = [value for value in given for reader, _ in value.uses() if owner[reader] not in (index, index + 1)]
@@ -140,8 +142,8 @@ def _same(first: _Layer, second: _Layer, pattern: Pattern) -> int:
         if len(a.inputs) != len(b.inputs):
             raise Irregular(f"{where} differ: {a.name} has {len(a.inputs)} inputs, {b.name} {len(b.inputs)}")
         for x, y in zip(a.inputs, b.inputs, strict=True):
-            if x is y and (x is None or x not in same):
-                continue
+            if x is y and (x is None or not (x in same or _numbered(x, pattern.stack, first.index))):
+                continue  # what all layers share
             if x is None or y is None:
                 raise Irregular(f"{where} differ: an input of {a.name} is optional")
             if x in same:
@@ -188,6 +190,13 @@ def _inputs_apart(x: ir.Value, y: ir.Value, i: int, j: int, pattern: Pattern, wh
     return set()
 
 
+def _numbered(value: ir.Value, stack: str, index: int) -> bool:
+    """Say whether `value` comes from elsewhere and belongs to layer `index`, or is a cache."""
+    if value.is_initializer():
+        return _renumbered(value.name, stack, index, index + 1) != value.name
+    return value.is_graph_input() and CACHE_NUMBER.search(value.name or "") is not None
+
+
 def _cache_step(x: ir.Value, y: ir.Value, where: str) -> int:
     """Return by how much the numbers in the names of two caches are apart."""
     before, after = str(x.name), str(y.name)
@@ -220,7 +229,7 @@ class _Copy:
     cache_step: int
 
     def write(self, hidden: ir.Value, anchor: ir.Node) -> tuple[ir.Value, ir.Node]:
-        """Insert the copy, which takes `hidden`, behind `anchor`; return the hidden states it gives and its last node."""
+        """Insert the copy, which takes `hidden`, behind `anchor`; return what it gives and its last node."""
         values: dict[ir.Value, ir.Value] = {self.source.takes: hidden}
         values |= self._caches()
         nodes = []

@@ -151,6 +151,11 @@ def _reader(
     return read
 
 
+def load(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
+    """Read the parameter that `source` makes, in its stored dtype and the layout of transformers."""
+    return _torch(checkpoint.tensor(source.tensors[0])) if source.converted is None else source.converted()
+
+
 def _converted(
     model: PreTrainedModel, checkpoint: Checkpoint, group: internals.Group, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Source]:

@@ -1,0 +1,201 @@
+"""Prove a traced graph against transformers: the same logits on the checkpoint's own weights, before any pass runs.
+
+The canonical graph runs expanded, without ONNX Runtime's own optimizations; transformers runs eager, row by row and
+without a cache. A model too large to run whole is held to it by its first layers, which show each kind of layer once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge import probe
+from llmforge.checkpoint import Checkpoint
+from llmforge.errors import VerificationError
+from llmforge.runtime.session import Session
+from llmforge.trace import pattern, stamp
+from llmforge.trace.pattern import Irregular, Pattern
+
+if TYPE_CHECKING:
+    from llmforge.trace.reference import Reference
+
+# Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
+# 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
+TOLERANCE = 1e-4
+WHOLE_BYTES = 2**30  # of fp32 weights: up to here a model runs whole, twice over in memory
+LONGEST = 1536  # tokens: eager attention takes quadratic memory; a window beyond this is not exceeded by a prompt
+TAIL = 16  # rows of a long prompt whose logits are compared
+SEED = 20_241_103  # any fixed number
+
+
+@dataclass(frozen=True)
+class TraceProof:
+    """What the check of a traced graph found."""
+
+    layers: int  # that ran, of `depth`
+    depth: int
+    max_abs_difference: float  # of any logit
+    allowed: float
+    probes: tuple[str, ...]
+    unexceeded_windows: tuple[int, ...]  # attention windows longer than every prompt that ran
+    seconds: float
+
+    def note(self) -> str:
+        """Say it in one line, for a report."""
+        of = "all layers" if self.layers == self.depth else f"the first {self.layers} of {self.depth} layers"
+        beyond = "".join(f"; no prompt was longer than the window of {window}" for window in self.unexceeded_windows)
+        return (
+            f"trace: the canonical graph of {of} gives transformers' logits within {self.max_abs_difference:.2g} "
+            f"(allowed {self.allowed:.2g}) on {', '.join(self.probes)}{beyond}"
+        )
+
+
+def verify_trace(
+    checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1, whole_bytes: int = WHOLE_BYTES
+) -> TraceProof:
+    """Hold `model`, the canonical graph of `checkpoint`, against transformers on the real weights.
+
+    Prefill, decode and continuation, a ragged batch, and a prompt longer than every window up to `LONGEST`. A model of
+    more than `whole_bytes` of weights runs with its first layers alone, where its graph says how they repeat.
+
+    Raises:
+        VerificationError: logits differ; names the step and the first layer whose hidden states do.
+        UnsupportedError: transformers or ONNX Runtime cannot run the model.
+    """
+    from llmforge.trace.reference import Reference  # here, because it imports torch
+
+    began = time.perf_counter()
+    repetition = pattern.recorded(model)
+    depth = checkpoint.geometry.layers
+    layers = depth
+    if repetition is not None and weight_bytes(model) > whole_bytes:
+        layers = min(depth, max(2, repetition.kinds))  # two, so that one hands over to another
+        model = stamp.cut(model, repetition, layers)
+    weights = probe.Weights()
+    session = probe.open_session(model, weights, threads)
+    attention = [node for node in model.graph if node.op_type == "Attention"]
+    windows = sorted({node.attributes.get_int("window", 0) for node in attention} - {0})
+    runs = _runs(session.vocabulary, windows, checkpoint.geometry.context)
+    reference = Reference(checkpoint, None if layers == depth else layers)
+    compared = [comparison for run in runs for comparison in _compare(session, run, reference)]
+    logits = np.concatenate([comparison.expected.ravel() for comparison in compared])
+    allowed = TOLERANCE * float(logits.std())
+    for comparison in compared:
+        if not comparison.difference <= allowed:  # `not <=`: NaN differs
+            names = _hidden_states(model, reference.stack, layers)
+            exposed = probe.open_session(model, weights, threads, names) if names else None
+            where = _first_layer(exposed, names, comparison, reference) if exposed else "no layer can be named"
+            raise VerificationError(
+                f"the traced graph is not the model: logits differ from transformers' by {comparison.difference:.3g}, "
+                f"allowed is {allowed:.3g}, in {comparison.run.where(comparison.step)}, row {comparison.row}; {where}",
+                hint="this is a defect of llmforge's frontend for this architecture; nothing was built",
+            )
+    longest = max(run.capacity for run in runs)
+    return TraceProof(
+        layers=layers,
+        depth=depth,
+        max_abs_difference=max(comparison.difference for comparison in compared),
+        allowed=allowed,
+        probes=tuple(run.name for run in runs),
+        unexceeded_windows=tuple(window for window in windows if window >= longest),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Size of all initializers in the dtype of the graph."""
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _runs(vocabulary: int, windows: Sequence[int], context: int | None) -> list[probe.Run]:
+    """Make the runs: one row in all kinds of step, a ragged batch, and a prompt beyond the windows."""
+    rng = np.random.default_rng(SEED)
+
+    def draw(length: int) -> NDArray[np.int64]:
+        return rng.integers(0, vocabulary, length, np.int64)
+
+    runs = [
+        probe.cut("one row", [draw(20)], [(12,), *[(1,)] * 5, (3,)]),
+        probe.cut("a ragged batch", [draw(11), draw(14)], [(9, 12), (1, 1), (1, 1)]),
+    ]
+    within = [window for window in windows if window <= LONGEST - TAIL]
+    if within:
+        length = min(within[-1] + TAIL, (context or LONGEST) - 2)
+        runs.append(probe.cut("a prompt longer than the windows", [draw(length + 2)], [(length,), (1,), (1,)]))
+    return [run for run in runs if context is None or run.capacity <= context]
+
+
+def _rows(run: probe.Run) -> list[NDArray[np.int64]]:
+    """Put the tokens of each row of `run` together again."""
+    return [np.concatenate([step.ids[b, : step.lengths[b]] for step in run.steps]) for b in range(run.batch)]
+
+
+def _selected(step: probe.Step) -> NDArray[np.int64]:
+    """Choose the rows of a step that are compared: all, or the tail of a long one."""
+    count = step.ids.shape[1]
+    return np.arange(0 if count <= 2 * TAIL else count - TAIL, count)
+
+
+@dataclass(frozen=True, eq=False)
+class _Comparison:
+    """Logits that one step gave one row and those of transformers, fp32 [tokens, V]."""
+
+    run: probe.Run
+    step: int
+    row: int
+    got: NDArray[np.float32]
+    expected: NDArray[np.float32]
+
+    @property
+    def difference(self) -> float:
+        return float(np.abs(self.got - self.expected).max())
+
+
+def _compare(session: Session, run: probe.Run, reference: Reference) -> list[_Comparison]:
+    """Run `run`, and its rows one by one in transformers; pair their logits."""
+    kept = len(_selected(run.steps[0])) + sum(step.ids.shape[1] for step in run.steps[1:])
+    sequences = _rows(run)
+    wanted = [reference.run(ids, min(len(ids), kept)).logits for ids in sequences]  # of the last tokens
+    cache = session.allocate(run.batch, run.capacity)
+    compared = []
+    for index, step in enumerate(run.steps):
+        rows = _selected(step)
+        logits = session.step(step.ids, step.past, cache, rows)
+        for b, ids in enumerate(sequences):
+            real = rows < step.lengths[b]
+            places = step.past[b] + rows[real] - (len(ids) - len(wanted[b]))
+            compared.append(_Comparison(run, index, b, logits[b, real], wanted[b][places]))
+    return compared
+
+
+def _hidden_states(model: ir.Model, stack: str, layers: int) -> list[str]:
+    """Name what each layer hands over; [] where it is not a single tensor."""
+    try:
+        return stamp.hidden_states(model, Pattern(stack, layers, layers, 0), layers) if stack else []
+    except Irregular:
+        return []
+
+
+def _first_layer(exposed: Session, names: Sequence[str], failed: _Comparison, reference: Reference) -> str:
+    """Name the first layer whose hidden states, `names` in the graph, differ in the step that failed."""
+    step, row = failed.run.steps[failed.step], failed.row
+    got = probe.observe(exposed, failed.run, failed.step, names)
+    hidden = reference.run(_rows(failed.run)[row], 1).hidden  # [S, hidden] of each layer
+    places = slice(int(step.past[row]), int(step.past[row] + step.lengths[row]))
+    for layer, (name, state) in enumerate(zip(names, hidden, strict=True)):
+        expected = state[places]
+        difference = float(np.abs(got[name][row, : step.lengths[row]] - expected).max())
+        spread = float(expected.std())
+        if not difference <= TOLERANCE * spread:
+            return (
+                f"first diverging layer: {reference.stack}.{layer}, whose hidden states differ by "
+                f"{difference / spread:.3g} of their standard deviation"
+            )
+    return f"the hidden states of all {len(names)} layers agree: it is what follows them"
