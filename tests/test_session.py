@@ -209,8 +209,8 @@ def test_what_is_no_decoder_is_refused(tmp_path):
     with pytest.raises(InputError, match="not a decoder graph: it needs the input input_ids and the output logits"):
         Session(serialized(model), ONE_THREAD)
     model = decoder()
-    next(v for v in model.graph.inputs if v.name == "seqlens_k").name = "attention_mask"
-    with pytest.raises(InputError, match="nothing is known to feed into attention_mask"):
+    next(v for v in model.graph.inputs if v.name == "seqlens_k").name = "token_type_ids"
+    with pytest.raises(InputError, match="nothing is known to feed into token_type_ids"):
         Session(serialized(model), ONE_THREAD)
     model = decoder()
     next(v for v in model.graph.outputs if v.name == "present.1.key").name = "elsewhere"

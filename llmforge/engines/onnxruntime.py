@@ -244,6 +244,10 @@ def _write_model(model: ir.Model, folder: Path, progress: Progress) -> None:
     initializers = written.graph.initializers
     large = [name for name in sorted(initializers) if _size_bytes(initializers[name]) >= INLINE_BELOW_BYTES]
     total = sum(_size_bytes(initializers[name]) for name in large)
+    for name in initializers.keys() - set(large):  # inlined: also what the checkpoint's own file holds in fp32
+        tensor = initializers[name].const_value
+        assert tensor is not None
+        initializers[name].const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
     done = 0
     with (folder / DATA_FILE).open("wb") as file:
         for name in large:
