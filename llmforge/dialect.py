@@ -411,14 +411,8 @@ def _check_interface(graph: ir.Graph) -> None:
             if present is None:
                 raise VerificationError(f"{where}: has no output {interface.present_of(name)!r}")
             _require(present.dtype == value.dtype, where, f"is {value.dtype}, its present is {present.dtype}")
-            past_dims, present_dims = g.dims(value), g.dims(present)
-            if masked and past_dims is not None and present_dims is not None and len(present_dims) == 4:
-                past_dims, present_dims = _without_slots(past_dims), _without_slots(present_dims)
-            _require(
-                past_dims == present_dims,
-                where,
-                f"is {_shape(g.dims(value))}, its present is {_shape(g.dims(present))}",
-            )
+            same = _without_slots(present) == _without_slots(value) if masked else g.dims(present) == g.dims(value)
+            _require(same, where, f"is {_shape(g.dims(value))}, its present is {_shape(g.dims(present))}")
         else:
             _require(name in INPUTS, where, f"is unknown; known are {_listed(INPUTS)} and the caches")
             dtypes, rank = INPUTS[name]
@@ -581,9 +575,10 @@ def _dim(value: ir.Value | None, axis: int) -> int | None:
     return dim if isinstance(dim, int) else None
 
 
-def _without_slots(dims: tuple[int | str | None, ...]) -> tuple[int | str | None, ...]:
-    """Leave the slots, which grow, out of the shape of a cache."""
-    return (*dims[:2], *dims[3:])
+def _without_slots(cache: ir.Value) -> tuple[int | str | None, ...] | None:
+    """Leave the slots, which may grow, out of the shape of a cache."""
+    dims = g.dims(cache)
+    return None if dims is None else (*dims[:2], *dims[3:])
 
 
 def _shape(dims: Iterable[int | str | None] | None) -> str:

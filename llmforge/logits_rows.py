@@ -48,7 +48,7 @@ def declare_last(model: ir.Model) -> None:
 def _selection(model: ir.Model) -> tuple[ir.Value, ir.Node]:
     """Find `logits_rows` and the one Gather [batch, sequence, …] → [batch, rows, …] that reads it."""
     rows = _input(model, interface.LOGITS_ROWS)
-    uses = rows.uses()
+    uses = tuple(rows.uses())
     node = uses[0].node if len(uses) == 1 else None
     if node is None or (node.domain, node.op_type) != ("", "Gather") or node.attributes.get_int("axis", 0) != 1:
         readers = ", ".join(f"{use.node.name} ({use.node.op_type})" for use in uses) or "nothing"

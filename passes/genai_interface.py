@@ -31,6 +31,8 @@ from llmforge import graph, interface, logits_rows
 from llmforge.errors import UnsupportedError
 from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
+_KEPT = (interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS)
+
 
 @dataclass(frozen=True)
 class GenaiInterface(Pass):
@@ -89,6 +91,14 @@ class GenaiInterface(Pass):
                 "its caches with",
                 hint="put flash-attention in front, and leave optimum-interface out",
             )
+        known = {*_KEPT, interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH}
+        for name in names:
+            if name not in known and interface.present_of(name) == name:
+                raise UnsupportedError(
+                    f"{self.name}: the graph has the input {name}; onnxruntime-genai feeds input_ids, position_ids, "
+                    "attention_mask and caches of keys and values",
+                    hint=f"leave {self.name} out of the recipe",
+                )
 
 
 def _read_attention_mask(model: ir.Model) -> None:

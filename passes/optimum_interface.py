@@ -44,9 +44,9 @@ class OptimumInterface(Pass):
     name: ClassVar[str] = "optimum-interface"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
 
-    logits: Annotated[
-        Literal["all", "last"], Field(description="logits of every token, or of the last one alone")
-    ] = "all"
+    logits: Annotated[Literal["all", "last"], Field(description="logits of every token, or of the last one alone")] = (
+        "all"
+    )
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite the interface of `model`.

@@ -270,7 +270,7 @@ def reshape_present(model: ir.Model) -> None:
 
 
 def extra_input(model: ir.Model) -> None:
-    model.graph.inputs.append(ir.Value(name="attention_mask", type=ir.TensorType(ir.DataType.INT64)))
+    model.graph.inputs.append(ir.Value(name="token_type_ids", type=ir.TensorType(ir.DataType.INT64)))
 
 
 def later_opset(model: ir.Model) -> None:
@@ -300,7 +300,7 @@ def other_cache(model: ir.Model) -> None:
         (reshape_present, r"graph input 'past_key_values.0.key': is \[batch, 2, capacity, 8\], its present is"),
         (retype_input, "graph input 'past_lengths': is INT64, must be one of INT32"),
         (drop_default, "graph input 'logits_rows': has no default"),
-        (extra_input, "graph input 'attention_mask': is unknown; known are input_ids,"),
+        (extra_input, "graph input 'token_type_ids': is unknown; known are input_ids,"),
         (later_opset, "opset import 'ai.onnx': version is 25, must be 24"),
         (lambda m: m.opset_imports.pop("llmforge"), "opset import 'llmforge': nodes use the domain"),
         (

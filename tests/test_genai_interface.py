@@ -139,6 +139,22 @@ def test_other_attention_is_refused_by_name() -> None:
     assert "report of flash-attention" in str(caught.value.hint)
 
 
+def test_state_of_another_kind_is_refused_by_name() -> None:
+    model = lowered()
+    state = ir.Value(name="state.0", shape=ir.Shape(["batch", 4]), type=ir.TensorType(ir.DataType.FLOAT))
+    model.graph.inputs.append(state)
+    with pytest.raises(UnsupportedError, match=r"has the input state\.0; onnxruntime-genai feeds"):
+        GenaiInterface().run(model, graphs.CPU)
+
+
+def test_without_flash_attention_it_is_refused() -> None:
+    model = graphs.llama()
+    for node in graphs.find(model, "Attention"):
+        node.op_type, node.domain = "PagedAttention", "com.microsoft"
+    with pytest.raises(UnsupportedError, match="the graph has no GroupQueryAttention"):
+        GenaiInterface().run(model, graphs.CPU)
+
+
 def test_rows_that_something_else_selects_are_refused() -> None:
     model = lowered()
     selection = next(node for node in model.graph if node.name == "selected_node")

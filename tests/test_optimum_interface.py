@@ -148,7 +148,7 @@ def test_the_dialect_knows_the_caches_that_growing_attention_wants() -> None:
     dialect.check(model)
     [attention, _] = graphs.find(model, "GrowingAttention")
     attention.replace_input_with(3, attention.inputs[4])
-    with pytest.raises(VerificationError, match="layer 0 must read past_key_values.0.key"):
+    with pytest.raises(VerificationError, match=r"layer 0 must read past_key_values\.0\.key"):
         dialect.check(model)
 
 

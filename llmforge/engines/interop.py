@@ -33,8 +33,10 @@ _SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "
 _OPTIMUM_HEAD_DIM = frozenset({"gemma", "gemma3_text", "gpt_oss", "nemotron"})
 # … and these read num_key_value_heads, others num_attention_heads.
 _OPTIMUM_KV_HEADS = frozenset(
-    "arcee deepseek_v3 cohere gemma gemma3_text glm granite gpt_oss helium mistral llama nemotron qwen2 qwen3 "
-    "qwen3_moe smollm3 stablelm".split()
+    {
+        *("arcee", "cohere", "deepseek_v3", "gemma", "gemma3_text", "glm", "gpt_oss", "granite", "helium", "llama"),
+        *("mistral", "nemotron", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm"),
+    }
 )
 # These it reads in ways of their own, which nothing here repeats.
 _OPTIMUM_OTHER = frozenset({"deepseek_v3", "falcon", "gemma3", "gpt_bigcode"})

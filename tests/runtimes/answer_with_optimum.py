@@ -1,4 +1,4 @@
-"""Greedy answers of ORTModelForCausalLM, in an environment of its own: FOLDER and a JSON list of prompts in, JSON out."""
+"""Print greedy answers of ORTModelForCausalLM as JSON; FOLDER is the argument, a JSON list of prompts the input."""
 
 import json
 import sys
