@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.integrations import use_experts_implementation
 from transformers.integrations.moe import ExpertsInterface
@@ -121,9 +121,9 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(mixtral: tuple[Path, ir
         assert ids is not None
         assert up is not None
         assert up.const_value is not None
-        up.const_value = ir.tensor(np.concatenate([up.const_value.numpy()[:2], np.full((2, 64, 192), np.inf)]).astype(
-            np.float32
-        ), name=up.name)
+        up.const_value = ir.tensor(
+            np.concatenate([up.const_value.numpy()[:2], np.full((2, 64, 192), np.inf)]).astype(np.float32), name=up.name
+        )
         zero = graph.initializer(poisoned, "two_experts", np.array([[[0, 1]]], np.int64))
         shifted = graph.insert(node, "Mul", [ids, graph.initializer(poisoned, "nought", np.array([0], np.int64))])[0]
         node.replace_input_with(1, graph.insert(node, "Add", [shifted, zero])[0])
@@ -197,7 +197,7 @@ def clamped(self: Any, h: Tensor) -> Tensor:
 
 def limited(self: Any, h: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)
-    return F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+    return functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_operators_on_tokens_work_with_two_axes_in_front() -> None:
         ends = Slice (shape, zero, axis)
         y = Reshape (q, shape)
     """
-    shapes: dict[str, tuple[Any, ...]] = {name: ("T", 4) for name in ("scores", "p", "q")}
+    shapes: dict[str, tuple[Any, ...]] = dict.fromkeys(("scores", "p", "q"), ("T", 4))
     model = flattened(body, 4, {**shapes, "t": ("T", 8), "s": ("T", 1), "y": ("batch", "sequence", 4)})
     rows.restore(model)
     by_output = {value.name: node for node in model.graph for value in node.outputs}

@@ -1,9 +1,9 @@
 """Frontend: a checkpoint's model, traced without weights to a graph of the canonical dialect (docs/dialect.md).
 
-The model is built from its configuration with parameters that have no memory (`skeleton`). Attention, norms and
-rotary embedding are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`), and so are
-experts (`experts`, `rows`). One step is exported and translated (`capture`), cleaned up (`cleanup`), and its initializers get the checkpoint's tensors,
-lazily (`weights`). What the dialect's verifier then does not know is refused by name.
+The model is built from its configuration with parameters that have no memory (`skeleton`). Attention, norms, rotary
+embedding and experts are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`,
+`experts`). One step is exported and translated (`capture`), cleaned up (`cleanup`, `rows`), and its initializers get
+the checkpoint's tensors, lazily (`weights`). What the dialect's verifier then does not know is refused by name.
 """
 
 from __future__ import annotations

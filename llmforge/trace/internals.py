@@ -177,7 +177,9 @@ class Group:
             keys.setdefault(pattern, []).append(key)
         if len({len(members) for members in keys.values()}) != 1:
             return [self]
-        return [replace(self, keys=tuple(members), patterns=tuple(keys)) for members in zip(*keys.values(), strict=True)]
+        return [
+            replace(self, keys=tuple(members), patterns=tuple(keys)) for members in zip(*keys.values(), strict=True)
+        ]
 
 
 def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[str, Group]:
