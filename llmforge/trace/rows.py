@@ -79,10 +79,18 @@ def restore(model: ir.Model) -> None:
             if rule is None:
                 raise _refused(node, "whose operator is not known to act on each token alone")
             rule(model, node, tokens)
+            _check_outputs(node, tokens)
     for node in model.graph:
         for value in node.outputs:
             if _flat(value, tokens):
                 value.shape = ir.Shape([BATCH, SEQUENCE, *_dims(node, value)[1:]])
+
+
+def _check_outputs(node: ir.Node, tokens: str) -> None:
+    """Refuse a result that is not known to have the tokens in front: what reads it would be left as it is."""
+    for value in node.outputs:
+        if value.uses() and not _flat(value, tokens) and _dims(node, value)[:2] != (BATCH, SEQUENCE):
+            raise _refused(node, "which moves the axis of tokens")
 
 
 def _know_shapes(model: ir.Model) -> None:

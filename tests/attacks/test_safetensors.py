@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from llmforge.errors import CheckpointError
 from llmforge.weights import HEADER_LIMIT_BYTES, TensorEntry, digest_weights, read_header, read_small
 
-from ..checkpoints import safetensors_bytes  # noqa: TID252
+from ..checkpoints import safetensors_bytes
 
 
 def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32", **more: Any) -> dict[str, Any]:
