@@ -121,6 +121,8 @@ class QuantizeWeights(Pass):
         for node in list(model.graph):
             if _is(node, "MatMul"):
                 rewriting.head(node) if node in on_rows else rewriting.decoder(node)
+            elif (node.domain, node.op_type) == ("llmforge", "MoE"):
+                rewriting.changes.skipped.append(Skipped(str(node.name), "the matrices of experts stay fp32"))
         if rewriting.changes:
             model.opset_imports["com.microsoft"] = 1
             graph.drop_unused(model)

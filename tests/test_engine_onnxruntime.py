@@ -122,6 +122,20 @@ def test_large_tensors_lie_aligned_in_the_order_of_their_names_and_small_ones_in
         assert data[offsets[name] : offsets[name] + int(place["length"])] == expected
 
 
+def test_small_tensors_of_the_checkpoint_are_written_into_the_model(tmp_path, monkeypatch):
+    """They are ranges of a file elsewhere, whose path must not get into the artifact."""
+    monkeypatch.setattr(engine, "INLINE_BELOW_BYTES", 1 << 20)
+    model = decoder()
+    cos = model.graph.initializers["cos"]
+    held, file = cos.const_value.numpy(), tmp_path / "model.safetensors"
+    file.write_bytes(held.tobytes())
+    cos.const_value = ir.ExternalTensor(str(file), 0, held.nbytes, cos.dtype, shape=cos.shape, name="cos", base_dir="")
+    build(model, tmp_path / "engine")
+    assert str(file).encode() not in (tmp_path / "engine" / "model.onnx").read_bytes()
+    file.unlink()
+    assert np.isfinite(last_logits(Session(tmp_path / "engine" / "model.onnx", SessionConfig(1)))).all()
+
+
 def test_runtime_json_says_how_to_run(tmp_path):
     built = build(decoder(int8_cache=True), tmp_path)
     data = json.loads((tmp_path / "runtime.json").read_text())

@@ -61,6 +61,7 @@ RECURRENT = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 
 # name → configuration class of transformers, and what differs from BASE
 ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -103,6 +104,39 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "olmo-hybrid": ("OlmoHybridConfig", RECURRENT),
     "qwen3-next": ("Qwen3NextConfig", {**RECURRENT, "mlp_only_layers": [0, 1]}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),  # layers without positions
+    # experts
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**EXPERTS, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "gpt-oss": (  # sinks, alternating windows, YaRN; interleaved gates with limits, biases, matrices [K, N]
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+    "qwen2-moe": ("Qwen2MoeConfig", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 96}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.5}),
+    "glm4-moe": (  # groups of experts, a correction of the router's bias that is no parameter, shared experts
+        "Glm4MoeConfig",
+        {
+            **EXPERTS,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 16,
+            "use_qk_norm": True,
+        },
+    ),
 }
 
 

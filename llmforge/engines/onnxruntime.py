@@ -243,6 +243,10 @@ def _write_model(model: ir.Model, folder: Path, progress: Progress) -> None:
     _strip(written)
     initializers = written.graph.initializers
     large = [name for name in sorted(initializers) if _size_bytes(initializers[name]) >= INLINE_BELOW_BYTES]
+    for name in sorted(set(initializers) - set(large)):
+        tensor = initializers[name].const_value
+        if isinstance(tensor, ir.ExternalTensor):  # of the checkpoint: a path of this machine otherwise
+            initializers[name].const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=name)
     total = sum(_size_bytes(initializers[name]) for name in large)
     for name in initializers.keys() - set(large):  # inlined: also what the checkpoint's own file holds in fp32
         tensor = initializers[name].const_value

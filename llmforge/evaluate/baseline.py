@@ -38,7 +38,6 @@ class Baseline:
                 loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                     checkpoint.path,
                     dtype=torch.float32,
-                    attn_implementation="sdpa",
                     local_files_only=True,
                     trust_remote_code=False,
                     use_safetensors=True,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from llmforge.errors import UnsupportedError
 from llmforge.trace import internals
@@ -28,12 +28,12 @@ TOLERANCE = 1e-5  # fp32, relative to the largest output
 SCALES = (0.3, 3.0)  # of probed inputs; limits add larger ones
 QUICK_GELU = 1.702  # x·sigmoid(1.702·x), Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2
 
-ACTIVATIONS = {
+ACTIVATIONS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "silu": lambda x, alpha: x * torch.sigmoid(alpha * x),
-    "gelu": lambda x, alpha: F.gelu(x),
-    "gelu_tanh": lambda x, alpha: F.gelu(x, approximate="tanh"),
-    "relu": lambda x, alpha: F.relu(x),
-    "relu2": lambda x, alpha: F.relu(x).square(),
+    "gelu": lambda x, alpha: functional.gelu(x),
+    "gelu_tanh": lambda x, alpha: functional.gelu(x, approximate="tanh"),
+    "relu": lambda x, alpha: functional.relu(x),
+    "relu2": lambda x, alpha: functional.relu(x).square(),
 }
 
 
@@ -95,7 +95,7 @@ class Experts:
 
     def _form(self, module: nn.Module) -> Form:
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())
-        key = (type(module), id(module.config), shapes, tuple(_numbers(module)))
+        key = (type(module), str(module), shapes, *_numbers(module))
         if key not in self._forms:
             self._forms[key] = probe(module)
         return self._forms[key]
@@ -147,7 +147,7 @@ def _close(y: object, expected: Tensor) -> bool:
 
 def _candidates(module: nn.Module) -> Iterator[Form]:
     """List the forms that a module may have; its own numbers are candidates for limits and slopes."""
-    gated, interleaved = int(module.has_gate), int(not module.is_concatenated)
+    gated, interleaved = int(bool(module.has_gate)), int(bool(module.has_gate) and not module.is_concatenated)
     own = _numbers(module)
     for limit in (0.0, *own) if gated else (0.0,):
         for beta in (0.0, 1.0) if gated else (0.0,):
@@ -173,10 +173,9 @@ def _weights(module: nn.Module) -> Weights:
         raise UnsupportedError(
             f"{type(module).__name__} has parameters {', '.join(sorted(found))}; llmforge::MoE takes {', '.join(names)}"
         )
-    up, down, *biases = (found[name] for name in names)
-    if not module.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    return Weights(up, down, *(biases or (None, None)))
+    tensors: list[Tensor] = [found[name] for name in names]
+    matrices = [tensor if module.is_transposed else tensor.transpose(1, 2) for tensor in tensors[:2]]
+    return Weights(*matrices, *(tensors[2:] or (None, None)))
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -190,13 +189,13 @@ def _shrunk(module: nn.Module, generator: torch.Generator) -> nn.Module:
     held = _weights(module)
     experts, hidden = min(PROBED_EXPERTS, len(held.up)), PROBED_HIDDEN
     wide = PROBED_INNER * (2 if module.has_gate else 1)
-    shapes = [(experts, hidden, wide), (experts, PROBED_INNER, hidden)]
-    shapes = shapes if module.is_transposed else [(e, n, k) for e, k, n in shapes]
+    shapes: list[tuple[int, ...]] = [(experts, hidden, wide), (experts, PROBED_INNER, hidden)]
+    shapes = shapes if module.is_transposed else [(count, n, k) for count, k, n in shapes]
     shapes += [(experts, wide), (experts, hidden)] if module.has_bias else []
     small = copy.copy(module)
     small._parameters = {
         name: nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
         for name, shape in zip(_names(module), shapes, strict=True)
     }
-    small.config = SimpleNamespace(_experts_implementation=EAGER)  # what transformers' dispatch reads
+    vars(small)["config"] = SimpleNamespace(_experts_implementation=EAGER)  # what transformers' dispatch reads
     return small

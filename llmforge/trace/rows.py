@@ -19,10 +19,40 @@ BATCH, SEQUENCE = "batch", "sequence"
 Rule = Callable[[ir.Model, ir.Node, str], None]
 
 POINTWISE = frozenset(
-    "Abs Add And Cast Clip Div Equal Erf Exp Gelu Greater GreaterOrEqual Identity Less LessOrEqual Log Max Min Mul Neg "
-    "Not Or Pow Relu Sigmoid Softplus Sqrt Sub Tanh Where".split()
+    {
+        "Abs",
+        "Add",
+        "And",
+        "Cast",
+        "Clip",
+        "Div",
+        "Equal",
+        "Erf",
+        "Exp",
+        "Gelu",
+        "Greater",
+        "GreaterOrEqual",
+        "Identity",
+        "Less",
+        "LessOrEqual",
+        "Log",
+        "Max",
+        "Min",
+        "Mul",
+        "Neg",
+        "Not",
+        "Or",
+        "Pow",
+        "Relu",
+        "Sigmoid",
+        "Softplus",
+        "Sqrt",
+        "Sub",
+        "Tanh",
+        "Where",
+    }
 )
-REDUCTIONS = frozenset("ReduceMax ReduceMean ReduceMin ReduceSum".split())
+REDUCTIONS = frozenset(["ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"])
 
 
 def restore(model: ir.Model) -> None:
@@ -49,10 +79,18 @@ def restore(model: ir.Model) -> None:
             if rule is None:
                 raise _refused(node, "whose operator is not known to act on each token alone")
             rule(model, node, tokens)
+            _check_outputs(node, tokens)
     for node in model.graph:
         for value in node.outputs:
             if _flat(value, tokens):
                 value.shape = ir.Shape([BATCH, SEQUENCE, *_dims(node, value)[1:]])
+
+
+def _check_outputs(node: ir.Node, tokens: str) -> None:
+    """Refuse a result that is not known to have the tokens in front: what reads it would be left as it is."""
+    for value in node.outputs:
+        if value.uses() and not _flat(value, tokens) and _dims(node, value)[:2] != (BATCH, SEQUENCE):
+            raise _refused(node, "which moves the axis of tokens")
 
 
 def _know_shapes(model: ir.Model) -> None:
@@ -111,11 +149,17 @@ def _mark(model: ir.Model, node: ir.Node) -> None:
     data, index, updates = node.inputs
     (y,) = node.outputs
     dims = _dims(node, y)
-    new, old = _filling(updates), _filling(data)
+    new, old, width = _filling(updates), _filling(data), dims[-1]
     last = node.attributes.get_int("axis", 0) in (-1, len(dims) - 1)
-    if new is None or not last or node.attributes.get_string("reduction", "none") != "none" or index is None:
+    if (
+        new is None
+        or not last
+        or node.attributes.get_string("reduction", "none") != "none"
+        or index is None
+        or not isinstance(width, int)
+    ):
         return  # refused where it touches tokens
-    numbers = g.initializer(model, f"experts.range_{dims[-1]}", np.arange(int(dims[-1]), dtype=np.int64))
+    numbers = g.initializer(model, f"experts.range_{width}", np.arange(width, dtype=np.int64))
     axis = g.initializer(model, "experts.axis_last", np.array([-1], np.int64))
     across = g.initializer(model, "experts.axis_before_last", np.array([-2], np.int64))
     chosen = _dims(node, index)
@@ -296,11 +340,11 @@ def _insert(
 ) -> ir.Value:
     (y,) = g.insert(before, op_type, inputs, attributes)
     y.shape = shape
-    y.dtype = dtype
-    for key, text in before.metadata_props.items():  # the module that it comes from
-        y_node = y.producer()
-        assert y_node is not None
-        y_node.metadata_props[key] = text
+    if dtype is not None:
+        y.dtype = dtype
+    node = y.producer()
+    assert node is not None
+    node.metadata_props.update(before.metadata_props)  # the module that it comes from
     return y
 
 
