@@ -123,19 +123,16 @@ class Recurrence(Builder):
         query, key = (self._by_head(node, x, few, heads, width) for x in (self._add(node, "Mul", [q, scale]), k))
         value = self._add(node, "Reshape", [v, self._constant(f"split_{heads}", [0, 0, heads, -1])])
         scanned = [query, key, value, kept, rate]
-        body = _one_token(heads, width, value_width)
-        present, y = g.insert(
-            node,
-            "Scan",
-            [start, *scanned],
-            {
-                "body": body,
-                "num_scan_inputs": len(scanned),
-                "scan_input_axes": [1] * len(scanned),
-                "scan_output_axes": [1],
-            },  # type: ignore[dict-item]  # a graph is an attribute, too
-            outputs=2,
-        )
+        count = len(scanned)
+        attributes = [
+            ir.AttrGraph("body", _one_token(heads, width, value_width)),
+            ir.AttrInt64("num_scan_inputs", count),
+            ir.AttrInt64s("scan_input_axes", [1] * count),
+            ir.AttrInt64s("scan_output_axes", [1]),
+        ]
+        scan = ir.Node("", "Scan", [start, *scanned], attributes, num_outputs=2)
+        self.model.graph.insert_before(node, scan)
+        present, y = scan.outputs
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
         for old, new in zip(node.outputs, (y, present), strict=True):
             g.supersede(old, new)

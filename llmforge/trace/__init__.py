@@ -37,7 +37,7 @@ def trace(checkpoint: Checkpoint) -> ir.Model:
 
 def _trace(checkpoint: Checkpoint) -> ir.Model:
     # here, because these import torch and transformers, which take seconds
-    from llmforge.trace import capture, cleanup, internals, skeleton, weights
+    from llmforge.trace import capture, cleanup, internals, skeleton, tokenwise, weights
     from llmforge.trace.attention import Attention
 
     geometry = checkpoint.geometry
@@ -50,6 +50,7 @@ def _trace(checkpoint: Checkpoint) -> ir.Model:
         weights.untie(model, sources)
         graph = capture.capture(model, mode, attention, geometry.context, geometry.layers)
     cleanup.canonicalize(graph)
+    tokenwise.check(graph)
     weights.attach(graph, capture.MODEL, model, checkpoint, sources)
     _default_rows(graph)
     try:
