@@ -51,9 +51,14 @@ def _mixes(node: ir.Node) -> bool:
             return bool(inputs[0]) and any(_holds_tokens(inputs[0][axis]) for axis in cut)
         case "MatMul":
             left, right = inputs
-            return any((_holds_tokens(left[-1]) if left else False, len(right) > 1 and _holds_tokens(right[-2])))
-        case _:  # pointwise, or of the last axis: only a product of tokens with tokens has their axis twice
-            return any(sum(map(_holds_tokens, g.dims(value) or ())) > 1 for value in node.outputs)
+            return any(map(_holds_tokens, (*left[-1:], *right[-2:-1]))) or _pairs(node)
+        case _:  # pointwise, or of the last axis
+            return _pairs(node)
+
+
+def _pairs(node: ir.Node) -> bool:
+    """Say whether what `node` makes has the axis of the tokens twice: a product of tokens with tokens."""
+    return any(sum(map(_holds_tokens, g.dims(value) or ())) > 1 for value in node.outputs)
 
 
 def _in_front(dims: tuple[int | str | None, ...]) -> tuple[list[str], int] | None:
