@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from llmforge import dialect, graph
 from llmforge.errors import VerificationError
+from llmforge.recurrence import Recurrence
 
 BATCH, CHANNELS, TAPS = 4, 6, 4
 FEW, HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3, 5
@@ -71,9 +72,12 @@ def linear(few: int = FEW) -> ir.Model:
     return single("LinearAttention", shapes, "recurrent", num_heads=few, scale=0.4)
 
 
-def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
-    expanded = dialect.expand(model)
-    assert {node.domain for node in expanded.graph} == {""}
+def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, kernel: bool = False) -> list[NDArray[Any]]:
+    expanded = model.clone()
+    if kernel:
+        Recurrence(expanded).call_kernel(expanded.graph[0])
+    expanded = dialect.expand(expanded)
+    assert {node.domain for node in expanded.graph} == ({"", "com.microsoft"} if kernel else {""})
     session = ort.InferenceSession(ir.to_proto(expanded).SerializeToString(), providers=["CPUExecutionProvider"])
     names = {given.name for given in session.get_inputs()}
     outputs: list[NDArray[Any]] = session.run(None, {name: array for name, array in feeds.items() if name in names})
@@ -120,8 +124,9 @@ def test_an_expanded_convolution_computes_what_the_reference_does(
 
 @pytest.mark.parametrize(("sequence", "lengths"), STEPS)
 @pytest.mark.parametrize("few", [2, 4])
-def test_an_expanded_linear_attention_computes_what_the_reference_does(
-    sequence: int, lengths: tuple[int, ...], few: int
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_linear_attention_that_is_lowered_computes_what_the_reference_does(
+    sequence: int, lengths: tuple[int, ...], few: int, kernel: bool
 ) -> None:
     model = linear(few)
     feeds = draw(model, sequence, lengths)
@@ -129,7 +134,7 @@ def test_an_expanded_linear_attention_computes_what_the_reference_does(
     for name in ("q", "k", "v", "decay", "beta"):  # what stands in padded places is not read
         for row, count in enumerate(lengths):
             feeds[name][row, count:] = np.where(name == "decay", 1e4, 1.0)
-    y, present = run(model, feeds)
+    y, present = run(model, feeds, kernel=kernel)
     expected_y, expected = dialect.linear_attention(*operands(model, feeds), num_heads=few, scale=0.4)
     for row, count in enumerate(lengths):
         np.testing.assert_allclose(y[row, :count], expected_y[row, :count], atol=1e-5)
