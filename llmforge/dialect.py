@@ -544,7 +544,8 @@ def _check_state(node: ir.Node, where: str, part: str, index: int) -> None:
             fits = weight[1] == 1 and state[1:] == (weight[2] - 1, weight[0]) and x[2] == weight[0]
             _require(fits, where, f"x {_shape(x)} and state {_shape(state)} do not fit a kernel {_shape(weight)}")
         return
-    few, state = attributes["num_heads"], g.dims(node.inputs[index]) if node.inputs[index] else None
+    few, past = attributes["num_heads"], node.inputs[index]
+    state = None if past is None else g.dims(past)
     heads, width, value_width = (dim if isinstance(dim, int) else 0 for dim in (state or (0, 0, 0, 0))[1:])
     if not (heads and width and value_width):
         return

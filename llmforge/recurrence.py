@@ -1,7 +1,8 @@
 """Layers that carry a state of fixed size from token to token: references, and how they are written in standard ONNX.
 
 `llmforge::CausalConv` becomes one depthwise Conv over the state and the step's tokens; `llmforge::LinearAttention`
-becomes a Scan over tokens, in which a padded token has a decay of 1 and an update rate of 0 and so changes nothing.
+becomes a Scan over tokens, in which a padded token has a decay of exp(0) and an update rate of 0 and so changes
+nothing. For ONNX Runtime there is a kernel of the same rule, which needs the same treatment of padding.
 """
 
 from __future__ import annotations
@@ -116,29 +117,55 @@ class Recurrence(Builder):
         heads, width, value_width = _static(past)[1:]
         few = node.attributes["num_heads"].as_int()
         start = self._start(node, past, past_lengths, 4)
-        real, zero = self._real(lengths), self._constant("zero_float", np.float32(0))
-        kept = self._add(node, "Exp", [self._add(node, "Where", [real, decay, zero])])  # [B, S, H]
-        rate = self._add(node, "Where", [real, beta, zero])
+        decay, rate = self._without_padding(node, decay, beta, lengths)
+        kept = self._add(node, "Exp", [decay])  # [B, S, H]
         scale = self._constant(f"scale_{node.attributes['scale'].as_float()}", _scale(node))
         query, key = (self._by_head(node, x, few, heads, width) for x in (self._add(node, "Mul", [q, scale]), k))
         value = self._add(node, "Reshape", [v, self._constant(f"split_{heads}", [0, 0, heads, -1])])
         scanned = [query, key, value, kept, rate]
-        body = _one_token(heads, width, value_width)
-        present, y = g.insert(
-            node,
-            "Scan",
-            [start, *scanned],
-            {
-                "body": body,
-                "num_scan_inputs": len(scanned),
-                "scan_input_axes": [1] * len(scanned),
-                "scan_output_axes": [1],
-            },  # type: ignore[dict-item]  # a graph is an attribute, too
-            outputs=2,
-        )
+        count = len(scanned)
+        attributes = [
+            ir.AttrGraph("body", _one_token(heads, width, value_width)),
+            ir.AttrInt64("num_scan_inputs", count),
+            ir.AttrInt64s("scan_input_axes", [1] * count),
+            ir.AttrInt64s("scan_output_axes", [1]),
+        ]
+        scan = ir.Node("", "Scan", [start, *scanned], attributes, num_outputs=2)
+        self.model.graph.insert_before(node, scan)
+        present, y = scan.outputs
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
         for old, new in zip(node.outputs, (y, present), strict=True):
             g.supersede(old, new)
+
+    def call_kernel(self, node: ir.Node) -> None:
+        """Replace one `llmforge::LinearAttention` by ONNX Runtime's own, which knows no padding and no fresh rows."""
+        q, k, v, decay, beta, past, past_lengths, lengths = (_given(node, index) for index in range(8))
+        start = self._start(node, past, past_lengths, 4)
+        outputs = g.insert(
+            node,
+            "LinearAttention",
+            [q, k, v, start, *self._without_padding(node, decay, beta, lengths)],
+            {
+                "q_num_heads": node.attributes["num_heads"].as_int(),
+                "kv_num_heads": _static(past)[1],
+                "scale": node.attributes["scale"].as_float(),
+                "update_rule": "gated_delta",
+            },
+            domain="com.microsoft",
+            outputs=2,
+            name=node.name,
+        )
+        node.name = f"{node.name}.replaced"
+        self.model.opset_imports.setdefault("com.microsoft", 1)
+        for old, new in zip(node.outputs, outputs, strict=True):
+            g.supersede(old, new)
+
+    def _without_padding(
+        self, node: ir.Node, decay: ir.Value, beta: ir.Value, lengths: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """Let a padded token keep the state as it is: decay exp(0), rate 0."""
+        real, zero = self._real(lengths), self._constant("zero_float", np.float32(0))
+        return self._add(node, "Where", [real, decay, zero]), self._add(node, "Where", [real, beta, zero])
 
     def _start(self, node: ir.Node, past: ir.Value, past_lengths: ir.Value, rank: int) -> ir.Value:
         """Take the state where a row has a past; else zeros, whatever the buffer holds."""

@@ -42,7 +42,14 @@ def operators(model: ir.Model) -> Counter[str]:
 # The same logits as transformers -----------------------------------------------------------------------------------
 
 
-SLOW = {"gemma3", "gpt-neox", "smollm3"}  # what they exercise alone is beyond the Llama family
+SLOW = {
+    "gemma3",
+    "gpt-neox",
+    "olmo-hybrid",
+    "qwen3-next",
+    "smollm3",
+    "youtu",
+}  # what they exercise alone is beyond the Llama family
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class Session:
                 f"{interface.LOGITS} [batch, rows, vocabulary] with a fixed vocabulary; inputs {list(self.inputs)}, "
                 f"outputs {list(self.outputs)}"
             )
-        if unknown := set(self.inputs) - _FED - {held.name for held in (*self.caches, *self.states)}:
+        if unknown := set(self.inputs) - _FED - {c.name for c in self.caches} - {s.name for s in self.states}:
             raise InputError(f"{where}: nothing is known to feed into {', '.join(sorted(unknown))}")
         if logits.type != "tensor(float)":
             raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")

@@ -45,7 +45,7 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
 def _trace(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     """Trace; all layers, where it is known that they are `irregular`."""
     # here, because these import torch and transformers, which take seconds
-    from llmforge.trace import capture, cleanup, experts, internals, skeleton, weights
+    from llmforge.trace import capture, cleanup, experts, internals, skeleton, tokenwise, weights
     from llmforge.trace.attention import Attention
 
     geometry = checkpoint.geometry
@@ -64,6 +64,7 @@ def _trace(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
             model, mode, attention, geometry.context, geometry.layers, shorten=irregular is None
         )
     cleanup.canonicalize(graph)
+    tokenwise.check(graph)
     if isinstance(repetition, Pattern):
         try:
             stamp.stamp(graph, repetition)

@@ -26,7 +26,7 @@ INERT = frozenset(
 )
 
 
-class Layer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
+class Layer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
     """The cache of one layer: hands on what a step adds to it, and remembers which tensors they were.
 
     Parts have the names that they have in the graph: key and value [B, kv_heads, C, D], conv [B, K-1, C], recurrent
@@ -37,7 +37,7 @@ class Layer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no
     is_compileable = False
 
     def __init__(self, past: Mapping[str, Tensor] | None, run: Attention) -> None:
-        LinearAttentionCacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
+        LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         self.past = past  # None in a dry run
         self._run = run
@@ -60,7 +60,7 @@ class Layer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no
         self.new = (key_states, value_states)
         return self.new
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the buffers are inputs of the graph."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -216,7 +216,9 @@ class Attention:
             if new is not None and key is new[0] and value is new[1]:
                 return index
         if len(open_layers) != 1:
-            raise UnsupportedError("attention reads keys and values that its layer does not cache (a shared cache)")
+            raise UnsupportedError(
+                "attention reads other keys and values than its layer caches (a shared cache, or one read twice)"
+            )
         (index,) = open_layers
         new = self.layers[index].new
         assert new is not None

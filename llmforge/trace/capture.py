@@ -25,6 +25,7 @@ OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this op
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one, and none 0 or 1, which
 # torch.export would take for a constant.
 BATCH, SEQUENCE, CAPACITY, ROWS = 2, 3, 7, 5
+SOFTPLUS_THRESHOLD = 20.0  # torch's default: e⁻²⁰ < 20 · 2⁻²⁴, so that fp32 has log(1 + eˣ) = x beyond it
 MODEL = "model."  # the attribute of `Traced` that holds the model: prefix of every parameter's name
 REGISTRATION_LOGGER = "torch.onnx._internal.exporter._registration"  # says that torchvision is not installed
 
@@ -141,7 +142,7 @@ def _step(traced: Traced, shapes: Shapes) -> depth.Step:
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     """Translate softplus without torch's threshold, beyond which fp32 has x for log(1 + eˣ) anyway."""
-    if beta != 1.0 or threshold < 20.0:  # torch's default; e⁻²⁰ < 2⁻²⁴ · 20
+    if beta != 1.0 or threshold < SOFTPLUS_THRESHOLD:
         raise UnsupportedError(f"softplus with beta {beta} and threshold {threshold}")
     return opset18.Softplus(x)
 

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
-from llmforge.trace import internals, norms
+from llmforge.trace import norms
 
-ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, torch.sigmoid)
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (functional.silu, torch.sigmoid)
 
 
 def substitute(model: nn.Module) -> None:

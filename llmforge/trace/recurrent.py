@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llmforge.errors import UnsupportedError
 from llmforge.trace import internals
@@ -34,7 +34,7 @@ def substituted(model: nn.Module, attention: Attention) -> Iterator[None]:
     files: dict[str, ModuleType] = {}
     for module in model.modules():
         files[type(module).__module__] = sys.modules[type(module).__module__]
-    makers = {name: _convolution for name in CONVOLUTION} | {name: _delta_rule for name in DELTA_RULE}
+    makers = dict.fromkeys(CONVOLUTION, _convolution) | dict.fromkeys(DELTA_RULE, _delta_rule)
     originals = [
         (file, name, function)
         for file in files.values()
@@ -168,8 +168,8 @@ def probe_convolution(original: Callable[..., Any], taps: int, biased: bool, act
     x, weight = torch.randn(2, 3, PROBED, generator=generator), torch.randn(3, taps, generator=generator)
     bias = torch.randn(3, generator=generator) if biased else None
     y = original(x.clone(), weight, bias, activation=activation)
-    plain = F.conv1d(F.pad(x, (taps - 1, 0)), weight[:, None], bias, groups=3)
-    for name, expected in (("none", plain), ("silu", F.silu(plain))):
+    plain = functional.conv1d(functional.pad(x, (taps - 1, 0)), weight[:, None], bias, groups=3)
+    for name, expected in (("none", plain), ("silu", functional.silu(plain))):
         if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=0, atol=TOLERANCE):
             return name
     raise UnsupportedError(f"{original.__name__} is no causal convolution with {activation!r} behind it")

@@ -156,9 +156,18 @@ def _one_axis(module: nn.Module, position_ids: Tensor, given: Tensor | None) -> 
     Raises:
         UnsupportedError: they are something else.
     """
-    if position_ids.dim() == 3 and given is not None and position_ids.stride(0) == 0 and position_ids._base is given:
+    if (
+        position_ids.dim() == 3
+        and given is not None
+        and _place(position_ids) == (*_place(given)[:2], (0, *given.stride()))
+    ):
         return given
     raise UnsupportedError(f"{type(module).__name__} takes positions of more than one axis")
+
+
+def _place(x: Tensor) -> tuple[int, object, tuple[int, ...]]:
+    """Say which tensor `x` is a view of, from where on, and with which strides."""
+    return id(x if x._base is None else x._base), x.storage_offset(), x.stride()
 
 
 def _applier(original: Callable[..., Any], tables: Tables) -> Callable[..., Any]:

@@ -25,9 +25,9 @@ def unflatten(model: ir.Model) -> None:
     itself lie between it and reshapes from [batch, sequence, …], and nothing else reads what they compute.
     """
     for node in list(model.graph):
-        if node.op_type == "Reshape" and node.domain == "" and node.inputs[1] is not None:
-            if ir.convenience.get_const_tensor(node.inputs[1]) is None:
-                _unflatten(model, node)
+        target = node.inputs[1] if (node.domain, node.op_type) == ("", "Reshape") else None
+        if target is not None and ir.convenience.get_const_tensor(target) is None:
+            _unflatten(model, node)
 
 
 def _unflatten(model: ir.Model, back: ir.Node) -> None:

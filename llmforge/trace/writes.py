@@ -76,10 +76,12 @@ def _piece(view: fx.Node) -> _Piece | None:
     given: Any = source.meta["val"]
     if given.shape != target.shape or given.dtype != target.dtype:
         return None
-    dim, start, stop, step = (*view.args[1:], *(0, 0, None, 1)[len(view.args) - 1 :])
+    given_or_default: list[Any] = [*view.args, *(whole, 0, None, None, 1)[len(view.args) :]]
+    dim, start, stop, step = given_or_default[1:]
     size = whole.meta["val"].shape[dim] if isinstance(dim, int) else None
-    if not (isinstance(dim, int) and isinstance(start, int) and isinstance(size, int) and step == 1):
+    if not (isinstance(dim, int) and isinstance(size, int) and isinstance(start, int | None) and step == 1):
         return None
+    start = start or 0
     end = size if stop is None or not isinstance(stop, int) or stop > size else stop
     return _Piece(
         dim % target.dim(), start % size if start < 0 else start, end % size if end < 0 else end, source, write
