@@ -153,7 +153,9 @@ def _reader(
 
 def load(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
     """Read the parameter that `source` makes, in its stored dtype and the layout of transformers."""
-    return _torch(checkpoint.tensor(source.tensors[0])) if source.converted is None else source.converted()
+    if source.converted is None:
+        return _torch(checkpoint.tensor(source.tensors[0]))
+    return torch.cat(list(source.converted()))
 
 
 def _converted(
