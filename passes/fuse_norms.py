@@ -92,6 +92,9 @@ def _residual(norm: ir.Node) -> ir.Node | str:
     weight = norm.inputs[1]
     if weight is None or graph.dims(weight) != left[-1:]:
         return f"its weight is {None if weight is None else graph.dims(weight)}; wanted {left[-1:]}"
+    maker = weight.producer()
+    if maker is not None and any(value is None or not value.is_initializer() for value in maker.inputs):
+        return f"its weight is computed by {maker.name} from more than initializers"
     stash_type = norm.attributes.get_int("stash_type", ir.DataType.FLOAT)
     if stash_type != ir.DataType.FLOAT or total.dtype != ir.DataType.FLOAT:
         return f"it works in {total.dtype}, with stash_type {stash_type}; wanted fp32"
@@ -102,6 +105,10 @@ def _fuse(norm: ir.Node, add: ir.Node) -> None:
     """Replace `add` and the normalization `norm` of its sum by one node."""
     [total] = add.outputs
     shared = len(total.uses()) > 1 or total.is_graph_output()
+    maker, owner = norm.inputs[1].producer() if norm.inputs[1] else None, add.graph
+    if maker is not None and owner is not None:  # 1 + w: where the norm stood, and perhaps behind the Add
+        owner.remove(maker)
+        owner.insert_before(owner[0], maker)
     # In front of the Add, not of the normalization: another reader of the sum may stand between the two.
     outputs = graph.insert(
         add,

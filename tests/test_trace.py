@@ -546,6 +546,7 @@ HOOKS = [
     "torch.onnx.ops:symbolic_multi_out",
     "transformers.cache_utils:Cache",
     "transformers.cache_utils:CacheLayerMixin",
+    "transformers.cache_utils:LinearAttentionCacheLayerMixin",
     "transformers.conversion_mapping:get_model_conversion_mapping",
     "transformers.core_model_loading:Concatenate",
     "transformers.core_model_loading:MergeModulelist",
@@ -556,6 +557,9 @@ HOOKS = [
     "transformers.modeling_utils:AttentionInterface._global_mapping",
     "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
     "transformers.models.llama.modeling_llama:ALL_ATTENTION_FUNCTIONS",
+    "transformers.models.qwen3_next.modeling_qwen3_next:causal_conv1d_fn",
+    "transformers.models.qwen3_next.modeling_qwen3_next:torch_chunk_gated_delta_rule",
+    "torch:Tensor._base",
 ]
 
 
