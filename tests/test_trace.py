@@ -584,3 +584,9 @@ def test_bfloat16_survives_the_way_to_torch_and_back() -> None:
     tensor = weights._torch(ir.Tensor(array, dtype=ir.DataType.BFLOAT16))
     assert tensor.dtype == torch.bfloat16
     np.testing.assert_array_equal(weights._numpy(tensor), array)
+
+
+def test_every_value_has_a_type(tiny_checkpoint: Path) -> None:
+    """A value with a shape and no type cannot be written, and onnx-ir complains of each."""
+    model = trace(Checkpoint.open(tiny_checkpoint))
+    assert [value.name for node in model.graph for value in node.outputs if value.dtype is None and value.shape] == []

@@ -52,6 +52,7 @@ POINTWISE = frozenset(
         "Where",
     }
 )
+TRUTHS = frozenset({"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or"})
 REDUCTIONS = frozenset(["ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"])
 
 
@@ -94,7 +95,7 @@ def _check_outputs(node: ir.Node, tokens: str) -> None:
 
 
 def _know_shapes(model: ir.Model) -> None:
-    """Note the shapes of pointwise results for which the translation to ONNX left none."""
+    """Note the shapes and dtypes of pointwise results for which the translation to ONNX left none."""
     for node in model.graph:
         (*_, y) = node.outputs
         if node.op_type in (*POINTWISE, "Softmax") and node.domain == "" and y.shape is None:
@@ -103,6 +104,12 @@ def _know_shapes(model: ir.Model) -> None:
             full = [tuple(shape) for shape in known if shape is not None and len(shape) == len(longest)]
             if None not in known and all(1 not in shape for shape in full):
                 y.shape = ir.Shape(longest)
+        if y.dtype is None and y.shape is not None and node.op_type in TRUTHS:
+            y.dtype = ir.DataType.BOOL
+        elif y.dtype is None and y.shape is not None and node.op_type in (*POINTWISE, "Softmax"):
+            operand = node.inputs[-1]  # the last: the first of Where is bool
+            if node.op_type != "Cast" and operand is not None and operand.dtype is not None:
+                y.dtype = operand.dtype
 
 
 def _flattened(model: ir.Model) -> str | None:
