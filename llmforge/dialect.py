@@ -74,6 +74,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
             _in("past_value", FLOATS, 4),
             _in("past_lengths", _I32, 1),
             _in("sinks", FLOATS, 1, optional=True),
+            _in("alibi_slopes", frozenset({FLOAT}), 1, optional=True),
         ),
         {
             "num_heads": "int!",
@@ -362,6 +363,9 @@ def _check_attention(node: ir.Node, where: str) -> None:
     heads, kv_heads, layer = attributes["num_heads"], attributes["kv_num_heads"], attributes["layer"]
     _require(0 < kv_heads <= heads and heads % kv_heads == 0, where, f"{heads} heads cannot share {kv_heads} KV heads")
     _require(attributes["window"] >= 0 and attributes["softcap"] >= 0, where, "window and softcap must not be negative")
+    for index, name in ((6, "sinks"), (7, "alibi_slopes")):
+        size = _dim(node.inputs[index], 0) if len(node.inputs) > index else None
+        _require(size in (None, heads), where, f"{name} has {size} numbers, there are {heads} heads")
     names = [value.name if value is not None else None for value in node.inputs]
     expected = [interface.past_key(layer), interface.past_value(layer), interface.PAST_LENGTHS]
     _require(
@@ -418,6 +422,7 @@ def attention(
     past_value: NDArray[np.float32],
     past_lengths: NDArray[np.int32],
     sinks: NDArray[np.float32] | None = None,
+    alibi_slopes: NDArray[np.float32] | None = None,
     *,
     num_heads: int,
     kv_num_heads: int,
@@ -428,7 +433,7 @@ def attention(
     """Compute `llmforge::Attention` query by query, as docs/dialect.md defines it; the reference of tests.
 
     q [B, S, num_heads·D], k [B, S, kv_num_heads·D], v [B, S, kv_num_heads·Dv], caches [B, kv_num_heads, C, D or Dv],
-    past_lengths int32 [B], sinks [num_heads] → y [B, S, num_heads·Dv], present_key, present_value.
+    past_lengths int32 [B], sinks and alibi_slopes [num_heads] → y [B, S, num_heads·Dv], present_key, present_value.
     """
     batch, sequence, _ = q.shape
     present_key, present_value = past_key.copy(), past_value.copy()
@@ -446,6 +451,8 @@ def attention(
                 scores = scale * (present_key[b, kv, seen].astype(np.float64) @ queries[b, s, h])
                 if softcap:
                     scores = softcap * np.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    scores = scores + float(alibi_slopes[h]) * (np.arange(seen.start, seen.stop) - last)
                 top = max(scores.max(), sinks[h]) if sinks is not None else scores.max()
                 weights = np.exp(scores - top)
                 total = weights.sum() + (np.exp(sinks[h] - top) if sinks is not None else 0)

@@ -35,12 +35,15 @@ class _Expansion:
 
     model: ir.Model
     _lengths: ir.Value | None = None
+    _counted: tuple[ir.Value, ir.Value] | None = None
     _masks: dict[int, ir.Value] = field(default_factory=dict)
+    _biases: dict[tuple[int, ir.Value], ir.Value] = field(default_factory=dict)
 
     def attention(self, node: ir.Node) -> None:
         """Replace one `llmforge::Attention`; comments give shapes: B, S, C = batch, sequence, capacity."""
         q, k, v, past_key, past_value, lengths = (_present(node, index) for index in range(6))
         sinks = node.inputs[6] if len(node.inputs) > 6 else None
+        slopes = node.inputs[7] if len(node.inputs) > 7 else None
         numbers = {name: attribute.value for name, attribute in node.attributes.items()}
         heads, kv_heads = numbers["num_heads"], numbers["kv_num_heads"]
         window = numbers["window"]
@@ -49,8 +52,10 @@ class _Expansion:
         values = self._scatter(node, past_value, self._split(node, v, kv_heads), write)
         present_keys, present_values = keys, values
         mask = self._mask(window, past_key, lengths)  # bool [B, 1, S, C]
+        if slopes is not None:
+            mask = self._with_slopes(mask, slopes, window, past_key, lengths, heads)  # fp32 [B, H, S, C]
         if sinks is not None:
-            keys, values, mask = self._with_sinks(node, keys, values, mask, sinks, heads)
+            keys, values, mask = self._with_sinks(node, keys, values, mask, sinks, heads, slopes is not None)
         attributes = {"scale": numbers["scale"], "softcap": numbers["softcap"], "softmax_precision": 1}  # 1: fp32
         y = self._add(node, "Attention", [self._split(node, q, heads), keys, values, mask], attributes)  # [B, H, S, Dv]
         y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
@@ -77,17 +82,7 @@ class _Expansion:
         """bool [B, 1, S, C]: slot t for the query at position p where t ≤ p, and t > p - window where there is one."""
         if window in self._masks:
             return self._masks[window]
-        ids = next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
-        zero, one = self._constant("zero", 0), self._constant("one", 1)
-
-        def count(size: ir.Value, axis: int) -> ir.Value:
-            """0, 1, … up to the size of `axis`."""
-            extent = self._first("Shape", [size], {"start": axis, "end": axis + 1})
-            return self._first("Range", [zero, self._first("Squeeze", [extent]), one])
-
-        rows = self._first("Unsqueeze", [self._write_indices(lengths), self._constant("axes_1_2", [1, 2])])  # [B, 1, 1]
-        positions = self._first("Add", [rows, self._first("Unsqueeze", [count(ids, 1), self._constant("axis_1", [1])])])
-        slots = count(past_key, 2)  # [C] against positions [B, S, 1]
+        slots, positions = self._places(past_key, lengths)
         allowed = self._first("LessOrEqual", [slots, positions])
         if window:
             start = self._first("Sub", [positions, self._constant(f"window_{window}", window)])
@@ -95,17 +90,49 @@ class _Expansion:
         self._masks[window] = self._first("Unsqueeze", [allowed, self._constant("axis_1", [1])])
         return self._masks[window]
 
+    def _places(self, past_key: ir.Value, lengths: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Slots int64 [C], against the positions of queries [B, S, 1]."""
+        if self._counted is None:
+            ids = next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
+            zero, one = self._constant("zero", 0), self._constant("one", 1)
+
+            def count(size: ir.Value, axis: int) -> ir.Value:
+                """0, 1, … up to the size of `axis`."""
+                extent = self._first("Shape", [size], {"start": axis, "end": axis + 1})
+                return self._first("Range", [zero, self._first("Squeeze", [extent]), one])
+
+            rows = self._first("Unsqueeze", [self._write_indices(lengths), self._constant("axes_1_2", [1, 2])])
+            within = self._first("Unsqueeze", [count(ids, 1), self._constant("axis_1", [1])])
+            self._counted = (count(past_key, 2), self._first("Add", [rows, within]))
+        return self._counted
+
+    def _with_slopes(
+        self, mask: ir.Value, slopes: ir.Value, window: int, past_key: ir.Value, lengths: ir.Value, heads: int
+    ) -> ir.Value:
+        """Write the mask as a bias, slope·(slot - position) where a slot is seen; layers of one window share it."""
+        if (window, slopes) not in self._biases:
+            slots, positions = self._places(past_key, lengths)
+            away = self._first("Cast", [self._first("Sub", [slots, positions])], {"to": int(ir.DataType.FLOAT)})
+            away = self._first("Unsqueeze", [away, self._constant("axis_1", [1])])  # [B, 1, S, C]
+            column = self._first("Reshape", [slopes, self._constant(f"column_{heads}", [1, heads, 1, 1])])
+            bias = self._first("Mul", [column, away])
+            hidden = self._constant("hidden", HIDDEN_SLOT)
+            self._biases[(window, slopes)] = self._first("Where", [mask, bias, hidden])
+        return self._biases[(window, slopes)]
+
     def _with_sinks(
-        self, node: ir.Node, keys: ir.Value, values: ir.Value, mask: ir.Value, sinks: ir.Value, heads: int
+        self, node: ir.Node, keys: ir.Value, values: ir.Value, mask: ir.Value, sinks: ir.Value, heads: int, biased: bool
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Add one slot of zeros, whose score is 0, and bias it by each head's sink: exact, and it adds no value."""
 
         def grow(x: ir.Value) -> ir.Value:
             return self._add(node, "Pad", [x, self._constant("one_slot", [0, 0, 0, 0, 0, 0, 1, 0])])
 
-        none, hidden = self._constant("visible", np.float32(0)), self._constant("hidden", HIDDEN_SLOT)
-        bias = self._add(node, "Where", [mask, none, hidden])  # [B, 1, S, C]
-        by_head = self._add(node, "Expand", [bias, self._constant(f"by_head_{heads}", [1, heads, 1, 1])])
+        by_head = mask
+        if not biased:
+            none, hidden = self._constant("visible", np.float32(0)), self._constant("hidden", HIDDEN_SLOT)
+            bias = self._add(node, "Where", [mask, none, hidden])  # [B, 1, S, C]
+            by_head = self._add(node, "Expand", [bias, self._constant(f"by_head_{heads}", [1, heads, 1, 1])])
         column = self._add(node, "Reshape", [sinks, self._constant(f"column_{heads}", [1, heads, 1, 1])])
         start, end = self._constant("slice_0", [0]), self._constant("slice_1", [1])
         like = self._add(node, "Slice", [by_head, start, end, self._constant("axis_3", [3])])  # [B, H, S, 1]

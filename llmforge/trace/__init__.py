@@ -19,6 +19,8 @@ from llmforge.errors import UnsupportedError, VerificationError
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
 
+UNBOUNDED = 8192  # positions at which a model without a longest context (ALiBi) is looked at
+
 
 def trace(checkpoint: Checkpoint) -> ir.Model:
     """Trace the model of `checkpoint` to the canonical dialect in fp32; its weights stay on disk until they are read.
@@ -37,18 +39,23 @@ def trace(checkpoint: Checkpoint) -> ir.Model:
 
 def _trace(checkpoint: Checkpoint) -> ir.Model:
     # here, because these import torch and transformers, which take seconds
-    from llmforge.trace import capture, cleanup, internals, skeleton, weights
+    from llmforge.trace import capture, cleanup, internals, primitives, skeleton, weights
     from llmforge.trace.attention import Attention
+    from llmforge.trace.primitives import OpenAttention
 
     geometry = checkpoint.geometry
-    if geometry.context is None:
-        raise UnsupportedError("its configuration has no max_position_embeddings, the length of its rotary tables")
-    attention = Attention(geometry.context)
-    with internals.registered(Attention.NAME, attention.attend, attention.mask):
-        model, mode = skeleton.build(checkpoint.config, Attention.NAME)
+    positions = UNBOUNDED if geometry.context is None else geometry.context
+    open_code = not internals.takes_attention(checkpoint.config)
+    attention = OpenAttention(positions) if open_code else Attention(positions)
+    with internals.registered(attention.NAME, attention.attend, attention.describe):
+        model, mode = skeleton.build(checkpoint.config, attention.NAME)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
-        graph = capture.capture(model, mode, attention, geometry.context, geometry.layers)
+        graph = capture.capture(model, mode, attention, positions, geometry.layers)
+    cleanup.name_dims(graph)
+    weightless = {capture.MODEL + name for name in model.state_dict()}
+    if open_code:
+        primitives.recognize(graph, weightless, geometry.layers, positions)
     cleanup.canonicalize(graph)
     weights.attach(graph, capture.MODEL, model, checkpoint, sources)
     _default_rows(graph)

@@ -108,6 +108,10 @@ class Attention:
         mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))
         return masks.Mask(0) if mask.window >= self._positions else mask  # a window that no query reaches beyond
 
+    def describe(self, **kwargs: Any) -> Any:
+        """Answer transformers' call for a mask."""
+        return self.mask(**kwargs)
+
     def attend(
         self,
         module: nn.Module,
