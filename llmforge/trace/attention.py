@@ -88,6 +88,7 @@ class Attention:
     """What transformers calls for the attention and the masks of a model, under a name in its registries."""
 
     NAME = "llmforge"
+    bounded = False  # code that indexes tables by its sizes is right up to the longest context, and torch says so
 
     def __init__(self, positions: int) -> None:
         self._positions = positions

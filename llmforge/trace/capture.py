@@ -94,12 +94,14 @@ def capture(
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
                 _, cached = traced.run(ids, ids, lengths, [None] * layers)
-            return _translate(_export(traced, [layer.shape() for layer in cached]), layers)
+            longest = positions // 2 - 1 if attention.bounded else None
+            return _translate(_export(traced, [layer.shape() for layer in cached], longest), layers)
 
 
-def _export(traced: Traced, shapes: Sequence[CacheShape]) -> torch.export.ExportedProgram:
-    """Export `traced` with dynamic batch, sequence, capacity and rows."""
-    batch, sequence, capacity, rows = (torch.export.Dim(name) for name in ("batch", "sequence", "capacity", "rows"))
+def _export(traced: Traced, shapes: Sequence[CacheShape], longest: int | None) -> torch.export.ExportedProgram:
+    """Export `traced` with dynamic batch, sequence, capacity and rows; the second and third up to `longest`."""
+    batch, rows = (torch.export.Dim(name) for name in ("batch", "rows"))
+    sequence, capacity = (torch.export.Dim(name, max=longest) for name in ("sequence", "capacity"))
     caches = [
         (
             torch.empty(BATCH, shape.kv_heads, CAPACITY, shape.key_dim),

@@ -63,6 +63,7 @@ class OpenAttention(Attention):
     """What transformers calls for the masks of a model with attention code of its own."""
 
     NAME = "eager"  # the implementation whose masks are added to scores
+    bounded = True
 
     def step(self, past: Sequence[tuple[Tensor, Tensor] | None], past_lengths: Tensor) -> Cache:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
