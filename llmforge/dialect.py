@@ -114,6 +114,12 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
             _in("steps", _I64, 1, optional=True),
         )
     ),
+    ("", "ReduceMax"): Operator(
+        (_in("x", NUMBERS), _in("axes", _I64, 1, optional=True)), {"keepdims": "int", "noop_with_empty_axes": "int"}
+    ),
+    ("", "Clip"): Operator(
+        (_in("x", NUMBERS), _in("min", NUMBERS, 0, optional=True), _in("max", NUMBERS, 0, optional=True))
+    ),
     ("", "Sigmoid"): _POINTWISE,
     ("", "Tanh"): _POINTWISE,
     ("", "Relu"): _POINTWISE,

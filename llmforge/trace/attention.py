@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from llmforge.errors import UnsupportedError
 from llmforge.trace import masks
+from llmforge.trace.ones import Ones
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
 INERT = frozenset(
@@ -94,6 +95,7 @@ class Attention:
         self._positions = positions
         self.layers: Sequence[Layer] = []
         self._past_lengths: Tensor | None = None
+        self.ones = Ones()
 
     def step(self, past: Sequence[tuple[Tensor, Tensor] | None], past_lengths: Tensor) -> Cache:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
@@ -103,7 +105,7 @@ class Attention:
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
         """Describe the mask that transformers asks for, instead of building it."""
-        if attention_mask is not None:
+        if attention_mask is not None and not self.ones.holds(attention_mask):
             raise UnsupportedError("the model makes a padding mask of its own")
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
         mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))

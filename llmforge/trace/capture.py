@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from llmforge import interface
 from llmforge.errors import UnsupportedError
-from llmforge.trace import internals, norms, rotary
+from llmforge.trace import internals, modules, norms, rotary
 from llmforge.trace.attention import Attention, CacheShape, Layer
 
 OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
@@ -54,7 +54,8 @@ class Traced(nn.Module):
     ) -> tuple[Tensor, Sequence[Layer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths)
-        output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        with self._attention.ones:
+            output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
         return output.logits, self._attention.layers
 
     def forward(
@@ -88,6 +89,7 @@ def capture(
     """
     with internals.third_party("tracing"), torch.no_grad():
         norms.substitute(model)
+        modules.substitute(model)
         with rotary.substituted(model, positions) as tables:
             traced = Traced(model, attention, tables)
             with mode:

@@ -83,7 +83,9 @@ def simplify(model: ir.Model) -> None:
 
 def _cast_to_same(model: ir.Model, node: ir.Node) -> bool:
     x = node.inputs[0]
-    return x is not None and x.dtype is not None and x.dtype.value == node.attributes.get_int("to") and tidy.bypass(node)
+    return (
+        x is not None and x.dtype is not None and x.dtype.value == node.attributes.get_int("to") and tidy.bypass(node)
+    )
 
 
 def _same_shape(model: ir.Model, node: ir.Node) -> bool:

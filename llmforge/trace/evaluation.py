@@ -132,7 +132,9 @@ class Part:
     def run(self, feeds: Mapping[ir.Value, Array]) -> list[Array]:
         """Evaluate the outputs."""
         try:
-            results: list[Array] = self._session.run(None, {self._names[value]: array for value, array in feeds.items()})
+            results: list[Array] = self._session.run(
+                None, {self._names[value]: array for value, array in feeds.items()}
+            )
         except REFUSED as error:
             raise UnsupportedError(f"a part of the graph cannot be evaluated: {str(error).splitlines()[0]}") from error
         return results

@@ -336,7 +336,9 @@ def _scale(instance: _Probe, slopes: Floats | None, where: str) -> float:
         float(value.const_value.numpy())
         for node in instance.part.nodes
         for value in node.inputs
-        if value is not None and value.const_value is not None and value.const_value.size == 1
+        if value is not None
+        and value.const_value is not None
+        and value.const_value.size == 1
         and value.dtype == ir.DataType.FLOAT
     ]
     candidates = [1.0, instance.width**-0.5]
@@ -388,8 +390,10 @@ def _replace(model: ir.Model, core: Core, found: Found, shared: dict[bytes, ir.V
 
     def rows(x: ir.Value, heads_last: bool = False) -> ir.Value:
         batch, heads, sequence, width = (
-            (dims[0], dims[2], dims[1], dims[3]) if heads_last else dims
-        ) if (dims := g.dims(x)) else (None, None, None, None)
+            ((dims[0], dims[2], dims[1], dims[3]) if heads_last else dims)
+            if (dims := g.dims(x))
+            else (None, None, None, None)
+        )
         assert isinstance(heads, int)
         assert isinstance(width, int)
         if not heads_last:

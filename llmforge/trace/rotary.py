@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from llmforge.errors import UnsupportedError
-from llmforge.trace import internals
+from llmforge.trace import internals, longrope
 
 CHUNK = 8192  # positions computed at a time: bounds the memory of long contexts
-PROBED = 8  # positions at which a function that applies rotary embedding is probed
 TOLERANCE = 1e-5  # fp32, on values of order one
 
 
@@ -27,26 +26,29 @@ class Tables(nn.Module):
     def __init__(self, positions: int) -> None:
         super().__init__()
         self.positions = positions
-        self.samples: list[tuple[Tensor, Tensor]] = []  # [1, PROBED, width], as the model's module lays them out
+        self.samples: list[
+            tuple[Tensor, Tensor]
+        ] = []  # [1, longrope.PROBED, width], as the model's module lays them out
+        self.switches: list[int] = []  # positions from which the long half of a table counts; 0: there is one half
 
     def add(self, module: nn.Module, forward: Callable[[Tensor], tuple[Tensor, Tensor]]) -> int:
         """Evaluate `forward` (position ids [1, n] → cos, sin [1, n, width]) and keep the table; return its index.
 
         Raises:
-            UnsupportedError: what it computes for a position depends on how long the sequence is.
+            UnsupportedError: what it computes for a position depends on how long the sequence is, in another way
+                than by one switch (`longrope`).
         """
-        probed = torch.arange(min(PROBED, self.positions))[None]
+        probed = torch.arange(min(longrope.PROBED, self.positions))[None]
         far = torch.tensor([[self.positions - 1]])
         samples = forward(probed)
         beside_far = forward(torch.cat([probed, far], 1))
+        switch = 0
         if any(not torch.equal(a, b[:, : a.shape[1]]) for a, b in zip(samples, beside_far, strict=True)):
-            raise UnsupportedError(
-                f"{type(module).__name__}: the angles of a position change with the length of the sequence "
-                "(dynamic or long rope scaling), which a table cannot hold"
-            )
-        chunks = [forward(ids[None]) for ids in torch.split(torch.arange(self.positions), CHUNK)]
+            switch = longrope.switch(type(module).__name__, forward, self.positions)
+        chunks = longrope.rows(forward, self.positions, switch, CHUNK)
         index = len(self.samples)
         self.samples.append(samples)
+        self.switches.append(switch)
         for part in (0, 1):
             halves = [_half(chunk[part][0]) for chunk in chunks]
             self.register_buffer(_buffer(index, part), torch.cat(halves), persistent=False)
@@ -113,7 +115,8 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
         if key not in known:
             with internals.real_tensors():
                 known[key] = tables.add(module, lambda ids: original(torch.zeros(1), ids, *args, **kwargs))
-        return Angles(known[key], 0, position_ids), Angles(known[key], 1, position_ids)
+        places = longrope.places(position_ids, tables.switches[known[key]])
+        return Angles(known[key], 0, places), Angles(known[key], 1, places)
 
     return forward
 

@@ -183,17 +183,38 @@ def _broadcasts(reader: ir.Node, expanded: ir.Value, dims: Dims) -> bool:
 def gather_nd(model: ir.Model, node: ir.Node) -> bool:
     """GatherND with indices of one axis is Gather: torch's index_put and advanced indexing."""
     data, indices = node.inputs[:2]
-    unsqueeze = None if indices is None else indices.producer()
-    if unsqueeze is None or unsqueeze.op_type != "Unsqueeze" or node.attributes.get_int("batch_dims", 0):
+    if indices is None or node.attributes.get_int("batch_dims", 0):
         return False
-    if _constant(unsqueeze.inputs[1]) != [-1] or data is None:
+    constant, unsqueeze = ir.convenience.get_const_tensor(indices), indices.producer()
+    if constant is not None and len(constant.shape) == 2 and constant.shape[1] == 1 and constant.dtype.is_integer():
+        places = constant.numpy().reshape(-1).astype(np.int64)
+        one_axis: ir.Value | None = g.initializer(model, "places_" + "_".join(map(str, places)), places)
+    elif unsqueeze is not None and unsqueeze.op_type == "Unsqueeze" and _constant(unsqueeze.inputs[1]) == [-1]:
+        one_axis = unsqueeze.inputs[0]
+    else:
         return False
-    (y,) = g.insert(node, "Gather", [data, unsqueeze.inputs[0]], {"axis": 0})
+    (y,) = g.insert(node, "Gather", [data, one_axis], {"axis": 0})
     made = y.producer()
     assert made is not None
     made.metadata_props.update(node.metadata_props)
     y.type, y.shape = node.outputs[0].type, node.outputs[0].shape
     g.replace(node.outputs[0], y)
+    return True
+
+
+def gather(model: ir.Model, node: ir.Node) -> bool:
+    """Look up rows by indices [batch, sequence] instead of by the same laid out flat."""
+    table, flat = node.inputs[:2]
+    reshape = None if flat is None else flat.producer()
+    source = None if reshape is None or reshape.op_type != "Reshape" else reshape.inputs[0]
+    (y,) = node.outputs
+    before, after = (() if value is None else g.dims(value) or () for value in (source, y))
+    if flat is None or len(g.dims(flat) or ()) != 1 or len(before) != 2 or len(after) != 2 or None in before:
+        return False
+    if source is None or node.attributes.get_int("axis", 0) != 0 or not isinstance(after[1], int):
+        return False
+    new = _insert(node, "Gather", [table, source], (*before, after[1]), y, {"axis": 0})
+    g.replace(y, _insert(node, "Reshape", [new, _target(model, [-1, after[1]])], after, y))
     return True
 
 
@@ -393,6 +414,7 @@ def _part(node: ir.Node, value: ir.Value | None, layout: object) -> tuple[ir.Val
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "Max": (single,),
     "Expand": (expand,),
+    "Gather": (gather,),
     "GatherND": (gather_nd,),
     "Transpose": (transpose,),
     "Unsqueeze": (unit_dims,),
