@@ -30,7 +30,6 @@ NODES = {
     "xglm": 46,
     "falcon": 46,
     "falcon-7b": 40,
-    "bloom": 36,
     "mpt": 26,
     "cohere": 53,
     "cohere2": 67,

@@ -91,9 +91,12 @@ class Part:
                 raise UnsupportedError(f"a part of the graph reads {value.name!r}, which has no numbers")
             tensor = ir.tensor(array.numpy(), name=f"constant_{index}")
             copies[value] = ir.Value(
-                name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor
+                name=tensor.name,
+                type=ir.TensorType(tensor.dtype),
+                shape=ir.Shape(tensor.shape.numpy()),
+                const_value=tensor,
             )
-        cloned = []
+        cloned: list[ir.Node] = []
         for node in sorted(nodes, key=order.__getitem__):
             clone = ir.Node(
                 node.domain,

@@ -135,7 +135,7 @@ def takes_attention(config: PretrainedConfig) -> bool:
 
     Private: transformers tells by a class method. A configuration without a model is left to the constructor.
     """
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return model is None or bool(model._can_set_attn_implementation())
 
 

@@ -1,4 +1,4 @@
-"""Modules that an operator of the dialect stands for, recognized by what they compute: LayerNorm without a bias, GELU."""
+"""Modules that are one operator of the dialect, recognized by what they compute: LayerNorm without a bias, GELU."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Ones(TorchFunctionMode):
     """Remembers which tensors `torch.ones` made, through casts, while it is active."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._made: list[Tensor] = []
 
     def __torch_function__(

@@ -22,7 +22,6 @@ from transformers.cache_utils import Cache
 from llmforge import dialect, interface
 from llmforge import graph as g
 from llmforge.errors import UnsupportedError
-from llmforge.trace import masks
 from llmforge.trace.attention import Attention, Layer
 from llmforge.trace.evaluation import MASK, Origins, Part
 
@@ -37,7 +36,7 @@ EXPONENT = 12.0  # largest difference of two scores from which a slope is read: 
 ABSENT = 1e-6  # a slope below this, over the positions probed, is no slope
 
 
-class OpenLayer(Layer):
+class OpenLayer(Layer):  # type: ignore[no-untyped-call]  # as its base
     """The cache of one layer for code of its own: hands out past and new keys and values joined, as transformers'."""
 
     def update(
@@ -71,7 +70,7 @@ class OpenAttention(Attention):
         self._past_lengths = past_lengths
         return Cache(layers=[*self.layers])
 
-    def describe(  # what transformers calls; a mask of its interface
+    def describe(  # type: ignore[override]  # transformers names its arguments
         self, *, batch_size: int, q_length: int, kv_length: int, **kwargs: object
     ) -> Tensor:
         """Emit the mask that transformers asks for: fp32 [batch, 1, queries, keys], 0 or the lowest number."""
@@ -157,16 +156,16 @@ def find(model: ir.Model, layer: int, origins: Origins) -> Core:
     pending = [output]
     while pending:
         value = pending.pop()
-        node = value.producer()
+        made_by = value.producer()
         if value in bounds or value in visited:
             continue
         visited.add(value)
-        if node is not None and (node.domain, node.op_type) == ("llmforge", MASK):
+        if made_by is not None and (made_by.domain, made_by.op_type) == ("llmforge", MASK):
             causal[value] = None
         elif origins.is_data(value) and value not in of_keys and value not in of_values and value is not output:
             queries[value] = None
-        elif node is not None and node.op_type != "Shape":
-            pending.extend(x for x in node.inputs if x is not None)
+        elif made_by is not None and made_by.op_type != "Shape":
+            pending.extend(x for x in made_by.inputs if x is not None)
     if len(queries) != 1:
         listed = ", ".join(str(value.name) for value in queries) or "nothing"
         raise UnsupportedError(f"{where} computes attention from {listed} besides keys and values, wanted one query")
@@ -210,9 +209,13 @@ class _Probe:
         self.core = core
         self.part = Part(model, [core.query, core.keys, core.values, *core.masks], [core.by_head])
         self.model = model
-        (_, self.kv_heads, _, self.width), (*_, self.value_width) = (  # type: ignore[misc]
-            g.dims(core.keys),
-            g.dims(core.values),
+        self.kv_heads, self.width, self.value_width = (
+            _int(dims[axis])
+            for dims, axis in (
+                (g.dims(core.keys) or (), 1),
+                (g.dims(core.keys) or (), 3),
+                (g.dims(core.values) or (), 3),
+            )
         )
 
     def run(self, query: Floats, keys: Floats, values: Floats) -> Floats:
@@ -345,7 +348,7 @@ def _scale(instance: _Probe, slopes: Floats | None, where: str) -> float:
     for constant in constants:
         if constant and np.isfinite(constant):
             candidates += [constant, 1 / constant, constant * instance.width**-0.5]
-    nearest = min(candidates, key=lambda candidate: abs(candidate - fitted))
+    nearest: float = min(candidates, key=lambda candidate: abs(candidate - fitted))
     if abs(nearest - fitted) > 1e-4 * abs(fitted):
         raise UnsupportedError(f"{where}: its attention scales scores by about {fitted:.6g}, a number it does not hold")
     return nearest
@@ -448,6 +451,11 @@ def _replace(model: ir.Model, core: Core, found: Found, shared: dict[bytes, ir.V
         _typed(present, buffer, g.dims(buffer) or ())
         g.replace(joined, present)
     model.opset_imports["llmforge"] = 1
+
+
+def _int(dim: int | str | None) -> int:
+    assert isinstance(dim, int)
+    return dim
 
 
 def _typed(value: ir.Value, like: ir.Value, dims: Sequence[int | str | None]) -> ir.Value:

@@ -129,7 +129,7 @@ def _linear(node: ir.Node, inputs: Sequence[ir.Value | None], shape: Dims, y: ir
     factors = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
     x, weight, *bias = inputs
     assert weight is not None
-    if factors != [1.0, 1.0] or node.attributes.get_int("transA", 0) or not isinstance(shape[-1], int):
+    if factors != [1.0, 1.0] or node.attributes.get_int("transA", 0) != 0 or not isinstance(shape[-1], int):
         return None
     if node.attributes.get_int("transB", 0):
         weight = _insert(node, "Transpose", [weight], (g.dims(weight) or ())[::-1], weight, {"perm": [1, 0]})
@@ -183,7 +183,7 @@ def _broadcasts(reader: ir.Node, expanded: ir.Value, dims: Dims) -> bool:
 def gather_nd(model: ir.Model, node: ir.Node) -> bool:
     """GatherND with indices of one axis is Gather: torch's index_put and advanced indexing."""
     data, indices = node.inputs[:2]
-    if indices is None or node.attributes.get_int("batch_dims", 0):
+    if indices is None or node.attributes.get_int("batch_dims", 0) != 0:
         return False
     constant, unsqueeze = ir.convenience.get_const_tensor(indices), indices.producer()
     if constant is not None and len(constant.shape) == 2 and constant.shape[1] == 1 and constant.dtype.is_integer():
