@@ -260,7 +260,7 @@ def probe(model: ir.Model, core: Core, positions: int) -> Found:
     slopes = _slopes(instance, total, where)
     window = next(iter(declared), 0)
     if slopes is None:
-        window = _window(instance, total)
+        window = _window(instance, total) or window
     elif total < positions:
         window = next(iter(declared), 0)
     found = Found(_scale(instance, slopes, where), window, slopes)
