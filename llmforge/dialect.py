@@ -49,7 +49,7 @@ class Operator:
     inputs: tuple[Input, ...]
     attributes: Mapping[str, str] = field(
         default_factory=dict
-    )  # name → "int", "float", "string", "ints" and perhaps "!"
+    )  # name → "int", "float", "string", "ints", "tensor" and perhaps "!"
     outputs: int = 1  # at most
     variadic: bool = False  # the last input may repeat
 
@@ -60,7 +60,14 @@ def _in(name: str, dtypes: frozenset[ir.DataType] = FLOATS, *ranks: int, optiona
 
 _POINTWISE = Operator((_in("x"),))
 _BINARY = Operator((_in("a", NUMBERS), _in("b", NUMBERS)))
-_I64, _I32 = frozenset({INT64}), frozenset({INT32})
+_I64, _I32, _BOOL = frozenset({INT64}), frozenset({INT32}), frozenset({ir.DataType.BOOL})
+_COMPARED = Operator((_in("a", NUMBERS | _BOOL), _in("b", NUMBERS | _BOOL)))
+_LOGICAL = Operator((_in("a", _BOOL), _in("b", _BOOL)))
+_MANY = Operator((_in("x", NUMBERS),), variadic=True)
+_REDUCTION = Operator(
+    (_in("x", NUMBERS | _BOOL), _in("axes", _I64, 1)), {"keepdims": "int", "noop_with_empty_axes": "int"}
+)
+_AXES = Operator((_in("x", ANY), _in("axes", _I64, 1)))
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 
 OPERATORS: Mapping[tuple[str, str], Operator] = {
@@ -124,6 +131,61 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Sub"): _BINARY,
     ("", "Mul"): _BINARY,
     ("", "Div"): _BINARY,
+    # the model's own arithmetic beyond: norms, activations, routers, scales of positions
+    ("", "Sqrt"): _POINTWISE,
+    ("", "Reciprocal"): _POINTWISE,
+    ("", "Exp"): _POINTWISE,
+    ("", "Log"): _POINTWISE,
+    ("", "Floor"): _POINTWISE,
+    ("", "Cos"): _POINTWISE,
+    ("", "Sin"): _POINTWISE,
+    ("", "Softplus"): _POINTWISE,
+    ("", "Abs"): Operator((_in("x", NUMBERS),)),
+    ("", "Max"): _MANY,
+    ("", "Min"): _MANY,
+    ("", "Clip"): Operator((_in("x"), _in("min", optional=True), _in("max", optional=True))),
+    ("", "Softmax"): Operator((_in("x"),), {"axis": "int!"}),
+    ("", "ReduceMean"): _REDUCTION,
+    ("", "ReduceSum"): _REDUCTION,
+    ("", "ReduceMax"): _REDUCTION,
+    ("", "ArgMax"): Operator((_in("x"),), {"axis": "int!", "keepdims": "int", "select_last_index": "int"}),
+    ("", "TopK"): Operator(
+        (_in("x"), _in("k", _I64, 1)), {"axis": "int", "largest": "int", "sorted": "int"}, outputs=2
+    ),
+    ("", "GatherElements"): Operator((_in("data"), _in("indices", _I64)), {"axis": "int!"}),
+    ("", "GatherND"): Operator((_in("data", NUMBERS | _BOOL), _in("indices", _I64)), {"batch_dims": "int"}),
+    ("", "ScatterElements"): Operator(
+        (_in("data", NUMBERS), _in("indices", _I64), _in("updates", NUMBERS)), {"axis": "int!", "reduction": "string"}
+    ),
+    ("", "ScatterND"): Operator(
+        (_in("data", NUMBERS), _in("indices", _I64), _in("updates", NUMBERS)), {"reduction": "string"}
+    ),
+    ("", "Gemm"): Operator(
+        (_in("a", FLOATS, 2), _in("b", FLOATS, 2), _in("c", optional=True)),
+        {"alpha": "float", "beta": "float", "transA": "int", "transB": "int"},
+    ),
+    ("", "Where"): Operator((_in("condition", _BOOL), _in("x", NUMBERS | _BOOL), _in("y", NUMBERS | _BOOL))),
+    ("", "Not"): Operator((_in("x", _BOOL),)),
+    ("", "And"): _LOGICAL,
+    ("", "Or"): _LOGICAL,
+    ("", "Equal"): _COMPARED,
+    ("", "Greater"): _COMPARED,
+    ("", "GreaterOrEqual"): _COMPARED,
+    ("", "Less"): _COMPARED,
+    ("", "LessOrEqual"): _COMPARED,
+    ("", "Unsqueeze"): _AXES,
+    ("", "Squeeze"): Operator((_in("x", ANY), _in("axes", _I64, 1, optional=True))),
+    ("", "Expand"): Operator((_in("x", ANY), _in("shape", _I64, 1))),
+    ("", "Tile"): Operator((_in("x", NUMBERS | _BOOL), _in("repeats", _I64, 1))),
+    ("", "Range"): Operator((_in("start", NUMBERS), _in("limit", NUMBERS), _in("delta", NUMBERS))),
+    ("", "ConstantOfShape"): Operator((_in("shape", _I64, 1),), {"value": "tensor"}),
+    ("", "Cast"): Operator((_in("x", ANY),), {"to": "int!", "saturate": "int"}),
+    ("", "Shape"): Operator((_in("x", ANY),), {"start": "int", "end": "int"}),  # of what: see `_check_shape`
+    # only where the model's own attention was traced (metadata `interface.FALLBACK`), see `_check_scatter`
+    ("", "TensorScatter"): Operator(
+        (_in("past", FLOATS, 4), _in("new", FLOATS, 4), _in("past_lengths", _I64, 1)),
+        {"axis": "int!", "mode": "string"},
+    ),
     # written by passes
     ("com.microsoft", "GroupQueryAttention"): Operator(
         (
@@ -226,8 +288,13 @@ def check(model: ir.Model) -> None:
     _check_initializers(model.graph)
     _check_interface(model.graph)
     defined = {id(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    fallback = interface.FALLBACK in model.metadata_props
     for node in model.graph:
         _check_node(node, defined)
+        if (node.domain, node.op_type) == ("", "Shape"):
+            _check_shape(node, fallback)
+        if (node.domain, node.op_type) == ("", "TensorScatter"):
+            _check_scatter(node, fallback)
         defined |= {id(value) for value in node.outputs}
     for value in model.graph.outputs:
         _require(id(value) in defined, f"output {value.name!r}", "no node of the graph makes it")
@@ -339,9 +406,33 @@ def _check_node(node: ir.Node, defined: set[int]) -> None:
         _check_attention(node, where)
 
 
+def _check_shape(node: ir.Node, fallback: bool) -> None:
+    """Check that a graph computes with no sizes but those of the step: batch and sequence.
+
+    The capacity of a cache is chosen by the runtime, so no number of a model may come from it; the model's own
+    attention (`fallback`) needs it for its mask, and is proved with numbers instead.
+    """
+    where, x = f"node {node.name!r}", node.inputs[0]
+    name = "" if x is None else x.name or ""
+    step = name in (interface.INPUT_IDS, interface.POSITION_IDS)
+    cache = fallback and PAST.fullmatch(name) is not None
+    _require(step or cache, where, f"computes with the shape of {name!r}; only sizes of the token ids may be")
+
+
+def _check_scatter(node: ir.Node, fallback: bool) -> None:
+    """Check that a TensorScatter writes a step into a cache: past, new, past lengths → present, along the slots."""
+    where, past = f"node {node.name!r}", node.inputs[0]
+    name = "" if past is None else past.name or ""
+    _require(fallback, where, "operator ai.onnx::TensorScatter stands where llmforge::Attention should")
+    _require(PAST.fullmatch(name) is not None, where, f"writes into {name!r}, which is no cache")
+    _require(node.attributes["axis"].value == 2, where, "writes along another axis than the slots")
+    made = node.outputs[0].name
+    _require(made == interface.present_of(name), where, f"makes {made!r}, must make {interface.present_of(name)!r}")
+
+
 def _check_attributes(node: ir.Node, operator: Operator, where: str) -> None:
     types = {"int": ir.AttributeType.INT, "float": ir.AttributeType.FLOAT}
-    types |= {"string": ir.AttributeType.STRING, "ints": ir.AttributeType.INTS}
+    types |= {"string": ir.AttributeType.STRING, "ints": ir.AttributeType.INTS, "tensor": ir.AttributeType.TENSOR}
     for name, attribute in node.attributes.items():
         _require(
             name in operator.attributes,

@@ -20,6 +20,8 @@ TOTAL_SEQUENCE_LENGTH = "total_sequence_length"  # int32 scalar: longest past + 
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
 
+FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own attention was traced, in plain words
+
 
 def past_key(layer: int) -> str:
     """Name the graph input that holds the cached keys of `layer`."""

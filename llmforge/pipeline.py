@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import artifact, calibration, data, gates, graph, options, passes, targets, text
+from llmforge import artifact, calibration, data, gates, graph, interface, options, passes, targets, text
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
 from llmforge.engines import onnxruntime as engines
@@ -71,7 +71,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         job.progress.stage("Read checkpoint")
         job.checkpoint.verify(job.progress)
         job.progress.stage("Trace")
-        model = trace(job.checkpoint)
+        model = job.trace()
         statistics = job.calibrate([demand for step in steps for demand in step.demands()])
         done = job.transform(model, steps, statistics)
         engine, lowered = job.build_engine(model, staging)
@@ -112,6 +112,13 @@ class _Job:
     notes: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
     cpu_began: float = field(default_factory=lambda: _cpu_seconds())
+
+    def trace(self) -> ir.Model:
+        """Trace the checkpoint; that its attention was not canonical is noted."""
+        model = trace(self.checkpoint)
+        if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
+            self.notes.append(f"the model's own attention was traced, and passes do not know it, because: {reason}")
+        return model
 
     @cached_property
     def target(self) -> Target:

@@ -233,7 +233,7 @@ def read_foreign_value(model: ir.Model) -> None:
 
 
 def insert_unknown(model: ir.Model) -> None:
-    (y,) = graph.insert(node(model, "q_proj"), "Softmax", [node(model, "embed").outputs[0]], name="odd")
+    (y,) = graph.insert(node(model, "q_proj"), "Hardmax", [node(model, "embed").outputs[0]], name="odd")
     y.name = "odd"
 
 
@@ -287,7 +287,7 @@ def other_cache(model: ir.Model) -> None:
         (lambda m: rename(m, "q", "k"), "value 'k': two values have this name"),
         (swap_first_nodes, "node 'q_proj': reads 'x' before it is made, or from another graph"),
         (read_foreign_value, "node 'q_proj': reads 'foreign' before it is made, or from another graph"),
-        (insert_unknown, "node 'odd': operator ai.onnx::Softmax is not in the dialect"),
+        (insert_unknown, "node 'odd': operator ai.onnx::Hardmax is not in the dialect"),
         (set_attribute("window", None), "node 'attention': attribute 'window' is missing"),
         (set_attribute("scale", 1), "node 'attention': attribute 'scale' is INT, must be float"),
         (set_attribute("causal", 1), "node 'attention': attribute 'causal' is unknown; known are num_heads,"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import onnx_ir as ir
@@ -54,7 +55,8 @@ class Traced(nn.Module):
     ) -> tuple[Tensor, Sequence[Layer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths)
-        output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        with self._attention.ones:
+            output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
         return output.logits, self._attention.layers
 
     def forward(
@@ -76,19 +78,28 @@ class Traced(nn.Module):
         return logits, presents
 
 
+Substitution = Callable[[nn.Module, int | None], AbstractContextManager[rotary.Tables]]
+
+
 def capture(
-    model: PreTrainedModel, mode: internals.FakeTensorMode, attention: Attention, positions: int, layers: int
+    model: PreTrainedModel,
+    mode: internals.FakeTensorMode,
+    attention: Attention,
+    context: int | None,
+    layers: int,
+    substituted: Substitution = rotary.substituted,
 ) -> ir.Model:
     """Trace one step of `model`, whose fake parameters live in `mode`; initializers are named `MODEL` + parameter.
 
-    The model has `layers` layers and contexts up to `positions` tokens.
+    The model has `layers` layers and contexts up to `context` tokens (None: its configuration does not say);
+    `substituted` substitutes its rotary embedding.
 
     Raises:
         UnsupportedError: it cannot be traced.
     """
     with internals.third_party("tracing"), torch.no_grad():
         norms.substitute(model)
-        with rotary.substituted(model, positions) as tables:
+        with substituted(model, context) as tables:
             traced = Traced(model, attention, tables)
             with mode:
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)

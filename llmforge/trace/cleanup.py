@@ -29,6 +29,12 @@ DIMS = {
     interface.past_key(0): ("batch", None, "capacity", None),
 }
 
+SIZES = {  # of a step: dimension → the input and axis that bring it
+    "batch": (interface.INPUT_IDS, 0),
+    "sequence": (interface.INPUT_IDS, 1),
+    "capacity": (interface.past_key(0), 2),
+}
+
 
 def canonicalize(model: ir.Model) -> None:
     """Rewrite `model` in place until only operators of the dialect and the model's own arithmetic are left."""
@@ -63,8 +69,11 @@ def simplify(model: ir.Model) -> None:
     """Remove nodes that move no data, and state the targets of reshapes as constants; until nothing changes."""
     rules: Mapping[str, Callable[[ir.Model, ir.Node], bool]] = {
         "Cast": _cast_to_same,
+        "CastLike": _cast_like,
         "Expand": _same_shape,
+        "Max": _one_of_one,
         "Reshape": _reshape,
+        "Shape": _shape,
         "Slice": _slice_of_all,
         "Transpose": _transpose_pair,
     }
@@ -96,6 +105,11 @@ def _cast_to_same(model: ir.Model, node: ir.Node) -> bool:
 def _same_shape(model: ir.Model, node: ir.Node) -> bool:
     x, (y,) = node.inputs[0], node.outputs
     return x is not None and _known(x) and g.dims(x) == g.dims(y) and _bypass(node)
+
+
+def _one_of_one(model: ir.Model, node: ir.Node) -> bool:
+    """Drop a Max over one tensor, which the translation of an index leaves."""
+    return len(node.inputs) == 1 and _bypass(node)
 
 
 def _slice_of_all(model: ir.Model, node: ir.Node) -> bool:
@@ -155,6 +169,40 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
     name = "shape_" + "_".join("n" if dim == -1 else str(dim) for dim in wanted)
     node.replace_input_with(1, g.initializer(model, name, np.array(wanted, np.int64)))
     node.attributes.pop("allowzero", None)
+    return True
+
+
+def _shape(model: ir.Model, node: ir.Node) -> bool:
+    """Read sizes from the graph inputs that bring them, one by one; those that are fixed become constants."""
+    x, (y,) = node.inputs[0], node.outputs
+    dims = None if x is None else g.dims(x)
+    if x is None or x.is_graph_input() or dims is None or y.is_graph_output():
+        return False
+    wanted = dims[slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", len(dims)))]
+    if not wanted or any(not isinstance(dim, int) and dim not in SIZES for dim in wanted):
+        return False
+    inputs, sizes = {value.name: value for value in model.graph.inputs}, list[ir.Value]()
+    for dim in wanted:
+        if isinstance(dim, int):
+            sizes.append(g.initializer(model, f"size_{dim}", np.array([dim], np.int64)))
+            continue
+        name, axis = SIZES[str(dim)]
+        sizes += g.insert(node, "Shape", [inputs[name]], {"start": axis, "end": axis + 1})
+        sizes[-1].type, sizes[-1].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
+    whole = sizes[0] if len(sizes) == 1 else g.insert(node, "Concat", sizes, {"axis": 0})[0]
+    g.replace(y, whole)
+    return True
+
+
+def _cast_like(model: ir.Model, node: ir.Node) -> bool:
+    """Write out the dtype that CastLike takes from its second input."""
+    x, like, (y,) = node.inputs[0], node.inputs[1], node.outputs
+    if x is None or like is None or like.dtype is None:
+        return False
+    if x.dtype == like.dtype:
+        return _bypass(node)
+    (cast,) = g.insert(node, "Cast", [x], {"to": int(like.dtype)})
+    g.replace(y, cast)
     return True
 
 

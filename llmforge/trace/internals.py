@@ -27,6 +27,7 @@ __all__ = [
     "FakeTensorMode",
     "Group",
     "fake_mode",
+    "mask_replaced",
     "mode_of",
     "parameters_on_meta",
     "quiet",
@@ -123,6 +124,21 @@ def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any
     finally:
         for registry, _ in registries:
             del registry._global_mapping[name]
+
+
+@contextmanager
+def mask_replaced(name: str, mask: Callable[..., Any]) -> Iterator[None]:
+    """Let `mask` make the masks of attention implementation `name`, which transformers has.
+
+    Private: the registry gives what was added precedence over its own, and offers no way back.
+    """
+    local = AttentionMaskInterface._global_mapping
+    before = local[name]
+    AttentionMaskInterface.register(name, mask)
+    try:
+        yield
+    finally:
+        local[name] = before
 
 
 def mode_of(tensor: torch.Tensor) -> FakeTensorMode:

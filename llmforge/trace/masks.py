@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmforge.errors import UnsupportedError
+from llmforge.errors import NotADecoder, UnsupportedError
 from llmforge.trace import internals
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (batch, head, q, k)
@@ -30,10 +30,12 @@ def classify(function: MaskFunction, positions: int) -> Mask:
     The last query tells the window; a spread of others must agree with it.
 
     Raises:
-        UnsupportedError: `function` is not causal, or its window is not one block of fixed size.
+        NotADecoder: `function` shows the first query everything.
+        UnsupportedError: its window is not one block of fixed size.
     """
     with internals.real_tensors():
         last = positions - 1
+        refuse_encoders(function, positions)
         seen = _row(function, last, positions)
         window = int(seen.sum())
         queries = {0, 1, 2, last // 2, last} | {q for q in (window - 1, window, window + 1) if 0 <= q < positions}
@@ -43,6 +45,17 @@ def classify(function: MaskFunction, positions: int) -> Mask:
             if not torch.equal(_row(function, query, positions), expected):
                 raise UnsupportedError(f"an attention mask is neither causal nor a causal window: see query {query}")
         return Mask(window=0 if window == positions else window)
+
+
+def refuse_encoders(function: MaskFunction, positions: int = 2) -> None:
+    """Refuse a model whose mask `function` shows the first of `positions` tokens everything.
+
+    Raises:
+        NotADecoder: it does.
+    """
+    with internals.real_tensors():
+        if positions > 1 and bool(_row(function, 0, positions).all()):
+            raise NotADecoder("its attention sees later tokens: it is an encoder, not a decoder")
 
 
 def _row(function: MaskFunction, query: int, positions: int) -> torch.Tensor:

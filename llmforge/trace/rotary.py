@@ -24,19 +24,23 @@ TOLERANCE = 1e-5  # fp32, on values of order one
 class Tables(nn.Module):
     """The rotary tables of a model: buffers `cos`, `sin` (then `cos_1`, …), fp32 [positions, rotary_dim / 2]."""
 
-    def __init__(self, positions: int) -> None:
+    def __init__(self, context: int | None) -> None:
         super().__init__()
-        self.positions = positions
+        self.context = context
         self.samples: list[tuple[Tensor, Tensor]] = []  # [1, PROBED, width], as the model's module lays them out
 
     def add(self, module: nn.Module, forward: Callable[[Tensor], tuple[Tensor, Tensor]]) -> int:
         """Evaluate `forward` (position ids [1, n] → cos, sin [1, n, width]) and keep the table; return its index.
 
         Raises:
-            UnsupportedError: what it computes for a position depends on how long the sequence is.
+            UnsupportedError: what it computes for a position depends on how long the sequence is, or the
+                configuration does not say how many positions there are.
         """
-        probed = torch.arange(min(PROBED, self.positions))[None]
-        far = torch.tensor([[self.positions - 1]])
+        positions = self.context
+        if positions is None:
+            raise UnsupportedError("its configuration has no max_position_embeddings, the length of its rotary tables")
+        probed = torch.arange(min(PROBED, positions))[None]
+        far = torch.tensor([[positions - 1]])
         samples = forward(probed)
         beside_far = forward(torch.cat([probed, far], 1))
         if any(not torch.equal(a, b[:, : a.shape[1]]) for a, b in zip(samples, beside_far, strict=True)):
@@ -44,7 +48,7 @@ class Tables(nn.Module):
                 f"{type(module).__name__}: the angles of a position change with the length of the sequence "
                 "(dynamic or long rope scaling), which a table cannot hold"
             )
-        chunks = [forward(ids[None]) for ids in torch.split(torch.arange(self.positions), CHUNK)]
+        chunks = [forward(ids[None]) for ids in torch.split(torch.arange(positions), CHUNK)]
         index = len(self.samples)
         self.samples.append(samples)
         for part in (0, 1):
@@ -75,13 +79,13 @@ class Layout:
 
 
 @contextmanager
-def substituted(model: nn.Module, positions: int) -> Iterator[Tables]:
+def substituted(model: nn.Module, context: int | None) -> Iterator[Tables]:
     """Make rotary embedding arrive as RotaryEmbedding nodes while the context lasts.
 
     Modules that own rotary frequencies (transformers: a buffer `inv_freq`) hand out `Angles`; the functions of
     their source files that transformers calls `apply_rotary*` take them.
     """
-    tables = Tables(positions)
+    tables = Tables(context)
     files: dict[str, ModuleType] = {}
     for module in model.modules():
         files[type(module).__module__] = sys.modules[type(module).__module__]
@@ -100,6 +104,12 @@ def substituted(model: nn.Module, positions: int) -> Iterator[Tables]:
     finally:
         for file, name, function in originals:
             setattr(file, name, function)
+
+
+@contextmanager
+def untouched(model: nn.Module, context: int | None) -> Iterator[Tables]:
+    """Leave rotary embedding to the model."""
+    yield Tables(context)
 
 
 def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> Callable[..., tuple[Angles, Angles]]:
