@@ -180,6 +180,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Range"): Operator((_in("start", NUMBERS), _in("limit", NUMBERS), _in("delta", NUMBERS))),
     ("", "ConstantOfShape"): Operator((_in("shape", _I64, 1),), {"value": "tensor"}),
     ("", "Cast"): Operator((_in("x", ANY),), {"to": "int!", "saturate": "int"}),
+    ("", "CastLike"): Operator((_in("x", ANY), _in("like", ANY)), {"saturate": "int"}),
     ("", "Shape"): Operator((_in("x", ANY),), {"start": "int", "end": "int"}),  # of what: see `_check_shape`
     # only where the model's own attention was traced (metadata `interface.FALLBACK`), see `_check_scatter`
     ("", "TensorScatter"): Operator(

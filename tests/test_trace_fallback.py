@@ -46,7 +46,7 @@ def test_its_own_attention_gives_the_logits_of_transformers(bloom: Path, graph: 
 def test_the_graph_says_why_it_was_taken(graph: ir.Model) -> None:
     assert "'Mask'" in graph.metadata_props[interface.FALLBACK]
     found = operators(graph)
-    assert found["TensorScatter"] == 2 * shrink.LAYERS
+    assert found["TensorScatter"] == sum(value.name.startswith("past_key_values.") for value in graph.graph.inputs) > 0
     assert "llmforge::Attention" not in found
     assert interface.FALLBACK in dialect.expand(graph).metadata_props
 

@@ -39,7 +39,7 @@ CAPACITY = 31  # a number that no model has as a size
 GARBAGE = np.float32(7.0)  # in slots that were never written
 
 
-class Layer(attention.Layer):
+class Layer(attention.Layer):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
     """The cache of one layer: hands on the whole buffer, with new keys and values written into it."""
 
     def __init__(self, past: tuple[Tensor, Tensor] | None, past_lengths: Tensor) -> None:
@@ -115,7 +115,7 @@ def eager(own: OwnAttention) -> Iterator[None]:
 
 def choose_experts(model: PreTrainedModel) -> None:
     """Let experts, where the model has transformers', be computed without decisions about data."""
-    if model._can_set_experts_implementation():  # type: ignore[no-untyped-call]
+    if model._can_set_experts_implementation():
         model.set_experts_implementation(EXPERTS)
 
 
@@ -174,9 +174,10 @@ def reference(folder: Path, texts: Sequence[NDArray[np.int64]]) -> list[NDArray[
         UnsupportedError: transformers fails.
     """
     with internals.third_party("running the model in transformers"), torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=IMPLEMENTATION, local_files_only=True
-        ).eval()
+        )
+        model.eval()
         whole = [model(torch.from_numpy(text[None]), use_cache=False).logits[0].numpy() for text in texts]
         half = len(texts[-1]) // 2
         part = model(torch.from_numpy(texts[-1][None, :half]), use_cache=False).logits[0].numpy()
@@ -211,10 +212,7 @@ def _largest(
 
 
 def _session(model: ir.Model) -> ort.InferenceSession:
-    """Load standard ONNX whose weights are lazy, without ONNX Runtime's own graph optimizations.
-
-    Weights are handed over in memory, so that the protobuf stays small.
-    """
+    """Load standard ONNX whose weights are lazy, without ONNX Runtime's own graph optimizations."""
     loaded = model.clone()
     for name, value in loaded.graph.initializers.items():
         assert value.const_value is not None
