@@ -416,8 +416,7 @@ def _check_shape(node: ir.Node, fallback: bool) -> None:
     where, x = f"node {node.name!r}", node.inputs[0]
     name = "" if x is None else x.name or ""
     step = name in (interface.INPUT_IDS, interface.POSITION_IDS)
-    cache = fallback and PAST.fullmatch(name) is not None
-    _require(step or cache, where, f"computes with the shape of {name!r}; only sizes of the token ids may be")
+    _require(step or fallback, where, f"computes with the shape of {name!r}; only sizes of the token ids may be")
 
 
 def _check_scatter(node: ir.Node, fallback: bool) -> None:
