@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmforge.errors import InputError, UsageError
@@ -34,6 +34,7 @@ def naive_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p
     return {token: probability / scale for token, probability in nucleus.items()}
 
 
+@example(np.array([-2e-30, 0.0], np.float32), 1.0, 0, 0.5)  # probabilities are equal, logits are not
 @given(logits_of_tokens, st.floats(0.1, 5), st.integers(0, 45), st.sampled_from([1.0, 0.95, 0.5, 0.1, 1e-9]))
 def test_distribution_is_the_definition(logits, temperature, top_k, top_p):
     tokens, probabilities = distribution(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p))

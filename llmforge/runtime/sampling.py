@@ -94,16 +94,16 @@ def distribution(logits: NDArray[np.float32], sampling: Sampling) -> tuple[NDArr
         scaled /= sampling.temperature
     tokens = np.arange(len(logits))
     if 0 < sampling.top_k < len(logits):
-        border = np.partition(scaled, -sampling.top_k)[-sampling.top_k]
-        tokens = tokens[scaled >= border]  # with every token that equals the border
-        order = np.argsort(-scaled[tokens], kind="stable")
+        border = np.partition(logits, -sampling.top_k)[-sampling.top_k]
+        tokens = tokens[logits >= border]  # with every token that equals the border
+        order = np.argsort(-logits[tokens], kind="stable")
         tokens = np.sort(tokens[order[: sampling.top_k]])
     probabilities = np.exp(scaled[tokens])
     probabilities /= probabilities.sum()
     if sampling.top_p < 1:
         # All tokens below (1 - p) / n weigh less than 1 - p together: none of them is in the nucleus, none is sorted.
         likely = np.flatnonzero(probabilities >= (1 - sampling.top_p) / len(tokens))
-        order = likely[np.argsort(-probabilities[likely], kind="stable")]
+        order = likely[np.argsort(-logits[tokens][likely], kind="stable")]  # logits tell apart what exp rounds to one
         before = probabilities[order].cumsum() - probabilities[order]
         kept = np.sort(order[before < sampling.top_p])
         tokens, probabilities = tokens[kept], probabilities[kept] / probabilities[kept].sum()
