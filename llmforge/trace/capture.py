@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from llmforge import interface
 from llmforge.errors import UnsupportedError
-from llmforge.trace import depth, gated_norms, internals, norms, recurrent, rotary, writes
+from llmforge.trace import depth, gated_norms, internals, modules, norms, recurrent, rotary, writes
 from llmforge.trace.attention import Attention, Layer
 from llmforge.trace.pattern import Irregular, Pattern
 
@@ -60,7 +60,8 @@ class Traced(nn.Module):
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths, lengths)
         self.rotary.given.position_ids = position_ids
-        output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        with self._attention.ones:
+            output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
         for layer in self._attention.layers:
             layer.complete()
         return output.logits, self._attention.layers
@@ -100,6 +101,7 @@ def capture(
     with internals.third_party("tracing"), torch.no_grad():
         norms.substitute(model)
         gated_norms.substitute(model)
+        modules.substitute(model)
         with rotary.substituted(model, positions) as tables, recurrent.substituted(model, attention):
             traced = Traced(model, attention, tables)
             with mode:
@@ -107,12 +109,13 @@ def capture(
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
                 _, cached = traced.run(ids, ids, lengths, lengths, [None] * layers)
             shapes = [layer.shapes for layer in cached]
+            longest = positions // 2 - 1 if attention.bounded else None
             pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
             if isinstance(pattern, Irregular):
-                return _translate(_export(traced, shapes), shapes), pattern
+                return _translate(_export(traced, shapes, longest), shapes), pattern
             shapes = shapes[: pattern.traced]
             with depth.only(depth.stack_of(model, layers)[1], pattern.traced):
-                return _translate(_export(traced, shapes), shapes), pattern
+                return _translate(_export(traced, shapes, longest), shapes), pattern
 
 
 def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> Pattern | Irregular:
@@ -160,9 +163,10 @@ def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, lis
     )
 
 
-def _export(traced: Traced, shapes: Shapes) -> torch.export.ExportedProgram:
-    """Export `traced` with dynamic batch, sequence, capacity and rows."""
-    batch, sequence, capacity, rows = (torch.export.Dim(name) for name in ("batch", "sequence", "capacity", "rows"))
+def _export(traced: Traced, shapes: Shapes, longest: int | None) -> torch.export.ExportedProgram:
+    """Export `traced` with dynamic batch, sequence, capacity and rows; sequence and capacity up to `longest`."""
+    batch, rows = (torch.export.Dim(name) for name in ("batch", "rows"))
+    sequence, capacity = (torch.export.Dim(name, max=longest) for name in ("sequence", "capacity"))
     inputs = _inputs(shapes)
     dims = (
         {0: batch, 1: sequence},
