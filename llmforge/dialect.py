@@ -303,6 +303,7 @@ INPUTS: Mapping[str, tuple[frozenset[ir.DataType], int]] = {
     interface.POSITION_IDS: (_I64, 2),
     interface.PAST_LENGTHS: (_I32, 1),
     interface.LENGTHS: (_I32, 1),
+    interface.TEXT_LENGTHS: (_I64, 1),
     interface.SEQLENS_K: (_I32, 1),
     interface.TOTAL_SEQUENCE_LENGTH: (_I32, 0),
     interface.ATTENTION_MASK: (_I64, 2),

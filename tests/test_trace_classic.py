@@ -11,9 +11,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from llmforge import dialect
+from llmforge import dialect, graph_facts, probe
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError
+from llmforge.runtime import runner
+from llmforge.runtime.config import RuntimeConfig, SessionOptions
 from llmforge.trace import longrope, modules, trace
 
 from . import zoo, zoo_classic
@@ -107,13 +109,47 @@ def test_position_biases_that_are_not_linear_are_refused(tmp_path: Path) -> None
         traced(tmp_path)
 
 
-@pytest.mark.parametrize("prompt", [12, 16, 17, 40])
-def test_long_rope_takes_the_factors_of_a_texts_length(prompt: int, tmp_path: Path) -> None:
-    """Texts in one step, shorter and longer than the original context of 16 tokens."""
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        zoo.Schedule((12,), (1, 1, 2)),  # within the original context of 16 tokens, to its last
+        zoo.Schedule((17,)),
+        zoo.Schedule((40,), (1, 1, 2)),
+        zoo.Schedule((10,), (10, 10, 1)),  # a text of 31 tokens in pieces, the first of them short
+        zoo.Schedule((9, 30), (1, 2)),  # short and long rows of one batch
+    ],
+)
+def test_long_rope_takes_the_factors_of_a_texts_length(schedule: zoo.Schedule, tmp_path: Path) -> None:
     zoo_classic.write("phi3-longrope", tmp_path)
-    model, expected = dialect.expand(traced(tmp_path)), zoo.reference(tmp_path)
-    schedule = zoo.Schedule((prompt,), (1, 1, 2) if prompt in (12, 40) else ())
-    assert zoo.largest_difference(model, expected, schedule, capacity=64) <= TOLERANCE
+    model = traced(tmp_path)
+    assert graph_facts.rotary_switches(model) == {16}
+    assert zoo.largest_difference(dialect.expand(model), zoo.reference(tmp_path), schedule, capacity=64) <= TOLERANCE
+
+
+def test_the_runtime_reads_a_long_prompt_in_pieces_with_the_angles_of_a_long_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phi-3 with an original context of 16 tokens, and pieces of 8."""
+    monkeypatch.setattr(runner, "LOGITS_CHUNK", 8)
+    zoo_classic.write("phi3-longrope", tmp_path)
+    session = probe.open_session(traced(tmp_path), probe.Weights(), threads=1)
+    config = RuntimeConfig(
+        format=1,
+        onnxruntime="",
+        max_context=64,
+        max_batch=1,
+        vocabulary=session.vocabulary,
+        eos_token_ids=(),
+        bos_token_id=None,
+        caches=session.caches,
+        session=SessionOptions(threads=1, optimize=False, entries={}),
+    )
+    tokenizer = runner.read_tokenizer(tmp_path / "tokenizer.json")
+    ids = np.random.default_rng(0).integers(3, zoo.VOCABULARY, 40)
+    with torch.no_grad():
+        expected = zoo.reference(tmp_path)(torch.from_numpy(ids[None])).logits[0].numpy()
+    got = runner.Runner(session, config, tokenizer, None).logits(ids.tolist())
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_dynamic_angles_are_refused() -> None:

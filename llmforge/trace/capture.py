@@ -30,6 +30,17 @@ MODEL = "model."  # the attribute of `Traced` that holds the model: prefix of ev
 REGISTRATION_LOGGER = "torch.onnx._internal.exporter._registration"  # says that torchvision is not installed
 
 
+# Inputs of `Traced.forward`, in its order; the caches follow.
+INPUTS = (
+    interface.INPUT_IDS,
+    interface.POSITION_IDS,
+    interface.PAST_LENGTHS,
+    interface.LENGTHS,
+    interface.TEXT_LENGTHS,
+    interface.LOGITS_ROWS,
+)
+
+
 class _Selection:
     """The rows that get logits; apart from the module, whose attributes torch.export does not let a trace set."""
 
@@ -55,11 +66,17 @@ class Traced(nn.Module):
         head.register_forward_pre_hook(self._selection.apply)
 
     def run(
-        self, input_ids: Tensor, position_ids: Tensor, past_lengths: Tensor, lengths: Tensor, past: Sequence[Any]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_lengths: Tensor,
+        lengths: Tensor,
+        text_lengths: Tensor,
+        past: Sequence[Any],
     ) -> tuple[Tensor, Sequence[Layer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths, lengths)
-        self.rotary.given.position_ids = position_ids
+        self.rotary.given.position_ids, self.rotary.given.text_lengths = position_ids, text_lengths
         with self._attention.ones:
             output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
         for layer in self._attention.layers:
@@ -72,12 +89,13 @@ class Traced(nn.Module):
         position_ids: Tensor,
         past_lengths: Tensor,
         lengths: Tensor,
+        text_lengths: Tensor,
         logits_rows: Tensor,
         caches: list[dict[str, Tensor]],
     ) -> tuple[Tensor, list[Tensor]]:
         """Trace one step: logits [batch, rows, vocabulary] and the caches after it."""
         self._selection.rows = logits_rows
-        logits, layers = self.run(input_ids, position_ids, past_lengths, lengths, caches)
+        logits, layers = self.run(input_ids, position_ids, past_lengths, lengths, text_lengths, caches)
         return logits, [layer.present[part] for layer, parts in zip(layers, caches, strict=True) for part in parts]
 
 
@@ -107,7 +125,7 @@ def capture(
             with mode:
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
-                _, cached = traced.run(ids, ids, lengths, lengths, [None] * layers)
+                _, cached = traced.run(ids, ids, lengths, lengths, lengths.long(), [None] * layers)
             shapes = [layer.shapes for layer in cached]
             longest = positions // 2 - 1 if attention.bounded else None
             pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
@@ -132,15 +150,8 @@ def _step(traced: Traced, shapes: Shapes) -> depth.Step:
     """Make a step of `traced` on the example inputs."""
     inputs = _inputs(shapes)
     *given, caches = inputs
-    names = (
-        interface.INPUT_IDS,
-        interface.POSITION_IDS,
-        interface.PAST_LENGTHS,
-        interface.LENGTHS,
-        interface.LOGITS_ROWS,
-    )
     parts = [tuple(cache.values()) for cache in caches]
-    return depth.Step(dict(zip(names, given, strict=True)), parts, lambda: traced(*inputs))
+    return depth.Step(dict(zip(INPUTS, given, strict=True)), parts, lambda: traced(*inputs))
 
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
@@ -150,7 +161,7 @@ def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     return opset18.Softplus(x)
 
 
-def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
+def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
     """Make example inputs of `Traced`."""
     caches = [{part: torch.empty(_cache_shape(part, shape)) for part, shape in parts.items()} for parts in shapes]
     return (
@@ -158,6 +169,7 @@ def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, lis
         torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
         torch.zeros(BATCH, dtype=torch.int32),
         torch.zeros(BATCH, dtype=torch.int32),
+        torch.zeros(BATCH, dtype=torch.int64),
         torch.zeros(ROWS, dtype=torch.int64),
         caches,
     )
@@ -171,6 +183,7 @@ def _export(traced: Traced, shapes: Shapes, longest: int | None) -> torch.export
     dims = (
         {0: batch, 1: sequence},
         {0: batch, 1: sequence},
+        {0: batch},
         {0: batch},
         {0: batch},
         {0: rows},
@@ -193,13 +206,7 @@ def _cache_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[str, object]]) -> ir.Model:
     """Translate to ONNX, unoptimized: its optimizer would bake transposed weights and lose parameter names."""
-    inputs = [
-        interface.INPUT_IDS,
-        interface.POSITION_IDS,
-        interface.PAST_LENGTHS,
-        interface.LENGTHS,
-        interface.LOGITS_ROWS,
-    ]
+    inputs = [*INPUTS]
     outputs = [interface.LOGITS]
     for layer, parts in enumerate(shapes):
         inputs += [interface.past_part(layer, part) for part in parts]

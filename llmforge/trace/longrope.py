@@ -1,7 +1,7 @@
 """Rotary angles that change once with the length of the text (LongRoPE): two halves of one table, and a switch.
 
 transformers takes the long factors for every position of a call whose last position is not within the original
-context. The graph does the same for each row: docs/dialect.md, RotaryEmbedding.
+context. The graph does the same for each row by the length of its text: docs/dialect.md, RotaryEmbedding.
 """
 
 from __future__ import annotations
@@ -50,12 +50,9 @@ def rows(forward: Forward, positions: int, length: int, chunk: int) -> Sequence[
     return [*short, *((cos[:, :-1], sin[:, :-1]) for cos, sin in long)]
 
 
-def places(position_ids: Tensor, length: int) -> Tensor:
-    """Return the rows of the table for positions int64 [B, S]."""
-    if not length:
-        return position_ids
-    last = position_ids.amax(1, keepdim=True)
-    return position_ids + (last - (length - 1)).clamp(0, 1) * length
+def places(position_ids: Tensor, text_lengths: Tensor, length: int) -> Tensor:
+    """Return the rows of the table for positions int64 [B, S] of texts of `text_lengths` tokens, int64 [B]."""
+    return position_ids + ((text_lengths - length).clamp(0, 1) * length)[:, None]
 
 
 def _beside(forward: Forward, last: int) -> tuple[Tensor, ...]:

@@ -37,7 +37,7 @@ EXPONENT = 12.0  # largest difference of two scores from which a slope is read: 
 ABSENT = 1e-6  # a slope below this, over the positions probed, is no slope
 
 
-class OpenLayer(Layer):
+class OpenLayer(Layer):  # type: ignore[no-untyped-call]  # as its base
     """The cache of one layer for code of its own: hands out past and new keys and values joined, as transformers'."""
 
     def update(

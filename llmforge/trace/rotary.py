@@ -25,6 +25,7 @@ class Given:
     """What the run under way was given; apart from modules, whose attributes torch.export does not let a trace set."""
 
     position_ids: Tensor | None = None  # the graph's own [B, S]
+    text_lengths: Tensor | None = None  # [B]
 
 
 class Tables(nn.Module):
@@ -143,7 +144,10 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
                 known[key] = tables.add(
                     module, lambda ids: original(torch.zeros(1), ids.expand(*axes, -1, -1), *args, **kwargs)
                 )
-        places = longrope.places(position_ids, tables.switches[known[key]])
+        places = position_ids
+        if switch := tables.switches[known[key]]:
+            assert tables.given.text_lengths is not None
+            places = longrope.places(position_ids, tables.given.text_lengths, switch)
         if tables.as_complex[known[key]]:
             return Angles(known[key], 2, places)
         return Angles(known[key], 0, places), Angles(known[key], 1, places)
