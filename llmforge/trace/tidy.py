@@ -17,7 +17,6 @@ Dims = Sequence[int | str | None]
 
 POINTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Relu", "Gelu", "Tanh", "Sigmoid", "Erf", "Neg"})
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
-COPIES = 64  # heads that one key or value head is copied to: no model has more
 
 
 def bypass(node: ir.Node) -> bool:
@@ -148,7 +147,7 @@ def single(model: ir.Model, node: ir.Node) -> bool:
 def expand(model: ir.Model, node: ir.Node) -> bool:
     """Drop an Expand to the shape of its own input, or in front of arithmetic that broadcasts itself.
 
-    One that copies a dimension of size one becomes a Concat.
+    The target of one that stays is stated as a constant.
     """
     x, shape = node.inputs[0], node.inputs[1]
     assert x is not None
@@ -164,13 +163,13 @@ def expand(model: ir.Model, node: ir.Node) -> bool:
     readers = [reader for reader, _ in y.uses()]
     if all(reader.op_type in POINTWISE and _broadcasts(reader, y, after) for reader in readers):
         return bypass(node)
-    changed = [axis for axis, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
-    if len(before) != len(after) or len(changed) != 1 or before[changed[0]] != 1:
+    if len(before) != len(after) or shape is None or ir.convenience.get_const_tensor(shape) is not None:
         return False
-    count = after[changed[0]]
-    if not isinstance(count, int) or count > COPIES:
+    wanted = [1 if b == a else a for b, a in zip(before, after, strict=True)]
+    target = [dim for dim in wanted if isinstance(dim, int)]
+    if len(target) != len(wanted):
         return False
-    g.replace(y, _insert(node, "Concat", [x] * count, after, y, {"axis": changed[0]}))
+    node.replace_input_with(1, _target(model, target))
     return True
 
 
