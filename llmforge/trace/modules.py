@@ -41,9 +41,11 @@ def substitute(model: nn.Module) -> None:
             epsilons = tuple(
                 sorted({x for x in vars(module).values() if isinstance(x, float) and 0 < x < EPSILON_LIMIT})
             )
+            if not epsilons or isinstance(module, nn.LayerNorm):  # no norm, or one that torch translates itself
+                continue
             key = (type(module), shape, epsilons)
             if key not in norms:
-                norms[key] = None if isinstance(module, nn.LayerNorm) else layer_norm(module, shape, epsilons)
+                norms[key] = layer_norm(module, shape, epsilons)
             if (epsilon := norms[key]) is not None:
                 module.forward = _norm_emitter(module, epsilon)
 
