@@ -75,67 +75,6 @@ def _perm(node: ir.Node | None) -> list[int] | None:
     return list(node.attributes["perm"].as_ints()) if node is not None and node.op_type == "Transpose" else None
 
 
-# Rows laid out flat: [batch·sequence, K] instead of [batch, sequence, K] --------------------------------------------
-
-
-def _unflattened(value: ir.Value | None) -> ir.Value | None:
-    """Return x [batch, sequence, K] of which `value` [batch·sequence, K] is a reshape."""
-    node = None if value is None else value.producer()
-    if value is None or node is None or node.op_type != "Reshape":
-        return None
-    source = node.inputs[0]
-    before, after = (() if x is None else g.dims(x) or () for x in (source, value))
-    return source if len(after) == 2 and len(before) == 3 and before[2] == after[1] else None
-
-
-def rowwise(model: ir.Model, node: ir.Node) -> bool:
-    """Compute row by row on [batch, sequence, K], and flatten what comes out; Gemm becomes MatMul and Add."""
-    (y, *_) = node.outputs
-    dims = g.dims(y) or ()
-    if len(dims) != 2 or len(node.outputs) != 1:
-        return False
-    inputs: list[ir.Value | None] = []
-    rows: Dims = ()
-    for index, x in enumerate(node.inputs):
-        source = _unflattened(x)
-        if source is not None and not (index == 1 and node.op_type in ("Gemm", "MatMul")):
-            rows = (g.dims(source) or ())[:2]
-            source_dims = rows
-            if inputs and source_dims != rows:
-                return False
-            inputs.append(source)
-        elif x is None or len(g.dims(x) or (0, 0)) <= 1 or (index == 1 and node.op_type in ("Gemm", "MatMul")):
-            inputs.append(x)
-        else:
-            return False
-    if not rows:
-        return False
-    shape = (*rows, dims[1])
-    if node.op_type == "Gemm":
-        new = _linear(node, inputs, shape, y)
-        if new is None:
-            return False
-    else:
-        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-        new = _insert(node, node.op_type, inputs, shape, y, attributes)
-    flat = _insert(node, "Reshape", [new, _target(model, [-1, *(d for d in dims[1:] if isinstance(d, int))])], dims, y)
-    g.replace(y, flat)
-    return True
-
-
-def _linear(node: ir.Node, inputs: Sequence[ir.Value | None], shape: Dims, y: ir.Value) -> ir.Value | None:
-    """Write x·W + b for a Gemm whose factors are one."""
-    factors = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
-    x, weight, *bias = inputs
-    assert weight is not None
-    if factors != [1.0, 1.0] or node.attributes.get_int("transA", 0) != 0 or not isinstance(shape[-1], int):
-        return None
-    if node.attributes.get_int("transB", 0):
-        weight = _insert(node, "Transpose", [weight], (g.dims(weight) or ())[::-1], weight, {"perm": [1, 0]})
-    new = _insert(node, "MatMul", [x, weight], shape, y)
-    return _insert(node, "Add", [new, bias[0]], shape, y) if bias else new
-
-
 # Indexing and broadcasting -----------------------------------------------------------------------------------------
 
 
@@ -247,19 +186,6 @@ def transpose(model: ir.Model, node: ir.Node) -> bool:
     return False
 
 
-def unit_dims(model: ir.Model, node: ir.Node) -> bool:
-    """Unsqueeze and Squeeze are reshapes."""
-    x, (y,) = node.inputs[0], node.outputs
-    before, after = (None if v is None else g.dims(v) for v in (x, y))
-    if x is None or before is None or after is None or y.dtype is None or not y.dtype.is_floating_point():
-        return False
-    new = _reshaped(model, node, x, after)
-    if new is None:
-        return False
-    g.replace(y, new)
-    return True
-
-
 def norm(model: ir.Model, node: ir.Node) -> bool:
     """Normalize the last axis in front of a Transpose that leaves it the last."""
     if len(node.outputs) != 1:
@@ -268,7 +194,7 @@ def norm(model: ir.Model, node: ir.Node) -> bool:
     before = None if x is None else x.producer()
     perm = _perm(before)
     if perm is None or perm[-1] != len(perm) - 1 or node.attributes.get_int("axis", -1) not in (-1, len(perm) - 1):
-        return rowwise(model, node)
+        return False
     assert before is not None
     source = before.inputs[0]
     assert source is not None
@@ -416,11 +342,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "Gather": (gather,),
     "GatherND": (gather_nd,),
     "Transpose": (transpose,),
-    "Unsqueeze": (unit_dims,),
-    "Squeeze": (unit_dims,),
-    "Gemm": (rowwise,),
     "Slice": (slices,),
     "Concat": (partial_rotary,),
     **dict.fromkeys(sorted(NORMS), (norm,)),
-    **dict.fromkeys(sorted(POINTWISE), (rowwise,)),
 }
