@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import artifact, calibration, data, gates, graph, options, passes, targets, text
+from llmforge import artifact, calibration, data, gates, graph, interface, options, passes, targets, text
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
 from llmforge.engines import interop
@@ -160,8 +160,10 @@ class _Job:
         data.refuse_overlap(self.calibration_documents, self.evaluation_documents)
 
     def verify_trace(self, model: ir.Model) -> None:
-        """Hold the traced graph against transformers, and note what was found."""
+        """Hold the traced graph against transformers, and note what was found; that its attention is not canonical."""
         self.progress.stage("Verify the trace")
+        if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
+            self.notes.append(f"the model's own attention was traced, and passes do not know it, because: {reason}")
         self.notes.append(verify_trace(self.checkpoint, model, threads=self.threads).note())
 
     def calibrate(self, demands: Sequence[Demand]) -> Statistics | None:

@@ -11,11 +11,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from llmforge.errors import UnsupportedError
 from llmforge.trace import masks
+from llmforge.trace.ones import Ones
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
 INERT = frozenset(
     {
         "is_causal",
+        "logits_to_keep",  # what a model takes for its head and hands down unread
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -122,6 +124,7 @@ class Attention:
 
     def __init__(self, positions: int) -> None:
         self._positions = positions
+        self.ones = Ones()
         self.layers: Sequence[Layer] = []
         self.past_lengths: Tensor | None = None
         self.lengths: Tensor | None = None
@@ -140,11 +143,15 @@ class Attention:
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
         """Describe the mask that transformers asks for, instead of building it."""
-        if attention_mask is not None:
-            raise UnsupportedError("the model makes a padding mask of its own")
+        self.refuse_padding(attention_mask)
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
         mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))
         return masks.Mask(0) if mask.window >= self._positions else mask  # a window that no query reaches beyond
+
+    def refuse_padding(self, attention_mask: object) -> None:
+        """Refuse a padding mask, unless it is the model's own and says that nothing is padded."""
+        if attention_mask is not None and not self.ones.holds(attention_mask):
+            raise UnsupportedError("the model makes a padding mask of its own")
 
     def attend(
         self,

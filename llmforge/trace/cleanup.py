@@ -36,8 +36,11 @@ DIMS = {
 CACHE_DIMS = ("batch", None, "capacity", None)  # of keys and values
 
 
-def canonicalize(model: ir.Model) -> None:
-    """Rewrite `model` in place until only operators of the dialect and the model's own arithmetic are left."""
+def canonicalize(model: ir.Model, *, flat: bool = False) -> None:
+    """Rewrite `model` in place until only operators of the dialect and the model's own arithmetic are left.
+
+    `flat` leaves tokens in one axis where the model lays them so, and the computation of shapes that goes with it.
+    """
     name_dims(model)
     simplify(model)
     onnxscript.optimizer.fold_constants(
@@ -46,8 +49,9 @@ def canonicalize(model: ir.Model) -> None:
     simplify(model)
     unflatten.unflatten(model)
     simplify(model)
-    rows.restore(model)
-    simplify(model)
+    if not flat:
+        rows.restore(model)
+        simplify(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     CommonSubexpressionEliminationPass()(model)
     IdentityEliminationPass()(model)
@@ -76,8 +80,11 @@ def simplify(model: ir.Model) -> None:
     """Remove nodes that move no data, and state the targets of reshapes as constants; until nothing changes."""
     rules: Mapping[str, Callable[[ir.Model, ir.Node], bool]] = {
         "Cast": _cast_to_same,
+        "CastLike": _cast_like,
         "Expand": _expand,
+        "Max": _one_of_one,
         "Reshape": _reshape,
+        "Shape": _shape,
         "Slice": _slice_of_all,
         "Squeeze": _as_reshape,
         "Transpose": _transpose_pair,
@@ -143,6 +150,11 @@ def _expand(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
+def _one_of_one(model: ir.Model, node: ir.Node) -> bool:
+    """Drop a Max over one tensor, which the translation of an index leaves."""
+    return len(node.inputs) == 1 and _bypass(node)
+
+
 def _slice_of_all(model: ir.Model, node: ir.Node) -> bool:
     steps = node.inputs[4] if len(node.inputs) > 4 else None
     if steps is not None:
@@ -176,9 +188,14 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
     assert x is not None
     assert target is not None
     first = x.producer()
-    if first is not None and first.op_type == "Reshape" and first.domain == "" and _known(y):
-        node.replace_input_with(0, first.inputs[0])
-        return True
+    source = first.inputs[0] if first is not None and (first.domain, first.op_type) == ("", "Reshape") else None
+    if source is not None and _known(source) and _known(y):
+        whole = _target(model, g.dims(source) or (), g.dims(y) or ())
+        if whole is not None:
+            node.replace_input_with(0, source)
+            node.replace_input_with(1, whole)  # a 0 in the old one counts axes of the reshape in front
+            node.attributes.pop("allowzero", None)
+            return True
     constant = ir.convenience.get_const_tensor(target)
     if constant is not None and constant.numpy().tolist() == [-1] and len(g.dims(x) or ()) == 1:
         return _bypass(node)
@@ -225,6 +242,49 @@ def _as_reshape(model: ir.Model, node: ir.Node) -> bool:
     assert made is not None
     made.metadata_props.update(node.metadata_props)
     g.replace(y, reshaped)
+    return True
+
+
+def _shape(model: ir.Model, node: ir.Node) -> bool:
+    """Read sizes from the graph inputs that bring them, one by one; those that are fixed become constants.
+
+    In front of everything, because layers that share what one of them computed cannot be told apart (`stamp`).
+    """
+    x, (y,) = node.inputs[0], node.outputs
+    dims = None if x is None else g.dims(x)
+    if x is None or dims is None or y.is_graph_output():
+        return False
+    wanted = dims[slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", len(dims)))]
+    brought: dict[int | str | None, tuple[ir.Value, int]] = {}
+    for value in model.graph.inputs:
+        for axis, dim in enumerate(g.dims(value) or ()):
+            brought.setdefault(dim, (value, axis))
+    if not wanted or any(not isinstance(dim, int) and (dim is None or dim not in brought) for dim in wanted):
+        return False
+    if len(wanted) == 1 and wanted[0] in brought and brought[wanted[0]][0] is x:
+        return False
+    front, sizes = model.graph[0], list[ir.Value]()
+    for dim in wanted:
+        if isinstance(dim, int):
+            sizes.append(g.initializer(model, f"size_{dim}", np.array([dim], np.int64)))
+            continue
+        value, axis = brought[dim]
+        sizes += g.insert(front, "Shape", [value], {"start": axis, "end": axis + 1})
+        sizes[-1].type, sizes[-1].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
+    whole = sizes[0] if len(sizes) == 1 else g.insert(front, "Concat", sizes, {"axis": 0})[0]
+    g.replace(y, whole)
+    return True
+
+
+def _cast_like(model: ir.Model, node: ir.Node) -> bool:
+    """Write out the dtype that CastLike takes from its second input."""
+    x, like, (y,) = node.inputs[0], node.inputs[1], node.outputs
+    if x is None or like is None or like.dtype is None:
+        return False
+    if x.dtype == like.dtype:
+        return _bypass(node)
+    (cast,) = g.insert(node, "Cast", [x], {"to": int(like.dtype)})
+    g.replace(y, cast)
     return True
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "Group",
     "fake_mode",
     "is_fake",
+    "mask_replaced",
     "mode_of",
     "no_progress_bars",
     "parameters_on_meta",
@@ -147,6 +148,21 @@ def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any
     finally:
         for registry, _ in registries:
             del registry._global_mapping[name]
+
+
+@contextmanager
+def mask_replaced(name: str, mask: Callable[..., Any]) -> Iterator[None]:
+    """Let `mask` make the masks of attention implementation `name`, which transformers has.
+
+    Private: the registry gives what was added precedence over its own, and offers no way back.
+    """
+    mapping = AttentionMaskInterface._global_mapping
+    before = mapping[name]
+    AttentionMaskInterface.register(name, mask)
+    try:
+        yield
+    finally:
+        mapping[name] = before
 
 
 @contextmanager
