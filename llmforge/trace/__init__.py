@@ -134,7 +134,7 @@ def _own(checkpoint: Checkpoint, irregular: Irregular | None, reason: str) -> ir
             shorten=irregular is None,
             substituted=rotary.untouched,
         )
-    cleanup.canonicalize(graph, flat=True)
+    cleanup.canonicalize(graph, weights={capture.MODEL + name for name in model.state_dict()})
     if isinstance(repetition, Pattern):
         try:
             stamp.stamp(graph, repetition)

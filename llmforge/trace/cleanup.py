@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -24,10 +24,10 @@ from onnx_ir.passes.common import (
 
 from llmforge import graph as g
 from llmforge import interface
-from llmforge.trace import rows, unflatten
+from llmforge.trace import front, rows, unflatten
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's record of the modules that a node comes from, outermost first
-NUMBERED = re.compile(r"val_\d+")  # how torch's translation calls what it makes
+NUMBERED = re.compile(r"val_\d+|constant_\d+|(.*\.)?lifted_tensor_\d+")  # how torch's translation calls what it makes
 FOLDED = 1024  # elements: constants up to this size are folded; shapes and scalars are, tables and weights are not
 DIMS = {
     interface.INPUT_IDS: ("batch", "sequence"),
@@ -36,10 +36,11 @@ DIMS = {
 CACHE_DIMS = ("batch", None, "capacity", None)  # of keys and values
 
 
-def canonicalize(model: ir.Model, *, flat: bool = False) -> None:
+def canonicalize(model: ir.Model, *, weights: Collection[str] | None = None) -> None:
     """Rewrite `model` in place until only operators of the dialect and the model's own arithmetic are left.
 
-    `flat` leaves tokens in one axis where the model lays them so, and the computation of shapes that goes with it.
+    With `weights`, the names of what has no numbers yet, it is a graph of the model's own attention: tokens stay in one
+    axis where the model lays them so, as does the computation of shapes that goes with it.
     """
     name_dims(model)
     simplify(model)
@@ -49,10 +50,13 @@ def canonicalize(model: ir.Model, *, flat: bool = False) -> None:
     simplify(model)
     unflatten.unflatten(model)
     simplify(model)
-    if not flat:
+    if weights is None:
         rows.restore(model)
         simplify(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    if weights is not None:
+        name_constants(model)  # once, so that layers read the same ones
+        front.gather(model, weights, SCOPES)
     CommonSubexpressionEliminationPass()(model)
     IdentityEliminationPass()(model)
     g.drop_unused(model)
@@ -294,8 +298,12 @@ def _known(value: ir.Value) -> bool:
 
 
 def _reads_no_weight(node: ir.Node) -> bool | None:
-    """Forbid folding what reads an initializer (False); leave the rest to the folder's limits (None)."""
-    return False if any(value is not None and value.is_initializer() for value in node.inputs) else None
+    """Forbid folding what reads a number of the model (False); leave the rest to the folder's limits (None).
+
+    Integers are sizes and indices that torch lifted out of the code.
+    """
+    read = [value for value in node.inputs if value is not None and value.is_initializer()]
+    return None if all(value.dtype is not None and value.dtype.is_integer() for value in read) else False
 
 
 def name_constants(model: ir.Model) -> None:
@@ -311,8 +319,9 @@ def name_constants(model: ir.Model) -> None:
             first = kept.setdefault(content, value)
             if first is not value:
                 value.replace_all_uses_with(first)
-    for index, value in enumerate(kept.values()):
+    for value in kept.values():
         model.graph.initializers.pop(value.name or "")
+    for index, value in enumerate(kept.values()):
         value.name = f"constant_{index}"
         model.graph.register_initializer(value)
     g.drop_unused(model)
