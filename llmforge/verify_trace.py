@@ -107,10 +107,11 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     attention = [node for node in model.graph if node.op_type == "Attention"]
     windows = sorted({node.attributes.get_int("window", 0) for node in attention} - {0})
     beyond = [LONGEST - TAIL] if own else windows  # its windows are not in the graph's nodes
-    runs = _runs(session.vocabulary, beyond, checkpoint.geometry.context)
+    context = checkpoint.geometry.context
+    runs = _runs(session.vocabulary, beyond, context)
     reference = Reference(checkpoint, None if layers == depth else layers)
     try:
-        compared = [comparison for run in runs for comparison in _compare(session, run, reference)]
+        compared = [comparison for run in runs for comparison in _compare(session, run, reference, context)]
     except RUN_FAILURES as error:
         raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error
     logits = np.concatenate([comparison.expected.ravel() for comparison in compared])
@@ -197,12 +198,13 @@ class _Comparison:
         return float(np.abs(self.got - self.expected).max())
 
 
-def _compare(session: Session, run: probe.Run, reference: Reference) -> list[_Comparison]:
-    """Run `run`, and its rows one by one in transformers; pair their logits."""
+def _compare(session: Session, run: probe.Run, reference: Reference, context: int | None) -> list[_Comparison]:
+    """Run `run` over a cache of up to `context` slots, and its rows one by one in transformers; pair their logits."""
     kept = len(_selected(run.steps[0])) + sum(step.ids.shape[1] for step in run.steps[1:])
     sequences = _rows(run)
     wanted = [reference.run(ids, min(len(ids), kept)).logits for ids in sequences]  # of the last tokens
-    cache = session.allocate(run.batch, run.capacity + SPARE)
+    capacity = run.capacity + SPARE
+    cache = session.allocate(run.batch, capacity if context is None else min(capacity, context))
     for buffer in cache.buffers.values():
         buffer[...] = GARBAGE
     compared = []
