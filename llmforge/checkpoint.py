@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONFIG = "config.json"
+CONTEXTS = ("max_position_embeddings", "max_seq_len")  # how configurations name the longest text they are made for
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -44,11 +45,8 @@ class Geometry:
 
     layers: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocabulary: int
-    context: int | None  # tokens; None where the positions are unbounded (ALiBi)
+    context: int | None  # tokens; None where the configuration states none, as where positions are unbounded (ALiBi)
 
 
 @dataclass(eq=False)
@@ -103,6 +101,11 @@ class Checkpoint:
     def tokenizer_file(self) -> Path:
         """The tokenizer, as the `tokenizers` library reads it."""
         return self.path / TOKENIZER
+
+    @property
+    def architecture(self) -> str:
+        """Name the model's class, or its configuration's where that is not said."""
+        return str((self.config.architectures or [type(self.config).__name__])[0])
 
     @property
     def parameters(self) -> int:
@@ -277,34 +280,30 @@ def _load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
 def _geometry(text: PretrainedConfig, folder: Path) -> Geometry:
     """Read the sizes by the names that transformers gives them for every architecture (its `attribute_map`).
 
-    optimum's normalized configurations know 38 of transformers' 186 causal language models, so they are not used.
+    Sizes of heads and caches are only checked: a dry run of the model tells them, layer by layer (`llmforge.trace`).
     """
 
-    def size(name: str, default: int | None = None) -> int:
-        try:
-            value = getattr(text, name, None)
-        except RuntimeError as error:  # AmbiguousGlobalPerLayerAttributeError
-            raise UnsupportedError(f"{folder / CONFIG}: {name} differs from layer to layer") from error
-        value = default if value is None else value
+    def size(name: str) -> int:
+        value = getattr(text, name, None)
         if type(value) is not int:
-            raise UnsupportedError(
-                f"{folder / CONFIG}: {text.model_type} gives no single {name}; "
-                "only decoders with attention can be compiled"
-            )
+            raise UnsupportedError(f"{folder / CONFIG}: {text.model_type} gives no single {name}")
         if value < 1:
             raise CheckpointError(f"{folder / CONFIG}: {name} must be at least 1, is {value}")
         return value
 
-    heads = size("num_attention_heads")
-    hidden = size("hidden_size")
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        try:
+            given = getattr(text, name, None)
+        except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: layers differ
+            continue
+        if type(given) is int:
+            size(name)
+    context = next((found for name in CONTEXTS if (found := getattr(text, name, None)) is not None), None)
     return Geometry(
         layers=size("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", hidden // heads),
+        hidden=size("hidden_size"),
         vocabulary=size("vocab_size"),
-        context=getattr(text, "max_position_embeddings", None),
+        context=context if type(context) is int and context > 0 else None,
     )
 
 

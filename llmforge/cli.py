@@ -208,10 +208,13 @@ def trace(checkpoint: Path, output: Path | None, no_weights: bool, as_json: bool
     from llmforge.checkpoint import Checkpoint
     from llmforge.trace import pattern
     from llmforge.trace import trace as traced
+    from llmforge.verify_trace import prove_candidate
 
     if no_weights and output is None:
         raise UsageError("--no-weights says how a graph is written; give --output as well")
-    model = traced(Checkpoint.open(checkpoint))
+    opened = Checkpoint.open(checkpoint)
+    model = traced(opened)
+    prove_candidate(opened, model)
     files = () if output is None else graph_file.save(model, output, weights=not no_weights)
     facts = graph_facts.facts(model)
     if as_json:

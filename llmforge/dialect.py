@@ -60,7 +60,7 @@ class Operator:
     inputs: tuple[Input, ...]
     attributes: Mapping[str, str] = field(
         default_factory=dict
-    )  # name → "int", "float", "string", "ints" and perhaps "!"
+    )  # name → "int", "float", "string", "ints", "tensor" and perhaps "!"
     outputs: int = 1  # at most
     variadic: bool = False  # the last input may repeat
 
@@ -76,6 +76,9 @@ _BOOL = frozenset({ir.DataType.BOOL})
 _REDUCTION = Operator(
     (_in("x", NUMBERS | _BOOL), _in("axes", _I64, 1)), {"keepdims": "int", "noop_with_empty_axes": "int"}
 )
+_COMPARED = Operator((_in("a", NUMBERS | _BOOL), _in("b", NUMBERS | _BOOL)))
+_LOGICAL = Operator((_in("a", _BOOL), _in("b", _BOOL)))
+_MANY = Operator((_in("x", NUMBERS),), variadic=True)
 _AXES = Operator((_in("x", ANY), _in("axes", _I64, 1)))
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 
@@ -206,18 +209,32 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "ReduceSum"): _REDUCTION,
     ("", "ReduceMax"): _REDUCTION,
     ("", "Unsqueeze"): _AXES,
-    ("", "Squeeze"): _AXES,
+    ("", "Squeeze"): Operator((_in("x", ANY), _in("axes", _I64, 1, optional=True))),
     ("", "Expand"): Operator((_in("x", ANY), _in("shape", _I64, 1))),
     ("", "Cast"): Operator((_in("x", ANY),), {"to": "int!", "saturate": "int"}),
-    ("", "Where"): Operator((_in("condition", _BOOL), _in("x", NUMBERS), _in("y", NUMBERS))),
+    ("", "Where"): Operator((_in("condition", _BOOL), _in("x", NUMBERS | _BOOL), _in("y", NUMBERS | _BOOL))),
     ("", "Not"): Operator((_in("x", _BOOL),)),
-    ("", "Equal"): _BINARY,
-    ("", "Greater"): _BINARY,
-    ("", "Abs"): _POINTWISE,
-    ("", "Max"): Operator((_in("x", NUMBERS),), variadic=True),
+    ("", "And"): _LOGICAL,
+    ("", "Or"): _LOGICAL,
+    ("", "Equal"): _COMPARED,
+    ("", "Greater"): _COMPARED,
+    ("", "GreaterOrEqual"): _COMPARED,
+    ("", "Less"): _COMPARED,
+    ("", "LessOrEqual"): _COMPARED,
+    ("", "Abs"): Operator((_in("x", NUMBERS),)),
+    ("", "Max"): _MANY,
     ("", "Clip"): Operator(
         (_in("x", NUMBERS), _in("min", NUMBERS, 0, optional=True), _in("max", NUMBERS, 0, optional=True))
     ),
+    # the model's own arithmetic beyond: norms, activations, scales of positions
+    ("", "Sqrt"): _POINTWISE,
+    ("", "Reciprocal"): _POINTWISE,
+    ("", "Log"): _POINTWISE,
+    ("", "Floor"): _POINTWISE,
+    ("", "Cos"): _POINTWISE,
+    ("", "Sin"): _POINTWISE,
+    ("", "Min"): _MANY,
+    ("", "ReduceMean"): _REDUCTION,
     # written by passes
     ("com.microsoft", "GroupQueryAttention"): Operator(
         (
@@ -297,6 +314,31 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ),
 }
 
+# Besides those, in a graph whose metadata `interface.FALLBACK` says that the model's own attention was traced.
+OWN_ATTENTION: Mapping[tuple[str, str], Operator] = {
+    ("", "TensorScatter"): Operator(  # see `_check_scatter`
+        (_in("past", FLOATS, 4), _in("new", FLOATS, 4), _in("past_lengths", _I64, 1)),
+        {"axis": "int!", "mode": "string"},
+    ),
+    ("", "Shape"): Operator((_in("x", ANY),), {"start": "int", "end": "int"}),
+    ("", "ConstantOfShape"): Operator((_in("shape", _I64, 1),), {"value": "tensor"}),
+    ("", "Range"): Operator((_in("start", NUMBERS), _in("limit", NUMBERS), _in("delta", NUMBERS))),
+    ("", "Tile"): Operator((_in("x", NUMBERS | _BOOL), _in("repeats", _I64, 1))),
+    ("", "CastLike"): Operator((_in("x", ANY), _in("like", ANY)), {"saturate": "int"}),
+    ("", "CumSum"): Operator((_in("x", NUMBERS), _in("axis", _I64 | _I32)), {"exclusive": "int", "reverse": "int"}),
+    ("", "GatherND"): Operator((_in("data", NUMBERS | _BOOL), _in("indices", _I64)), {"batch_dims": "int"}),
+    ("", "ScatterElements"): Operator(
+        (_in("data", NUMBERS), _in("indices", _I64), _in("updates", NUMBERS)), {"axis": "int!", "reduction": "string"}
+    ),
+    ("", "ScatterND"): Operator(
+        (_in("data", NUMBERS), _in("indices", _I64), _in("updates", NUMBERS)), {"reduction": "string"}
+    ),
+    ("", "Gemm"): Operator(
+        (_in("a", FLOATS, 2), _in("b", FLOATS, 2), _in("c", optional=True)),
+        {"alpha": "float", "beta": "float", "transA": "int", "transB": "int"},
+    ),
+}
+
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[frozenset[ir.DataType], int]] = {
     interface.INPUT_IDS: (_I64, 2),
@@ -326,8 +368,9 @@ def check(model: ir.Model) -> None:
     _check_initializers(model.graph)
     _check_interface(model.graph)
     defined = {id(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    own_attention = interface.FALLBACK in model.metadata_props
     for node in model.graph:
-        _check_node(node, defined)
+        _check_node(node, defined, own_attention=own_attention)
         defined |= {id(value) for value in node.outputs}
     for value in model.graph.outputs:
         _require(id(value) in defined, f"output {value.name!r}", "no node of the graph makes it")
@@ -419,9 +462,9 @@ def _check_interface(graph: ir.Graph) -> None:
         _require(name in known, f"graph output {name!r}", "is unknown: logits, and one present for every past")
 
 
-def _check_node(node: ir.Node, defined: set[int]) -> None:
-    where = f"node {node.name!r}"
-    operator = OPERATORS.get((node.domain, node.op_type))
+def _check_node(node: ir.Node, defined: set[int], *, own_attention: bool) -> None:
+    where, key = f"node {node.name!r}", (node.domain, node.op_type)
+    operator = OPERATORS.get(key, OWN_ATTENTION.get(key) if own_attention else None)
     if operator is None:
         raise VerificationError(f"{where}: operator {node.domain or 'ai.onnx'}::{node.op_type} is not in the dialect")
     _require(node.overload == "", where, "has an overload")
@@ -437,6 +480,8 @@ def _check_node(node: ir.Node, defined: set[int]) -> None:
         _check_value(value, f"{where}: input {expected.name!r}", expected.dtypes, expected.ranks, typed=False)
     _require(1 <= len(node.outputs) <= operator.outputs, where, f"has {len(node.outputs)} outputs")
     _check_attributes(node, operator, where)
+    if key == ("", "TensorScatter"):
+        _check_scatter(node, where)
     if (node.domain, node.op_type) == ("llmforge", "Attention"):
         _check_attention(node, where, interface.PAST_LENGTHS)
     if (node.domain, node.op_type) == ("llmforge", "GrowingAttention"):
@@ -447,9 +492,19 @@ def _check_node(node: ir.Node, defined: set[int]) -> None:
         _check_state(node, where, *STATE_OPERATORS[node.domain, node.op_type])
 
 
+def _check_scatter(node: ir.Node, where: str) -> None:
+    """Check that a TensorScatter writes a step into a cache: past, new, past lengths → present, along the slots."""
+    past = node.inputs[0]
+    name = "" if past is None else past.name or ""
+    _require(PAST.fullmatch(name) is not None, where, f"writes into {name!r}, which is no cache")
+    _require(node.attributes["axis"].value == 2, where, "writes along another axis than the slots")
+    made = node.outputs[0].name
+    _require(made == interface.present_of(name), where, f"makes {made!r}, must make {interface.present_of(name)!r}")
+
+
 def _check_attributes(node: ir.Node, operator: Operator, where: str) -> None:
     types = {"int": ir.AttributeType.INT, "float": ir.AttributeType.FLOAT}
-    types |= {"string": ir.AttributeType.STRING, "ints": ir.AttributeType.INTS}
+    types |= {"string": ir.AttributeType.STRING, "ints": ir.AttributeType.INTS, "tensor": ir.AttributeType.TENSOR}
     for name, attribute in node.attributes.items():
         _require(
             name in operator.attributes,

@@ -11,6 +11,7 @@
     │   ├── CheckpointError         5
     │   └── DataError               5
     ├── UnsupportedError            6   the target, architecture or option cannot be served
+    │   └── NotADecoder             6   the model is an encoder, or has one
     ├── VerificationError           7   a pass did not do what it declares
     └── EnvironmentLacks            8   a package, a device or disk space is missing
         └── VersionMismatch         8   an artifact needs other versions than are installed
@@ -78,6 +79,10 @@ class UnsupportedError(ForgeError):
     """The target, the architecture or an option cannot be served."""
 
     exit_code = 6
+
+
+class NotADecoder(UnsupportedError):
+    """The architecture is no decoder; no other way to trace it would help."""
 
 
 class VerificationError(ForgeError):

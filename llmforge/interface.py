@@ -27,6 +27,8 @@ LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
+FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own attention was traced, in plain words
+
 
 def past_key(layer: int) -> str:
     """Name the graph input that holds the cached keys of `layer`."""

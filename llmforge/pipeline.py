@@ -19,12 +19,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import artifact, calibration, data, gates, graph, options, passes, targets, text
+from llmforge import artifact, calibration, data, gates, graph, interface, options, passes, targets, text
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
 from llmforge.engines import interop
 from llmforge.engines import onnxruntime as engines
-from llmforge.errors import ForgeError
+from llmforge.errors import ForgeError, UnsupportedError
 from llmforge.evaluate import footprint, latency, machine, quality
 from llmforge.evaluate.baseline import Baseline
 from llmforge.evaluate.latency import Latency, Subject
@@ -160,9 +160,22 @@ class _Job:
         data.refuse_overlap(self.calibration_documents, self.evaluation_documents)
 
     def verify_trace(self, model: ir.Model) -> None:
-        """Hold the traced graph against transformers, and note what was found."""
+        """Hold the traced graph against transformers, and note what was found; that its attention is not canonical."""
         self.progress.stage("Verify the trace")
+        if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
+            self._check_context(reason)
+            self.notes.append(f"the model's own attention was traced, and passes do not know it, because: {reason}")
         self.notes.append(verify_trace(self.checkpoint, model, threads=self.threads).note())
+
+    def _check_context(self, reason: str) -> None:
+        """Refuse a longer context than the model is made for, beyond which nobody knows what its own code does."""
+        wanted, made_for = self.recipe.engine.max_context, self.checkpoint.geometry.context
+        if made_for is not None and wanted > made_for:
+            raise UnsupportedError(
+                f"engine.max_context is {wanted}; the model is made for {made_for} tokens, and its own attention was "
+                f"traced, because: {reason}",
+                hint=f"set engine.max_context to at most {made_for}",
+            )
 
     def calibrate(self, demands: Sequence[Demand]) -> Statistics | None:
         """Collect what the passes demand, or nothing where none does."""

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from llmforge import graph_facts, probe
+from llmforge import graph_facts, interface, probe
 from llmforge.checkpoint import Checkpoint
-from llmforge.errors import VerificationError
+from llmforge.errors import NotADecoder, UnsupportedError, VerificationError
 from llmforge.runtime.session import Session
 from llmforge.trace import pattern, stamp
+from llmforge.trace.limits import LONGEST, TAIL, WHOLE_BYTES
 from llmforge.trace.pattern import Irregular, Pattern
 
 if TYPE_CHECKING:
@@ -28,9 +30,8 @@ if TYPE_CHECKING:
 # Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
 # 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
 TOLERANCE = 1e-4
-WHOLE_BYTES = 2**30  # of fp32 weights: up to here a model runs whole, twice over in memory
-LONGEST = 1536  # tokens: eager attention takes quadratic memory; a window beyond this is not exceeded by a prompt
-TAIL = 16  # rows of a long prompt whose logits are compared
+RUN_FAILURES = (RuntimeError, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.RuntimeException)
+SPARE, GARBAGE = 3, 7  # slots of a cache that no token reaches, and what all hold before one does
 SEED = 20_241_103  # any fixed number
 
 
@@ -66,8 +67,26 @@ def verify_trace(
 
     Raises:
         VerificationError: logits differ; names the step and the first layer whose hidden states do.
-        UnsupportedError: transformers or ONNX Runtime cannot run the model.
+        UnsupportedError: transformers or ONNX Runtime cannot run the model, or it is of its own attention and what
+            would be a defect of the frontend elsewhere is known to happen there.
     """
+    reason = model.metadata_props.get(interface.FALLBACK)
+    if reason is None:
+        return _verify(checkpoint, model, threads, whole_bytes)
+    try:
+        return _verify(checkpoint, model, threads, whole_bytes)
+    except (UnsupportedError, VerificationError) as error:
+        from llmforge.trace import fallback
+
+        named = f"architecture {checkpoint.architecture!r} cannot be compiled"
+        try:
+            fallback.refuse_encoders(checkpoint)
+        except NotADecoder as plainer:
+            raise NotADecoder(f"{named}: {plainer.message}") from error
+        raise UnsupportedError(f"{named}: {reason}; with the attention of its own code: {error.message}") from error
+
+
+def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int) -> TraceProof:
     from llmforge.trace.reference import Reference  # here, because it imports torch
 
     began = time.perf_counter()
@@ -77,14 +96,25 @@ def verify_trace(
     if repetition is not None and weight_bytes(model) > whole_bytes:
         layers = min(depth, max(2, repetition.kinds))  # two, so that one hands over to another
         model = stamp.cut(model, repetition, layers)
+    own = interface.FALLBACK in model.metadata_props
+    if own and layers == depth and weight_bytes(model) > whole_bytes:
+        raise UnsupportedError(
+            f"it is only compiled where it can be proved by running it, up to {whole_bytes:,} bytes of weights in "
+            f"fp32; it has {weight_bytes(model):,}, and its layers do not repeat"
+        )
     weights = probe.Weights()
     session = probe.open_session(model, weights, threads)
     attention = [node for node in model.graph if node.op_type == "Attention"]
     of_attention = {node.attributes.get_int("window", 0) for node in attention} - {0}
     windows = sorted(of_attention | graph_facts.rotary_switches(model))
-    runs = _runs(session.vocabulary, windows, checkpoint.geometry.context)
+    beyond = [LONGEST - TAIL] if own else windows  # its windows are not in the graph's nodes
+    context = checkpoint.geometry.context
+    runs = _runs(session.vocabulary, beyond, context)
     reference = Reference(checkpoint, None if layers == depth else layers)
-    compared = [comparison for run in runs for comparison in _compare(session, run, reference)]
+    try:
+        compared = [comparison for run in runs for comparison in _compare(session, run, reference, context)]
+    except RUN_FAILURES as error:
+        raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error
     logits = np.concatenate([comparison.expected.ravel() for comparison in compared])
     allowed = TOLERANCE * float(logits.std())
     for comparison in compared:
@@ -107,6 +137,16 @@ def verify_trace(
         unexceeded_windows=tuple(window for window in windows if window >= longest),
         seconds=time.perf_counter() - began,
     )
+
+
+def prove_candidate(checkpoint: Checkpoint, model: ir.Model) -> None:
+    """Hold `model` against transformers if its metadata says that it may not be used before (`interface.FALLBACK`).
+
+    Raises:
+        UnsupportedError: logits differ, or the model cannot be run.
+    """
+    if interface.FALLBACK in model.metadata_props:
+        verify_trace(checkpoint, model)
 
 
 def weight_bytes(model: ir.Model) -> int:
@@ -159,12 +199,15 @@ class _Comparison:
         return float(np.abs(self.got - self.expected).max())
 
 
-def _compare(session: Session, run: probe.Run, reference: Reference) -> list[_Comparison]:
-    """Run `run`, and its rows one by one in transformers; pair their logits."""
+def _compare(session: Session, run: probe.Run, reference: Reference, context: int | None) -> list[_Comparison]:
+    """Run `run` over a cache of up to `context` slots, and its rows one by one in transformers; pair their logits."""
     kept = len(_selected(run.steps[0])) + sum(step.ids.shape[1] for step in run.steps[1:])
     sequences = _rows(run)
     wanted = [reference.run(ids, min(len(ids), kept)).logits for ids in sequences]  # of the last tokens
-    cache = session.allocate(run.batch, run.capacity)
+    capacity = run.capacity + SPARE
+    cache = session.allocate(run.batch, capacity if context is None else min(capacity, context))
+    for buffer in cache.buffers.values():
+        buffer[...] = GARBAGE
     compared = []
     for index, step in enumerate(run.steps):
         rows = _selected(step)

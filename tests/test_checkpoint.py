@@ -44,7 +44,7 @@ def refusal(folder: Path, kind: type[ForgeError] = CheckpointError) -> str:
 class TestFacts:
     def test_sample(self, sample_checkpoint: Path) -> None:
         checkpoint = Checkpoint.open(sample_checkpoint)
-        assert checkpoint.geometry == Geometry(6, 256, 8, 4, 32, 8192, 1024)
+        assert checkpoint.geometry == Geometry(6, 256, 8192, 1024)
         assert checkpoint.parameters == 6_819_072
         assert checkpoint.size_bytes == 2 * 6_819_072
         assert checkpoint.eos_token_ids == (0,)
@@ -403,10 +403,17 @@ class TestConfig:
         assert "already quantized (quantization_config: 'awq')" in message
         assert "hint: start from the checkpoint that they were made of" in message
 
-    def test_no_attention(self, tiny_checkpoint: Path) -> None:
-        (tiny_checkpoint / "config.json").write_text('{"model_type": "mamba"}')
-        message = refusal(tiny_checkpoint, UnsupportedError)
-        assert "mamba gives no single num_attention_heads; only decoders with attention can be compiled" in message
+    def test_layers_of_several_models(self, tiny_checkpoint: Path) -> None:
+        (tiny_checkpoint / "config.json").write_text('{"model_type": "blt"}')
+        assert "blt gives no single " in refusal(tiny_checkpoint, UnsupportedError)
+
+    def test_heads_that_differ_from_layer_to_layer(self, tiny_checkpoint: Path) -> None:
+        (tiny_checkpoint / "config.json").write_text('{"model_type": "gemma4_text"}')
+        assert Checkpoint.open(tiny_checkpoint).geometry.layers > 1
+
+    def test_no_context(self, tiny_checkpoint: Path) -> None:
+        (tiny_checkpoint / "config.json").write_text('{"model_type": "bloom"}')
+        assert Checkpoint.open(tiny_checkpoint).geometry.context is None
 
     @pytest.mark.parametrize("value", ["x", -1, True, [0, None]])
     def test_wild_end_token(self, tiny_checkpoint: Path, value: object) -> None:

@@ -42,14 +42,13 @@ def invoke(*args: str | Path) -> Result:
 def test_facts_are_counted(folder: Path, model: ir.Model) -> None:
     facts = graph_facts.facts(model)
     checkpoint = Checkpoint.open(folder)
-    geometry = checkpoint.geometry
     assert facts.nodes == len(model.graph) == sum(facts.operators.values())
     assert facts.operators["llmforge::Attention"] == 3
     assert next(iter(facts.operators)) == "MatMul"
     assert facts.parameters == checkpoint.parameters
     assert facts.weight_bytes > 4 * facts.parameters  # fp32, and the rotary tables
     assert facts.caches == 2 * 3
-    assert facts.cache_bytes_per_token == 3 * 2 * geometry.kv_heads * geometry.head_dim * 4
+    assert facts.cache_bytes_per_token == 3 * 2 * checkpoint.config.num_key_value_heads * checkpoint.config.head_dim * 4
 
 
 def test_a_written_graph_is_the_graph(model: ir.Model, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from llmforge.report.model import Report
 from llmforge.runtime import Sampling, load
 from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten
 
+from .sweep import shrink
+
 FUSED: list[Any] = ["fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention"]
 LOOSE = {"kld_mean": 5.0}  # random weights: only that the pass runs counts here
 QUANTIZED = [
@@ -100,6 +102,32 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     chunks = list(load(path).generate("graph", Sampling(max_tokens=8, ignore_eos=True)))
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.output_tokens == 8
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about its model
+def test_a_model_of_its_own_attention_is_built_and_says_so(recipe_file: Write, tmp_path: Path) -> None:
+    shrink.write("falcon", tmp_path / "falcon")
+    steps = [*FUSED, {"quantize-weights": {"method": "rtn", "block_size": 32, "budget": LOOSE}}]
+    result = run(recipe_file(checkpoint=str(tmp_path / "falcon"), passes=steps, calibration=None))
+    assert result.exit_code == 0, result.output
+    path = Path(result.stdout.splitlines()[-1])
+    report = Report.model_validate_json((path / "report" / "report.json").read_text())
+    assert "the model's own attention was traced, and passes do not know it" in " ".join(report.notes)
+    assert not next(done for done in report.passes if done.name == "flash-attention").rewritten
+    assert report.quality is not None
+    assert report.quality.kld_mean.value < 5
+    chunks = list(load(path).generate("graph", Sampling(max_tokens=8, ignore_eos=True)))
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.output_tokens == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_own_attention_is_not_built_for_longer_texts_than_it_is_made_for(recipe_file: Write, tmp_path: Path) -> None:
+    shrink.write("falcon", tmp_path / "falcon")
+    recipe = recipe_file(checkpoint=str(tmp_path / "falcon"), engine={"max_context": 256, "threads": 1})
+    result = run(recipe)
+    assert result.exit_code == 6, result.output
+    assert "engine.max_context is 256; the model is made for 128 tokens" in result.stderr.replace("\n", " ")
 
 
 def test_two_builds_give_the_same_bytes(recipe_file: Write, tmp_path: Path) -> None:

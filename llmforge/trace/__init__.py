@@ -4,26 +4,31 @@ The model is built from its configuration with parameters that have no memory (`
 rotary embedding are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`), and so are
 experts (`experts`, `rows`). One step is exported and translated (`capture`), with as many layers as show how they
 repeat (`depth`), cleaned up (`cleanup`), grown to its depth (`stamp`), and its initializers get the checkpoint's
-tensors, lazily (`weights`). What the dialect's verifier then does not know is refused by name. `reference` is what a
-graph is held against (`llmforge.verify_trace`).
+tensors, lazily (`weights`). Where a substitution fails, the model's own attention is traced (`fallback`). What the
+dialect's verifier then does not know is refused by name. `reference` is what a graph is held against
+(`llmforge.verify_trace`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from llmforge import dialect, interface
-from llmforge.errors import UnsupportedError, VerificationError
+from llmforge.errors import NotADecoder, UnsupportedError, VerificationError
 from llmforge.trace import pattern, stamp
 from llmforge.trace.pattern import Irregular, Pattern
 
 if TYPE_CHECKING:
-    from llmforge.checkpoint import Checkpoint
+    from transformers import PreTrainedModel
 
-UNBOUNDED = 8192  # positions at which a model without a longest context (ALiBi) is looked at
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.trace import weights
+
+UNBOUNDED = 8192  # positions at which a model is looked at whose configuration does not say how many it has
 
 
 def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
@@ -32,20 +37,30 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
     Where its layers provably repeat, a few are traced and copied, unless `shorten` is off; the graph is the same, and
     says in its metadata (`pattern.LAYERS`) what was done.
 
+    Where attention, masks or positions cannot be hooked, the model's own attention is traced (`fallback`), and the
+    metadata `interface.FALLBACK` of the graph says why. Such a graph is a candidate: `llmforge.verify_trace` proves or
+    refuses it.
+
     Raises:
         CheckpointError: a parameter has no tensor, or one of another shape.
         UnsupportedError: the architecture cannot be traced; the message names it and the reason.
     """
-    config = checkpoint.config
+    irregular = None if shorten else Irregular("all layers were asked for")
     try:
-        return _trace(checkpoint, None if shorten else Irregular("all layers were asked for"))
+        try:
+            return _hooked(checkpoint, irregular)
+        except NotADecoder:
+            raise
+        except UnsupportedError as error:
+            return _fallen_back(checkpoint, irregular, error)
     except UnsupportedError as error:
-        name = (config.architectures or [type(config).__name__])[0]
-        raise UnsupportedError(f"architecture {name!r} cannot be compiled: {error.message}", hint=error.hint) from error
+        raise type(error)(
+            f"architecture {checkpoint.architecture!r} cannot be compiled: {error.message}", hint=error.hint
+        ) from error
 
 
-def _trace(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
-    """Trace; all layers, where it is known that they are `irregular`."""
+def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
+    """Trace with attention, masks and rotary embedding substituted; all layers, where they are `irregular`."""
     # here, because these import torch and transformers, which take seconds
     from llmforge.trace import capture, cleanup, experts, internals, primitives, skeleton, tokenwise, weights
     from llmforge.trace.attention import Attention
@@ -70,15 +85,83 @@ def _trace(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     if open_code:
         weightless = {capture.MODEL + name for name in model.state_dict()}
         primitives.recognize(graph, weightless, positions)
+    if geometry.context is None and any(name.startswith("rotary.") for name in graph.graph.initializers):
+        raise UnsupportedError("its configuration has no max_position_embeddings, the length of its rotary tables")
     cleanup.canonicalize(graph)
     tokenwise.check(graph)
     if isinstance(repetition, Pattern):
         try:
             stamp.stamp(graph, repetition)
         except Irregular as reason:
-            return _trace(checkpoint, reason)
+            return _hooked(checkpoint, reason)
+    return _finished(graph, model, checkpoint, sources, irregular or repetition)
+
+
+def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: UnsupportedError) -> ir.Model:
+    """Trace the model's own attention, because of `reason`.
+
+    Raises:
+        UnsupportedError: `reason`, where this way fails too, and why it does.
+    """
+    from llmforge.trace import fallback
+
+    try:
+        fallback.refuse_unprovable(checkpoint)
+        return _own(checkpoint, irregular, reason.message)
+    except NotADecoder:
+        raise
+    except UnsupportedError as error:
+        fallback.refuse_encoders(checkpoint)
+        if error.message == reason.message:
+            raise reason from error
+        raise UnsupportedError(
+            f"{reason.message}; with the attention of its own code: {error.message}", hint=reason.hint
+        ) from error
+
+
+def _own(checkpoint: Checkpoint, irregular: Irregular | None, reason: str) -> ir.Model:
+    """Trace the model's own attention, because of `reason`; all layers, where they are `irregular`."""
+    from llmforge.trace import capture, cleanup, experts, fallback, internals, rotary, skeleton, weights
+
+    geometry = checkpoint.geometry
+    positions = UNBOUNDED if geometry.context is None else geometry.context
+    attention = fallback.OwnAttention(positions)
+    with fallback.eager(attention), internals.registered_experts(experts.NAME, experts.Experts()):
+        model, mode = skeleton.build(checkpoint.config, attention.NAME)
+        model.set_experts_implementation(experts.NAME)
+        sources = weights.plan(model, checkpoint)
+        weights.untie(model, sources)
+        graph, repetition = capture.capture(
+            model,
+            mode,
+            attention,
+            positions,
+            geometry.layers,
+            shorten=irregular is None,
+            substituted=rotary.untouched,
+        )
+    cleanup.canonicalize(graph, weights={capture.MODEL + name for name in model.state_dict()})
+    if isinstance(repetition, Pattern):
+        try:
+            stamp.stamp(graph, repetition)
+        except Irregular as again:
+            return _own(checkpoint, again, reason)
+    graph.metadata_props[interface.FALLBACK] = reason
+    return _finished(graph, model, checkpoint, sources, irregular or repetition)
+
+
+def _finished(
+    graph: ir.Model,
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, weights.Source],
+    repetition: Pattern | Irregular,
+) -> ir.Model:
+    """Attach the weights of a clean graph, and check it."""
+    from llmforge.trace import capture, weights
+
     weights.attach(graph, capture.MODEL, model, checkpoint, sources)
-    pattern.record(graph, irregular or repetition)
+    pattern.record(graph, repetition)
     _default_rows(graph)
     try:
         dialect.check(graph)

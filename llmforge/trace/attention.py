@@ -17,6 +17,7 @@ from llmforge.trace.ones import Ones
 INERT = frozenset(
     {
         "is_causal",
+        "logits_to_keep",  # what a model takes for its head and hands down unread
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -124,6 +125,7 @@ class Attention:
 
     def __init__(self, positions: int) -> None:
         self._positions = positions
+        self.ones = Ones()
         self.layers: Sequence[Layer] = []
         self.past_lengths: Tensor | None = None
         self.lengths: Tensor | None = None
@@ -143,8 +145,7 @@ class Attention:
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
         """Describe the mask that transformers asks for, instead of building it."""
-        if attention_mask is not None and not self.ones.holds(attention_mask):
-            raise UnsupportedError("the model makes a padding mask of its own")
+        self.refuse_padding(attention_mask)
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
         mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))
         return masks.Mask(0) if mask.window >= self._positions else mask  # a window that no query reaches beyond
@@ -152,6 +153,11 @@ class Attention:
     def describe(self, **kwargs: Any) -> Any:
         """Answer transformers' call for a mask."""
         return self.mask(**kwargs)
+
+    def refuse_padding(self, attention_mask: object) -> None:
+        """Refuse a padding mask, unless it is the model's own and says that nothing is padded."""
+        if attention_mask is not None and not self.ones.holds(attention_mask):
+            raise UnsupportedError("the model makes a padding mask of its own")
 
     def attend(
         self,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import onnx_ir as ir
@@ -19,6 +20,7 @@ from llmforge.trace import depth, gated_norms, internals, modules, norms, recurr
 from llmforge.trace.attention import Attention, Layer
 from llmforge.trace.pattern import Irregular, Pattern
 
+Substitution = Callable[[nn.Module, int], AbstractContextManager[rotary.Tables]]
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
 
 OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
@@ -107,11 +109,13 @@ def capture(
     layers: int,
     *,
     shorten: bool = True,
+    substituted: Substitution = rotary.substituted,
 ) -> tuple[ir.Model, Pattern | Irregular]:
     """Trace one step of `model`, whose fake parameters live in `mode`; initializers are named `MODEL` + parameter.
 
     The model has `layers` layers and contexts up to `positions` tokens. Where its layers provably repeat and `shorten`
     allows it, only the first of them are in the graph: as many as the pattern, which is returned, wants traced.
+    `substituted` substitutes rotary embedding.
 
     Raises:
         UnsupportedError: it cannot be traced.
@@ -120,7 +124,7 @@ def capture(
         norms.substitute(model)
         gated_norms.substitute(model)
         modules.substitute(model)
-        with rotary.substituted(model, positions) as tables, recurrent.substituted(model, attention):
+        with substituted(model, positions) as tables, recurrent.substituted(model, attention):
             traced = Traced(model, attention, tables)
             with mode:
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -24,10 +24,10 @@ from onnx_ir.passes.common import (
 
 from llmforge import graph as g
 from llmforge import interface
-from llmforge.trace import rows, tidy, unflatten
+from llmforge.trace import front, rows, tidy, unflatten
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's record of the modules that a node comes from, outermost first
-NUMBERED = re.compile(r"val_\d+")  # how torch's translation calls what it makes
+NUMBERED = re.compile(r"val_\d+|constant_\d+|(.*\.)?lifted_tensor_\d+")  # how torch's translation calls what it makes
 FOLDED = 1024  # elements: constants up to this size are folded; shapes and scalars are, tables and weights are not
 DIMS = {
     interface.INPUT_IDS: ("batch", "sequence"),
@@ -36,8 +36,12 @@ DIMS = {
 CACHE_DIMS = ("batch", None, "capacity", None)  # of keys and values
 
 
-def canonicalize(model: ir.Model) -> None:
-    """Rewrite `model` in place until only operators of the dialect and the model's own arithmetic are left."""
+def canonicalize(model: ir.Model, *, weights: Collection[str] | None = None) -> None:
+    """Rewrite `model` in place until only operators of the dialect and the model's own arithmetic are left.
+
+    With `weights`, the names of what has no numbers yet, it is a graph of the model's own attention: tokens stay in one
+    axis where the model lays them so, as does the computation of shapes that goes with it.
+    """
     name_dims(model)
     simplify(model)
     onnxscript.optimizer.fold_constants(
@@ -46,9 +50,13 @@ def canonicalize(model: ir.Model) -> None:
     simplify(model)
     unflatten.unflatten(model)
     simplify(model)
-    rows.restore(model)
-    simplify(model)
+    if weights is None:
+        rows.restore(model)
+        simplify(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    if weights is not None:
+        name_constants(model)  # once, so that layers read the same ones
+        front.gather(model, weights, SCOPES)
     CommonSubexpressionEliminationPass()(model)
     IdentityEliminationPass()(model)
     g.drop_unused(model)
@@ -76,8 +84,10 @@ def simplify(model: ir.Model) -> None:
     """Remove nodes that move no data, and state the targets of reshapes as constants; until nothing changes."""
     rules: Mapping[str, Callable[[ir.Model, ir.Node], bool]] = {
         "Cast": _cast_to_same,
+        "CastLike": _cast_like,
         "Expand": _expand,
         "Reshape": _reshape,
+        "Shape": _shape,
         "Slice": _slice_of_all,
         "Squeeze": _as_reshape,
         "Transpose": _transpose_pair,
@@ -168,9 +178,14 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
     assert x is not None
     assert target is not None
     first = x.producer()
-    if first is not None and first.op_type == "Reshape" and first.domain == "" and _known(y):
-        node.replace_input_with(0, first.inputs[0])
-        return True
+    source = first.inputs[0] if first is not None and (first.domain, first.op_type) == ("", "Reshape") else None
+    if source is not None and _known(source) and _known(y):
+        whole = _target(model, g.dims(source) or (), g.dims(y) or ())
+        if whole is not None:
+            node.replace_input_with(0, source)
+            node.replace_input_with(1, whole)  # a 0 in the old one counts axes of the reshape in front
+            node.attributes.pop("allowzero", None)
+            return True
     constant = ir.convenience.get_const_tensor(target)
     if constant is not None and constant.numpy().tolist() == [-1] and len(g.dims(x) or ()) == 1:
         return tidy.bypass(node)
@@ -220,6 +235,49 @@ def _as_reshape(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
+def _shape(model: ir.Model, node: ir.Node) -> bool:
+    """Read sizes from the graph inputs that bring them, one by one; those that are fixed become constants.
+
+    In front of everything, because layers that share what one of them computed cannot be told apart (`stamp`).
+    """
+    x, (y,) = node.inputs[0], node.outputs
+    dims = None if x is None else g.dims(x)
+    if x is None or dims is None or y.is_graph_output():
+        return False
+    wanted = dims[slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", len(dims)))]
+    brought: dict[int | str | None, tuple[ir.Value, int]] = {}
+    for value in model.graph.inputs:
+        for axis, dim in enumerate(g.dims(value) or ()):
+            brought.setdefault(dim, (value, axis))
+    if not wanted or any(not isinstance(dim, int) and (dim is None or dim not in brought) for dim in wanted):
+        return False
+    if len(wanted) == 1 and wanted[0] in brought and brought[wanted[0]][0] is x:
+        return False
+    front, sizes = model.graph[0], list[ir.Value]()
+    for dim in wanted:
+        if isinstance(dim, int):
+            sizes.append(g.initializer(model, f"size_{dim}", np.array([dim], np.int64)))
+            continue
+        value, axis = brought[dim]
+        sizes += g.insert(front, "Shape", [value], {"start": axis, "end": axis + 1})
+        sizes[-1].type, sizes[-1].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
+    whole = sizes[0] if len(sizes) == 1 else g.insert(front, "Concat", sizes, {"axis": 0})[0]
+    g.replace(y, whole)
+    return True
+
+
+def _cast_like(model: ir.Model, node: ir.Node) -> bool:
+    """Write out the dtype that CastLike takes from its second input."""
+    x, like, (y,) = node.inputs[0], node.inputs[1], node.outputs
+    if x is None or like is None or like.dtype is None:
+        return False
+    if x.dtype == like.dtype:
+        return tidy.bypass(node)
+    (cast,) = g.insert(node, "Cast", [x], {"to": int(like.dtype)})
+    g.replace(y, cast)
+    return True
+
+
 def _known(value: ir.Value) -> bool:
     dims = g.dims(value)
     return dims is not None and None not in dims
@@ -247,8 +305,9 @@ def name_constants(model: ir.Model) -> None:
             first = kept.setdefault(content, value)
             if first is not value:
                 value.replace_all_uses_with(first)
-    for index, value in enumerate(kept.values()):
+    for value in kept.values():
         model.graph.initializers.pop(value.name or "")
+    for index, value in enumerate(kept.values()):
         value.name = f"constant_{index}"
         model.graph.register_initializer(value)
     g.drop_unused(model)

@@ -37,6 +37,7 @@ __all__ = [
     "Group",
     "fake_mode",
     "is_fake",
+    "mask_replaced",
     "mode_of",
     "no_progress_bars",
     "parameters_on_meta",
@@ -161,6 +162,21 @@ def takes_attention(config: PretrainedConfig) -> bool:
     """
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return model is None or bool(model._can_set_attn_implementation())
+
+
+@contextmanager
+def mask_replaced(name: str, mask: Callable[..., Any]) -> Iterator[None]:
+    """Let `mask` make the masks of attention implementation `name`, which transformers has.
+
+    Private: the registry gives what was added precedence over its own, and offers no way back.
+    """
+    mapping = AttentionMaskInterface._global_mapping
+    before = mapping[name]
+    AttentionMaskInterface.register(name, mask)
+    try:
+        yield
+    finally:
+        mapping[name] = before
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from llmforge.errors import UnsupportedError
+from llmforge.errors import NotADecoder, UnsupportedError
 from llmforge.trace import internals
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (batch, head, q, k)
@@ -30,8 +31,10 @@ def classify(function: MaskFunction, positions: int) -> Mask:
     The last query tells the window; a spread of others must agree with it.
 
     Raises:
-        UnsupportedError: `function` is not causal, or its window is not one block of fixed size.
+        NotADecoder: `function` shows the first query what comes after it.
+        UnsupportedError: its window is not one block of fixed size.
     """
+    refuse_encoders(function, positions)
     with internals.real_tensors():
         last = positions - 1
         seen = _row(function, last, positions)
@@ -43,6 +46,30 @@ def classify(function: MaskFunction, positions: int) -> Mask:
             if not torch.equal(_row(function, query, positions), expected):
                 raise UnsupportedError(f"an attention mask is neither causal nor a causal window: see query {query}")
         return Mask(window=0 if window == positions else window)
+
+
+def refuse_encoders(function: MaskFunction, positions: int = 2) -> None:
+    """Refuse a model whose mask `function` shows the first of `positions` tokens all the others.
+
+    Raises:
+        NotADecoder: it does.
+    """
+    with internals.real_tensors():
+        if positions > 1 and bool(_row(function, 0, positions).all()):
+            raise NotADecoder("its attention sees later tokens: it is an encoder, not a decoder")
+
+
+def hides_from(function: MaskFunction, positions: int) -> int | None:
+    """Find the first query in [0, positions) from which `function` hides a key before it; None: there is none.
+
+    Windows and chunks hide nothing in short texts, and something from every query beyond some length.
+    """
+
+    def hides(query: int) -> bool:
+        return not bool(_row(function, query, query + 1).all())
+
+    with internals.real_tensors():
+        return bisect_left(range(positions), True, key=hides) if hides(positions - 1) else None
 
 
 def _row(function: MaskFunction, query: int, positions: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from llmforge.errors import UnsupportedError
+from llmforge.errors import NotADecoder
 from llmforge.trace import internals
 
 
@@ -20,10 +20,11 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
     constructor can get into a trace. Other buffers hold theirs. `attention` names the attention implementation.
 
     Raises:
+        NotADecoder: it is an encoder-decoder.
         UnsupportedError: transformers has no causal language model for `config`, or it does not take `attention`.
     """
     if config.is_encoder_decoder:
-        raise UnsupportedError("it is an encoder-decoder; decoder-only models are supported")
+        raise NotADecoder("it is an encoder-decoder; decoder-only models are supported")
     make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
     with internals.third_party("building the model"), internals.parameters_on_meta():
         own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given

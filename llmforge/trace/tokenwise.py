@@ -52,6 +52,12 @@ def _mixes(node: ir.Node) -> bool:
         case "MatMul":
             left, right = inputs
             return any(map(_holds_tokens, (*left[-1:], *right[-2:-1]))) or _pairs(node)
+        case "Softmax" | "ArgMax" | "TopK" | "GatherElements":
+            return bool(inputs[0]) and _holds_tokens(inputs[0][node.attributes.get_int("axis", -1)])
+        case "ReduceMax" | "ReduceMean" | "ReduceSum":
+            constant = None if node.inputs[1] is None else ir.convenience.get_const_tensor(node.inputs[1])
+            taken = range(len(inputs[0])) if constant is None else [int(axis) for axis in constant.numpy().ravel()]
+            return bool(inputs[0]) and any(_holds_tokens(inputs[0][axis]) for axis in taken)
         case _:  # pointwise, or of the last axis
             return _pairs(node)
 

@@ -36,8 +36,10 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Source]:
 
     Raises:
         CheckpointError: a parameter has no tensor, or one of another shape.
+        UnsupportedError: the model's state holds other things than weights.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     groups = internals.sources_by_parameter(model, list(checkpoint.tensors))
     sources: dict[str, Source] = {}
     names: dict[str, str] = {}  # parameter → the tensor that carries it under another name
@@ -47,6 +49,9 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Source]:
         else:
             sources |= _converted(model, checkpoint, group, shapes)
     plain = {name: shape for name, shape in shapes.items() if name not in sources}
+    for name in plain:
+        if not state[name].is_floating_point():
+            raise UnsupportedError(f"{name!r} of its state holds {state[name].dtype}, not weights")
     ties = {names.get(a, a): names.get(b, b) for a, b in model.all_tied_weights_keys.items()}
     found = checkpoint.require({names.get(name, name): shape for name, shape in plain.items()}, ties)
     return sources | {name: Source((found[names.get(name, name)],)) for name in plain}

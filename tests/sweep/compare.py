@@ -17,6 +17,7 @@ from llmforge import dialect, interface
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError
 from llmforge.trace import trace
+from llmforge.verify_trace import prove_candidate
 
 from . import shrink
 from .reference import Logits, Reference, ReferenceFails
@@ -68,6 +69,7 @@ def compare(model_type: str, folder: Path, tracer: Tracer = trace) -> Outcome:
         outcome.parameters = checkpoint.parameters
         graph = tracer(checkpoint)
         dialect.check(graph)
+        prove_candidate(checkpoint, graph)
     except UnsupportedError as error:
         if wanted is not None:
             outcome.outcome = "refused"
