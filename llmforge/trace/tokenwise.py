@@ -55,7 +55,8 @@ def _mixes(node: ir.Node) -> bool:
         case "Softmax" | "ArgMax" | "TopK" | "GatherElements":
             return bool(inputs[0]) and _holds_tokens(inputs[0][node.attributes.get_int("axis", -1)])
         case "ReduceMax" | "ReduceMean" | "ReduceSum":
-            constant = None if node.inputs[1] is None else ir.convenience.get_const_tensor(node.inputs[1])
+            axes = node.inputs[1] if len(node.inputs) > 1 else None
+            constant = None if axes is None else ir.convenience.get_const_tensor(axes)
             taken = range(len(inputs[0])) if constant is None else [int(axis) for axis in constant.numpy().ravel()]
             return bool(inputs[0]) and any(_holds_tokens(inputs[0][axis]) for axis in taken)
         case _:  # pointwise, or of the last axis
