@@ -176,10 +176,11 @@ def transpose(model: ir.Model, node: ir.Node) -> bool:
             g.replace(y, new)
             return True
     before = () if x is None else g.dims(x) or ()
-    if x is not None and before and not y.is_graph_output():
+    after = g.dims(y)
+    if x is not None and not x.is_initializer() and before and after is not None and not y.is_graph_output():
         moving = [axis for axis in perm if before[axis] != 1]
         if len(moving) < len(perm) and moving == sorted(moving):
-            reshaped = _reshaped(model, node, x, g.dims(y) or ())
+            reshaped = _reshaped(model, node, x, after)
             if reshaped is not None:
                 g.replace(y, reshaped)
                 return True

@@ -141,16 +141,16 @@ def _reader(
 
     def read() -> ir.TensorProtocol:
         result = np.empty(shape, dtype.numpy())  # what is written to it is cast and transposed on the way: no copy
+        as_stored = result.swapaxes(-1, -2) if transposed else result
         if source.converted is None:
-            stored = checkpoint.tensor(source.tensors[0]).numpy()
-            result[...] = stored.swapaxes(-1, -2) if transposed else stored
+            as_stored[...] = checkpoint.tensor(source.tensors[0]).numpy()
             return ir.Tensor(result, dtype=dtype, name=name)
         filled = 0
         for piece in source.converted():
             part = _numpy(piece)
-            result[filled : filled + len(part)] = part.swapaxes(-1, -2) if transposed else part
+            as_stored[filled : filled + len(part)] = part
             filled += len(part)
-        assert filled == len(result)
+        assert filled == len(as_stored)
         return ir.Tensor(result, dtype=dtype, name=name)
 
     return read
