@@ -16,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from llmforge import interface, probe
+from llmforge import graph_facts, interface, probe
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import NotADecoder, UnsupportedError, VerificationError
 from llmforge.runtime.session import Session
@@ -105,7 +105,8 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     weights = probe.Weights()
     session = probe.open_session(model, weights, threads)
     attention = [node for node in model.graph if node.op_type == "Attention"]
-    windows = sorted({node.attributes.get_int("window", 0) for node in attention} - {0})
+    of_attention = {node.attributes.get_int("window", 0) for node in attention} - {0}
+    windows = sorted(of_attention | graph_facts.rotary_switches(model))
     beyond = [LONGEST - TAIL] if own else windows  # its windows are not in the graph's nodes
     context = checkpoint.geometry.context
     runs = _runs(session.vocabulary, beyond, context)
@@ -210,7 +211,7 @@ def _compare(session: Session, run: probe.Run, reference: Reference, context: in
     compared = []
     for index, step in enumerate(run.steps):
         rows = _selected(step)
-        logits = session.step(step.ids, step.past, cache, rows)
+        logits = session.step(step.ids, step.past, cache, rows, lengths=step.lengths, text_lengths=run.totals)
         for b, ids in enumerate(sequences):
             real = rows < step.lengths[b]
             places = step.past[b] + rows[real] - (len(ids) - len(wanted[b]))

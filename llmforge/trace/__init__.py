@@ -62,17 +62,19 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
 def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     """Trace with attention, masks and rotary embedding substituted; all layers, where they are `irregular`."""
     # here, because these import torch and transformers, which take seconds
-    from llmforge.trace import capture, cleanup, experts, internals, skeleton, tokenwise, weights
+    from llmforge.trace import capture, cleanup, experts, internals, primitives, skeleton, tokenwise, weights
     from llmforge.trace.attention import Attention
+    from llmforge.trace.primitives import OpenAttention
 
     geometry = checkpoint.geometry
     positions = UNBOUNDED if geometry.context is None else geometry.context
-    attention = Attention(positions)
+    open_code = not internals.takes_attention(checkpoint.config)
+    attention = OpenAttention(positions) if open_code else Attention(positions)
     with (
-        internals.registered(Attention.NAME, attention.attend, attention.mask),
+        internals.registered(attention.NAME, attention.attend, attention.describe),
         internals.registered_experts(experts.NAME, experts.Experts()),
     ):
-        model, mode = skeleton.build(checkpoint.config, Attention.NAME)
+        model, mode = skeleton.build(checkpoint.config, attention.NAME)
         model.set_experts_implementation(experts.NAME)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
@@ -81,6 +83,10 @@ def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
         )
     if geometry.context is None and any(name.startswith("rotary.") for name in graph.graph.initializers):
         raise UnsupportedError("its configuration has no max_position_embeddings, the length of its rotary tables")
+    cleanup.name_dims(graph)
+    if open_code:
+        weightless = {capture.MODEL + name for name in model.state_dict()}
+        primitives.recognize(graph, weightless, positions)
     cleanup.canonicalize(graph)
     tokenwise.check(graph)
     if isinstance(repetition, Pattern):

@@ -121,6 +121,7 @@ class Attention:
     """What transformers calls for the attention and the masks of a model, under a name in its registries."""
 
     NAME = "llmforge"
+    bounded = False  # code that indexes tables by its sizes is right up to the longest context, and torch says so
 
     def __init__(self, positions: int) -> None:
         self._positions = positions
@@ -129,6 +130,7 @@ class Attention:
         self.past_lengths: Tensor | None = None
         self.lengths: Tensor | None = None
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
+        self.ones = Ones()
 
     @property
     def dry(self) -> bool:
@@ -147,6 +149,10 @@ class Attention:
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
         mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))
         return masks.Mask(0) if mask.window >= self._positions else mask  # a window that no query reaches beyond
+
+    def describe(self, **kwargs: Any) -> Any:
+        """Answer transformers' call for a mask."""
+        return self.mask(**kwargs)
 
     def refuse_padding(self, attention_mask: object) -> None:
         """Refuse a padding mask, unless it is the model's own and says that nothing is padded."""
