@@ -106,9 +106,9 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its model
 def test_a_model_of_its_own_attention_is_built_and_says_so(recipe_file: Write, tmp_path: Path) -> None:
-    shrink.write("falcon", tmp_path / "falcon")
+    shrink.write("diffllama", tmp_path / "diffllama")
     steps = [*FUSED, {"quantize-weights": {"method": "rtn", "block_size": 32, "budget": LOOSE}}]
-    result = run(recipe_file(checkpoint=str(tmp_path / "falcon"), passes=steps, calibration=None))
+    result = run(recipe_file(checkpoint=str(tmp_path / "diffllama"), passes=steps, calibration=None))
     assert result.exit_code == 0, result.output
     path = Path(result.stdout.splitlines()[-1])
     report = Report.model_validate_json((path / "report" / "report.json").read_text())
@@ -123,8 +123,8 @@ def test_a_model_of_its_own_attention_is_built_and_says_so(recipe_file: Write, t
 
 @pytest.mark.filterwarnings("ignore")
 def test_own_attention_is_not_built_for_longer_texts_than_it_is_made_for(recipe_file: Write, tmp_path: Path) -> None:
-    shrink.write("falcon", tmp_path / "falcon")
-    recipe = recipe_file(checkpoint=str(tmp_path / "falcon"), engine={"max_context": 256, "threads": 1})
+    shrink.write("diffllama", tmp_path / "diffllama")
+    recipe = recipe_file(checkpoint=str(tmp_path / "diffllama"), engine={"max_context": 256, "threads": 1})
     result = run(recipe)
     assert result.exit_code == 6, result.output
     assert "engine.max_context is 256; the model is made for 128 tokens" in result.stderr.replace("\n", " ")

@@ -29,9 +29,9 @@ def operators(model: ir.Model) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bloom")
-    shrink.write("bloom", folder)
+def diffllama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diffllama")
+    shrink.write("diffllama", folder)
     return folder
 
 
@@ -60,13 +60,13 @@ def graph(bloom: Path) -> ir.Model:
     return own(Checkpoint.open(bloom))
 
 
-def test_its_own_attention_gives_the_logits_of_transformers(bloom: Path, graph: ir.Model) -> None:
-    outcome = compare.compare("bloom", bloom, lambda _: graph)
+def test_its_own_attention_gives_the_logits_of_transformers(diffllama: Path, graph: ir.Model) -> None:
+    outcome = compare.compare("diffllama", diffllama, lambda _: graph)
     assert (outcome.outcome, outcome.reason) == ("right", "")
 
 
 def test_the_graph_says_why_it_was_taken(graph: ir.Model) -> None:
-    assert "'Mask'" in graph.metadata_props[interface.FALLBACK]
+    assert "attention reads other keys and values than its layer caches" in graph.metadata_props[interface.FALLBACK]
     found = operators(graph)
     assert found["TensorScatter"] == sum(value.name.startswith("past_key_values.") for value in graph.graph.inputs) > 0
     assert "llmforge::Attention" not in found
@@ -80,19 +80,21 @@ def test_what_only_the_fallback_may_hold_is_refused_elsewhere(graph: ir.Model) -
         dialect.check(hooked)
 
 
-def test_the_proof_runs_a_text_longer_than_any_window(bloom: Path, graph: ir.Model) -> None:
-    proof = verify_trace(Checkpoint.open(bloom), graph)
+def test_the_proof_runs_a_text_longer_than_any_window(diffllama: Path, graph: ir.Model) -> None:
+    proof = verify_trace(Checkpoint.open(diffllama), graph)
     assert proof.probes == ("one row", "a ragged batch", "a prompt longer than the windows")
     assert 0 < proof.max_abs_difference < 1e-5
 
 
-def test_what_computes_other_logits_is_refused(bloom: Path, graph: ir.Model) -> None:
+def test_what_computes_other_logits_is_refused(diffllama: Path, graph: ir.Model) -> None:
     wrong = graph.clone()
     scale = next(node for node in wrong.graph if node.op_type == "Softmax")
     scale.op_type = "Tanh"
     scale.attributes.clear()
-    with pytest.raises(UnsupportedError, match=r"'BloomForCausalLM' cannot be compiled: .*'Mask'.* logits differ"):
-        verify_trace(Checkpoint.open(bloom), wrong)
+    with pytest.raises(
+        UnsupportedError, match=r"'DiffLlamaForCausalLM' cannot be compiled: attention reads other keys.* logits differ"
+    ):
+        verify_trace(Checkpoint.open(diffllama), wrong)
 
 
 def test_one_length_of_the_past_for_all_rows_is_refused(tmp_path: Path) -> None:
@@ -102,8 +104,8 @@ def test_one_length_of_the_past_for_all_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_large_one_is_proved_by_its_first_layers(tmp_path: Path) -> None:
-    """Falcon computes masks and angles in front of its layers, which are then all alike."""
-    shrink.write("falcon", tmp_path)
+    """CodeGen's masks and angles stand in front of its layers, which are then all alike."""
+    shrink.write("codegen", tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     model = own(checkpoint)
     proof = verify_trace(checkpoint, model, whole_bytes=1)
@@ -112,9 +114,9 @@ def test_a_large_one_is_proved_by_its_first_layers(tmp_path: Path) -> None:
     assert interface.FALLBACK in model.metadata_props
 
 
-def test_a_large_one_whose_layers_do_not_repeat_is_refused(bloom: Path, graph: ir.Model) -> None:
+def test_a_large_one_whose_layers_do_not_repeat_is_refused(diffllama: Path, graph: ir.Model) -> None:
     with pytest.raises(UnsupportedError, match="only compiled where it can be proved by running it, up to 1 bytes"):
-        verify_trace(Checkpoint.open(bloom), graph, whole_bytes=1)
+        verify_trace(Checkpoint.open(diffllama), graph, whole_bytes=1)
 
 
 @pytest.mark.parametrize(
