@@ -10,7 +10,6 @@ import onnx_ir as ir
 import pytest
 import torch
 
-import llmforge.trace
 from llmforge import dialect, interface
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError, VerificationError
@@ -43,21 +42,10 @@ def compiled(folder: Path) -> ir.Model:
     return model
 
 
-def own(checkpoint: Checkpoint) -> ir.Model:
-    """Trace as if the hooks did not take the model."""
-
-    def refuse(*args: object) -> ir.Model:
-        raise UnsupportedError("'Mask' is not understood")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llmforge.trace, "_hooked", refuse)
-        return trace(checkpoint)
-
-
 @pytest.fixture(scope="module")
-def graph(bloom: Path) -> ir.Model:
-    """ALiBi in code of the model's own; nobody may change it."""
-    return own(Checkpoint.open(bloom))
+def graph(diffllama: Path) -> ir.Model:
+    """Two attentions over one cache, which the hooks do not take; nobody may change it."""
+    return trace(Checkpoint.open(diffllama))
 
 
 def test_its_own_attention_gives_the_logits_of_transformers(diffllama: Path, graph: ir.Model) -> None:
@@ -107,7 +95,7 @@ def test_a_large_one_is_proved_by_its_first_layers(tmp_path: Path) -> None:
     """CodeGen's masks and angles stand in front of its layers, which are then all alike."""
     shrink.write("codegen", tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
-    model = own(checkpoint)
+    model = trace(checkpoint)
     proof = verify_trace(checkpoint, model, whole_bytes=1)
     assert (proof.layers, proof.depth) == (2, 3)
     assert verify_trace(checkpoint, model).layers == 3
@@ -183,7 +171,7 @@ def test_lengths_that_a_configuration_names_are_found() -> None:
 
 
 def test_a_window_beyond_every_proof_is_refused(tmp_path: Path) -> None:
-    """DiffLlama's attention is its own; with a window that no proof reaches, nobody knows what it computes."""
+    """With a window that no proof reaches, nobody knows what a model's own code computes."""
     settings = shrink.config("diffllama")
     settings.sliding_window, settings.max_position_embeddings = LONGEST, 2 * LONGEST
     shrink.build(settings).save_pretrained(tmp_path)
