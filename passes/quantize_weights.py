@@ -111,8 +111,8 @@ class QuantizeWeights(Pass):
         return Grid(self.bits, self.block_size, self.symmetric)
 
     def demands(self) -> tuple[Demand, ...]:
-        """Ask calibration for quantized linear layers, with gptq."""
-        return (WeightDemand(self.grid, self.damping, self.exclude),) if self.method == "gptq" else ()
+        """Ask calibration for quantized linear layers and experts, with gptq."""
+        return (WeightDemand(self.grid, self.damping, self.exclude, self.routers),) if self.method == "gptq" else ()
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer, the embedding and the head of `model`.
