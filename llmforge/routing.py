@@ -1,12 +1,21 @@
-"""What a graph says of the routers of its experts: which nodes they are, and that no weight of theirs is negative."""
+"""What a graph says of its experts: their routers, the signs of their weights, and how much of them a token reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 
 import onnx_ir as ir
 
+from llmforge import graph
+
 MOE = ("llmforge", "MoE")
+# Operators of experts: where the inputs stand that have an axis of experts in front.
+_EXPERTS: Mapping[tuple[str, str], range] = {
+    MOE: range(3, 7),
+    ("com.microsoft", "MoE"): range(2, 8),
+    ("com.microsoft", "QMoE"): range(2, 14),
+}
 _READ_AT_MOST = 4096  # elements of a constant that are looked at: a number for each expert, not a matrix
 
 _NEVER = {"Sigmoid", "Softmax", "Softplus", "Exp", "Abs", "Relu"}  # whatever they read
@@ -84,3 +93,20 @@ def _constant(value: ir.Value) -> bool:
     if tensor is None or value.is_graph_input() or tensor.size > _READ_AT_MOST:
         return False
     return bool((tensor.numpy() >= 0).all())
+
+
+def share_read(value: ir.Value) -> Fraction:
+    """Say which part of the initializer `value` one token reads: of experts those that it chooses, else all of it."""
+    shares = [_share(value, node, index) for node, index in value.uses()]
+    return max(shares, default=Fraction(1))
+
+
+def _share(value: ir.Value, node: ir.Node, index: int) -> Fraction:
+    if index not in _EXPERTS.get((node.domain, node.op_type), ()):
+        return Fraction(1)
+    ids = node.inputs[1]
+    count, top_k = graph.dims(value) or (None,), (graph.dims(ids) if ids is not None else None) or (None,)
+    chosen = top_k[-1] if (node.domain, node.op_type) == MOE else node.attributes.get_int("k")
+    if not isinstance(count[0], int) or not isinstance(chosen, int):
+        return Fraction(1)
+    return min(Fraction(1), Fraction(chosen, count[0]))

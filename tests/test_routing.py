@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -88,3 +90,28 @@ def test_large_and_missing_constants_are_not_looked_at() -> None:
     assert routing.never_negative(graph.initializer(model, "small", np.ones(4, np.float32)))
     assert not routing.never_negative(model.graph.inputs[0])
     assert not routing.never_negative(None)
+
+
+@pytest.mark.parametrize(
+    ("operator", "index", "k", "share"),
+    [
+        (("llmforge", "MoE"), 3, None, Fraction(2, 8)),
+        (("llmforge", "MoE"), 6, None, Fraction(2, 8)),
+        (("com.microsoft", "MoE"), 2, 3, Fraction(3, 8)),
+        (("com.microsoft", "QMoE"), 12, 3, Fraction(3, 8)),
+        (("com.microsoft", "QMoE"), 6, 9, Fraction(1)),
+        (("com.microsoft", "QMoE"), 14, 3, Fraction(1)),
+        (("", "MatMul"), 3, None, Fraction(1)),
+    ],
+)
+def test_a_token_reads_the_experts_that_it_chooses(
+    operator: tuple[str, str], index: int, k: int | None, share: Fraction
+) -> None:
+    weight = ir.val("weight", ir.DataType.FLOAT, [8, 4, 4])
+    inputs: list[ir.Value | None] = [None] * 15
+    inputs[index], inputs[1] = weight, ir.val("ids", ir.DataType.INT64, ["batch", "sequence", 2])
+    node = ir.Node(*operator, inputs, ir.convenience.convert_attributes({} if k is None else {"k": k}))
+    assert routing.share_read(weight) == share
+    ir.Node("", "Neg", [weight])  # reads all of it
+    assert routing.share_read(weight) == 1
+    assert node.inputs[index] is weight
