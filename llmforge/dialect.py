@@ -88,17 +88,19 @@ _EXPERTS = {  # attributes of com.microsoft::MoE and QMoE
     "normalize_routing_weights": "int",
 }
 
-OPERATORS: Mapping[tuple[str, str], Operator] = {
-    # canonical
-    ("llmforge", "Attention"): Operator(
+
+def _attention_over(tokens: Input) -> Operator:
+    """Describe attention whose input `tokens` says which slots of its caches hold some."""
+    return Operator(
         (
             _in("q", FLOATS, 3),
             _in("k", FLOATS, 3),
             _in("v", FLOATS, 3),
             _in("past_key", FLOATS, 4),
             _in("past_value", FLOATS, 4),
-            _in("past_lengths", _I32, 1),
+            tokens,
             _in("sinks", FLOATS, 1, optional=True),
+            _in("alibi_slopes", frozenset({FLOAT}), 1, optional=True),
         ),
         {
             "num_heads": "int!",
@@ -109,7 +111,12 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
             "layer": "int!",
         },
         outputs=3,
-    ),
+    )
+
+
+OPERATORS: Mapping[tuple[str, str], Operator] = {
+    # canonical
+    ("llmforge", "Attention"): _attention_over(_in("past_lengths", _I32, 1)),
     ("llmforge", "MoE"): Operator(
         (
             _in("x"),
@@ -155,26 +162,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         {"num_heads": "int!", "scale": "float!", "layer": "int!"},
         outputs=2,
     ),
-    ("llmforge", "GrowingAttention"): Operator(  # written by optimum-interface
-        (
-            _in("q", FLOATS, 3),
-            _in("k", FLOATS, 3),
-            _in("v", FLOATS, 3),
-            _in("past_key", FLOATS, 4),
-            _in("past_value", FLOATS, 4),
-            _in("attention_mask", _I64, 2),
-            _in("sinks", FLOATS, 1, optional=True),
-        ),
-        {
-            "num_heads": "int!",
-            "kv_num_heads": "int!",
-            "scale": "float!",
-            "softcap": "float!",
-            "window": "int!",
-            "layer": "int!",
-        },
-        outputs=3,
-    ),
+    ("llmforge", "GrowingAttention"): _attention_over(_in("attention_mask", _I64, 2)),  # by optimum-interface
     ("llmforge", "CacheLengths"): Operator((_in("attention_mask", _I64, 2),), outputs=2),  # by genai-interface
     ("", "RMSNormalization"): Operator(
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}
@@ -236,7 +224,9 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Greater"): _BINARY,
     ("", "Abs"): _POINTWISE,
     ("", "Max"): Operator((_in("x", NUMBERS),), variadic=True),
-    ("", "Clip"): Operator((_in("x"), _in("min", optional=True), _in("max", optional=True))),
+    ("", "Clip"): Operator(
+        (_in("x", NUMBERS), _in("min", NUMBERS, 0, optional=True), _in("max", NUMBERS, 0, optional=True))
+    ),
     # written by passes
     ("", "Log"): _POINTWISE,
     ("com.microsoft", "GroupQueryAttention"): Operator(
@@ -357,6 +347,7 @@ INPUTS: Mapping[str, tuple[frozenset[ir.DataType], int]] = {
     interface.POSITION_IDS: (_I64, 2),
     interface.PAST_LENGTHS: (_I32, 1),
     interface.LENGTHS: (_I32, 1),
+    interface.TEXT_LENGTHS: (_I64, 1),
     interface.SEQLENS_K: (_I32, 1),
     interface.TOTAL_SEQUENCE_LENGTH: (_I32, 0),
     interface.ATTENTION_MASK: (_I64, 2),
@@ -523,6 +514,9 @@ def _check_attention(node: ir.Node, where: str, held: str) -> None:
     heads, kv_heads, layer = attributes["num_heads"], attributes["kv_num_heads"], attributes["layer"]
     _require(0 < kv_heads <= heads and heads % kv_heads == 0, where, f"{heads} heads cannot share {kv_heads} KV heads")
     _require(attributes["window"] >= 0 and attributes["softcap"] >= 0, where, "window and softcap must not be negative")
+    for index, name in ((6, "sinks"), (7, "alibi_slopes")):
+        size = _dim(node.inputs[index], 0) if len(node.inputs) > index else None
+        _require(size in (None, heads), where, f"{name} has {size} numbers, there are {heads} heads")
     names = [value.name if value is not None else None for value in node.inputs]
     expected = [interface.past_key(layer), interface.past_value(layer), held]
     _require(
@@ -644,6 +638,7 @@ def attention(
     past_value: NDArray[np.float32],
     past_lengths: NDArray[np.int32],
     sinks: NDArray[np.float32] | None = None,
+    alibi_slopes: NDArray[np.float32] | None = None,
     *,
     num_heads: int,
     kv_num_heads: int,
@@ -654,7 +649,7 @@ def attention(
     """Compute `llmforge::Attention` query by query, as docs/dialect.md defines it; the reference of tests.
 
     q [B, S, num_heads·D], k [B, S, kv_num_heads·D], v [B, S, kv_num_heads·Dv], caches [B, kv_num_heads, C, D or Dv],
-    past_lengths int32 [B], sinks [num_heads] → y [B, S, num_heads·Dv], present_key, present_value.
+    past_lengths int32 [B], sinks and alibi_slopes [num_heads] → y [B, S, num_heads·Dv], present_key, present_value.
     """
     batch, sequence, _ = q.shape
     present_key, present_value = past_key.copy(), past_value.copy()
@@ -672,6 +667,8 @@ def attention(
                 scores = scale * (present_key[b, kv, seen].astype(np.float64) @ queries[b, s, h])
                 if softcap:
                     scores = softcap * np.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    scores = scores + float(alibi_slopes[h]) * (np.arange(seen.start, seen.stop) - last)
                 top = max(scores.max(), sinks[h]) if sinks is not None else scores.max()
                 weights = np.exp(scores - top)
                 total = weights.sum() + (np.exp(sinks[h] - top) if sinks is not None else 0)

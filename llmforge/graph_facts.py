@@ -51,6 +51,14 @@ def operators(model: ir.Model) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
+def rotary_switches(model: ir.Model) -> set[int]:
+    """Return the lengths of a text beyond which rotary angles are others (docs/dialect.md, RotaryEmbedding)."""
+    lengths = [value for value in model.graph.inputs if value.name == interface.TEXT_LENGTHS]
+    subtracted = [node.inputs[1] for value in lengths for node, _ in value.uses() if node.op_type == "Sub"]
+    tensors = [None if value is None else ir.convenience.get_const_tensor(value) for value in subtracted]
+    return {int(tensor.numpy()) for tensor in tensors if tensor is not None}
+
+
 def _bytes_per_token(cache: ir.Value) -> int:
     """Return the size of one slot of a cache [batch, kv_heads, capacity, head_dim]."""
     size = 1

@@ -19,6 +19,7 @@ INPUT_IDS = "input_ids"  # int64 [batch, sequence]
 POSITION_IDS = "position_ids"  # int64 [batch, sequence]
 PAST_LENGTHS = "past_lengths"  # int32 [batch]
 LENGTHS = "lengths"  # int32 [batch]: tokens of the step that are no padding; where a layer keeps a state
+TEXT_LENGTHS = "text_lengths"  # int64 [batch]: tokens of the text that the step is a part of; where angles depend on it
 SEQLENS_K = "seqlens_k"  # int32 [batch]: past + sequence - 1
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"  # int32 scalar: longest past + sequence
 ATTENTION_MASK = "attention_mask"  # int64 [batch, longest past + sequence]: 1 where a row has a token, else 0
@@ -78,6 +79,7 @@ def feeds(
     past_lengths: NDArray[np.int32],
     rows: NDArray[np.int64] | None = None,
     lengths: NDArray[np.integer[Any]] | None = None,
+    text_lengths: NDArray[np.integer[Any]] | None = None,
     *,
     growing: bool = False,
 ) -> dict[str, NDArray[np.generic]]:
@@ -85,17 +87,20 @@ def feeds(
 
     `ids` is int64 [batch, sequence], right-padded; `past_lengths` int32 [batch]; `rows` selects the rows that get
     logits (None: the graph's default, the last). `lengths` [batch] counts the tokens of each row that are no padding
-    (None: all of them). Caches that grow hold each row's past at their end (`growing`), others at their beginning.
+    (None: all of them); `text_lengths` [batch] those of the text that the step is a part of (None: the step ends it).
+    Caches that grow hold each row's past at their end (`growing`), others at their beginning.
     """
     sequence, longest = ids.shape[1], int(past_lengths.max(initial=0))
     slots = np.arange(longest + sequence)[None]
     first = (longest - past_lengths)[:, None] if growing else np.zeros((len(ids), 1), np.int64)
     held = (slots >= first) & (slots < first + past_lengths[:, None] + sequence)
+    own = np.full(len(ids), sequence, np.int32) if lengths is None else lengths.astype(np.int32)
     known: dict[str, NDArray[np.generic]] = {
         INPUT_IDS: np.ascontiguousarray(ids, np.int64),
         POSITION_IDS: past_lengths.astype(np.int64)[:, None] + np.arange(sequence)[None],
         PAST_LENGTHS: past_lengths.astype(np.int32),
-        LENGTHS: np.full(len(ids), sequence, np.int32) if lengths is None else lengths.astype(np.int32),
+        LENGTHS: own,
+        TEXT_LENGTHS: (past_lengths + own if text_lengths is None else text_lengths).astype(np.int64),
         SEQLENS_K: (past_lengths + sequence - 1).astype(np.int32),
         TOTAL_SEQUENCE_LENGTH: np.array(longest + sequence, np.int32),
         ATTENTION_MASK: held.astype(np.int64),

@@ -58,6 +58,12 @@ class Run:
         """Slots that the cache needs: the longest row, padding included."""
         return max(int(step.past.max()) + int(step.ids.shape[1]) for step in self.steps)
 
+    @property
+    def totals(self) -> NDArray[np.int64]:
+        """Number of real tokens of each row in all steps: int64 [B]."""
+        totals: NDArray[np.int64] = np.sum([step.lengths for step in self.steps], axis=0)
+        return totals
+
     def where(self, index: int) -> str:
         """Describe a step for a message."""
         step = self.steps[index]
@@ -170,7 +176,9 @@ def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
     """Run the steps of `run` one by one; with `caches`, copy what they hold after each."""
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps:
-        logits = session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths)
+        logits = session.step(
+            step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=run.totals
+        )
         filled = step.past + step.lengths
         held = cache.buffers.items() if caches else ()
         yield Outcome(
@@ -189,9 +197,9 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     """Run the steps before step `index`, and read the outputs `names` of that step, padding included."""
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps[:index]:
-        session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths)
+        session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=run.totals)
     step = run.steps[index]
-    return session.read(names, step.ids, step.past, cache, _all_rows(step), step.lengths)
+    return session.read(names, step.ids, step.past, cache, _all_rows(step), step.lengths, run.totals)
 
 
 def _all_rows(step: Step) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import probe
+from llmforge import graph_facts, probe
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import VerificationError
 from llmforge.runtime.session import Session
@@ -80,7 +80,8 @@ def verify_trace(
     weights = probe.Weights()
     session = probe.open_session(model, weights, threads)
     attention = [node for node in model.graph if node.op_type == "Attention"]
-    windows = sorted({node.attributes.get_int("window", 0) for node in attention} - {0})
+    of_attention = {node.attributes.get_int("window", 0) for node in attention} - {0}
+    windows = sorted(of_attention | graph_facts.rotary_switches(model))
     runs = _runs(session.vocabulary, windows, checkpoint.geometry.context)
     reference = Reference(checkpoint, None if layers == depth else layers)
     compared = [comparison for run in runs for comparison in _compare(session, run, reference)]
@@ -167,7 +168,7 @@ def _compare(session: Session, run: probe.Run, reference: Reference) -> list[_Co
     compared = []
     for index, step in enumerate(run.steps):
         rows = _selected(step)
-        logits = session.step(step.ids, step.past, cache, rows)
+        logits = session.step(step.ids, step.past, cache, rows, lengths=step.lengths, text_lengths=run.totals)
         for b, ids in enumerate(sequences):
             real = rows < step.lengths[b]
             places = step.past[b] + rows[real] - (len(ids) - len(wanted[b]))

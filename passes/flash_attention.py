@@ -15,7 +15,8 @@ nothing reads them any more.
 Fires for every `llmforge::Attention` where
 - keys and values have one head size, a multiple of 8,
 - kv_num_heads divides num_heads,
-- sinks, if there are any, are [num_heads].
+- sinks, if there are any, are [num_heads],
+- there are no ALiBi slopes.
 
 Rotary embedding is folded in where query and key have the same caches, layout and the graph's `position_ids`, the head
 size is a multiple of 16 and the caches have a multiple of 8 columns, at most half a head; else it stays in front.
@@ -103,6 +104,8 @@ def _obstacle(attention: ir.Node) -> str | None:
         return f"heads of keys have {key} channels and those of values {value}; GroupQueryAttention wants one size"
     if key % _HEAD_MULTIPLE:
         return f"heads have {key} channels; GroupQueryAttention wants a multiple of {_HEAD_MULTIPLE}"
+    if len(attention.inputs) > 7 and attention.inputs[7] is not None:
+        return "scores have a bias by position (ALiBi); GroupQueryAttention would need it as a tensor of all positions"
     sinks = _sinks(attention)
     if sinks is not None and graph.dims(sinks) != (heads,):
         return f"sinks are {graph.dims(sinks)}; GroupQueryAttention wants ({heads},)"

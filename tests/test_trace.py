@@ -357,24 +357,10 @@ def test_tensors_without_a_use_are_recorded(tiny_checkpoint: Path) -> None:
     assert json.loads(model.metadata_props[weights.UNUSED]) == ["value_head.weight"]
 
 
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "short_factor": [1.0] * 8,
-    "long_factor": [4.0] * 8,
-    "original_max_position_embeddings": 32,
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("LlamaConfig", {"rope_parameters": LONG_ROPE}, "angles of a position change with the length"),
         ("BertConfig", {"is_decoder": False}, "mask is neither causal nor a causal window"),
-        ("BloomConfig", {}, "tracing ends with TypeError"),  # ALiBi is added to the mask
-        ("FalconConfig", {"alibi": False}, "building the model ends with KeyError"),
-        ("CohereConfig", {}, "operator ai.onnx::ReduceMean is not in the dialect"),
         ("DiffLlamaConfig", {}, "attention reads other keys and values than its layer caches"),
         ("T5Config", {"d_kv": 16, "num_layers": 1, "d_ff": 96}, "encoder-decoder"),
     ],
@@ -555,6 +541,7 @@ HOOKS = [
     "transformers.core_model_loading:rename_source_key",
     "transformers.masking_utils:AttentionMaskInterface._global_mapping",
     "transformers.modeling_utils:AttentionInterface._global_mapping",
+    "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",
     "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
     "transformers.models.llama.modeling_llama:ALL_ATTENTION_FUNCTIONS",
     "transformers.models.qwen3_next.modeling_qwen3_next:causal_conv1d_fn",

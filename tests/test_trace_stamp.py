@@ -52,7 +52,9 @@ def test_a_stamped_graph_is_the_full_one(case: str, tmp_path: Path, monkeypatch:
     zoo.write(name, tmp_path, torch.bfloat16, **changes)
     exported: list[int] = []
     original = capture._export
-    monkeypatch.setattr(capture, "_export", lambda t, shapes: (exported.append(len(shapes)), original(t, shapes))[1])
+    monkeypatch.setattr(
+        capture, "_export", lambda t, shapes, *rest: (exported.append(len(shapes)), original(t, shapes, *rest))[1]
+    )
     short, full = both(tmp_path)
     depth = changes["num_hidden_layers"]
     assert exported == [lead + 2 * period, depth]

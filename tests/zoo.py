@@ -210,7 +210,9 @@ def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, ca
         ids = np.zeros((batch, max(step)), np.int64)
         for row, count in enumerate(step):
             ids[row, :count] = texts[row][past[row] : past[row] + count]
-        feeds = interface.feeds(names, ids, past, np.arange(max(step)), np.array(step))
+        feeds = interface.feeds(
+            names, ids, past, np.arange(max(step)), np.array(step), np.array([len(text) for text in texts])
+        )
         logits, *presents = session.run(None, {**feeds, **cache})
         cache = dict(zip(cache, presents, strict=True))
         for row, count in enumerate(step):

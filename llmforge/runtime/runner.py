@@ -139,10 +139,10 @@ class Runner:
         """Give the logits after every token of `ids` in pieces of at most `LOGITS_CHUNK` rows: fp32 [rows, V]."""
         self._check(ids, self.config.max_context)
         with self._lease(1) as cache:
-            tokens = np.array([ids], np.int64)
+            tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
             for at in range(0, len(ids), LOGITS_CHUNK):
-                piece = tokens[:, at : at + LOGITS_CHUNK]
-                yield self.session.step(piece, np.array([at], np.int32), cache, np.arange(piece.shape[1]))[0]
+                piece, past = tokens[:, at : at + LOGITS_CHUNK], np.array([at], np.int32)
+                yield self.session.step(piece, past, cache, np.arange(piece.shape[1]), text_lengths=whole)[0]
 
     def _steps(self, prompts: list[list[int]], samplings: Sequence[Sampling]) -> Iterator[Step]:
         """Prefill row by row, then decode the rows together until the last one ends."""
@@ -195,9 +195,10 @@ class Runner:
                 self._taken[start : start + rows] = [False] * rows
 
     def _prefill(self, prompt: list[int], cache: Cache, out: NDArray[np.float32]) -> None:
-        tokens = np.array([prompt], np.int64)
+        tokens, whole = np.array([prompt], np.int64), np.array([len(prompt)])
         for at in range(0, len(prompt), PREFILL_CHUNK):
-            self.session.step(tokens[:, at : at + PREFILL_CHUNK], np.array([at], np.int32), cache, out=out)
+            piece, past = tokens[:, at : at + PREFILL_CHUNK], np.array([at], np.int32)
+            self.session.step(piece, past, cache, out=out, text_lengths=whole)
 
     def _finish(self, token: int, sampling: Sampling, made: int, limit: int) -> str | None:
         if token in self.config.eos_token_ids and not sampling.ignore_eos:

@@ -40,6 +40,7 @@ _FED = {
     interface.POSITION_IDS,
     interface.PAST_LENGTHS,
     interface.LENGTHS,
+    interface.TEXT_LENGTHS,
     interface.SEQLENS_K,
     interface.TOTAL_SEQUENCE_LENGTH,
     interface.ATTENTION_MASK,
@@ -247,6 +248,7 @@ class Session:
         rows: NDArray[np.int64] | None = None,
         out: NDArray[np.float32] | None = None,
         lengths: NDArray[np.integer[Any]] | None = None,
+        text_lengths: NDArray[np.integer[Any]] | None = None,
     ) -> NDArray[np.float32]:
         """Run the tokens `ids` after what `cache` holds, and store their keys and values there.
 
@@ -257,6 +259,8 @@ class Session:
             rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last.
             out: fp32 [B, R, V], C-contiguous, to write the logits to; the same array again saves binding it.
             lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
+            text_lengths: [B], the tokens of the whole text that the step is a part of; None: the step ends it. Rotary
+                angles that depend on the length of a text (LongRoPE) need it.
 
         Returns:
             Logits, fp32 [B, R, V]: `out`, or a new array.
@@ -281,10 +285,10 @@ class Session:
         if self._one_row_continuations and cache.batch > 1 and ids.shape[1] > 1 and past_lengths.any():
             for b in range(cache.batch):
                 row = slice(b, b + 1)
-                real = None if lengths is None else lengths[row]
-                self._run(ids[row], past_lengths[row], cache.rows(b, b + 1), rows, out[row], real)
+                counts = [None if x is None else x[row] for x in (lengths, text_lengths)]
+                self._run(ids[row], past_lengths[row], cache.rows(b, b + 1), rows, out[row], *counts)
         else:
-            self._run(ids, past_lengths, cache, rows, out, lengths)
+            self._run(ids, past_lengths, cache, rows, out, lengths, text_lengths)
         return out
 
     def read(
@@ -295,9 +299,10 @@ class Session:
         cache: Cache,
         rows: NDArray[np.int64],
         lengths: NDArray[np.integer[Any]] | None = None,
+        text_lengths: NDArray[np.integer[Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
-        feeds = self._feeds(ids, past_lengths, rows, lengths)
+        feeds = self._feeds(ids, past_lengths, rows, lengths, text_lengths)
         values = self._session.run(list(names), {**feeds, **self._past(cache, past_lengths)})
         return dict(zip(names, values, strict=True))
 
@@ -309,15 +314,16 @@ class Session:
         rows: NDArray[np.int64] | None,
         out: NDArray[np.float32],
         lengths: NDArray[np.integer[Any]] | None,
+        text_lengths: NDArray[np.integer[Any]] | None,
     ) -> None:
         last = rows is None or (ids.shape[1] == 1 and len(rows) == 1)
         if self._gives_all_rows and not (last and ids.shape[1] == 1):
             every = np.empty((*ids.shape, self.vocabulary), np.float32)
-            self._run_graph(ids, past_lengths, cache, None, every, lengths)
+            self._run_graph(ids, past_lengths, cache, None, every, lengths, text_lengths)
             out[...] = every[:, -1:] if rows is None else every[:, rows]
             return
         rows = _LAST_ROW if rows is None else rows
-        self._run_graph(ids, past_lengths, cache, None if self._gives_all_rows else rows, out, lengths)
+        self._run_graph(ids, past_lengths, cache, None if self._gives_all_rows else rows, out, lengths, text_lengths)
 
     def _run_graph(
         self,
@@ -327,9 +333,10 @@ class Session:
         rows: NDArray[np.int64] | None,
         out: NDArray[np.float32],
         lengths: NDArray[np.integer[Any]] | None,
+        text_lengths: NDArray[np.integer[Any]] | None,
     ) -> None:
         """Run the graph on `ids`; it gives exactly the logits of `out`."""
-        feeds = self._feeds(ids, past_lengths, rows, lengths)
+        feeds = self._feeds(ids, past_lengths, rows, lengths, text_lengths)
         if self._growing:
             self._grow(feeds, past_lengths, cache, out)
             return
@@ -344,9 +351,10 @@ class Session:
         past_lengths: NDArray[np.int32],
         rows: NDArray[np.int64] | None,
         lengths: NDArray[np.integer[Any]] | None,
+        text_lengths: NDArray[np.integer[Any]] | None,
     ) -> dict[str, NDArray[Any]]:
         rows = None if self._gives_all_rows else rows
-        return interface.feeds(self.inputs, ids, past_lengths, rows, lengths, growing=self._growing)
+        return interface.feeds(self.inputs, ids, past_lengths, rows, lengths, text_lengths, growing=self._growing)
 
     def _past(self, cache: Cache, past_lengths: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
         """Give the cache inputs: the buffers, or where caches grow each row's past at the end of the longest one's."""

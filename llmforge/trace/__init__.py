@@ -23,6 +23,8 @@ from llmforge.trace.pattern import Irregular, Pattern
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
 
+UNBOUNDED = 8192  # positions at which a model without a longest context (ALiBi) is looked at
+
 
 def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
     """Trace the model of `checkpoint` to the canonical dialect in fp32; its weights stay on disk until they are read.
@@ -45,24 +47,29 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
 def _trace(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     """Trace; all layers, where it is known that they are `irregular`."""
     # here, because these import torch and transformers, which take seconds
-    from llmforge.trace import capture, cleanup, experts, internals, skeleton, tokenwise, weights
+    from llmforge.trace import capture, cleanup, experts, internals, primitives, skeleton, tokenwise, weights
     from llmforge.trace.attention import Attention
+    from llmforge.trace.primitives import OpenAttention
 
     geometry = checkpoint.geometry
-    if geometry.context is None:
-        raise UnsupportedError("its configuration has no max_position_embeddings, the length of its rotary tables")
-    attention = Attention(geometry.context)
+    positions = UNBOUNDED if geometry.context is None else geometry.context
+    open_code = not internals.takes_attention(checkpoint.config)
+    attention = OpenAttention(positions) if open_code else Attention(positions)
     with (
-        internals.registered(Attention.NAME, attention.attend, attention.mask),
+        internals.registered(attention.NAME, attention.attend, attention.describe),
         internals.registered_experts(experts.NAME, experts.Experts()),
     ):
-        model, mode = skeleton.build(checkpoint.config, Attention.NAME)
+        model, mode = skeleton.build(checkpoint.config, attention.NAME)
         model.set_experts_implementation(experts.NAME)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
         graph, repetition = capture.capture(
-            model, mode, attention, geometry.context, geometry.layers, shorten=irregular is None
+            model, mode, attention, positions, geometry.layers, shorten=irregular is None
         )
+    cleanup.name_dims(graph)
+    if open_code:
+        weightless = {capture.MODEL + name for name in model.state_dict()}
+        primitives.recognize(graph, weightless, positions)
     cleanup.canonicalize(graph)
     tokenwise.check(graph)
     if isinstance(repetition, Pattern):

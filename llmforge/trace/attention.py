@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from llmforge.errors import UnsupportedError
 from llmforge.trace import masks
+from llmforge.trace.ones import Ones
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
 INERT = frozenset(
@@ -119,6 +120,7 @@ class Attention:
     """What transformers calls for the attention and the masks of a model, under a name in its registries."""
 
     NAME = "llmforge"
+    bounded = False  # code that indexes tables by its sizes is right up to the longest context, and torch says so
 
     def __init__(self, positions: int) -> None:
         self._positions = positions
@@ -126,6 +128,7 @@ class Attention:
         self.past_lengths: Tensor | None = None
         self.lengths: Tensor | None = None
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
+        self.ones = Ones()
 
     @property
     def dry(self) -> bool:
@@ -140,11 +143,15 @@ class Attention:
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
         """Describe the mask that transformers asks for, instead of building it."""
-        if attention_mask is not None:
+        if attention_mask is not None and not self.ones.holds(attention_mask):
             raise UnsupportedError("the model makes a padding mask of its own")
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
         mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))
         return masks.Mask(0) if mask.window >= self._positions else mask  # a window that no query reaches beyond
+
+    def describe(self, **kwargs: Any) -> Any:
+        """Answer transformers' call for a mask."""
+        return self.mask(**kwargs)
 
     def attend(
         self,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from llmforge import interface
 from llmforge.errors import UnsupportedError
-from llmforge.trace import depth, gated_norms, internals, norms, recurrent, rotary, writes
+from llmforge.trace import depth, gated_norms, internals, modules, norms, recurrent, rotary, writes
 from llmforge.trace.attention import Attention, Layer
 from llmforge.trace.pattern import Irregular, Pattern
 
@@ -28,6 +28,17 @@ BATCH, SEQUENCE, CAPACITY, ROWS = 2, 3, 7, 5
 SOFTPLUS_THRESHOLD = 20.0  # torch's default: e⁻²⁰ < 20 · 2⁻²⁴, so that fp32 has log(1 + eˣ) = x beyond it
 MODEL = "model."  # the attribute of `Traced` that holds the model: prefix of every parameter's name
 REGISTRATION_LOGGER = "torch.onnx._internal.exporter._registration"  # says that torchvision is not installed
+
+
+# Inputs of `Traced.forward`, in its order; the caches follow.
+INPUTS = (
+    interface.INPUT_IDS,
+    interface.POSITION_IDS,
+    interface.PAST_LENGTHS,
+    interface.LENGTHS,
+    interface.TEXT_LENGTHS,
+    interface.LOGITS_ROWS,
+)
 
 
 class _Selection:
@@ -55,12 +66,19 @@ class Traced(nn.Module):
         head.register_forward_pre_hook(self._selection.apply)
 
     def run(
-        self, input_ids: Tensor, position_ids: Tensor, past_lengths: Tensor, lengths: Tensor, past: Sequence[Any]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_lengths: Tensor,
+        lengths: Tensor,
+        text_lengths: Tensor,
+        past: Sequence[Any],
     ) -> tuple[Tensor, Sequence[Layer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths, lengths)
-        self.rotary.given.position_ids = position_ids
-        output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        self.rotary.given.position_ids, self.rotary.given.text_lengths = position_ids, text_lengths
+        with self._attention.ones:
+            output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
         for layer in self._attention.layers:
             layer.complete()
         return output.logits, self._attention.layers
@@ -71,12 +89,13 @@ class Traced(nn.Module):
         position_ids: Tensor,
         past_lengths: Tensor,
         lengths: Tensor,
+        text_lengths: Tensor,
         logits_rows: Tensor,
         caches: list[dict[str, Tensor]],
     ) -> tuple[Tensor, list[Tensor]]:
         """Trace one step: logits [batch, rows, vocabulary] and the caches after it."""
         self._selection.rows = logits_rows
-        logits, layers = self.run(input_ids, position_ids, past_lengths, lengths, caches)
+        logits, layers = self.run(input_ids, position_ids, past_lengths, lengths, text_lengths, caches)
         return logits, [layer.present[part] for layer, parts in zip(layers, caches, strict=True) for part in parts]
 
 
@@ -100,19 +119,21 @@ def capture(
     with internals.third_party("tracing"), torch.no_grad():
         norms.substitute(model)
         gated_norms.substitute(model)
+        modules.substitute(model)
         with rotary.substituted(model, positions) as tables, recurrent.substituted(model, attention):
             traced = Traced(model, attention, tables)
             with mode:
                 ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
                 lengths = torch.zeros(BATCH, dtype=torch.int32)
-                _, cached = traced.run(ids, ids, lengths, lengths, [None] * layers)
+                _, cached = traced.run(ids, ids, lengths, lengths, lengths.long(), [None] * layers)
             shapes = [layer.shapes for layer in cached]
+            longest = positions // 2 - 1 if attention.bounded else None
             pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
             if isinstance(pattern, Irregular):
-                return _translate(_export(traced, shapes), shapes), pattern
+                return _translate(_export(traced, shapes, longest), shapes), pattern
             shapes = shapes[: pattern.traced]
             with depth.only(depth.stack_of(model, layers)[1], pattern.traced):
-                return _translate(_export(traced, shapes), shapes), pattern
+                return _translate(_export(traced, shapes, longest), shapes), pattern
 
 
 def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> Pattern | Irregular:
@@ -129,15 +150,8 @@ def _step(traced: Traced, shapes: Shapes) -> depth.Step:
     """Make a step of `traced` on the example inputs."""
     inputs = _inputs(shapes)
     *given, caches = inputs
-    names = (
-        interface.INPUT_IDS,
-        interface.POSITION_IDS,
-        interface.PAST_LENGTHS,
-        interface.LENGTHS,
-        interface.LOGITS_ROWS,
-    )
     parts = [tuple(cache.values()) for cache in caches]
-    return depth.Step(dict(zip(names, given, strict=True)), parts, lambda: traced(*inputs))
+    return depth.Step(dict(zip(INPUTS, given, strict=True)), parts, lambda: traced(*inputs))
 
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
@@ -147,7 +161,7 @@ def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     return opset18.Softplus(x)
 
 
-def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
+def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
     """Make example inputs of `Traced`."""
     caches = [{part: torch.empty(_cache_shape(part, shape)) for part, shape in parts.items()} for parts in shapes]
     return (
@@ -155,18 +169,21 @@ def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, lis
         torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
         torch.zeros(BATCH, dtype=torch.int32),
         torch.zeros(BATCH, dtype=torch.int32),
+        torch.zeros(BATCH, dtype=torch.int64),
         torch.zeros(ROWS, dtype=torch.int64),
         caches,
     )
 
 
-def _export(traced: Traced, shapes: Shapes) -> torch.export.ExportedProgram:
-    """Export `traced` with dynamic batch, sequence, capacity and rows."""
-    batch, sequence, capacity, rows = (torch.export.Dim(name) for name in ("batch", "sequence", "capacity", "rows"))
+def _export(traced: Traced, shapes: Shapes, longest: int | None) -> torch.export.ExportedProgram:
+    """Export `traced` with dynamic batch, sequence, capacity and rows; sequence and capacity up to `longest`."""
+    batch, rows = (torch.export.Dim(name) for name in ("batch", "rows"))
+    sequence, capacity = (torch.export.Dim(name, max=longest) for name in ("sequence", "capacity"))
     inputs = _inputs(shapes)
     dims = (
         {0: batch, 1: sequence},
         {0: batch, 1: sequence},
+        {0: batch},
         {0: batch},
         {0: batch},
         {0: rows},
@@ -189,13 +206,7 @@ def _cache_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[str, object]]) -> ir.Model:
     """Translate to ONNX, unoptimized: its optimizer would bake transposed weights and lose parameter names."""
-    inputs = [
-        interface.INPUT_IDS,
-        interface.POSITION_IDS,
-        interface.PAST_LENGTHS,
-        interface.LENGTHS,
-        interface.LOGITS_ROWS,
-    ]
+    inputs = [*INPUTS]
     outputs = [interface.LOGITS]
     for layer, parts in enumerate(shapes):
         inputs += [interface.past_part(layer, part) for part in parts]

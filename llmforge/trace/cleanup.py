@@ -24,7 +24,7 @@ from onnx_ir.passes.common import (
 
 from llmforge import graph as g
 from llmforge import interface
-from llmforge.trace import rows, unflatten
+from llmforge.trace import rows, tidy, unflatten
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's record of the modules that a node comes from, outermost first
 NUMBERED = re.compile(r"val_\d+")  # how torch's translation calls what it makes
@@ -87,20 +87,12 @@ def simplify(model: ir.Model) -> None:
     while changed:
         changed = False
         for node in list(model.graph):
-            rule = rules.get(node.op_type)
-            if rule is not None and node.domain == "" and any(value.uses() for value in node.outputs):
-                changed |= rule(model, node)
+            own = (rules[node.op_type],) if node.op_type in rules else ()
+            for rule in (*own, *tidy.RULES.get(node.op_type, ())):
+                if node.domain == "" and any(value.uses() for value in node.outputs) and rule(model, node):
+                    changed = True
+                    break
         g.drop_unused(model)
-
-
-def _bypass(node: ir.Node) -> bool:
-    """Let the readers of `node` read its first input; not where that would rename a graph input or weight."""
-    (old,), new = node.outputs, node.inputs[0]
-    assert new is not None
-    if old.is_graph_output():
-        return False
-    g.replace(old, new)
-    return True
 
 
 def _cast_to_same(model: ir.Model, node: ir.Node) -> bool:
@@ -108,7 +100,7 @@ def _cast_to_same(model: ir.Model, node: ir.Node) -> bool:
     if x is None or x.dtype is None:
         return False
     to = ir.DataType(node.attributes["to"].as_int())
-    return _bypass(node) if x.dtype == to else _cast_integer(model, node, x, to)
+    return tidy.bypass(node) if x.dtype == to else _cast_integer(model, node, x, to)
 
 
 def _cast_integer(model: ir.Model, node: ir.Node, x: ir.Value, to: ir.DataType) -> bool:
@@ -125,7 +117,7 @@ def _cast_integer(model: ir.Model, node: ir.Node, x: ir.Value, to: ir.DataType) 
 
 def _same_shape(model: ir.Model, node: ir.Node) -> bool:
     x, (y,) = node.inputs[0], node.outputs
-    return x is not None and _known(x) and g.dims(x) == g.dims(y) and _bypass(node)
+    return x is not None and _known(x) and g.dims(x) == g.dims(y) and tidy.bypass(node)
 
 
 def _expand(model: ir.Model, node: ir.Node) -> bool:
@@ -181,10 +173,10 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
         return True
     constant = ir.convenience.get_const_tensor(target)
     if constant is not None and constant.numpy().tolist() == [-1] and len(g.dims(x) or ()) == 1:
-        return _bypass(node)
+        return tidy.bypass(node)
     if not (_known(x) and _known(y)):
         return False
-    if g.dims(x) == g.dims(y) and _bypass(node):
+    if g.dims(x) == g.dims(y) and tidy.bypass(node):
         return True
     if constant is not None:
         return False
@@ -234,8 +226,12 @@ def _known(value: ir.Value) -> bool:
 
 
 def _reads_no_weight(node: ir.Node) -> bool | None:
-    """Forbid folding what reads an initializer (False); leave the rest to the folder's limits (None)."""
-    return False if any(value is not None and value.is_initializer() for value in node.inputs) else None
+    """Forbid folding what reads a number of the model (False); leave the rest to the folder's limits (None).
+
+    Integers are sizes and indices that torch lifted out of the code.
+    """
+    read = [value for value in node.inputs if value is not None and value.is_initializer()]
+    return None if all(value.dtype is not None and value.dtype.is_integer() for value in read) else False
 
 
 def name_constants(model: ir.Model) -> None:

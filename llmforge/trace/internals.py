@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -45,6 +45,7 @@ __all__ = [
     "registered",
     "registered_experts",
     "sources_by_parameter",
+    "takes_attention",
     "third_party",
 ]
 
@@ -132,7 +133,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
-    """Register an attention implementation and its mask in transformers' public registries, and remove them after.
+    """Register an attention implementation and its mask in transformers' public registries, and undo it after.
 
     Private: the registries can be added to, not removed from.
     """
@@ -140,13 +141,26 @@ def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any
         (AttentionInterface, attention),
         (AttentionMaskInterface, mask),
     ]
+    before = [registry._global_mapping.get(name) for registry, _ in registries]
     for registry, function in registries:
         registry.register(name, function)
     try:
         yield
     finally:
-        for registry, _ in registries:
-            del registry._global_mapping[name]
+        for (registry, _), function_before in zip(registries, before, strict=True):
+            if function_before is None:
+                del registry._global_mapping[name]
+            else:
+                registry.register(name, function_before)
+
+
+def takes_attention(config: PretrainedConfig) -> bool:
+    """Say whether the causal language model of `config` calls attention through transformers' interface.
+
+    Private: transformers tells by a class method. A configuration without a model is left to the constructor.
+    """
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model is None or bool(model._can_set_attn_implementation())
 
 
 @contextmanager

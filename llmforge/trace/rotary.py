@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from llmforge.errors import UnsupportedError
-from llmforge.trace import internals
+from llmforge.trace import internals, longrope
 
 CHUNK = 8192  # positions computed at a time: bounds the memory of long contexts
-PROBED = 8  # positions at which a function that applies rotary embedding is probed
 TOLERANCE = 1e-5  # fp32, on values of order one
 
 
@@ -26,6 +25,7 @@ class Given:
     """What the run under way was given; apart from modules, whose attributes torch.export does not let a trace set."""
 
     position_ids: Tensor | None = None  # the graph's own [B, S]
+    text_lengths: Tensor | None = None  # [B]
 
 
 class Tables(nn.Module):
@@ -35,8 +35,9 @@ class Tables(nn.Module):
         super().__init__()
         self.positions = positions
         self.given = Given()
-        self.samples: list[tuple[Tensor, Tensor]] = []  # [1, PROBED, width], as the model's module lays them out
+        self.samples: list[tuple[Tensor, Tensor]] = []  # [1, longrope.PROBED, width], as the model's module has them
         self.as_complex: list[bool] = []  # whether the model's module gives cos + i·sin as one tensor
+        self.switches: list[int] = []  # positions from which the long half of a table counts; 0: there is one half
 
     def add(self, module: nn.Module, original: Callable[[Tensor], Any]) -> int:
         """Evaluate `original` (position ids [1, n] → cos, sin [1, n, width]) and keep the table; return its index.
@@ -44,26 +45,26 @@ class Tables(nn.Module):
         `original` may also give one complex tensor, cos + i·sin.
 
         Raises:
-            UnsupportedError: what it computes for a position depends on how long the sequence is.
+            UnsupportedError: what it computes for a position depends on how long the sequence is, in another way
+                than by one switch (`longrope`).
         """
 
         def forward(ids: Tensor) -> tuple[Tensor, Tensor]:
             angles = original(ids)
             return (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
 
-        probed = torch.arange(min(PROBED, self.positions))[None]
+        probed = torch.arange(min(longrope.PROBED, self.positions))[None]
         far = torch.tensor([[self.positions - 1]])
         samples = forward(probed)
         beside_far = forward(torch.cat([probed, far], 1))
+        switch = 0
         if any(not torch.equal(a, b[:, : a.shape[1]]) for a, b in zip(samples, beside_far, strict=True)):
-            raise UnsupportedError(
-                f"{type(module).__name__}: the angles of a position change with the length of the sequence "
-                "(dynamic or long rope scaling), which a table cannot hold"
-            )
-        chunks = [forward(ids[None]) for ids in torch.split(torch.arange(self.positions), CHUNK)]
+            switch = longrope.switch(type(module).__name__, forward, self.positions)
+        chunks = longrope.rows(forward, self.positions, switch, CHUNK)
         index = len(self.samples)
         self.samples.append(samples)
         self.as_complex.append(isinstance(original(probed), Tensor))
+        self.switches.append(switch)
         for part in (0, 1):
             halves = [_half(chunk[part][0]) for chunk in chunks]
             self.register_buffer(_buffer(index, part), torch.cat(halves), persistent=False)
@@ -143,9 +144,13 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
                 known[key] = tables.add(
                     module, lambda ids: original(torch.zeros(1), ids.expand(*axes, -1, -1), *args, **kwargs)
                 )
+        places = position_ids
+        if switch := tables.switches[known[key]]:
+            assert tables.given.text_lengths is not None
+            places = longrope.places(position_ids, tables.given.text_lengths, switch)
         if tables.as_complex[known[key]]:
-            return Angles(known[key], 2, position_ids)
-        return Angles(known[key], 0, position_ids), Angles(known[key], 1, position_ids)
+            return Angles(known[key], 2, places)
+        return Angles(known[key], 0, places), Angles(known[key], 1, places)
 
     return forward
 

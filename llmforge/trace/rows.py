@@ -117,7 +117,7 @@ def _flattened(model: ir.Model) -> str | None:
     for node in model.graph:
         if (node.domain, node.op_type) == ("", "Reshape") and node.inputs[0] is not None:
             before, after = g.dims(node.inputs[0]) or (), g.dims(node.outputs[0]) or ()
-            if before[:2] == (BATCH, SEQUENCE) and before[2:] == after[1:] and isinstance(after[0], str):
+            if before[:2] == (BATCH, SEQUENCE) and before[2:] == after[1:] and after and isinstance(after[0], str):
                 return after[0]
     return None
 

@@ -159,7 +159,9 @@ def _largest(session: ort.InferenceSession, prompts: Sequence[int], expected: Se
         ids = np.zeros((batch, max(step)), np.int64)
         for row, count in enumerate(step):
             ids[row, :count] = texts[row][past[row] : past[row] + count]
-        logits, *presents = session.run(None, {**interface.feeds(names, ids, past, np.arange(max(step))), **cache})
+        totals = np.array([len(text) for text in texts])
+        feeds = interface.feeds(names, ids, past, np.arange(max(step)), np.array(step), totals)
+        logits, *presents = session.run(None, {**feeds, **cache})
         cache = dict(zip(cache, presents, strict=True))
         for row, count in enumerate(step):
             difference = np.abs(logits[row, :count] - expected[row][past[row] : past[row] + count]).max()
