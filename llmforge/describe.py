@@ -66,9 +66,11 @@ def target_text(target: Target) -> str:
 
 def graph_text(facts: GraphFacts, pattern: Pattern | None) -> str:
     """Write what a traced graph is made of."""
+    sparse = facts.active_parameters < facts.parameters
+    active = f", of which a token uses {facts.active_parameters:,}" if sparse else ""
     rows = {
         "nodes": f"{facts.nodes:,}",
-        "parameters": f"{facts.parameters:,}",
+        "parameters": f"{facts.parameters:,}{active}",
         "weights": f"{facts.weight_bytes:,} bytes in {facts.initializers:,} tensors",
         "cache": f"{facts.cache_bytes_per_token:,} bytes a token in {facts.caches:,} tensors",
     }

@@ -81,6 +81,15 @@ _LOGICAL = Operator((_in("a", _BOOL), _in("b", _BOOL)))
 _MANY = Operator((_in("x", NUMBERS),), variadic=True)
 _AXES = Operator((_in("x", ANY), _in("axes", _I64, 1)))
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
+_EXPERTS = {  # attributes of com.microsoft::MoE and QMoE
+    "k": "int!",
+    "activation_type": "string!",
+    "activation_alpha": "float",
+    "activation_beta": "float",
+    "swiglu_fusion": "int",
+    "swiglu_limit": "float",
+    "normalize_routing_weights": "int",
+}
 
 
 def _attention_over(tokens: Input) -> Operator:
@@ -236,6 +245,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Min"): _MANY,
     ("", "ReduceMean"): _REDUCTION,
     # written by passes
+    ("", "Log"): _POINTWISE,
     ("com.microsoft", "GroupQueryAttention"): Operator(
         (
             _in("query", FLOATS, 3),
@@ -299,6 +309,40 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
             _in("zero_points", _CODES, optional=True),
         ),
         {"bits": "int", "block_size": "int!", "gather_axis": "int", "quantize_axis": "int"},
+    ),
+    ("com.microsoft", "MoE"): Operator(
+        (
+            _in("input"),
+            _in("router_probs", FLOATS, 2),
+            _in("fc1_experts_weights", FLOATS, 3),
+            _in("fc1_experts_bias", FLOATS, 2, optional=True),
+            _in("fc2_experts_weights", FLOATS, 3),
+            _in("fc2_experts_bias", FLOATS, 2, optional=True),
+        ),
+        _EXPERTS,
+    ),
+    ("com.microsoft", "QMoE"): Operator(
+        (
+            _in("input"),
+            _in("router_probs", FLOATS, 2),
+            _in("fc1_experts_weights", frozenset({UINT8}), 3),
+            _in("fc1_scales", FLOATS, 3),
+            _in("fc1_experts_bias", FLOATS, 2, optional=True),
+            _in("fc2_experts_weights", frozenset({UINT8}), 3),
+            _in("fc2_scales", FLOATS, 3),
+            _in("fc2_experts_bias", FLOATS, 2, optional=True),
+            *(_in(f"fc3_{part}", optional=True) for part in ("experts_weights", "scales", "experts_bias")),
+            _in("fc1_zero_points", frozenset({UINT8}), 3, optional=True),
+            _in("fc2_zero_points", frozenset({UINT8}), 3, optional=True),
+            _in("fc3_zero_points", frozenset({UINT8}), 3, optional=True),
+            _in("router_weights", FLOATS, 2, optional=True),
+        ),
+        {
+            **_EXPERTS,
+            "expert_weight_bits": "int!",
+            "block_size": "int!",
+            "accuracy_level": "int",
+        },
     ),
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): Operator(
         (_in("input"), _in("skip"), _in("gamma", FLOATS, 1), _in("bias", FLOATS, 1, optional=True)),

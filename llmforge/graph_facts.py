@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from llmforge import graph as g
 from llmforge import interface
+from llmforge.routing import share_read
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class GraphFacts:
     operators: Mapping[str, int]  # "MatMul", "llmforge::Attention" → nodes, most frequent first
     initializers: int
     parameters: int  # elements of the initializers that come from a checkpoint; shared ones once
+    active_parameters: int  # of them, those that a token uses: of experts the chosen ones
     weight_bytes: int  # of all initializers, in the dtype of the graph
     caches: int  # tensors that a step hands to the next
     cache_bytes_per_token: int  # of one sequence, over all layers
@@ -28,13 +30,15 @@ class GraphFacts:
 def facts(model: ir.Model) -> GraphFacts:
     """Count `model`; no weight is read."""
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
-    named = [value.const_value for value in model.graph.initializers.values() if g.sources(value)]
+    named = [value for value in model.graph.initializers.values() if g.sources(value)]
+    sizes = [(value.const_value.size, share_read(value)) for value in named if value.const_value is not None]
     caches = [value for value in model.graph.inputs if interface.present_of(value.name or "") != value.name]
     return GraphFacts(
         nodes=g.nodes(model),
         operators=operators(model),
         initializers=len(tensors),
-        parameters=sum(tensor.size for tensor in named if tensor is not None),
+        parameters=sum(size for size, _ in sizes),
+        active_parameters=int(sum(size * share for size, share in sizes)),
         weight_bytes=sum(tensor.nbytes for tensor in tensors),
         caches=len(caches),
         cache_bytes_per_token=sum(_bytes_per_token(value) for value in caches),

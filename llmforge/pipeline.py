@@ -77,8 +77,8 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         job.verify_trace(model)
         statistics = job.calibrate([demand for step in steps for demand in step.demands()])
         done = job.transform(model, steps, statistics)
-        engine, lowered = job.build_engine(model, staging)
-        evidence = job.measure(staging, engine, lowered)
+        engine = job.build_engine(model, staging)
+        evidence = job.measure(staging, engine, model)
         resolved = recipe.resolved(steps)
         version = artifact.version_of(artifact.content_digest(staging, resolved))
         report = job.report(version, resolved, done, statistics, engine, evidence)
@@ -239,7 +239,7 @@ class _Job:
         picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
         return [pool[i].ids for i in picked]
 
-    def build_engine(self, model: ir.Model, staging: Path) -> tuple[engines.Engine, ir.Model]:
+    def build_engine(self, model: ir.Model, staging: Path) -> engines.Engine:
         """Lower `model` and write the engine and the tokenizer."""
         self.progress.stage("Build engine")
         lowered, changes = engines.lower(model, self.target)
@@ -255,9 +255,9 @@ class _Job:
         engines.write_tokenizer(self.checkpoint, staging / "tokenizer")
         if (loads := interop.write(lowered, engine, self.checkpoint)) is not None:
             self.notes.append(f"interface: {loads} loads the folder engine/")
-        return engine, lowered
+        return engine
 
-    def measure(self, staging: Path, engine: engines.Engine, lowered: ir.Model) -> _Evidence:
+    def measure(self, staging: Path, engine: engines.Engine, model: ir.Model) -> _Evidence:
         """Measure the engine as it ships, loaded by the runtime that serves it, beside the checkpoint."""
         spec = self.recipe.validation
         if spec.quality is None and spec.latency is None:
@@ -270,7 +270,7 @@ class _Job:
         baseline = Baseline(self.checkpoint, threads=self.threads)
         return _Evidence(
             self._quality(runner, baseline),
-            self._latency(runner, baseline, engine, lowered, load_seconds),
+            self._latency(runner, baseline, engine, model, load_seconds),
             baseline.description,
         )
 
@@ -286,7 +286,7 @@ class _Job:
         )
 
     def _latency(
-        self, runner: Runner, baseline: Baseline, engine: engines.Engine, lowered: ir.Model, load_seconds: float
+        self, runner: Runner, baseline: Baseline, engine: engines.Engine, model: ir.Model, load_seconds: float
     ) -> Latency | None:
         spec = self.recipe.validation.latency
         if spec is None:
@@ -295,7 +295,7 @@ class _Job:
         return latency.measure(
             Subject.of_runner(runner, description=_describe(runner, self.threads), load_seconds=load_seconds),
             Subject.of_baseline(baseline),
-            footprint.count(lowered, engine.size_bytes),
+            footprint.count(model, engine.size_bytes),
             prompt_tokens=spec.prompt_tokens,
             output_tokens=spec.output_tokens,
             repetitions=spec.repetitions,

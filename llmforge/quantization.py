@@ -57,6 +57,18 @@ class Grid:
         """Count the blocks of a row of `k` weights."""
         return -(-k // self.block_size)
 
+    def fitting(self, *widths: int) -> Grid | None:
+        """Return this grid with the largest block, up to its own, that rows of each of `widths` hold twice or more.
+
+        It divides them all, as com.microsoft::QMoE needs; None where that block would be too small.
+        """
+        block_size = self.block_size
+        while block_size >= SMALLEST_BLOCK:
+            if all(width % block_size == 0 and width > block_size for width in widths):
+                return Grid(self.bits, block_size, self.symmetric)
+            block_size //= 2
+        return None
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
@@ -137,6 +149,13 @@ def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         np.concatenate([part.scales for part in parts]),
         np.concatenate(points) if points else None,
     )
+
+
+def reordered(matrix: QuantizedMatrix, order: NDArray[np.intp]) -> QuantizedMatrix:
+    """Return the output features `order` of a matrix, in that order."""
+    points = matrix.zero_points
+    points = None if points is None else points[order]
+    return QuantizedMatrix(matrix.grid, matrix.codes[order], matrix.scales[order], points)
 
 
 def rows(matrix: QuantizedMatrix, start: int, end: int) -> QuantizedMatrix:

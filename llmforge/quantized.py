@@ -20,6 +20,7 @@ class Parts:
     codes: ir.Value
     scales: ir.Value
     zero_points: ir.Value | None  # None where the grid is symmetric
+    grid: Grid
 
 
 @dataclass(eq=False)
@@ -54,23 +55,28 @@ class Lazy:
             yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * bits // 8))
 
 
-def register(owner: ir.Model, name: str, matrix: Lazy, sources: Sequence[str], *, flat: bool = False) -> Parts:
+def register(
+    owner: ir.Model, name: str, matrix: Lazy, sources: Sequence[str], *, flat: bool = False, experts: int = 0
+) -> Parts:
     """Register the parts of `matrix` as `name`.codes, `name`.scales and, where there are any, `name`.zero_points.
 
     `sources` are the parameters that it comes from (docs/dialect.md, Provenance). Codes are [n, blocks, bytes of a
-    block]; `flat` makes them [n, bytes of a row], for GatherBlockQuantized.
+    block]; `flat` makes them [n, bytes of a row], for GatherBlockQuantized. Where the matrix is those of `experts`, on
+    top of each other, each part gets an axis of experts in front: codes [experts, n / experts, bytes of a row].
 
     Raises:
         ValueError: an initializer has one of these names.
     """
     values = {}
     for part, dtype, shape in matrix.parts():
-        if flat and part == "codes":
+        if (flat or experts) and part == "codes":
             shape = (shape[0], shape[1] * shape[2])
+        if experts:
+            shape = (experts, shape[0] // experts, *shape[1:])
         values[part] = graph.initializer(owner, f"{name}.{part}", _tensor(matrix, part, dtype, shape, name))
     if sources:
         graph.set_sources(values["codes"], sources)
-    return Parts(values["codes"], values["scales"], values.get("zero_points"))
+    return Parts(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
 
 
 def _tensor(matrix: Lazy, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:

@@ -13,14 +13,16 @@ from llmforge.quantization import Grid, QuantizedMatrix
 
 @dataclass(frozen=True)
 class WeightDemand:
-    """Quantize every decoder linear with its inputs in view (GPTQ), but those whose parameter matches `exclude`.
+    """Quantize every decoder linear and expert with its inputs in view (GPTQ), but parameters that match `exclude`.
 
-    `damping` is the share of a Hessian's mean diagonal that is added to it; `exclude` are globs of parameter names.
+    `damping` is the share of a Hessian's mean diagonal that is added to it; `exclude` are globs of parameter names;
+    `routers` says whether linears that choose experts are quantized, too.
     """
 
     grid: Grid
     damping: float
     exclude: tuple[str, ...] = ()
+    routers: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,5 +47,6 @@ class Statistics:
 
     samples: int
     tokens: int
-    linears: Mapping[str, QuantizedMatrix]  # by parameter name, "model.layers.0.self_attn.q_proj.weight"; may be lazy
+    # By parameter name, "model.layers.0.self_attn.q_proj.weight"; of experts [E·N, K], one after another. May be lazy.
+    linears: Mapping[str, QuantizedMatrix]
     kv: Mapping[int, KvRange]  # by layer

@@ -1,6 +1,7 @@
 """The passes, one flat file each, and the explicit tuple of all of them."""
 
 from llmforge.passes.flash_attention import FlashAttention
+from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.genai_interface import GenaiInterface
 from llmforge.passes.optimum_interface import OptimumInterface
@@ -17,6 +18,7 @@ ALL: tuple[type[Pass], ...] = (
     PackGateUp,
     FlashAttention,
     QuantizeWeights,
+    FuseExperts,
     QuantizeKvCache,
     GenaiInterface,
     OptimumInterface,

@@ -1,10 +1,12 @@
-"""Store the weights of linear layers, of the embedding and of the head in 4 or 8 bits.
+"""Store the weights of linear layers, of experts, of the embedding and of the head in 4 or 8 bits.
 
     y = x·W + b                     becomes  y = com.microsoft::MatMulNBits(x, codes, scales[, zero_points, , b])
     e = Gather(E, input_ids)        becomes  e = com.microsoft::GatherBlockQuantized(codes, input_ids, scales)
     logits = x·Eᵀ  (tied head)      becomes  logits = MatMulNBits(x, codes, scales), and the embedding
                                              e = Reshape(GatherBlockQuantized(codes, input_ids, Reshape(scales)))
                                              reads the same codes
+    y = llmforge::MoE(x, ids, …)    becomes  y = com.microsoft::QMoE(x, w, codes, scales, …, zero_points, …, w),
+                                             w [batch·sequence, experts]: the weights at ids, 0 elsewhere
 
 `x` is [batch, sequence, K], `W` fp32 [K, N], `b` [N], `E` [V, K]. With blocks = ceil(K / block_size), `codes` are uint8
 [N, blocks, block_size·bits/8], `scales` fp32 [N, blocks], `zero_points` uint8 [N, ceil(blocks·bits/8)]: lazy tensors,
@@ -19,6 +21,15 @@ Fires for
   bits, `accuracy_level` 4, this moves the KLD of the sample checkpoint (tests/data) by 0.00035 in blocks of 32 and by
   0.0009 in blocks of 128, which the activations share.
 
+- the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.moe_kernels`): with `bits`,
+  `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller. With
+  `gptq`, each expert is rounded in view of the tokens that chose it. A router, which makes ids and weights, stays as it
+  is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its bits.
+
+Codes of experts are [experts, N, K·bits/8], scales and zero points [experts, N, …]. Measured on onnxruntime 1.31.1, one
+thread, 8 of 16 experts, H 2048, I 768, 4 bits, blocks of 32, accuracy_level 4: a decode step takes 2.1 ms; the kernel
+for fp32 takes 20 ms, the Loop 43 ms.
+
 Where the head is tied, the embedding gathers from [V, blocks, block_size] and reshapes the rows that it got: ONNX
 Runtime would fold a Reshape of the table when it loads, and hold the table twice.
 
@@ -31,20 +42,21 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass as record
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph, interface, quantized
+from llmforge import graph, interface, moe_kernels, quantized, routing
 from llmforge import linear as linears
 from llmforge.errors import CheckpointError, UnsupportedError
-from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, rtn, stack
+from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, reordered, rtn, stack
 from llmforge.statistics import Demand, Statistics, WeightDemand
 from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -54,7 +66,7 @@ _INT8_ACTIVATIONS: Literal[4] = 4  # accuracy_level
 
 @dataclass(frozen=True)
 class QuantizeWeights(Pass):
-    """Store the weights of linear layers, of the embedding and of the head in 4 or 8 bits."""
+    """Store the weights of linear layers, of experts, of the embedding and of the head in 4 or 8 bits."""
 
     name: ClassVar[str] = "quantize-weights"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
@@ -78,6 +90,7 @@ class QuantizeWeights(Pass):
     damping: Annotated[
         float, Field(gt=0, le=1, description="of gptq: share of a Hessian's mean diagonal that is added to it")
     ] = 0.01
+    routers: Annotated[bool, Field(description="also quantize the layers that choose experts")] = False
     exclude: Annotated[
         tuple[str, ...], Field(description="globs of parameter names, as in the checkpoint, to leave alone")
     ] = ()
@@ -98,8 +111,8 @@ class QuantizeWeights(Pass):
         return Grid(self.bits, self.block_size, self.symmetric)
 
     def demands(self) -> tuple[Demand, ...]:
-        """Ask calibration for quantized linear layers, with gptq."""
-        return (WeightDemand(self.grid, self.damping, self.exclude),) if self.method == "gptq" else ()
+        """Ask calibration for quantized linear layers and experts, with gptq."""
+        return (WeightDemand(self.grid, self.damping, self.exclude, self.routers),) if self.method == "gptq" else ()
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer, the embedding and the head of `model`.
@@ -113,7 +126,7 @@ class QuantizeWeights(Pass):
                 "made for those",
                 hint=f"leave {self.name} out of the recipe, or choose a CPU target",
             )
-        rewriting = _Rewriting(self, model, context.statistics)
+        rewriting = _Rewriting(self, model, context.statistics, {} if self.routers else routing.routers(model))
         on_rows = _on_selected_rows(model)
         for node in list(model.graph):
             if _is(node, "Gather"):
@@ -121,8 +134,11 @@ class QuantizeWeights(Pass):
         for node in list(model.graph):
             if _is(node, "MatMul"):
                 rewriting.head(node) if node in on_rows else rewriting.decoder(node)
-            elif (node.domain, node.op_type) == ("llmforge", "MoE"):
-                rewriting.changes.skipped.append(Skipped(str(node.name), "the matrices of experts stay fp32"))
+            elif (node.domain, node.op_type) == routing.MOE:
+                rewriting.experts(node)
+            elif (node.domain, node.op_type) == (moe_kernels.DOMAIN, "MoE"):
+                reason = "its experts were fused in fp32; quantize-weights must come before fuse-experts"
+                rewriting.changes.skipped.append(Skipped(str(node.name), reason))
         if rewriting.changes:
             model.opset_imports["com.microsoft"] = 1
             graph.drop_unused(model)
@@ -140,6 +156,7 @@ class _Rewriting:
     step: QuantizeWeights
     model: ir.Model
     statistics: Statistics | None
+    routers: Mapping[ir.Node, ir.Node]  # nodes of routers that stay, and the experts that they choose
     changes: Changes = field(default_factory=Changes)
 
     def decoder(self, node: ir.Node) -> None:
@@ -152,6 +169,8 @@ class _Rewriting:
             k, n = _shape(layer.weight)
             _require_own(layer.weight)
             self._refuse_excluded(names)
+            if node in self.routers:
+                raise _Stays(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
             calculate = (
                 self._calibrated(names) if self.step.method == "gptq" else _rounding(layer.weight, self.step.grid)
             )
@@ -199,6 +218,39 @@ class _Rewriting:
         if tied is not None:
             self._multiply(tied, parts, v, k, grid)
             self._note(tied.matmul, "head, reads the codes of the embedding")
+
+    def experts(self, node: ir.Node) -> None:
+        """Rewrite the experts of a layer, or record why not."""
+        try:
+            if reason := moe_kernels.obstacle(node):
+                raise _Stays(f"{reason}; its matrices stay fp32")
+            experts = moe_kernels.of(node)
+            grid = self.step.grid.fitting(experts.hidden, experts.inner)
+            if grid is None:
+                widths = f"{experts.hidden} and {experts.inner}"
+                raise _Stays(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
+            self._refuse_excluded(_names(experts.up) + _names(experts.down))
+            up = self._of_experts(experts.up, experts.order, grid)
+            down = self._of_experts(experts.down, np.arange(experts.hidden), grid)
+        except _Stays as reason:
+            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
+            return
+        parts = [
+            quantized.register(self.model, str(weight.name), matrix, graph.sources(weight), experts=experts.count)
+            for weight, matrix in ((experts.up, up), (experts.down, down))
+        ]
+        moe_kernels.fuse_quantized(self.model, experts, parts[0], parts[1], self.step.accuracy_level)
+        shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
+        self._note(node, f"{self.step.method}, {_summary(grid)}, {shape}")
+
+    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> quantized.Lazy:
+        """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
+        count, k, n = (int(str(dim)) for dim in graph.dims(weight) or ())
+        if self.step.method == "gptq":
+            calibrated = self._calibrated(_names(weight))
+            rows = (n * np.arange(count)[:, None] + order).reshape(-1)
+            return quantized.Lazy(lambda: reordered(calibrated(), rows), count * n, k, grid)
+        return quantized.Lazy(_rounding_experts(weight, order, grid), count * n, k, grid)
 
     def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
         """Return what puts the matrix together from the calibrated ones of `names`."""
@@ -338,14 +390,29 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
 
 def _rounding(weight: ir.Value, grid: Grid, *, transposed: bool = True) -> Callable[[], QuantizedMatrix]:
     """Return what rounds `weight`, [K, N] where `transposed`, to the nearest points of `grid`."""
+
+    def calculate(values: NDArray[np.float32]) -> QuantizedMatrix:
+        return rtn(values.T if transposed else values, grid)
+
+    return _of_tensor(weight, calculate)
+
+
+def _rounding_experts(weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> Callable[[], QuantizedMatrix]:
+    """Return what rounds the matrices `weight`, [E, K, N], and puts them on top of each other, rows in `order`."""
+    return _of_tensor(weight, lambda values: stack([rtn(matrix.T[order], grid) for matrix in values]))
+
+
+def _of_tensor(
+    weight: ir.Value, calculate: Callable[[NDArray[np.float32]], QuantizedMatrix]
+) -> Callable[[], QuantizedMatrix]:
+    """Return what reads `weight` and quantizes it."""
     tensor, name = weight.const_value, weight.name
     assert tensor is not None
 
-    def calculate() -> QuantizedMatrix:
-        values = tensor.numpy()
+    def read() -> QuantizedMatrix:
         try:
-            return rtn(values.T if transposed else values, grid)
+            return calculate(tensor.numpy())
         except ValueError as error:
             raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
 
-    return calculate
+    return read

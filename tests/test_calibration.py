@@ -18,7 +18,7 @@ from llmforge.calibration import calibrate, driver
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import read_documents
-from llmforge.errors import DataError, UnsupportedError
+from llmforge.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.progress import Silent
 from llmforge.quantization import Grid, dequantize, rtn
 from llmforge.statistics import KvRangeDemand, Statistics, WeightDemand
@@ -241,11 +241,11 @@ def test_contradictions_and_no_text_are_refused(checkpoint: Checkpoint, windows:
         calibrate(checkpoint, [], DEMANDS)
 
 
-def test_weights_under_other_names_are_refused(tiny_checkpoint: Path, windows: list[Window]) -> None:
+def test_missing_weights_are_refused(tiny_checkpoint: Path, windows: list[Window]) -> None:
     parameters = load_file(tiny_checkpoint / "model.safetensors")
     renamed = {name.replace("model.layers.1", "model.blocks.1"): array for name, array in parameters.items()}
     save_file(renamed, tiny_checkpoint / "model.safetensors")
-    with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\..*' is stored under another name"):
+    with pytest.raises(CheckpointError, match=r"lacks 'model\.layers\.1\..*'"):
         calibrate(Checkpoint.open(tiny_checkpoint), windows, DEMANDS)
 
 

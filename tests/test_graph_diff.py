@@ -16,6 +16,7 @@ from llmforge.cli import cli
 from llmforge.errors import InputError, UsageError
 from llmforge.trace import trace
 
+from . import zoo
 from .checkpoints import write_checkpoint
 
 
@@ -45,10 +46,20 @@ def test_facts_are_counted(folder: Path, model: ir.Model) -> None:
     assert facts.nodes == len(model.graph) == sum(facts.operators.values())
     assert facts.operators["llmforge::Attention"] == 3
     assert next(iter(facts.operators)) == "MatMul"
-    assert facts.parameters == checkpoint.parameters
+    assert facts.parameters == facts.active_parameters == checkpoint.parameters
     assert facts.weight_bytes > 4 * facts.parameters  # fp32, and the rotary tables
     assert facts.caches == 2 * 3
     assert facts.cache_bytes_per_token == 3 * 2 * checkpoint.config.num_key_value_heads * checkpoint.config.head_dim * 4
+
+
+def test_a_token_uses_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    zoo.write("mixtral", tmp_path)  # two layers of four experts, of which it chooses two
+    checkpoint = Checkpoint.open(tmp_path)
+    facts = graph_facts.facts(trace(checkpoint))
+    assert facts.parameters == checkpoint.parameters
+    assert facts.active_parameters == facts.parameters - 2 * 2 * (64 * 192 + 96 * 64)
+    printed = invoke("trace", tmp_path).stdout
+    assert f"{facts.parameters:,}, of which a token uses {facts.active_parameters:,}" in printed
 
 
 def test_a_written_graph_is_the_graph(model: ir.Model, tmp_path: Path) -> None:

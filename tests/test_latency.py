@@ -216,6 +216,22 @@ def test_footprint_leaves_out_tables_of_which_rows_are_read(op_type: str, index:
     assert footprint.count(model, artifact_bytes=1).weight_bytes_per_token == 32
 
 
+def test_footprint_counts_the_experts_that_a_token_chooses() -> None:
+    """Three ways to hold 8 experts of which 2 are read, beside a norm of 8 numbers."""
+    for operator, first, attributes in (
+        (("llmforge", "MoE"), 3, {}),
+        (("com.microsoft", "MoE"), 2, {"k": 2}),
+        (("com.microsoft", "QMoE"), 2, {"k": 2}),
+    ):
+        norm = ir.val("norm", ir.DataType.FLOAT, [8], const_value=ir.tensor([0.0] * 8))
+        held = ir.val("held", ir.DataType.UINT8, [8, 10], const_value=ir.tensor(np.zeros((8, 10), np.uint8)))
+        inputs: list[ir.Value | None] = [norm, ir.val("ids", ir.DataType.INT64, [1, 1, 2]), None, None]
+        inputs[first] = held
+        node = ir.Node(*operator, inputs, ir.convenience.convert_attributes(attributes))
+        model = ir.Model(ir.Graph([], node.outputs, nodes=[node], initializers=[held, norm]), ir_version=10)
+        assert footprint.count(model, artifact_bytes=1).weight_bytes_per_token == 8 * 4 + 20
+
+
 def test_bandwidth_of_this_machine_is_plausible() -> None:
     assert 1e8 < machine.read_bandwidth(2**22, threads=2, seconds=0.05) < 1e13
 

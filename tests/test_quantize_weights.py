@@ -88,14 +88,6 @@ def test_decoder_as_text() -> None:
     assert not [name for name in model.graph.initializers if name.endswith("weight") and "norm" not in name]
 
 
-def test_experts_stay_as_they_are_and_are_recorded() -> None:
-    model = graphs.llama(graphs.Llama(layers=1))
-    attention = graphs.find(model, "Attention")[0]
-    graph.insert(attention, "MoE", attention.inputs[:1], domain="llmforge", name="experts")
-    changes = QuantizeWeights(BUDGET, method="rtn").run(model, graphs.CPU)
-    assert [(skip.node, skip.reason) for skip in changes.skipped] == [("experts", "the matrices of experts stay fp32")]
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_rtn_computes_with_the_rounded_weights(block_size: int, symmetric: bool) -> None:

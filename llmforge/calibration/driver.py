@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from llmforge import gptq, quantization
+from llmforge.calibration import experts as of_experts
 from llmforge.calibration.layer import Layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Results, Store
@@ -21,6 +22,8 @@ from llmforge.errors import DataError, UnsupportedError
 from llmforge.progress import Progress, Silent
 from llmforge.statistics import Demand, KvRange, KvRangeDemand, Statistics, WeightDemand
 from llmforge.text import Window
+from llmforge.trace import experts
+from llmforge.trace import weights as sources
 
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
 
@@ -48,11 +51,12 @@ def calibrate(
 ) -> Statistics:
     """Serve `demands` from a run of `checkpoint` over `windows`, in fp32.
 
-    Linears are quantized in the order in which they run, each with the inputs that the quantized ones before it make;
-    ranges of keys and values are those that the quantized weights make. Memory: the embedding while the windows enter,
-    then the fp32 weights of one layer and the hidden states of all windows; where linears are quantized, the hidden
-    states twice, the inputs of the layer's linears, and one Hessian with its factor, K × K in fp64. With `folder` the
-    results of each layer are written there when it is done, and found there by a later call that asks for the same.
+    Linears and experts are quantized in the order in which they run, each with the inputs that the quantized ones
+    before it make; ranges of keys and values are those that the quantized weights make. Memory: the embedding while the
+    windows enter, then the fp32 weights of one layer and the hidden states of all windows; where weights are quantized,
+    the hidden states twice, the inputs of the layer's linears and experts, and one Hessian with its factor, K × K in
+    fp64. With `folder` the results of each layer are written there when it is done, and found there by a later call
+    that asks for the same.
 
     Two runs on one machine, with as many threads, give identical results.
 
@@ -105,7 +109,8 @@ def _key(checkpoint: Checkpoint, windows: Sequence[Window], demands: Sequence[De
     digest.update(repr(sorted(map(repr, demands))).encode())
     digest.update(repr([(tool, version(tool)) for tool in _TOOLS]).encode())
     here = Path(__file__).parent
-    for source in [*sorted(here.glob("*.py")), Path(gptq.__file__), Path(quantization.__file__)]:
+    others = (gptq, quantization, experts, sources)
+    for source in [*sorted(here.glob("*.py")), *(Path(str(module.__file__)) for module in others)]:
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
@@ -138,37 +143,80 @@ def _calibrate_layer(
 
 
 def _quantize(layer: Layer, states: _States, demand: WeightDemand) -> dict[str, quantization.QuantizedMatrix]:
-    """Quantize the linears of `layer` in place, those that read one tensor together, in the order they run.
+    """Quantize the linears and experts of `layer` in place, in the order they run.
 
     The original hidden states end behind the layer; the current ones stay in front of it.
     """
-    groups = [
-        [name for name in group if not any(fnmatch.fnmatchcase(name, glob) for glob in demand.exclude)]
-        for group in layer.groups(states.current[0])
-    ]
-    groups = [group for group in groups if group]
+    groups = _wanted(layer, states.current[0], demand)
     originals: list[dict[str, torch.Tensor]] = []
     for index, state in enumerate(states.original):
         states.original[index], inputs = layer.run_noting([group[0] for group in groups], index, state)
         originals.append(inputs)
     results: dict[str, quantization.QuantizedMatrix] = {}
     for names in groups:
+        if names[0] in layer.experts():
+            results |= _quantize_experts(layer, states.current, [x.pop(names[0]) for x in originals], names[0], demand)
+            continue
         hessian, drift = _input_statistics(layer, states.current, [x.pop(names[0]) for x in originals], names[0])
         weights = [layer.weight(name) for name in names]
         try:
             curvature = gptq.Curvature.of(hessian, demand.damping)
             matrix = gptq.gptq(np.concatenate(weights), curvature, demand.grid, drift)
         except (ValueError, np.linalg.LinAlgError) as error:
-            raise DataError(
-                f"{names[0]}: its inputs over the calibration text do not allow GPTQ: {error}",
-                hint="give more, or other, calibration text, more damping, or use method: rtn",
-            ) from error
+            raise _no_gptq(names[0], error) from error
         end = 0
         for name, weight in zip(names, weights, strict=True):
             start, end = end, end + len(weight)
             results[name] = quantization.rows(matrix, start, end)
             layer.set_weight(name, quantization.dequantize(results[name]))
     return results
+
+
+def _wanted(layer: Layer, state: torch.Tensor, demand: WeightDemand) -> list[list[str]]:
+    """Name what is to be quantized in the order in which it runs, linears that read the same together."""
+    groups = layer.groups(state)
+    stays = set() if demand.routers else layer.routers(groups, state)
+    for group in groups:
+        for name in group:
+            parameters = _matrices(layer, name)
+            if any(fnmatch.fnmatchcase(parameter, glob) for glob in demand.exclude for parameter in parameters):
+                stays.add(name)
+    kept = [[name for name in group if name not in stays] for group in groups]
+    return [group for group in kept if group]
+
+
+def _matrices(layer: Layer, name: str) -> list[str]:
+    """Name the parameters that are quantized of a linear, which it names itself, or of experts."""
+    module = layer.experts().get(name)
+    return [name] if module is None else [f"{name}.{parameter}" for parameter in of_experts.matrices(module)]
+
+
+def _quantize_experts(
+    layer: Layer, states: Sequence[torch.Tensor], originals: Sequence[torch.Tensor], name: str, demand: WeightDemand
+) -> dict[str, quantization.QuantizedMatrix]:
+    """Quantize the experts `name` in place; nothing where no kernel has a grid for their widths."""
+    module = layer.experts()[name]
+    grid = demand.grid.fitting(*of_experts.widths(module))
+    if grid is None:
+        return {}
+    given = [layer.given_to(name, index, state) for index, state in enumerate(states)]
+    tokens, ids, mixing = (torch.cat(parts) for parts in zip(*given, strict=True))
+    seen = of_experts.Seen(tokens, ids, mixing, torch.cat(list(originals)))
+    try:
+        matrices = of_experts.quantize(module, seen, grid, demand.damping)
+    except (ValueError, np.linalg.LinAlgError) as error:
+        raise _no_gptq(name, error) from error
+    results = dict(zip(_matrices(layer, name), matrices, strict=True))
+    for parameter, matrix in results.items():
+        layer.set_weight(parameter, quantization.dequantize(matrix))
+    return results
+
+
+def _no_gptq(name: str, error: Exception) -> DataError:
+    return DataError(
+        f"{name}: its inputs over the calibration text do not allow GPTQ: {error}",
+        hint="give more, or other, calibration text, more damping, or use method: rtn",
+    )
 
 
 def _input_statistics(

@@ -1,21 +1,25 @@
-"""One decoder layer with its weights: run it, look into it, change its linears."""
+"""One decoder layer with its weights: run it, look into it, change its linears and experts."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
+from llmforge.calibration import experts as of_experts
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError
 from llmforge.quantization import Float32
+from llmforge.trace.experts import marked
+from llmforge.trace.weights import Source, load
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
+Given = tuple[torch.Tensor, ...]  # what a module is called with
 _CACHE = "past_key_values"  # the keyword by which transformers hands every decoder layer its cache
 
 
@@ -27,8 +31,8 @@ class Call:
     kwargs: Mapping[str, Any]
 
 
-class _LinearReached(Exception):
-    """The linear that was waited for is about to run."""
+class _Reached(Exception):
+    """The module that was waited for is about to run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,35 +70,54 @@ class Layer:
         return state, recorder.peaks[0]
 
     def groups(self, state: torch.Tensor) -> list[list[str]]:
-        """Name the weights of the linears in the order they run, those that read one tensor together.
+        """Name the weights of the linears in the order they run, those that read one tensor together; experts apart.
 
-        `state` are the hidden states of window 0. A linear that does not run is not named.
+        `state` are the hidden states of window 0. Experts are named by their module. What does not run is not named.
         """
         seen: list[tuple[torch.Tensor, list[str]]] = []  # holds the inputs, so that no address is used twice
+        experts = self.experts()
 
-        def note(name: str, x: torch.Tensor) -> None:
+        def note(name: str, given: Given) -> None:
+            x = given[0]
             for other, names in seen:
-                if x.data_ptr() == other.data_ptr() and x.shape == other.shape and x.stride() == other.stride():
+                same = x.data_ptr() == other.data_ptr() and x.shape == other.shape and x.stride() == other.stride()
+                if same and name not in experts and names[0] not in experts:
                     names.append(name)
                     return
             seen.append((x, [name]))
 
-        with self._watched(note, list(self._linears())):
+        with self._watched(note, [*self._linears(), *experts]):
             self.run(0, state)
         return [names for _, names in seen]
+
+    def routers(self, groups: Sequence[Sequence[str]], state: torch.Tensor) -> set[str]:
+        """Name the linears that choose experts, of `groups` as found with `state`.
+
+        They are those whose output moves the ids or weights that experts are called with, and not their tokens.
+        """
+        found: set[str] = set()
+        for experts in self.experts():
+            before = self.given_to(experts, 0, state)
+            for name in [name for group in groups for name in group if name in self._linears()]:
+                with self._shifted(name):
+                    after = self.given_to(experts, 0, state)
+                moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+                if any(moved[1:]) and not moved[0]:
+                    found.add(name)
+        return found
 
     def run_noting(
         self, names: Sequence[str], window: int, state: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Run, and return also what each of the linears `names` read, [tokens, K].
+        """Run, and return also what each of the linears or experts `names` read, [tokens, K].
 
         Raises:
             UnsupportedError: one of them did not run.
         """
         inputs: dict[str, torch.Tensor] = {}
 
-        def note(name: str, x: torch.Tensor) -> None:
-            inputs[name] = x.reshape(-1, x.shape[-1])
+        def note(name: str, given: Given) -> None:
+            inputs[name] = given[0].reshape(-1, given[0].shape[-1])
 
         with self._watched(note, names):
             state = self.run(window, state)
@@ -108,18 +131,32 @@ class Layer:
         Raises:
             UnsupportedError: it does not run.
         """
-        inputs: list[torch.Tensor] = []
+        return self.given_to(name, window, state)[0]
 
-        def take(_: str, x: torch.Tensor) -> None:
-            inputs.append(x.reshape(-1, x.shape[-1]))
-            raise _LinearReached
+    def given_to(self, name: str, window: int, state: torch.Tensor) -> Given:
+        """Return what a linear, or experts, are called with, each [tokens, …]; the layer runs no further than there.
+
+        Experts are called with tokens, the ids of their experts, and their weights.
+
+        Raises:
+            UnsupportedError: it does not run.
+        """
+        taken: list[Given] = []
+
+        def take(_: str, given: Given) -> None:
+            taken.append(tuple(x.reshape(-1, x.shape[-1]) for x in given))
+            raise _Reached
 
         with self._watched(take, [name]):
             try:
                 self.run(window, state)
-            except _LinearReached:
-                return inputs[0]
+            except _Reached:
+                return taken[0]
         raise self._unread(name)
+
+    def experts(self) -> dict[str, torch.nn.Module]:
+        """Map the names of its experts modules, "model.layers.0.mlp.experts", to them."""
+        return {f"{self.name}.{local}": module for local, module in self.module.named_modules() if marked(module)}
 
     def weight(self, name: str) -> Float32:
         """Return the weight of linear `name`, fp32 [N, K]."""
@@ -127,22 +164,46 @@ class Layer:
         return weight
 
     def set_weight(self, name: str, weight: Float32) -> None:
-        """Give linear `name` another weight, fp32 [N, K]."""
-        parameter = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
-        self._linears()[name].weight = parameter
+        """Give linear `name` another weight, fp32 [N, K], or experts another parameter, [E·N, K]."""
+        if name in (linears := self._linears()):
+            linears[name].weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
+            return
+        owner, _, parameter = name.rpartition(".")
+        of_experts.assign(self.experts()[owner], parameter, weight)
 
     @contextmanager
-    def _watched(self, note: Callable[[str, torch.Tensor], None], names: Sequence[str]) -> Iterator[None]:
-        """Call `note` with the name and the input of each of the linears `names` before it runs."""
-        linears = self._linears()
-        handles = [
-            linears[name].register_forward_pre_hook(lambda _, args, name=name: note(name, args[0])) for name in names
-        ]
+    def _watched(self, note: Callable[[str, Given], None], names: Sequence[str]) -> Iterator[None]:
+        """Call `note` with the name of each of the linears or experts `names`, and what it is given, before it runs."""
+        modules = {**self._linears(), **self.experts()}
+
+        def hook(name: str) -> Callable[..., None]:
+            def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+                given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+                note(name, tuple(given.values())[1:])
+
+            return before
+
+        handles = [modules[name].register_forward_pre_hook(hook(name), with_kwargs=True) for name in names]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def _shifted(self, name: str) -> Iterator[None]:
+        """Add to what linear `name` makes, to each feature something else."""
+
+        def shift(y: Any) -> Any:
+            if isinstance(y, tuple):  # of a router that derives from Linear and returns its choice
+                return tuple(map(shift, y))
+            return y + torch.linspace(0.5, 1.5, y.shape[-1]) * (1 + y.abs().amax()) if y.is_floating_point() else y
+
+        handle = self._linears()[name].register_forward_hook(lambda _, args, y: shift(y))
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _unread(self, name: str) -> UnsupportedError:
         return UnsupportedError(
@@ -171,27 +232,17 @@ class _CacheRecorder:
 
 
 def copy_with_weights(
-    module: _Module, prefix: str, checkpoint: Checkpoint, names: Sequence[str] | None = None
+    module: _Module, prefix: str, checkpoint: Checkpoint, sources: Mapping[str, Source], names: Sequence[str]
 ) -> _Module:
-    """Copy `module` and give the copy fp32 weights from `checkpoint`, where its parameters begin with `prefix`.
+    """Copy `module`, which stands at `prefix` in the model, and give its parameters and buffers `names` their numbers.
 
-    `names` are the parameters to read, all by default; the others keep none.
-
-    Raises:
-        UnsupportedError: the checkpoint stores a parameter under another name or in another layout.
+    Numbers come from `checkpoint`, as `sources` says of the whole model; floating ones become fp32. Others have none.
     """
     twin = copy.deepcopy(module)
-    wanted = [name for name, _ in twin.named_parameters()] if names is None else list(names)
-    stored = {name: f"{prefix}.{name}" if prefix else name for name in wanted}
-    missing = [name for name in stored.values() if name not in checkpoint.tensors]
-    if missing:
-        raise UnsupportedError(
-            f"{checkpoint.path}: cannot be calibrated: {missing[0]!r} is stored under another name or layout",
-            hint="use method: rtn, and leave quantize-kv-cache out",
-        )
-    tensors = {
-        name: torch.from_numpy(checkpoint.tensor(tensor).numpy().astype(np.float32)) for name, tensor in stored.items()
-    }
+    tensors = {}
+    for name in names:
+        tensor = load(checkpoint, sources[f"{prefix}.{name}" if prefix else name])
+        tensors[name] = tensor.float() if tensor.is_floating_point() else tensor
     twin.load_state_dict(tensors, strict=False, assign=True)
     return twin.requires_grad_(False)
 

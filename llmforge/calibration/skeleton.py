@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,19 +15,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llmforge.calibration.layer import Call, Layer, copy_with_weights
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError
+from llmforge.trace.weights import Source, plan
 
 
 @dataclass(eq=False)
 class Skeleton:
     """The structure of a checkpoint's model; its parameters have no memory, its buffers hold their numbers.
 
-    `prefixes` are the names of `layers` in the model, "model.layers.0".
+    `prefixes` are the names of `layers` in the model, "model.layers.0". `sources` says where the checkpoint holds each
+    parameter and persistent buffer.
     """
 
     checkpoint: Checkpoint
     model: PreTrainedModel
     layers: list[torch.nn.Module]
     prefixes: list[str]
+    sources: Mapping[str, Source]
 
     @classmethod
     def build(cls, checkpoint: Checkpoint) -> Skeleton:
@@ -35,6 +38,7 @@ class Skeleton:
 
         Raises:
             UnsupportedError: transformers has no causal language model for it, or it has no list of decoder layers.
+            CheckpointError: the checkpoint lacks a parameter, or holds one of another shape.
         """
         try:
             with _EmptyOnMeta():
@@ -46,7 +50,8 @@ class Skeleton:
         model.eval()  # type: ignore[no-untyped-call]
         for name, modules in model.named_modules():
             if isinstance(modules, torch.nn.ModuleList) and len(modules) == checkpoint.geometry.layers:
-                return cls(checkpoint, model, list(modules), [f"{name}.{index}" for index in range(len(modules))])
+                prefixes = [f"{name}.{index}" for index in range(len(modules))]
+                return cls(checkpoint, model, list(modules), prefixes, plan(model, checkpoint))
         raise UnsupportedError(
             f"{checkpoint.path}: cannot be calibrated: {type(model).__name__} has no list of "
             f"{checkpoint.geometry.layers} decoder layers"
@@ -81,7 +86,8 @@ class Skeleton:
     def load(self, index: int, calls: Sequence[Call]) -> Layer:
         """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
         prefix = self.prefixes[index]
-        module = copy_with_weights(self.layers[index], prefix, self.checkpoint)
+        names = list(self.layers[index].state_dict())
+        module = copy_with_weights(self.layers[index], prefix, self.checkpoint, self.sources, names)
         return Layer(module, prefix, calls)
 
     def _layers_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -95,10 +101,10 @@ class Skeleton:
         without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
         wanted = [
             name
-            for name, parameter in self.model.named_parameters()
-            if id(parameter) not in without and not name.startswith(tuple(inside))
+            for name, tensor in self.model.state_dict(keep_vars=True).items()
+            if id(tensor) not in without and not name.startswith(tuple(inside))
         ]
-        return copy_with_weights(self.model, "", self.checkpoint, wanted)
+        return copy_with_weights(self.model, "", self.checkpoint, self.sources, wanted)
 
 
 @dataclass(eq=False)

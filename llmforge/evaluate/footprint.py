@@ -1,13 +1,14 @@
-"""What one decode step reads, counted on the graph that ships."""
+"""What one decode step reads, counted on the graph that the passes leave."""
 
 from __future__ import annotations
 
-from math import prod
+import math
 
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from llmforge import interface
+from llmforge.routing import share_read
 
 # Inputs of which an operator reads a few rows: embeddings with their scales and zero points, tables of cos and sin.
 _LOOKED_UP = {
@@ -24,18 +25,21 @@ class Footprint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     artifact_bytes: int  # all files of the engine
-    weight_bytes_per_token: int  # that one decode step reads: all initializers but tables that are only looked up in
+    weight_bytes_per_token: int  # that one decode step reads: initializers but tables and experts it does not choose
     kv_bytes_per_token: int  # of cache, for each token of context, all layers
 
 
 def count(model: ir.Model, artifact_bytes: int) -> Footprint:
     """Count the bytes that a decode step of `model` reads; an initializer that several nodes read counts once.
 
+    Of experts count those that a token chooses, at batch 1. Experts that were expanded to a Loop cannot be told apart
+    from tables: count before the lowering.
+
     A cache input is [batch, kv_heads, capacity, head_dim]; a token of context is one slot of it. States of fixed size
     do not grow with the context and count as none.
     """
     weights = sum(
-        _bytes(tensor.dtype, [int(dim) for dim in tensor.shape.numpy()])
+        math.ceil(share_read(value) * _bytes(tensor.dtype, [int(dim) for dim in tensor.shape.numpy()]))
         for value in model.graph.initializers.values()
         if (tensor := value.const_value) is not None and not _only_looked_up(value)
     )
@@ -55,4 +59,4 @@ def _only_looked_up(value: ir.Value) -> bool:
 
 
 def _bytes(dtype: ir.DataType, dims: list[int | ir.SymbolicDim]) -> int:
-    return -(-prod(dim for dim in dims if isinstance(dim, int)) * dtype.bitwidth // 8)
+    return -(-math.prod(dim for dim in dims if isinstance(dim, int)) * dtype.bitwidth // 8)

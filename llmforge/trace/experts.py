@@ -22,6 +22,7 @@ from llmforge.trace import internals
 
 NAME = "llmforge"  # in the registry
 EAGER = "eager"  # transformers' name of a module's own forward
+MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 ARGUMENTS = ("self", "x", "expert_ids", "expert_weights")  # what a forward takes, in this order
 PROBED_EXPERTS, PROBED_HIDDEN, PROBED_INNER, PROBED_TOKENS, PROBED_TOP = 3, 5, 4, 12, 2
 TOLERANCE = 1e-5  # fp32, relative to the largest output
@@ -85,10 +86,10 @@ class Experts:
         bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         if len(bound.arguments) != len(ARGUMENTS):
             raise UnsupportedError(f"{where} takes {', '.join(bound.arguments)}: more than tokens and their experts")
-        _, x, ids, weights = bound.arguments.values()
+        _, x, ids, mixing = bound.arguments.values()
         form = self._form(module)
-        held = _weights(module)
-        inputs = [x, ids, weights.to(x.dtype), held.up, held.down]
+        held = weights(module)
+        inputs = [x, ids, mixing.to(x.dtype), held.up, held.down]
         if held.up_bias is not None and held.down_bias is not None:
             inputs += [held.up_bias, held.down_bias]
         return torch.onnx.ops.symbolic("llmforge::MoE", inputs, asdict(form), dtype=x.dtype, shape=x.shape, version=1)
@@ -110,11 +111,11 @@ def probe(module: nn.Module) -> Form:
     where = type(module).__name__
     if module.has_post_expert_norm:
         raise UnsupportedError(f"{where} normalizes the output of each expert, which llmforge::MoE cannot")
-    _weights(module)  # refuses other parameters than the operator takes
+    weights(module)  # refuses other parameters than the operator takes
     with internals.real_tensors():
         generator = torch.Generator().manual_seed(0)
         small = _shrunk(module, generator)
-        held = _weights(small)
+        held = weights(small)
         ids = torch.stack(
             [torch.randperm(len(held.up), generator=generator)[:PROBED_TOP] for _ in range(PROBED_TOKENS)]
         )
@@ -161,32 +162,36 @@ def _numbers(module: nn.Module) -> list[float]:
     return sorted({float(x) for x in vars(module).values() if type(x) in (int, float) and x > 0})
 
 
-def _weights(module: nn.Module) -> Weights:
+def marked(module: nn.Module) -> bool:
+    """Say whether `module` has the marks of transformers' decorator of experts."""
+    return all(hasattr(module, mark) for mark in MARKS)
+
+
+def weights(module: nn.Module) -> Weights:
     """Collect the parameters of a module that transformers' decorator marks, laid out as `llmforge::MoE` takes them.
 
     Raises:
         UnsupportedError: it has others.
     """
-    names = _names(module)
-    found = dict(module.named_parameters())
-    if sorted(found) != sorted(names):
+    taken, found = names(module), dict(module.named_parameters())
+    if sorted(found) != sorted(taken):
         raise UnsupportedError(
-            f"{type(module).__name__} has parameters {', '.join(sorted(found))}; llmforge::MoE takes {', '.join(names)}"
+            f"{type(module).__name__} has parameters {', '.join(sorted(found))}; llmforge::MoE takes {', '.join(taken)}"
         )
-    tensors: list[Tensor] = [found[name] for name in names]
+    tensors: list[Tensor] = [found[name] for name in taken]
     matrices = [tensor if module.is_transposed else tensor.transpose(1, 2) for tensor in tensors[:2]]
     return Weights(*matrices, *(tensors[2:] or (None, None)))
 
 
-def _names(module: nn.Module) -> list[str]:
+def names(module: nn.Module) -> list[str]:
     """Name the parameters that transformers' implementations of experts read."""
-    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-    return [*names, *(f"{name}_bias" for name in names)] if module.has_bias else names
+    matrices = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    return [*matrices, *(f"{name}_bias" for name in matrices)] if module.has_bias else matrices
 
 
 def _shrunk(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """Copy `module` with a few small experts of random numbers, set to run its own forward."""
-    held = _weights(module)
+    held = weights(module)
     experts, hidden = min(PROBED_EXPERTS, len(held.up)), PROBED_HIDDEN
     wide = PROBED_INNER * (2 if module.has_gate else 1)
     shapes: list[tuple[int, ...]] = [(experts, hidden, wide), (experts, PROBED_INNER, hidden)]
@@ -195,7 +200,7 @@ def _shrunk(module: nn.Module, generator: torch.Generator) -> nn.Module:
     small = copy.copy(module)
     small._parameters = {
         name: nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
-        for name, shape in zip(_names(module), shapes, strict=True)
+        for name, shape in zip(names(module), shapes, strict=True)
     }
     vars(small)["config"] = SimpleNamespace(_experts_implementation=EAGER)  # what transformers' dispatch reads
     return small

@@ -26,14 +26,14 @@ class Reference:
     model: Any
 
     @classmethod
-    def load(cls, folder: Path) -> Reference:
-        """Load the checkpoint in `folder`.
+    def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
+        """Load the checkpoint in `folder`, to compute in `dtype`.
 
         Raises:
             ReferenceFails: its tensors are not those of the model.
         """
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
         )
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[what]:

@@ -1,0 +1,99 @@
+"""Experts of one decoder layer: what each of them reads over the calibration text, and GPTQ of its matrices.
+
+The error that counts is that of the layer, into which an expert's output goes times a weight of the router. So a token
+stands in an expert's Hessian with the square of its weight there, and only where the expert was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from llmforge import gptq, quantization
+from llmforge.quantization import Float32, Grid, QuantizedMatrix
+from llmforge.trace.experts import names, probe, weights
+
+# Damping rises by SCARCITY · K / tokens: an expert that few tokens chose has a Hessian of low rank, which GPTQ would
+# fit at the cost of all other tokens. Error on other tokens, against plain rounding, of random [128, 256] matrices in
+# 4 bits, blocks of 32; the spectrum of the inputs falls like i^-0.3: with 128 tokens 1.93 without it and 0.92 with it,
+# with 2048 tokens 0.73 and 0.71; like i^-0.6: 0.54 and 0.37, 0.23 and 0.24.
+SCARCITY = 0.3
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What an experts module was called with for T tokens, and what the unquantized model would have called it with.
+
+    tokens, originals: fp32 [T, H].  ids: int64 [T, top_k].  mixing: fp32 [T, top_k], the weights of the router.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    mixing: Tensor
+    originals: Tensor
+
+
+def quantize(module: nn.Module, seen: Seen, grid: Grid, damping: float) -> tuple[QuantizedMatrix, QuantizedMatrix]:
+    """Quantize the matrices of every expert: [E·N, K] of the first product and of the second, features as they lie.
+
+    The second product sees what the quantized first one makes. An expert that no token chose is rounded to nearest.
+
+    Raises:
+        ValueError: what an expert reads is not finite.
+        UnsupportedError: the module computes something that `llmforge::MoE` cannot say.
+    """
+    form, held = probe(module), weights(module)
+    ups, downs = [], []
+    for expert in range(len(held.up)):
+        here, place = torch.nonzero(seen.ids == expert, as_tuple=True)
+        share = seen.mixing[here, place][:, None]
+        x, original = seen.tokens[here], seen.originals[here]
+        up, down = _rows(held.up[expert]), _rows(held.down[expert])
+        bias = 0 if held.up_bias is None else held.up_bias[expert]
+        ups.append(_round(up, x, original, share, grid, damping))
+        rounded = torch.from_numpy(quantization.dequantize(ups[-1]))
+        inner = form.inner(x @ rounded.T + bias)
+        downs.append(_round(down, inner, form.inner(original @ held.up[expert] + bias), share, grid, damping))
+    return quantization.stack(ups), quantization.stack(downs)
+
+
+def matrices(module: nn.Module) -> list[str]:
+    """Name the two parameters that hold the matrices of an experts module, in the order in which they are read."""
+    return names(module)[:2]
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """Return the features that the first product reads, and the second."""
+    held = weights(module)
+    return held.up.shape[1], held.down.shape[1]
+
+
+def assign(module: nn.Module, name: str, matrix: Float32) -> None:
+    """Give an experts module other matrices `name`, [E·N, K]."""
+    old = module.get_parameter(name)
+    held = weights(module)
+    like = held.up if name == matrices(module)[0] else held.down  # [E, K, N]
+    rows = torch.from_numpy(matrix).reshape(len(like), like.shape[2], like.shape[1])
+    new = rows.transpose(1, 2).contiguous() if module.is_transposed else rows
+    assert new.shape == old.shape
+    setattr(module, name, nn.Parameter(new, requires_grad=False))
+
+
+def _rows(matrix: Tensor) -> Float32:
+    """Turn one expert's matrix [K, N] into [N, K]."""
+    rows: NDArray[np.float32] = np.ascontiguousarray(matrix.detach().numpy().T)
+    return rows
+
+
+def _round(weight: Float32, x: Tensor, original: Tensor, share: Tensor, grid: Grid, damping: float) -> QuantizedMatrix:
+    """Quantize [N, K] for inputs x [n, K] that go into the sum with `share` [n, 1]; GPTQ where there are any."""
+    weighted = share * x
+    if not bool(weighted.any()):
+        return quantization.rtn(weight, grid)
+    hessian, drift = weighted.T @ weighted, (share * (original - x)).T @ weighted
+    curvature = gptq.Curvature.of(hessian.numpy(), damping + SCARCITY * weight.shape[1] / len(x))
+    return gptq.gptq(weight, curvature, grid, drift.numpy())

@@ -1,0 +1,65 @@
+"""Let ONNX Runtime's own kernel compute the experts of a layer.
+
+    y = llmforge::MoE(x, ids, weights, up, down)   becomes   w = weights at the ids, 0 elsewhere
+                                                             y = com.microsoft::MoE(x, log w, up', down') * Σ weights
+
+`x` and `y` are [batch, sequence, H], `w` is [batch·sequence, E]; `up'` [E, 2·I or I, H] and `down'` [E, H, I] are the
+transposes of `up` and `down`, with gates and the rest in turn: lazy tensors, nothing is read. The kernel weighs experts
+by a softmax, and that of log w is w / Σw.
+
+Without it, experts become a Loop that copies each chosen expert's matrices. Measured on onnxruntime 1.31.1, one
+thread, 8 of 16 experts, H 2048, I 768: a decode step takes 20 ms in place of 43.
+
+Fires for every `llmforge::MoE`
+- whose gates are SiLU, with any alpha, beta and limit, or that has no gates and ReLU, SiLU or the tanh form of GELU,
+- whose matrices are fp32 initializers that nothing else reads,
+- whose router provably makes no negative weight (`llmforge.routing`): the kernel leaves such experts out.
+
+Quantized experts have a kernel of their own, which `quantize-weights` writes; it stands in front of this pass.
+
+Numerics: rounding; the sums are the same, in another order, and weights go through log and exp.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import onnx_ir as ir
+from pydantic.dataclasses import dataclass
+
+from llmforge import graph, moe_kernels
+from llmforge.errors import UnsupportedError
+from llmforge.routing import MOE
+from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+
+
+@dataclass(frozen=True)
+class FuseExperts(Pass):
+    """Let ONNX Runtime's own kernel compute the experts of a layer."""
+
+    name: ClassVar[str] = "fuse-experts"
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        """Rewrite every `llmforge::MoE` of `model` that the kernel computes.
+
+        Raises:
+            UnsupportedError: the target is no CPU with ONNX Runtime, whose operator this is.
+        """
+        if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
+            raise UnsupportedError(
+                f"{self.name}: target {context.target.name} is no CPU that runs ONNX Runtime, whose kernel this is",
+                hint=f"leave {self.name} out of the recipe, or choose a CPU target",
+            )
+        changes = Changes()
+        for node in [node for node in model.graph if (node.domain, node.op_type) == MOE]:
+            reason = moe_kernels.obstacle(node)
+            if reason is not None:
+                changes.skipped.append(Skipped(str(node.name), f"{reason}; the experts stay a loop"))
+                continue
+            experts = moe_kernels.of(node)
+            changes.rewritten.append(Rewritten(str(node.name), f"{experts.count} experts are one com.microsoft::MoE"))
+            moe_kernels.fuse(model, experts)
+        if changes:
+            graph.drop_unused(model)
+        return changes
