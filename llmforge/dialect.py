@@ -245,7 +245,6 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Min"): _MANY,
     ("", "ReduceMean"): _REDUCTION,
     # written by passes
-    ("", "Log"): _POINTWISE,
     ("com.microsoft", "GroupQueryAttention"): Operator(
         (
             _in("query", FLOATS, 3),
