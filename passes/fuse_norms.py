@@ -29,7 +29,6 @@ import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
 from llmforge import graph
-from llmforge.errors import UnsupportedError
 from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _FUSED = "SkipSimplifiedLayerNormalization"
@@ -49,12 +48,7 @@ class FuseNorms(Pass):
         Raises:
             UnsupportedError: the target has no ONNX Runtime, whose operator this is.
         """
-        if "onnxruntime" not in context.target.engines:
-            raise UnsupportedError(
-                f"{self.name}: target {context.target.name} runs {', '.join(context.target.engines)}; {_FUSED} is an "
-                "operator of ONNX Runtime",
-                hint=f"leave {self.name} out of the recipe",
-            )
+        context.require_onnxruntime(self.name, f"{_FUSED} is an operator of ONNX Runtime")
         changes = Changes()
         for norm in list(model.graph):
             if norm.domain or norm.op_type != "RMSNormalization":
