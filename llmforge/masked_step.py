@@ -23,6 +23,7 @@ class MaskedStep(Builder):
     """
 
     _sizes: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    _extents: dict[ir.Value, ir.Value] = field(default_factory=dict)
     _counts: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def cache_lengths(self, node: ir.Node) -> None:
@@ -30,8 +31,7 @@ class MaskedStep(Builder):
         (mask,) = _inputs(node)
         last = self._add(node, "Sub", [self._count(mask), self._constant("one", 1)])  # [B, 1]
         last = self._add(node, "Squeeze", [last, self._constant("axis_1", [1])])
-        size = self._add(node, "Squeeze", [self._size(mask)])
-        for old, new in zip(node.outputs, (last, size), strict=True):
+        for old, new in zip(node.outputs, (last, self._extent(mask)), strict=True):
             g.supersede(old, self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}))
 
     def token_order(self, node: ir.Node) -> None:
@@ -41,7 +41,7 @@ class MaskedStep(Builder):
         first = self._add(node, "ArgMax", [mask], {"axis": 1, "keepdims": 1})  # [B, 1]
         alone = self._add(node, "Equal", [size, self._size(mask)])  # the mask covers this step and no past
         padding = self._add(node, "Where", [alone, first, zero])  # [B, 1]
-        steps = self._add(node, "Range", [zero, self._add(node, "Squeeze", [size]), self._constant("one", 1)])  # [S]
+        steps = self._add(node, "Range", [zero, self._extent(ids), self._constant("one", 1)])  # [S]
         for old, turn in zip(node.outputs, ("Add", "Sub"), strict=False):
             if old.uses():
                 moved = self._add(node, turn, [steps, padding])
@@ -50,8 +50,8 @@ class MaskedStep(Builder):
     def row_places(self, node: ir.Node) -> None:
         """Replace `RowPlaces`: (rows [R], mask [B, T], ids [B, S]) → int64 [B, R]."""
         rows, mask, ids = _inputs(node)
-        tokens = self._add(node, "Min", [self._count(mask), self._size(ids)])  # [B, 1]
-        tokens = self._add(node, "Max", [tokens, self._constant("one", 1)])  # a row of padding alone: no division by 0
+        # At least 1, for a row of padding alone: its remainder would be a division by 0.
+        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._extent(ids)])  # [B, 1]
         g.supersede(node.outputs[0], self._add(node, "Mod", [rows, tokens]))
 
     def _count(self, mask: ir.Value) -> ir.Value:
@@ -65,6 +65,12 @@ class MaskedStep(Builder):
         if x not in self._sizes:
             self._sizes[x] = self._first("Shape", [x], {"start": 1, "end": 2})
         return self._sizes[x]
+
+    def _extent(self, x: ir.Value) -> ir.Value:
+        """Read the size of axis 1 as a scalar."""
+        if x not in self._extents:
+            self._extents[x] = self._first("Squeeze", [self._size(x)])
+        return self._extents[x]
 
 
 def _inputs(node: ir.Node) -> list[ir.Value]:

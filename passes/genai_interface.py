@@ -134,9 +134,7 @@ def _order_tokens(model: ir.Model, mask: ir.Value) -> ir.Value:
     fed = [inputs[name] for name in (interface.INPUT_IDS, interface.POSITION_IDS) if name in inputs]
     readers = {value: tuple(value.uses()) for value in fed}
     first = model.graph[0]
-    order, back = graph.insert(
-        first, "TokenOrder", [mask, fed[0]], domain="llmforge", outputs=2, name="token_order"
-    )
+    order, back = graph.insert(first, "TokenOrder", [mask, fed[0]], domain="llmforge", outputs=2, name="token_order")
     for value in (order, back):
         value.type, value.shape = fed[0].type, fed[0].shape
     order.name, back.name = "token_order", "token_order.back"

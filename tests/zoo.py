@@ -146,7 +146,11 @@ def write(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
     Weights are scaled so that logits have a standard deviation of about 0.6; norms and biases are not trivial.
     """
     kind, own = ZOO[name]
-    config = getattr(transformers, kind)(**{**BASE, **own, **changes})
+    save(getattr(transformers, kind)(**{**BASE, **own, **changes}), folder, dtype)
+
+
+def save(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a checkpoint of `config` with such weights, and a tokenizer."""
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
