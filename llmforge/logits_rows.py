@@ -9,7 +9,6 @@ import onnx_ir as ir
 from llmforge import graph, interface
 from llmforge.errors import UnsupportedError
 
-
 Logits = Literal["all", "last"]
 
 
