@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,22 +11,17 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
-import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llmforge import dialect, passes
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
 from llmforge.verify_trace import verify_trace
 
-from . import graphs, zoo
+from . import edited_llama, graphs, zoo
 
 TOLERANCE = 1e-5
 # What transformers' source of Llama calls its parts, and what another author might.
 OTHER_NAMES = {
-    r"\bLlama(?=[A-Z])": "Drover",  # before what follows, which meets Drover
-    r"\bllama\b": "drover",
-    r"configuration_llama": "configuration_drover",
     r"\bDroverRMSNorm\b": "DroverLeveller",
     r"\bDroverAttention\b": "DroverMixer",
     r"\bDroverDecoderLayer\b": "DroverStage",
@@ -48,32 +41,17 @@ OTHER_NAMES = {
 
 
 def renamed(source: str) -> str:
-    """Rename what the source calls its parts; its imports of transformers become absolute."""
-    source = re.sub(r"^from \.\.\.(\w*)", lambda m: f"from transformers{'.' * bool(m[1])}{m[1]}", source, flags=re.M)
+    """Rename what the source calls its parts."""
     for pattern, name in OTHER_NAMES.items():
         source = re.sub(pattern, name, source)
     return source
 
 
 @pytest.fixture
-def drover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A package with Llama under other names, registered with transformers as any library may do it."""
-    package = tmp_path / "drover_models"
-    package.mkdir()
-    llama = Path(transformers.models.llama.__file__).parent
-    (package / "__init__.py").write_text("")
-    for kind in ("configuration", "modeling"):
-        (package / f"{kind}_drover.py").write_text(renamed((llama / f"{kind}_llama.py").read_text()))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    configuration = importlib.import_module("drover_models.configuration_drover")
-    modeling = importlib.import_module("drover_models.modeling_drover")
-    transformers.AutoConfig.register("drover", configuration.DroverConfig)
-    transformers.AutoModelForCausalLM.register(configuration.DroverConfig, modeling.DroverForCausalLM)
-    yield modeling
-    CONFIG_MAPPING._extra_content.pop("drover")
-    transformers.AutoModelForCausalLM._model_mapping._extra_content.pop(configuration.DroverConfig)
-    for name in [name for name in sys.modules if name.startswith("drover_models")]:
-        del sys.modules[name]
+def drover(tmp_path: Path) -> Iterator[ModuleType]:
+    """Llama of which no part is called what transformers calls it."""
+    with edited_llama.registered(tmp_path, renamed) as modeling:
+        yield modeling
 
 
 def operators(model: ir.Model) -> Counter[str]:

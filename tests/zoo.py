@@ -190,7 +190,7 @@ def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, ca
 
     The reference runs each row of the batch alone and whole, without a cache.
     """
-    session = _session(model)
+    session = standard_session(model)
     names = [value.name for value in session.get_inputs()]
     rng = np.random.default_rng(0)
     total = sum(schedule.further)
@@ -224,8 +224,8 @@ def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, ca
     return worst
 
 
-def _session(model: ir.Model) -> ort.InferenceSession:
-    """Load a model whose weights are lazy, without ONNX Runtime's own graph optimizations."""
+def standard_session(model: ir.Model) -> ort.InferenceSession:
+    """Load a standard ONNX model whose weights are lazy, without ONNX Runtime's own graph optimizations."""
     loaded = model.clone()
     for name, value in loaded.graph.initializers.items():
         assert value.const_value is not None
