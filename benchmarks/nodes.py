@@ -137,18 +137,20 @@ def theirs(folder: Path, expected: NDArray[np.float32], ids: NDArray[np.int64], 
     options.intra_op_num_threads = 1
     try:
         session = ort.InferenceSession(file, options, ["CPUExecutionProvider"])
-        built.difference = _drive(session, expected, ids)
+        config = transformers.AutoConfig.from_pretrained(folder.parent / "checkpoint")
+        built.difference = _drive(session, config, expected, ids)
     except Exception as error:  # noqa: BLE001  # whatever ONNX Runtime says of a peer's graph is a result
         built.error = f"ONNX Runtime: {str(error).splitlines()[0][-200:]}"
     return built
 
 
-def _drive(session: ort.InferenceSession, expected: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
+def _drive(session: ort.InferenceSession, config: Any, expected: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
     """Return the largest |Δlogit| over a prompt (its last row) and decode steps, one sequence, no padding."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     cache = {
-        value.name: np.zeros(
-            [1 if axis == 0 else dim if isinstance(dim, int) else 0 for axis, dim in enumerate(value.shape)], np.float32
-        )
+        value.name: np.zeros((1, kv_heads, 0, head_dim), np.float32)
         for value in session.get_inputs()
         if value.name.startswith("past_key_values.")
     }

@@ -304,6 +304,17 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         {"epsilon": "float!"},
         outputs=4,
     ),
+    ("com.microsoft", "SkipLayerNormalization"): Operator(
+        (
+            _in("input"),
+            _in("skip"),
+            _in("gamma", FLOATS, 1),
+            _in("beta", FLOATS, 1, optional=True),
+            _in("bias", FLOATS, 1, optional=True),
+        ),
+        {"epsilon": "float!"},
+        outputs=4,
+    ),
     ("", "SimplifiedLayerNormalization"): Operator(  # ONNX Runtime's, in the standard domain
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}, outputs=2
     ),
