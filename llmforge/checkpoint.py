@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from tokenizers import Tokenizer
 
+from llmforge import versions
 from llmforge.errors import CheckpointError, UnsupportedError
 from llmforge.progress import Progress, Silent
 from llmforge.shards import WEIGHTS_INDEX, read_headers, weight_files
@@ -72,7 +73,9 @@ class Checkpoint:
         Raises:
             CheckpointError: the folder is not a usable checkpoint.
             UnsupportedError: its architecture is unknown, or its weights are already quantized.
+            VersionMismatch: another transformers or torch is installed than this llmforge was proven with.
         """
+        versions.check()
         folder = path.absolute()
         settings = _read_settings(folder)
         tokenizer_settings = _read_optional(folder / TOKENIZER_CONFIG)

@@ -166,7 +166,13 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         outputs=2,
     ),
     ("llmforge", "GrowingAttention"): _attention_over(_in("attention_mask", _I64, 2)),  # by optimum-interface
-    ("llmforge", "CacheLengths"): Operator((_in("attention_mask", _I64, 2),), outputs=2),  # by genai-interface
+    # written by genai-interface
+    ("llmforge", "CacheLengths"): Operator((_in("attention_mask", _I64, 2),), outputs=2),
+    ("llmforge", "TokenOrder"): Operator((_in("attention_mask", _I64, 2), _in("input_ids", _I64, 2)), outputs=2),
+    ("llmforge", "RowPlaces"): Operator(
+        (_in("logits_rows", _I64, 1), _in("attention_mask", _I64, 2), _in("input_ids", _I64, 2))
+    ),
+    ("", "GatherND"): Operator((_in("data", ANY), _in("indices", _I64)), {"batch_dims": "int"}),
     ("", "RMSNormalization"): Operator(
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}
     ),
@@ -214,7 +220,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         (_in("x"), _in("k", _I64, 1)), {"axis": "int", "largest": "int", "sorted": "int"}, outputs=2
     ),
     ("", "ArgMax"): Operator((_in("x"),), {"axis": "int!", "keepdims": "int", "select_last_index": "int"}),
-    ("", "GatherElements"): Operator((_in("data"), _in("indices", _I64)), {"axis": "int!"}),
+    ("", "GatherElements"): Operator((_in("data", NUMBERS), _in("indices", _I64)), {"axis": "int!"}),
     ("", "ReduceSum"): _REDUCTION,
     ("", "ReduceMax"): _REDUCTION,
     ("", "Unsqueeze"): _AXES,
@@ -348,6 +354,17 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         {"epsilon": "float!"},
         outputs=4,
     ),
+    ("com.microsoft", "SkipLayerNormalization"): Operator(
+        (
+            _in("input"),
+            _in("skip"),
+            _in("gamma", FLOATS, 1),
+            _in("beta", FLOATS, 1, optional=True),
+            _in("bias", FLOATS, 1, optional=True),
+        ),
+        {"epsilon": "float!"},
+        outputs=4,
+    ),
     ("", "SimplifiedLayerNormalization"): Operator(  # ONNX Runtime's, in the standard domain
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}, outputs=2
     ),
@@ -369,7 +386,6 @@ OWN_ATTENTION: Mapping[tuple[str, str], Operator] = {
     ("", "Tile"): Operator((_in("x", NUMBERS | _BOOL), _in("repeats", _I64, 1))),
     ("", "CastLike"): Operator((_in("x", ANY), _in("like", ANY)), {"saturate": "int"}),
     ("", "CumSum"): Operator((_in("x", NUMBERS), _in("axis", _I64 | _I32)), {"exclusive": "int", "reverse": "int"}),
-    ("", "GatherND"): Operator((_in("data", NUMBERS | _BOOL), _in("indices", _I64)), {"batch_dims": "int"}),
     ("", "ScatterElements"): Operator(
         (_in("data", NUMBERS), _in("indices", _I64), _in("updates", NUMBERS)), {"axis": "int!", "reduction": "string"}
     ),

@@ -6,7 +6,7 @@ additive one by head, where scores have a bias by position.
 `llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
 written stands in `llmforge.recurrence`.
 `llmforge::GrowingAttention` becomes two Concat, of past and new, and the same Attention under a mask that the graph's
-`attention_mask` narrows. `llmforge::CacheLengths` becomes a sum and a size.
+`attention_mask` narrows. What reads that mask in place of lengths stands in `llmforge.masked_step`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import onnx_ir as ir
 from llmforge import graph as g
 from llmforge import interface, moe
 from llmforge.building import PREFIX, Builder
+from llmforge.masked_step import MaskedStep
 from llmforge.recurrence import Recurrence
 
 Places = tuple[ir.Value, ir.Value]  # slots [T], and those of the queries [B, S, 1] or [S, 1]: int64
@@ -29,11 +30,13 @@ HIDDEN_SLOT = np.float32(np.finfo(np.float32).min)  # added to a masked score: e
 def expand(model: ir.Model) -> ir.Model:
     """Clone `model` with every `llmforge` operator written as standard ONNX; tensors are shared, not copied."""
     clone = model.clone()
-    attention, recurrence = _Expansion(clone), Recurrence(clone)
+    attention, recurrence, masked = _Expansion(clone), Recurrence(clone), MaskedStep(clone)
     rules = {
         "Attention": attention.attention,
         "GrowingAttention": attention.growing_attention,
-        "CacheLengths": attention.cache_lengths,
+        "CacheLengths": masked.cache_lengths,
+        "TokenOrder": masked.token_order,
+        "RowPlaces": masked.row_places,
         "CausalConv": recurrence.causal_conv,
         "LinearAttention": recurrence.linear_attention,
     }
@@ -73,15 +76,6 @@ class _Expansion(Builder):
         values = self._add(node, "Concat", [past_value, self._split(node, v, kv_heads)], {"axis": 2})
         places = self._growing_places(past_key, held)
         self._attend(node, keys, values, places, self._mask(node.attributes.get_int("window"), places, held))
-
-    def cache_lengths(self, node: ir.Node) -> None:
-        """Replace `llmforge::CacheLengths`: int64 [B, T] → int32 [B], the ones of each row less 1; int32 scalar T."""
-        mask = _present(node, 0)
-        count = self._add(node, "ReduceSum", [mask, self._constant("axis_1", [1])], {"keepdims": 0})
-        last = self._add(node, "Sub", [count, self._constant("one", 1)])
-        size = self._add(node, "Squeeze", [self._add(node, "Shape", [mask], {"start": 1, "end": 2})])
-        for old, new in zip(node.outputs, (last, size), strict=True):
-            g.supersede(old, self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}))
 
     def _attend(self, node: ir.Node, keys: ir.Value, values: ir.Value, places: Places, mask: ir.Value) -> None:
         """Replace `node` by Attention over `keys` and `values`, which are its presents, under `mask`."""

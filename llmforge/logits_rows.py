@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import onnx_ir as ir
 
 from llmforge import graph, interface
 from llmforge.errors import UnsupportedError
+
+Logits = Literal["all", "last"]
+
+
+def offer(model: ir.Model, logits: Logits) -> tuple[str, str]:
+    """Give logits of all rows, or of the last alone; return the node or output that changed, and how.
+
+    Raises:
+        UnsupportedError: the selection of rows is not one that can be changed.
+    """
+    if logits == "all":
+        return give_all(model), "logits of every token"
+    declare_last(model)
+    return interface.LOGITS, "declared as the last token's"
 
 
 def give_all(model: ir.Model) -> str:
@@ -16,7 +32,7 @@ def give_all(model: ir.Model) -> str:
     Raises:
         UnsupportedError: the selection is not one Gather of the sequence.
     """
-    rows, selection = _selection(model)
+    rows, selection = find_selection(model)
     name, selected, every = str(selection.name), selection.outputs[0], selection.inputs[0]
     assert every is not None
     graph.replace(selected, every)
@@ -36,7 +52,7 @@ def declare_last(model: ir.Model) -> None:
     Raises:
         UnsupportedError: the selection is not one Gather of the sequence, or its default is not the last row.
     """
-    rows, _ = _selection(model)
+    rows, _ = find_selection(model)
     default = rows.const_value
     if default is None or default.numpy().tolist() != [-1]:
         raise UnsupportedError(f"the default of {interface.LOGITS_ROWS} is not [-1], the last row")
@@ -45,8 +61,12 @@ def declare_last(model: ir.Model) -> None:
     logits.shape = ir.Shape([logits.shape[0], 1, logits.shape[2]])
 
 
-def _selection(model: ir.Model) -> tuple[ir.Value, ir.Node]:
-    """Find `logits_rows` and the one Gather [batch, sequence, …] → [batch, rows, …] that reads it."""
+def find_selection(model: ir.Model) -> tuple[ir.Value, ir.Node]:
+    """Find `logits_rows` and the one Gather [batch, sequence, …] → [batch, rows, …] that reads it.
+
+    Raises:
+        UnsupportedError: something else reads it.
+    """
     rows = _input(model, interface.LOGITS_ROWS)
     uses = tuple(rows.uses())
     node = uses[0].node if len(uses) == 1 else None

@@ -253,8 +253,7 @@ class _Job:
             progress=self.progress,
         )
         engines.write_tokenizer(self.checkpoint, staging / "tokenizer")
-        if (loads := interop.write(lowered, engine, self.checkpoint)) is not None:
-            self.notes.append(f"interface: {loads} loads the folder engine/")
+        self.notes += [f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)]
         return engine
 
     def measure(self, staging: Path, engine: engines.Engine, model: ir.Model) -> _Evidence:

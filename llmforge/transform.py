@@ -10,6 +10,7 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmforge.errors import UnsupportedError
 from llmforge.statistics import Demand, Statistics
 from llmforge.targets import Target
 
@@ -63,6 +64,18 @@ class Context:
 
     target: Target
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
+
+    def require_onnxruntime(self, step: str, why: str) -> None:
+        """Return if the target has ONNX Runtime, which the pass `step` wants; `why` says for what, as a sentence.
+
+        Raises:
+            UnsupportedError: it has not.
+        """
+        if "onnxruntime" not in self.target.engines:
+            raise UnsupportedError(
+                f"{step}: target {self.target.name} runs {', '.join(self.target.engines)}; {why}",
+                hint=f"leave {step} out of the recipe",
+            )
 
 
 class Pass(ABC):

@@ -37,7 +37,6 @@ import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
 from llmforge import graph, interface
-from llmforge.errors import UnsupportedError
 from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _HEAD_MULTIPLE = 8
@@ -70,12 +69,7 @@ class FlashAttention(Pass):
         Raises:
             UnsupportedError: the target has no ONNX Runtime, whose operator this is.
         """
-        if "onnxruntime" not in context.target.engines:
-            raise UnsupportedError(
-                f"{self.name}: target {context.target.name} runs {', '.join(context.target.engines)}; "
-                "GroupQueryAttention is an operator of ONNX Runtime",
-                hint=f"leave {self.name} out of the recipe",
-            )
+        context.require_onnxruntime(self.name, "GroupQueryAttention is an operator of ONNX Runtime")
         changes = Changes()
         for attention in [n for n in model.graph if (n.domain, n.op_type) == ("llmforge", "Attention")]:
             reason = _obstacle(attention)

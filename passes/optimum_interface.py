@@ -20,7 +20,7 @@ Numerics: rounding, the same attention over other slots.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import onnx_ir as ir
 from pydantic import Field
@@ -44,9 +44,7 @@ class OptimumInterface(Pass):
     name: ClassVar[str] = "optimum-interface"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
 
-    logits: Annotated[Literal["all", "last"], Field(description="logits of every token, or of the last one alone")] = (
-        "all"
-    )
+    logits: Annotated[logits_rows.Logits, Field(description="logits of every token, or of the last one alone")] = "all"
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite the interface of `model`.
@@ -54,22 +52,12 @@ class OptimumInterface(Pass):
         Raises:
             UnsupportedError: the target has no ONNX Runtime, or the graph keeps state in another way.
         """
-        if "onnxruntime" not in context.target.engines:
-            raise UnsupportedError(
-                f"{self.name}: target {context.target.name} runs {', '.join(context.target.engines)}; "
-                "ORTModelForCausalLM runs ONNX Runtime's engines",
-                hint=f"leave {self.name} out of the recipe",
-            )
+        context.require_onnxruntime(self.name, "ORTModelForCausalLM runs ONNX Runtime's engines")
         if any((node.domain, node.op_type) == ("llmforge", "GrowingAttention") for node in model.graph):
             return Changes(skipped=[Skipped(interface.ATTENTION_MASK, "the graph has this interface already")])
         attentions = [node for node in model.graph if (node.domain, node.op_type) == ("llmforge", "Attention")]
         self._check(model, attentions)
-        changes = Changes()
-        if self.logits == "all":
-            changes.rewritten.append(Rewritten(logits_rows.give_all(model), "logits of every token"))
-        else:
-            logits_rows.declare_last(model)
-            changes.rewritten.append(Rewritten(interface.LOGITS, "declared as the last token's"))
+        changes = Changes([Rewritten(*logits_rows.offer(model, self.logits))])
         mask = _attention_mask(model)
         for node in attentions:
             changes.rewritten.append(Rewritten(str(node.name), "caches that grow, under attention_mask"))

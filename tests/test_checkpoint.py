@@ -18,7 +18,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from llmforge.checkpoint import Checkpoint, Geometry
+from llmforge.checkpoint import Checkpoint, Geometry, _geometry
 from llmforge.errors import CheckpointError, ForgeError, UnsupportedError
 
 from .checkpoints import CONFIG, safetensors_bytes, shapes, write_checkpoint
@@ -496,3 +496,33 @@ def test_help_does_not_pay_for_torch() -> None:
     """Importing the module is cheap: transformers, and torch with it, come with `open`."""
     code = "import sys, llmforge.checkpoint; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Sizes beside optimum's ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "GPT2Config",
+        "GPTNeoXConfig",
+        "GPTJConfig",
+        "OPTConfig",
+        "BloomConfig",
+        "FalconConfig",
+        "Phi3Config",
+        "MptConfig",
+    ],
+)
+def test_sizes_are_those_that_optimum_reads(kind: str, tmp_path: Path) -> None:
+    """optimum has a table of names by model type; here one rule serves all of them."""
+    import transformers
+    from optimum.utils import NormalizedConfigManager
+
+    config = getattr(transformers, kind)()
+    geometry = _geometry(config, tmp_path)
+    normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
+    assert geometry.layers == normalized.num_layers
+    assert geometry.hidden == normalized.hidden_size
+    assert geometry.heads == normalized.num_attention_heads
+    assert geometry.vocabulary == normalized.vocab_size

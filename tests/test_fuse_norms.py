@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
 from llmforge import targets
@@ -122,3 +123,77 @@ def test_target_without_onnxruntime_is_refused() -> None:
         FuseNorms().run(graphs.llama(), Context(target=target))
     assert error.value.hint == "leave fuse-norms out of the recipe"
     assert targets.load("cpu-avx2").engines == ("onnxruntime",)
+
+
+LAYER_NORM = "[norm] y = LayerNormalization <epsilon: float = 0.01> (total, weight, shift)\n"
+
+
+def layer_norm(body: str) -> ir.Model:
+    """Write a graph around `body` with vectors of different numbers."""
+    shape = "float[batch, sequence, 16]"
+    vectors = {"weight": 0.5, "shift": -1.0, "bias": 2.0}
+    return graphs.parse(
+        '<ir_version: 11, opset_import: ["" : 24]>\n'
+        f"block ({shape} residual, {shape} branch) => ({shape} y, {shape} other)\n"
+        f"<{shape} total, {shape} biased>\n{{\n{body}\n}}",
+        {name: np.linspace(at, at + 1, HIDDEN, dtype=np.float32) for name, at in vectors.items() if name in body},
+    )
+
+
+def run(model: ir.Model) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal((2, 3, HIDDEN)).astype(np.float32) for name in ("residual", "branch")}
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    return [np.asarray(value) for value in session.run(None, feeds)]
+
+
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [
+        (
+            '["sum"] total = Add (residual, branch)\n' + LAYER_NORM + '["after"] other = Relu (total)',
+            "y, _, _, total = SkipLayerNormalization(residual, branch, weight, shift)",
+        ),
+        (
+            '["biasing"] biased = Add (branch, bias)\n["sum"] total = Add (residual, biased)\n'
+            + LAYER_NORM
+            + '["after"] other = Relu (total)',
+            "y, _, _, total = SkipLayerNormalization(residual, branch, weight, shift, bias)",
+        ),
+        (
+            '["biasing"] biased = Add (bias, residual)\n["sum"] total = Add (biased, branch)\n'
+            + LAYER_NORM.replace(", shift", "")
+            + '["after"] other = Relu (total)',
+            "y, _, _, total = SkipLayerNormalization(residual, branch, weight, _, bias)",
+        ),
+        (
+            '["biasing"] biased = Add (branch, bias)\n["sum"] total = Add (residual, biased)\n'
+            "[norm] y = RMSNormalization <epsilon: float = 0.01> (total, weight)\n"
+            '["after"] other = Relu (total)',
+            "y, _, _, total = SkipSimplifiedLayerNormalization(residual, branch, weight, bias)",
+        ),
+        (  # something else reads the biased branch
+            '["biasing"] biased = Add (branch, bias)\n["sum"] total = Add (residual, biased)\n'
+            + LAYER_NORM
+            + '["after"] other = Relu (biased)',
+            "y = SkipLayerNormalization(residual, biased, weight, shift)",
+        ),
+    ],
+    ids=["layer-norm", "bias", "bias-of-the-residual", "bias-rms", "shared-bias"],
+)
+def test_layer_norms_and_biases_are_taken_in(body: str, written: str) -> None:
+    model = layer_norm(body)
+    expected = run(model)
+    assert FuseNorms().run(model, graphs.CPU)
+    assert graphs.lines(model, ["SkipLayerNormalization", "SkipSimplifiedLayerNormalization"]) == [written]
+    for got, wanted in zip(run(model), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+    assert not FuseNorms().run(model, graphs.CPU)
+
+
+def test_a_shift_of_another_width_is_left_alone() -> None:
+    model = layer_norm('["sum"] total = Add (residual, branch)\n' + LAYER_NORM + '["after"] other = Relu (total)')
+    value = model.graph.initializers["shift"]
+    value.shape = ir.Shape([1])
+    changes = FuseNorms().run(model, graphs.CPU)
+    assert [skipped.reason for skipped in changes.skipped] == ["its shift is (1,); wanted (16,)"]

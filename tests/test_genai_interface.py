@@ -9,6 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge import dialect, graph, interface
 from llmforge.errors import UnsupportedError
@@ -33,6 +35,14 @@ def open_(model: ir.Model) -> Session:
     return open_session(model, Weights(), 1)
 
 
+def standard(model: ir.Model) -> onnxruntime.InferenceSession:
+    """Open `model` as a runtime of others does."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # fatal
+    serialized = ir.to_proto(dialect.expand(model)).SerializeToString()
+    return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+
+
 def inputs(model: ir.Model) -> dict[str, tuple[int | str | None, ...] | None]:
     values = {str(value.name): graph.dims(value) for value in model.graph.inputs}
     return {name: dims for name, dims in values.items() if not name.startswith("past_key_values.")}
@@ -42,14 +52,18 @@ def test_lengths_follow_from_the_mask(tmp_path: Path) -> None:
     model = lowered(graphs.Llama(layers=1))
     changes, verification = graphs.prove(GenaiInterface(), model, tmp_path)
     assert verification.max_abs_difference == 0.0
-    assert graphs.lines(model, ["CacheLengths", "GroupQueryAttention"]) == [
+    assert graphs.lines(model, ["CacheLengths", "TokenOrder", "GatherElements", "GatherND", "GroupQueryAttention"]) == [
+        "token_order, token_order.back = TokenOrder(attention_mask, input_ids)",
+        "input_ids.ordered = GatherElements(input_ids, token_order)",
         f"{LENGTHS} = CacheLengths(attention_mask)",
         "l0_attended, present.0.key, present.0.value = GroupQueryAttention("
         f"l0_q, l0_k, l0_v, past_key_values.0.key, past_key_values.0.value, {LENGTHS}, cos, sin)",
+        "tokens = GatherND(normed, token_places)",
     ]
     assert [(change.node, change.what) for change in changes.rewritten] == [
-        ("selected_node", "logits of every token"),
         ("cache_lengths", "seqlens_k and total_sequence_length follow from attention_mask"),
+        ("token_order", "tokens of each row at its beginning, however it is padded"),
+        ("selected_node", "logits of every token"),
     ]
     assert inputs(model) == {
         "input_ids": ("batch", "sequence"),
@@ -64,7 +78,74 @@ def test_logits_of_the_last_token_are_declared_so(tmp_path: Path) -> None:
     graphs.prove(GenaiInterface(logits="last"), model, tmp_path)
     assert inputs(model).keys() == {"input_ids", "logits_rows", "attention_mask"}
     assert graph.dims(model.graph.outputs[0]) == ("batch", 1, 96)
-    assert len(graphs.find(model, "Gather")) == 2
+    assert graphs.lines(model, ["RowPlaces", "GatherND"]) == [
+        "row_places = RowPlaces(logits_rows, attention_mask, input_ids)",
+        "selected = GatherND(normed, token_places)",
+    ]
+
+
+def padded(rows: list[list[int]], side: str, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pad `rows` to `width` as a runtime of others does; return ids and mask [batch, width]."""
+    ids, mask = np.zeros((2, len(rows), width), np.int64)
+    for b, row in enumerate(rows):
+        real = slice(width - len(row), None) if side == "left" else slice(len(row))
+        ids[b, real], mask[b, real] = row, 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("logits", ["all", "last"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("spec", [graphs.Llama(), graphs.Llama(head_dim=8)], ids=["folded", "position_ids"])
+def test_a_batch_may_be_padded_on_either_side(spec: graphs.Llama, side: str, logits: str) -> None:
+    """A ragged prompt and a decode step over caches that grow, as transformers feeds them, beside each row alone."""
+    model = lowered(spec)
+    before = open_(model)
+    GenaiInterface(logits=logits).run(model, graphs.CPU)  # type: ignore[arg-type]
+    session = standard(model)
+    names = [value.name for value in session.get_inputs()]
+    rows = [[5, 6, 7, 8, 9], [9, 1], [3, 4, 8]]
+    ids, mask = padded(rows, side, 5)
+    past = {name: np.zeros((3, 2, 0, spec.head_dim), np.float32) for name in names if name.startswith("past")}
+    feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": np.maximum(mask.cumsum(1) - 1, 0), **past}
+    first, *presents = session.run(None, {name: feeds[name] for name in names})
+    mask = np.concatenate([mask, np.ones((3, 1), np.int64)], 1)
+    feeds = {"input_ids": np.array([[11], [12], [13]]), "attention_mask": mask}
+    feeds |= {"position_ids": np.array([[5], [2], [3]]), **dict(zip(past, presents, strict=True))}
+    second, *_ = session.run(None, {name: feeds[name] for name in names})
+    for b, row in enumerate(rows):
+        cache = before.allocate(1, 8)
+        alone = before.step(np.array([row]), np.zeros(1, np.int32), cache, np.arange(len(row)))[0]
+        got = first[b, mask[b, :5] == 1] if logits == "all" else first[b]
+        np.testing.assert_allclose(got, alone if logits == "all" else alone[-1:], rtol=0, atol=1e-5)
+        then = before.step(np.array([[11 + b]]), np.array([len(row)], np.int32), cache)[0]
+        np.testing.assert_allclose(second[b], then, rtol=0, atol=1e-5)
+
+
+def test_a_continuation_of_a_row_that_was_padded_on_the_left() -> None:
+    """The mask still begins with padding, and the step has none."""
+    model = lowered()
+    before = open_(model)
+    GenaiInterface(logits="last").run(model, graphs.CPU)
+    session = standard(model)
+    names = [value.name for value in session.get_inputs() if value.name.startswith("past")]
+    past = {name: np.zeros((1, 2, 0, 16), np.float32) for name in names}
+    ids, mask = padded([[5, 6, 7]], "left", 5)
+    _, *presents = session.run(None, {"input_ids": ids, "attention_mask": mask, **past})
+    feeds = {"input_ids": np.array([[8, 9, 10]]), "attention_mask": np.array([[0, 0, 1, 1, 1, 1, 1, 1]])}
+    logits, *_ = session.run(None, {**feeds, **dict(zip(names, presents, strict=True))})
+    alone = before.step(np.array([[5, 6, 7, 8, 9, 10]]), np.zeros(1, np.int32), before.allocate(1, 8))
+    np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-5)
+
+
+def test_a_row_of_padding_alone_ends_with_an_error_and_not_with_the_process() -> None:
+    model = lowered()
+    GenaiInterface(logits="last").run(model, graphs.CPU)
+    session = standard(model)
+    names = [value.name for value in session.get_inputs() if value.name.startswith("past")]
+    past = {name: np.zeros((2, 2, 0, 16), np.float32) for name in names}
+    ids, mask = padded([[5, 6], []], "right", 2)
+    with pytest.raises(ort_errors.InvalidArgument, match="seqlens_k"):
+        session.run(None, {"input_ids": ids, "attention_mask": mask, **past})
 
 
 @pytest.mark.parametrize(
@@ -124,9 +205,7 @@ def test_cache_lengths_are_what_the_mask_says() -> None:
         '{\n["lengths"] seqlens_k, total_sequence_length = llmforge.CacheLengths (attention_mask)\n}',
         {},
     )
-    session = onnxruntime.InferenceSession(
-        ir.to_proto(dialect.expand(model)).SerializeToString(), providers=["CPUExecutionProvider"]
-    )
+    session = standard(model)
     lengths, total = session.run(None, {"attention_mask": np.array([[1, 1, 1, 0, 1], [1, 0, 0, 0, 0]])})
     assert (lengths.tolist(), lengths.dtype) == ([3, 0], np.int32)
     assert (total.tolist(), total.dtype) == (5, np.int32)

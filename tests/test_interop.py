@@ -37,7 +37,7 @@ class Built:
     checkpoint: Checkpoint
     model: ir.Model
     engine: Engine
-    loads: str | None
+    notes: tuple[str, ...]
 
     @property
     def files(self) -> set[str]:
@@ -86,7 +86,10 @@ def tiny(tmp_path: Path) -> Path:
 
 def test_genai_config_holds_what_the_engine_is(tiny: Path, tmp_path: Path) -> None:
     built = build(tiny, tmp_path / "artifact", GENAI)
-    assert built.loads == "onnxruntime-genai"
+    assert built.notes == (
+        "onnxruntime-genai loads the folder engine/",
+        "ORTModelForCausalLM of optimum-onnx loads the folder engine/",
+    )
     assert json.loads((built.engine.folder / "genai_config.json").read_text()) == {
         "model": {
             "type": "decoder",
@@ -131,6 +134,7 @@ def test_genai_config_holds_what_the_engine_is(tiny: Path, tmp_path: Path) -> No
     assert built.files == {
         *("model.onnx", "model.onnx.data", "runtime.json"),
         *("genai_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("config.json", "generation_config.json"),  # of optimum-onnx
     }
 
 
@@ -162,7 +166,7 @@ def test_genai_wants_an_end_of_sequence_token(tmp_path: Path) -> None:
 
 def test_optimum_gets_the_configurations_as_they_are(tiny: Path, tmp_path: Path) -> None:
     built = build(tiny, tmp_path / "artifact", OPTIMUM)
-    assert built.loads == "ORTModelForCausalLM of optimum-onnx"
+    assert built.notes == ("ORTModelForCausalLM of optimum-onnx loads the folder engine/",)
     assert built.files == {
         *("model.onnx", "model.onnx.data", "runtime.json"),
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -176,11 +180,15 @@ def test_heads_that_optimum_would_misread_are_refused(tmp_path: Path) -> None:
     write_checkpoint(folder, head_dim=32)  # 4 heads of a hidden size of 64
     with pytest.raises(UnsupportedError, match=r"has 2 heads of 32 channels; .* model type llama to have 2 of 16"):
         build(folder, tmp_path / "artifact", OPTIMUM, head_dim=32)
+    built = build(folder, tmp_path / "genai", GENAI, head_dim=32)
+    assert built.notes[0] == "onnxruntime-genai loads the folder engine/"
+    assert built.notes[1].startswith("not for optimum-onnx: cache past_key_values.0.key has 2 heads of 32 channels")
+    assert "config.json" not in built.files
 
 
 def test_other_engines_get_nothing(tiny: Path, tmp_path: Path) -> None:
     built = build(tiny, tmp_path / "artifact", (FlashAttention(),))
-    assert built.loads is None
+    assert built.notes == ()
     assert built.files == {"model.onnx", "model.onnx.data", "runtime.json"}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from llmforge import pipeline
 from llmforge.progress import Silent
@@ -20,6 +21,7 @@ from llmforge.recipe import Recipe
 from llmforge.runtime import Runner, Sampling, load
 
 RUNTIMES = Path(__file__).parent / "runtimes"
+RECIPES = Path(__file__).parent.parent / "recipes"
 PROMPTS = (
     "The configuration file",
     "To install the package, run",
@@ -27,7 +29,7 @@ PROMPTS = (
     "This function returns the",
     "Errors are raised when a value of another type is given, or where",
 )
-TOKENS = 32  # of each answer, as in tests/runtimes/*.py
+TOKENS = 64  # of each answer, as in tests/runtimes/*.py
 
 FUSED = ["fuse-norms", "pack-qkv", "pack-gate-up"]
 INT4 = {"quantize-weights": {"bits": 4, "block_size": 32, "method": "rtn", "budget": {"kld_mean": 0.08}}}
@@ -89,11 +91,11 @@ def answers(runner: Runner) -> list[list[int]]:
     return made
 
 
-def elsewhere(python: Path, script: str, artifact: Path, *options: str) -> dict[str, Any]:
+def elsewhere(python: Path, script: str, artifact: Path) -> dict[str, Any]:
     """Run the prompts through tests/runtimes/`script` in the environment of `python`."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(artifact), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
-        [python, RUNTIMES / script, artifact / "engine", *options],
+        [python, RUNTIMES / script, artifact / "engine"],
         input=json.dumps(PROMPTS),
         capture_output=True,
         text=True,
@@ -105,17 +107,37 @@ def elsewhere(python: Path, script: str, artifact: Path, *options: str) -> dict[
     return result
 
 
-def compare(theirs: dict[str, Any], artifact: Path, *, batch: bool) -> None:
-    """Hold tokens and text of another runtime against our own on the same artifact."""
+def compare(theirs: dict[str, Any], artifact: Path, *, batched: int = TOKENS) -> None:
+    """Hold tokens and text of another runtime against our own: one by one, and `batched` tokens of a padded batch."""
     runner = load(artifact)
     ours = answers(runner)
-    assert all(len(row) == TOKENS for row in ours)
+    assert sum(len(row) == TOKENS for row in ours) >= 3  # the others end before
     assert len({tuple(row) for row in ours}) == len(PROMPTS)  # the model answers the prompt
     assert theirs["ids"] == [runner.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     assert theirs["alone"] == ours
     assert theirs["texts"] == [runner.tokenizer.decode(row) for row in ours]
-    if batch:  # prompts of unequal lengths, padded
-        assert theirs["batch"] == ours
+    cut = [own[:batched] for own in ours]
+    assert [row[: len(own)] for row, own in zip(theirs["batch"], cut, strict=True)] == cut  # then padding
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifact of recipes/quickstart.yaml, as it ships; its measurements, which change no byte of it, left out."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    recipe = YAML(typ="safe").load(RECIPES / "quickstart.yaml")
+    del recipe["validation"], recipe["gates"]
+    recipe["checkpoint"] = str(RECIPES / recipe["checkpoint"])
+    recipe["calibration"]["data"] = str(RECIPES / recipe["calibration"]["data"])
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    return pipeline.build(Recipe.load(folder / "recipe.yaml"), folder, Silent()).path
+
+
+def test_the_quickstart_artifact_gives_the_same_text_in_onnxruntime_genai(quickstart: Path, genai: Path) -> None:
+    compare(elsewhere(genai, "answer_with_genai.py", quickstart), quickstart)
+
+
+def test_the_quickstart_artifact_gives_the_same_text_in_optimum(quickstart: Path, optimum: Path) -> None:
+    compare(elsewhere(optimum, "answer_with_optimum.py", quickstart), quickstart)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +150,7 @@ def test_onnxruntime_genai_gives_the_same_text(
 ) -> None:
     passes = [*FUSED, "flash-attention", *quantized, {"genai-interface": {"logits": logits}}]
     artifact = build(tmp_path / "build", data, passes)
-    options = ["--batch"] if logits == "all" else []
-    compare(elsewhere(genai, "answer_with_genai.py", artifact, *options), artifact, batch=logits == "all")
+    compare(elsewhere(genai, "answer_with_genai.py", artifact), artifact)
 
 
 @pytest.mark.parametrize(
@@ -140,5 +161,7 @@ def test_optimum_gives_the_same_text(
 ) -> None:
     artifact = build(tmp_path / "build", data, [*FUSED, *quantized, {"optimum-interface": {"logits": logits}}])
     theirs = elsewhere(optimum, "answer_with_optimum.py", artifact)
-    compare(theirs, artifact, batch=True)
+    # A row that is padded attends over other slots, in another order of sums; under int4 activations are rounded again,
+    # and after some tens of tokens of a text that repeats itself two candidates come to within that.
+    compare(theirs, artifact, batched=32)
     assert theirs["logits"] == [1, len(theirs["ids"][0]) if logits == "all" else 1, 8192]

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.metadata
 import json
 import weakref
 from collections import Counter
@@ -540,47 +538,6 @@ class Norm(torch.nn.Module):
 )
 def test_a_norm_is_recognized_by_what_it_computes(norm: Norm, expected: tuple[float, float] | None) -> None:
     assert norms.probe(norm, 16, [norm.variance_epsilon, norm.other_epsilon]) == expected
-
-
-HOOKS = [
-    "torch._subclasses.fake_tensor:FakeTensorMode",
-    "torch.utils._python_dispatch:_disable_current_modes",
-    "torch.onnx.ops:symbolic",
-    "torch.onnx.ops:symbolic_multi_out",
-    "transformers.cache_utils:Cache",
-    "transformers.cache_utils:CacheLayerMixin",
-    "transformers.cache_utils:LinearAttentionCacheLayerMixin",
-    "transformers.conversion_mapping:get_model_conversion_mapping",
-    "transformers.core_model_loading:Concatenate",
-    "transformers.core_model_loading:MergeModulelist",
-    "transformers.core_model_loading:WeightConverter",
-    "transformers.integrations.moe:ExpertsInterface._global_mapping",
-    "transformers.core_model_loading:rename_source_key",
-    "transformers.masking_utils:AttentionMaskInterface._global_mapping",
-    "transformers.modeling_utils:AttentionInterface._global_mapping",
-    "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",
-    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
-    "transformers.models.llama.modeling_llama:ALL_ATTENTION_FUNCTIONS",
-    "transformers.models.qwen3_next.modeling_qwen3_next:causal_conv1d_fn",
-    "transformers.models.qwen3_next.modeling_qwen3_next:torch_chunk_gated_delta_rule",
-    "torch:Tensor._base",
-]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_every_hook_that_the_trace_relies_on_exists(hook: str) -> None:
-    module, _, path = hook.partition(":")
-    found: object = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    assert found is not None
-
-
-@pytest.mark.parametrize("package", ["torch", "transformers", "onnxscript", "onnx-ir"])
-def test_packages_whose_internals_are_used_are_pinned_exactly(package: str) -> None:
-    requirements = importlib.metadata.requires("llmforge") or []
-    installed = importlib.metadata.version(package).partition("+")[0]
-    assert f"{package}=={installed}" in [requirement.partition(";")[0].strip() for requirement in requirements]
 
 
 def test_bfloat16_survives_the_way_to_torch_and_back() -> None:

@@ -130,7 +130,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(mixtral: tuple[Path, ir
         for value in (shifted, node.inputs[1]):
             assert value is not None
             value.shape, value.dtype = ids.shape, ids.dtype
-    session = zoo._session(dialect.expand(poisoned))
+    session = zoo.standard_session(dialect.expand(poisoned))
     feeds: dict[str, Any] = {
         "input_ids": np.arange(6).reshape(2, 3),
         "position_ids": np.arange(3)[None].repeat(2, 0),

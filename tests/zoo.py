@@ -146,7 +146,11 @@ def write(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
     Weights are scaled so that logits have a standard deviation of about 0.6; norms and biases are not trivial.
     """
     kind, own = ZOO[name]
-    config = getattr(transformers, kind)(**{**BASE, **own, **changes})
+    save(getattr(transformers, kind)(**{**BASE, **own, **changes}), folder, dtype)
+
+
+def save(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a checkpoint of `config` with such weights, and a tokenizer."""
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -186,7 +190,7 @@ def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, ca
 
     The reference runs each row of the batch alone and whole, without a cache.
     """
-    session = _session(model)
+    session = standard_session(model)
     names = [value.name for value in session.get_inputs()]
     rng = np.random.default_rng(0)
     total = sum(schedule.further)
@@ -222,8 +226,8 @@ def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, ca
     return worst
 
 
-def _session(model: ir.Model) -> ort.InferenceSession:
-    """Load a model whose weights are lazy, without ONNX Runtime's own graph optimizations."""
+def standard_session(model: ir.Model) -> ort.InferenceSession:
+    """Load a standard ONNX model whose weights are lazy, without ONNX Runtime's own graph optimizations."""
     loaded = model.clone()
     for name, value in loaded.graph.initializers.items():
         assert value.const_value is not None

@@ -1,6 +1,7 @@
 """What runtimes of others want beside `model.onnx`, so that they load an engine folder as it is.
 
-- A graph of the pass genai-interface: `genai_config.json` and the tokenizer, for `onnxruntime_genai.Model(folder)`.
+- A graph of the pass genai-interface: `genai_config.json` and the tokenizer, for `onnxruntime_genai.Model(folder)`;
+  and what optimum-onnx wants, where it would read the model right.
 - A graph of optimum-interface: `config.json`, `generation_config.json` and the tokenizer, for
   `ORTModelForCausalLM.from_pretrained(folder)` of optimum-onnx.
 
@@ -42,30 +43,35 @@ _OPTIMUM_KV_HEADS = frozenset(
 _OPTIMUM_OTHER = frozenset({"deepseek_v3", "falcon", "gemma3", "gpt_bigcode"})
 
 
-def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> str | None:
-    """Write what the runtime that `model`, lowered, has the interface of wants in the folder of `engine`.
+def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Write what the runtimes that `model`, lowered, has the interface of want in the folder of `engine`.
 
     Returns:
-        What loads the folder, in words; None where the graph has llmforge's own interface.
+        Who loads the folder, and who does not and why, in words; () where the graph has llmforge's own interface.
 
     Raises:
-        UnsupportedError: that runtime would misread the model.
+        UnsupportedError: no runtime of others would read the model right.
     """
     inputs = {str(value.name): value for value in model.graph.inputs}
     if interface.ATTENTION_MASK not in inputs:
-        return None
+        return ()
+    notes, obstacle = [], _optimum_obstacle(model, checkpoint)
     if _grows(model):
-        _check_optimum(model, checkpoint)
-        for name in OPTIMUM_FILES:
-            if (source := checkpoint.path / name).exists():
-                (engine.folder / name).write_bytes(source.read_bytes())
-        loads = "ORTModelForCausalLM of optimum-onnx"
+        if obstacle is not None:
+            raise UnsupportedError(obstacle, hint="leave optimum-interface out of the recipe")
     else:
         text = json.dumps(genai_config(model, engine, checkpoint), indent=2, sort_keys=True) + "\n"
         (engine.folder / GENAI_FILE).write_text(text, encoding="utf-8")
-        loads = "onnxruntime-genai"
+        notes.append("onnxruntime-genai loads the folder engine/")
+    if obstacle is None:
+        for name in OPTIMUM_FILES:
+            if (source := checkpoint.path / name).exists():
+                (engine.folder / name).write_bytes(source.read_bytes())
+        notes.append("ORTModelForCausalLM of optimum-onnx loads the folder engine/")
+    else:
+        notes.append(f"not for optimum-onnx: {obstacle}")
     write_tokenizer(checkpoint, engine.folder)
-    return loads
+    return tuple(notes)
 
 
 def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -122,23 +128,23 @@ def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dic
     return {"model": described, "search": {"do_sample": False, **search, **fixed}}
 
 
-def _check_optimum(model: ir.Model, checkpoint: Checkpoint) -> None:
-    """Refuse a model whose empty caches optimum-onnx would make in another shape."""
+def _optimum_obstacle(model: ir.Model, checkpoint: Checkpoint) -> str | None:
+    """Say why optimum-onnx would make empty caches of another shape than the model's; None where it would not."""
     config = checkpoint.config
     kind = str(config.model_type)
     if kind in _OPTIMUM_OTHER:
-        raise UnsupportedError(f"optimum-onnx 0.1.0 has a cache layout of its own for model type {kind}")
+        return f"optimum-onnx 0.1.0 has a cache layout of its own for model type {kind}"
     heads = int(config.num_attention_heads)
     kv_heads = int(config.num_key_value_heads) if kind in _OPTIMUM_KV_HEADS else heads
     channels = int(config.head_dim) if kind in _OPTIMUM_HEAD_DIM else int(config.hidden_size) // heads
     for value in model.graph.inputs:
         dims = graph.dims(value)
         if interface.present_of(str(value.name)) != value.name and dims and (dims[1], dims[3]) != (kv_heads, channels):
-            raise UnsupportedError(
+            return (
                 f"cache {value.name} has {dims[1]} heads of {dims[3]} channels; optimum-onnx 0.1.0 takes model type "
-                f"{kind} to have {kv_heads} of {channels} and would feed caches that do not fit",
-                hint="leave optimum-interface out of the recipe",
+                f"{kind} to have {kv_heads} of {channels} and would feed caches that do not fit"
             )
+    return None
 
 
 def _grows(model: ir.Model) -> bool:

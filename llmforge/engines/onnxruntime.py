@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as registry
 
-from llmforge import dialect, graph
+from llmforge import dialect, folding, graph
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
@@ -64,7 +64,8 @@ def lower(model: ir.Model, target: Target) -> tuple[ir.Model, Changes]:
 
     Operators of the canonical dialect are expanded to standard ONNX, but for LinearAttention, which ONNX Runtime has a
     kernel for; `MatMul(x, Transpose(W))` of a tied head becomes FusedMatMul(x, W), so that the file holds the embedding
-    once and loading makes no transposed copy. The given model is left alone, and its tensors are shared.
+    once and loading makes no transposed copy; what is computed from small constants alone becomes one.
+    The given model is left alone, and its tensors are shared.
 
     Raises:
         UnsupportedError: the target is no CPU, or no CPU kernel exists for an operator of the graph.
@@ -80,6 +81,8 @@ def lower(model: ir.Model, target: Target) -> tuple[ir.Model, Changes]:
         recurrence.call_kernel(node)
     lowered = dialect.expand(lowered) if canonical else lowered
     changes.rewritten += _fuse_transposed_weights(lowered)
+    if folded := folding.fold(lowered):
+        changes.rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
     check_operators(lowered)
     return lowered, changes
 

@@ -178,15 +178,18 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
     assert x is not None
     assert target is not None
     first = x.producer()
-    source = first.inputs[0] if first is not None and (first.domain, first.op_type) == ("", "Reshape") else None
-    if source is not None and _known(source) and _known(y):
-        whole = _target(model, g.dims(source) or (), g.dims(y) or ())
-        if whole is not None:
-            node.replace_input_with(0, source)
-            node.replace_input_with(1, whole)  # a 0 in the old one counts axes of the reshape in front
-            node.attributes.pop("allowzero", None)
-            return True
     constant = ir.convenience.get_const_tensor(target)
+    if first is not None and first.op_type == "Reshape" and first.domain == "" and _known(y):
+        source = first.inputs[0]
+        assert source is not None
+        # A 0 of a constant target copies a dimension of what the node read before.
+        restated = _target(model, g.dims(source) or (), g.dims(y) or ()) if _known(source) else None
+        if restated is not None or constant is None or 0 not in constant.numpy():
+            node.replace_input_with(0, source)
+            if restated is not None:
+                node.replace_input_with(1, restated)
+                node.attributes.pop("allowzero", None)
+            return True
     if constant is not None and constant.numpy().tolist() == [-1] and len(g.dims(x) or ()) == 1:
         return tidy.bypass(node)
     if not (_known(x) and _known(y)):

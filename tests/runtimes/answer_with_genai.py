@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import onnxruntime_genai as og
 
-TOKENS = 32
+TOKENS = 64
 
 
 def answer(model: og.Model, batch: list[list[int]], pad: int) -> list[list[int]]:
@@ -32,7 +32,7 @@ def main() -> None:
     tokenizer = og.Tokenizer(model)
     ids = [[int(token) for token in tokenizer.encode(prompt)] for prompt in prompts]
     alone = [answer(model, [row], tokenizer.pad_token_id)[0] for row in ids]
-    batch = answer(model, ids, tokenizer.pad_token_id) if "--batch" in sys.argv else []
+    batch = answer(model, ids, tokenizer.pad_token_id)
     texts = [tokenizer.decode(np.array(row, np.int32)) for row in alone]
     json.dump({"ids": ids, "alone": alone, "batch": batch, "texts": texts}, sys.stdout)
 

@@ -7,7 +7,7 @@ import torch
 from optimum.onnxruntime import ORTModelForCausalLM
 from transformers import AutoTokenizer
 
-TOKENS = 32
+TOKENS = 64
 
 
 def answer(model: ORTModelForCausalLM, encoded: dict[str, torch.Tensor]) -> list[list[int]]:

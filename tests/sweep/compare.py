@@ -20,6 +20,7 @@ from llmforge.errors import UnsupportedError
 from llmforge.trace import trace
 from llmforge.verify_trace import prove_candidate
 
+from ..zoo import standard_session
 from . import shrink
 from .reference import Logits, Reference, ReferenceFails
 
@@ -81,7 +82,7 @@ def compare(model_type: str, folder: Path, tracer: Tracer = trace) -> Outcome:
         return outcome
     outcome.nodes = len(graph.graph)
     outcome.operators = dict(Counter(f"{n.domain}::{n.op_type}".lstrip(":") for n in graph.graph).most_common())
-    session = _session(dialect.expand(graph))
+    session = standard_session(dialect.expand(graph))
     assert outcome.spread is not None
     scale = shrink.SPREAD / outcome.spread
     for name, prompts in SCHEDULES.items():
@@ -150,19 +151,6 @@ def expected(reference: Reference, outcome: Outcome) -> dict[str, list[Logits]]:
 def _texts(prompts: Sequence[int]) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(5, 250, prompt + sum(FURTHER)).tolist() for prompt in prompts]
-
-
-def _session(model: ir.Model) -> ort.InferenceSession:
-    """Load a standard ONNX model whose weights are lazy, without ONNX Runtime's own graph optimizations."""
-    loaded = model.clone()
-    for name, value in loaded.graph.initializers.items():
-        assert value.const_value is not None
-        value.const_value = ir.tensor(value.const_value.numpy(), name=name)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3  # errors: TensorScatter warns whenever past and present are not one buffer
-    return ort.InferenceSession(ir.to_proto(loaded).SerializeToString(), options, ["CPUExecutionProvider"])
 
 
 def _largest(session: ort.InferenceSession, prompts: Sequence[int], expected: Sequence[Logits]) -> float:

@@ -1,0 +1,313 @@
+"""What llmforge relies on inside transformers and torch: each name, what for, and how it is called.
+
+A release that moves one of these fails here by name, before it fails anywhere else in some other way. That the table is
+complete is tested, too: a name of transformers or of torch's private parts that the code imports stands in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import llmforge
+
+PACKAGE = Path(llmforge.__file__).parent
+KINDS = inspect.Parameter
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One name, the module of llmforge that relies on it, and what would be lost; `takes` are parameters we name."""
+
+    name: str  # module:attribute.attribute
+    user: str
+    purpose: str
+    takes: tuple[str, ...] = ()
+
+
+HOOKS = [
+    # torch: modes and modules without memory
+    Hook("torch._subclasses.fake_tensor:FakeTensor", "trace.internals", "tells fake parameters", ("mode",)),
+    Hook(
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "trace.internals",
+        "parameters with shapes and no memory",
+        ("allow_non_fake_inputs",),
+    ),
+    Hook("torch._subclasses.fake_tensor:is_fake", "trace.depth", "tells fake parameters from constants", ("x",)),
+    Hook("torch.utils._python_dispatch:_disable_current_modes", "trace.internals", "real numbers inside of a trace"),
+    Hook("torch.utils._python_dispatch:TorchDispatchMode", "trace.depth", "records what a layer computes"),
+    Hook(
+        "torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__",
+        "trace.depth",
+        "records what a layer computes",
+        ("func", "types", "args", "kwargs"),
+    ),
+    Hook("torch.utils._pytree:tree_map", "trace.depth", "walks the arguments of an operator", ("func", "tree")),
+    Hook("transformers:MODEL_FOR_CAUSAL_LM_MAPPING", "trace.internals", "the model class of a configuration"),
+    Hook(
+        "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",
+        "trace.internals",
+        "tells models that call attention through the interface from those with code of their own",
+    ),
+    Hook("torch.overrides:TorchFunctionMode", "calibration.skeleton", "torch.empty without memory"),
+    Hook("torch.nn:Module.register_parameter", "trace.internals", "parameters on the meta device", ("name", "param")),
+    Hook("torch.nn:Module.register_forward_pre_hook", "trace.capture", "selects rows in front of the head", ("hook",)),
+    Hook("torch:Tensor._base", "trace.rotary", "tells that positions of all axes are the same"),
+    Hook("torch.nn:functional", "trace.experts", "candidates for activations"),
+    # torch: the exporters
+    Hook(
+        "torch.export:export",
+        "trace.capture",
+        "traces one step",
+        ("mod", "args", "dynamic_shapes", "strict", "prefer_deferred_runtime_asserts_over_guards"),
+    ),
+    Hook("torch.export:Dim", "trace.capture", "dynamic dimensions", ("name",)),
+    Hook("torch.export:ExportedProgram.graph_module", "trace.writes", "turns piecewise writes into concatenations"),
+    Hook("torch:fx", "trace.writes", "turns piecewise writes into concatenations"),
+    Hook(
+        "torch.onnx:export",
+        "trace.capture",
+        "translates to ONNX",
+        (
+            *("model", "dynamo", "opset_version", "optimize", "verbose", "input_names", "output_names"),
+            "custom_translation_table",
+        ),
+    ),
+    Hook(
+        "torch.onnx.ops:symbolic",
+        "trace.norms",
+        "one node for what was recognized",
+        ("domain_op", "inputs", "attrs", "dtype", "shape", "version"),
+    ),
+    Hook(
+        "torch.onnx.ops:symbolic_multi_out",
+        "trace.attention",
+        "one node for what was recognized",
+        ("domain_op", "inputs", "attrs", "dtypes", "shapes", "version"),
+    ),
+    Hook("torch:ops.aten.softplus.default", "trace.capture", "softplus without torch's threshold"),
+    Hook("torch:ops.aten.empty.memory_format", "trace.writes", "finds tensors that are filled piece by piece"),
+    Hook("torch:ops.aten.new_empty.default", "trace.writes", "finds tensors that are filled piece by piece"),
+    Hook("torch:ops.aten.slice.Tensor", "trace.writes", "finds tensors that are filled piece by piece"),
+    Hook("torch:ops.aten.copy_.default", "trace.writes", "finds tensors that are filled piece by piece"),
+    Hook("torch:ops.aten.cat.default", "trace.writes", "turns piecewise writes into concatenations"),
+    # transformers: configurations and models
+    Hook("transformers:AutoConfig.from_pretrained", "checkpoint", "reads config.json"),
+    Hook("transformers.models.auto.configuration_auto:CONFIG_MAPPING", "checkpoint", "tells unknown model types"),
+    Hook("transformers:PretrainedConfig.get_text_config", "checkpoint", "sizes of the text model"),
+    Hook("transformers:PretrainedConfig.attribute_map", "checkpoint", "sizes by one name for every architecture"),
+    Hook("transformers:__version__", "checkpoint", "names the version that does not know a model type"),
+    Hook("transformers:AutoModelForCausalLM.from_config", "trace.skeleton", "builds the model without weights"),
+    Hook("transformers:AutoModelForCausalLM.from_pretrained", "trace.reference", "the model that a graph is held to"),
+    Hook("transformers:PreTrainedModel.get_output_embeddings", "trace.capture", "finds the head"),
+    Hook("transformers:PreTrainedModel.get_input_embeddings", "calibration.skeleton", "finds the embedding"),
+    Hook(
+        "transformers:PreTrainedModel.set_experts_implementation",
+        "trace",
+        "calls ours for the experts",
+        ("experts_implementation",),
+    ),
+    Hook("transformers.utils:logging.disable_progress_bar", "trace.internals", "keeps standard error ours"),
+    Hook("transformers.utils:logging.enable_progress_bar", "trace.internals", "keeps standard error ours"),
+    Hook("transformers.utils:logging.is_progress_bar_enabled", "trace.internals", "keeps standard error ours"),
+    # transformers: attention, masks, experts
+    Hook("transformers.utils.generic:GeneralInterface", "trace.internals", "the registries' class"),
+    Hook("transformers.modeling_utils:AttentionInterface.register", "trace.internals", "ours", ("key", "value")),
+    Hook("transformers.modeling_utils:AttentionInterface._global_mapping", "trace.internals", "removes ours after"),
+    Hook("transformers.masking_utils:AttentionMaskInterface.register", "trace.internals", "ours", ("key", "value")),
+    Hook("transformers.masking_utils:AttentionMaskInterface._global_mapping", "trace.internals", "removes ours after"),
+    Hook(
+        "transformers.masking_utils:sdpa_mask",
+        "trace.attention",
+        "the form in which masks are asked for",
+        ("mask_function", "attention_mask", "local_size"),
+    ),
+    Hook("transformers.integrations.moe:ExpertsInterface.register", "trace.internals", "ours", ("key", "value")),
+    Hook("transformers.integrations.moe:ExpertsInterface._global_mapping", "trace.internals", "removes ours after"),
+    Hook(
+        "transformers.integrations.moe:use_experts_implementation",
+        "trace.experts",
+        "marks how the weights of experts lie",
+        ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"),
+    ),
+    Hook("transformers.models.llama.modeling_llama:ALL_ATTENTION_FUNCTIONS", "trace", "how models find attention"),
+    Hook(
+        "transformers.models.llama.modeling_llama:eager_attention_forward",
+        "trace.attention",
+        "the form in which attention is called",
+        ("module", "query", "key", "value", "attention_mask", "scaling", "dropout"),
+    ),
+    Hook(
+        "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
+        "trace.rotary",
+        "rotary embedding by its name",
+        ("q", "k", "cos", "sin"),
+    ),
+    Hook(
+        "transformers.models.qwen3_next.modeling_qwen3_next:causal_conv1d_fn",
+        "trace.recurrent",
+        "causal convolutions by their name",
+        ("hidden_states", "weight", "bias", "activation"),
+    ),
+    Hook(
+        "transformers.models.qwen3_next.modeling_qwen3_next:torch_chunk_gated_delta_rule",
+        "trace.recurrent",
+        "the gated delta rule by its name",
+        (
+            *("query", "key", "value", "g", "beta", "initial_state", "output_final_state"),
+            "use_qk_l2norm_in_kernel",
+        ),
+    ),
+    # transformers: caches
+    Hook("transformers.cache_utils:Cache", "trace.attention", "a cache of our layers", ("layers",)),
+    Hook("transformers.cache_utils:CacheLayerMixin", "trace.attention", "base of a cache's layer"),
+    Hook(
+        "transformers.cache_utils:CacheLayerMixin.update",
+        "trace.attention",
+        "hands over keys and values",
+        ("key_states", "value_states"),
+    ),
+    Hook("transformers.cache_utils:CacheLayerMixin.get_mask_sizes", "trace.attention", "asked for", ("query_length",)),
+    Hook("transformers.cache_utils:CacheLayerMixin.get_seq_length", "trace.attention", "asked for"),
+    Hook("transformers.cache_utils:CacheLayerMixin.lazy_initialization", "trace.attention", "asked for"),
+    Hook("transformers.cache_utils:LinearAttentionCacheLayerMixin", "trace.attention", "base of a cache's layer"),
+    Hook(
+        "transformers.cache_utils:LinearAttentionCacheLayerMixin.update_conv_state",
+        "trace.attention",
+        "hands over the inputs of a convolution",
+        ("conv_states", "state_idx"),
+    ),
+    Hook(
+        "transformers.cache_utils:LinearAttentionCacheLayerMixin.update_recurrent_state",
+        "trace.attention",
+        "hands over a state",
+        ("recurrent_states", "state_idx"),
+    ),
+    Hook("transformers:DynamicCache", "evaluate.baseline", "the baseline's own cache"),
+    # transformers: names and layouts of weights
+    Hook(
+        "transformers.conversion_mapping:get_model_conversion_mapping",
+        "trace.internals",
+        "how a model's tensors are renamed and converted",
+        ("model",),
+    ),
+    Hook(
+        "transformers.core_model_loading:rename_source_key",
+        "trace.internals",
+        "where a tensor goes",
+        ("source_key", "weight_renamings", "weight_converters", "base_model_prefix", "meta_state_dict"),
+    ),
+    Hook("transformers.core_model_loading:dot_natural_key", "trace.internals", "the order of experts"),
+    Hook("transformers.core_model_loading:WeightRenaming", "trace.internals", "tells renamings", ("source_patterns",)),
+    Hook(
+        "transformers.core_model_loading:WeightConverter",
+        "trace.internals",
+        "tells converters",
+        ("source_patterns", "target_patterns", "operations"),
+    ),
+    Hook(
+        "transformers.core_model_loading:WeightConverter.convert",
+        "trace.weights",
+        "converts what it collected",
+        ("layer_name", "model", "config"),
+    ),
+    Hook("transformers.core_model_loading:MergeModulelist", "trace.internals", "tells stacked experts", ("dim",)),
+    Hook("transformers.core_model_loading:Concatenate", "trace.internals", "tells joined matrices", ("dim",)),
+]
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=[hook.name for hook in HOOKS])
+def test_every_hook_is_there_and_takes_what_it_is_given(hook: Hook) -> None:
+    lost = f"{hook.name} is what llmforge.{hook.user} relies on ({hook.purpose})"
+    module, _, path = hook.name.partition(":")
+    try:
+        found: object = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{lost}, and is gone: {error}")
+    if not hook.takes:
+        return
+    assert callable(found)
+    parameters = inspect.signature(found).parameters
+    anything = any(parameter.kind is KINDS.VAR_KEYWORD for parameter in parameters.values())
+    missing = [] if anything and hook.takes[0] not in parameters else [n for n in hook.takes if n not in parameters]
+    assert not missing, f"{lost}; it no longer takes {', '.join(missing)}, but {', '.join(parameters)}"
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=[hook.name for hook in HOOKS])
+def test_the_module_that_relies_on_a_hook_exists(hook: Hook) -> None:
+    file = PACKAGE.joinpath(*hook.user.split("."))
+    assert file.with_suffix(".py").exists() or (file / "__init__.py").exists(), hook.user
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """Name what the code imports of transformers, and of torch's submodules; and the file that does."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                root = node.module.split(".")[0]
+                if root == "transformers" or (root == "torch" and node.module != "torch"):
+                    yield from ((f"{node.module}:{alias.name}", str(file)) for alias in node.names)
+
+
+def test_the_table_names_all_that_the_code_imports() -> None:
+    known = {hook.name for hook in HOOKS}
+    missing = {
+        name: file
+        for name, file in imported()
+        if not any(entry == name or entry.startswith(f"{name}.") for entry in known)
+        and name not in ("transformers:PreTrainedModel", "transformers:PretrainedConfig")  # types; methods are listed
+    }
+    assert not missing, f"name these in HOOKS, with what they are for: {missing}"
+
+
+def test_a_fake_tensor_names_its_mode_and_a_translation_holds_an_onnx_ir_model() -> None:
+    """Attributes that instances alone have."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fake = torch.empty(2)
+    assert isinstance(fake, FakeTensor)
+    assert fake.fake_mode is mode
+    program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2),))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+        translated = torch.onnx.export(program, dynamo=True, opset_version=24, optimize=False, verbose=False)
+    assert translated is not None
+    assert isinstance(translated.model, ir.Model)
+
+
+def test_models_call_attention_the_way_that_is_hooked() -> None:
+    """An attention function registered by name is what a model calls, with the arguments that the trace reads."""
+    called: list[dict[str, object]] = []
+
+    def attend(module: torch.nn.Module, query: torch.Tensor, *args: object, **kwargs: object) -> object:
+        called.append({"module": module, "query": query, **kwargs})
+        return query.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("hook-test", attend)
+    transformers.AttentionMaskInterface.register("hook-test", lambda **given: None)
+    try:
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+        )
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="hook-test")
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    finally:
+        del transformers.AttentionInterface._global_mapping["hook-test"]
+        del transformers.AttentionMaskInterface._global_mapping["hook-test"]
+    assert len(called) == 1
+    assert called[0]["query"].shape == (1, 2, 3, 16)  # type: ignore[attr-defined]
+    assert called[0].keys() >= {"scaling", "dropout"}
