@@ -361,7 +361,7 @@ def test_check_knows_what_passes_write() -> None:
         ("(chosen, codes, scales)", "(chosen, scales, codes)", "input 'b': is FLOAT, must be one of UINT8"),
         ("N = 2, ", "", "node 'lm_head': attribute 'N' is missing"),
         ("epsilon", "eps", "node 'norm': attribute 'eps' is unknown; known are epsilon"),
-        ("SkipSimplified", "Leap", "operator com.microsoft::LeapLayerNormalization is not in the dialect"),
+        ("SkipSimplified", "SkipGroup", "operator com.microsoft::SkipGroupLayerNormalization is not in the dialect"),
     ],
 )
 def test_check_knows_their_inputs_and_attributes(old: str, new: str, message: str) -> None:
