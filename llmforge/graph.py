@@ -23,6 +23,12 @@ def nodes(model: ir.Model) -> int:
     return sum(1 for _ in model.graph.all_nodes())
 
 
+def weight_bytes(model: ir.Model) -> int:
+    """Size of all initializers in the dtype of the graph."""
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
 def dims(value: ir.Value) -> tuple[int | str | None, ...] | None:
     """Return the shape of `value`: an int, a symbol's name or None a dimension; None where the rank is unknown."""
     if value.shape is None:

@@ -188,7 +188,7 @@ class _Job:
 
     def _apply(self, step: Pass, model: ir.Model, context: Context, verifier: Verifier) -> records.PassRecord:
         self.progress.stage(f"Pass {step.name}")
-        nodes, weight_bytes, began = graph.nodes(model), _weight_bytes(model), time.perf_counter()
+        nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
         try:
             changes = step.run(model, context)
         except ForgeError:
@@ -207,7 +207,7 @@ class _Job:
             nodes_before=nodes,
             nodes_after=graph.nodes(model),
             weight_bytes_before=weight_bytes,
-            weight_bytes_after=_weight_bytes(model),
+            weight_bytes_after=graph.weight_bytes(model),
             seconds=seconds,
             verification=records.VerificationRecord(
                 numerics=proof.numerics,
@@ -364,10 +364,6 @@ class _Job:
 
 def _describe(runner: Runner, threads: int) -> str:
     return f"llmforge runtime, ONNX Runtime {runner.config.onnxruntime}, {threads} threads"
-
-
-def _weight_bytes(model: ir.Model) -> int:
-    return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
 
 
 def _cpu_seconds() -> float:

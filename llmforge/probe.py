@@ -19,6 +19,7 @@ from llmforge.runtime.session import Session, SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
 _INLINE_BYTES = 1024
+WHOLE_BYTES = 2**30  # of fp32 weights: up to here a model runs whole, twice over in memory
 _SEED = 20_240_229  # any fixed number: probes must be the same in every build
 _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 16 of 512 lift the mean over any budget
 
@@ -133,8 +134,12 @@ class Weights:
     def array(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
         """Return the values of `tensor`; a lazy one is computed the first time."""
         if id(tensor) not in self._arrays:  # the tensor is kept, too: its id cannot go to another
-            self._arrays[id(tensor)] = tensor, np.ascontiguousarray(tensor.numpy())
+            self._arrays[id(tensor)] = tensor, np.ascontiguousarray(self.values(tensor))
         return self._arrays[id(tensor)][1]
+
+    def values(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
+        """Read `tensor`."""
+        return tensor.numpy()
 
     def keep(self, *models: ir.Model) -> None:
         """Forget every tensor that none of `models` has."""

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import probe
+from llmforge import graph, probe
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import VerificationError
 from llmforge.runtime.session import Session
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
 # 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
 TOLERANCE = 1e-4
-WHOLE_BYTES = 2**30  # of fp32 weights: up to here a model runs whole, twice over in memory
 LONGEST = 1536  # tokens: eager attention takes quadratic memory; a window beyond this is not exceeded by a prompt
 TAIL = 16  # rows of a long prompt whose logits are compared
 SEED = 20_241_103  # any fixed number
@@ -57,7 +56,7 @@ class TraceProof:
 
 
 def verify_trace(
-    checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1, whole_bytes: int = WHOLE_BYTES
+    checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1, whole_bytes: int = probe.WHOLE_BYTES
 ) -> TraceProof:
     """Hold `model`, the canonical graph of `checkpoint`, against transformers on the real weights.
 
@@ -74,7 +73,7 @@ def verify_trace(
     repetition = pattern.recorded(model)
     depth = checkpoint.geometry.layers
     layers = depth
-    if repetition is not None and weight_bytes(model) > whole_bytes:
+    if repetition is not None and graph.weight_bytes(model) > whole_bytes:
         layers = min(depth, max(2, repetition.kinds))  # two, so that one hands over to another
         model = stamp.cut(model, repetition, layers)
     weights = probe.Weights()
@@ -106,12 +105,6 @@ def verify_trace(
         unexceeded_windows=tuple(window for window in windows if window >= longest),
         seconds=time.perf_counter() - began,
     )
-
-
-def weight_bytes(model: ir.Model) -> int:
-    """Size of all initializers in the dtype of the graph."""
-    tensors = (value.const_value for value in model.graph.initializers.values())
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _runs(vocabulary: int, windows: Sequence[int], context: int | None) -> list[probe.Run]:

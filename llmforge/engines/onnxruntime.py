@@ -79,7 +79,7 @@ def lower(model: ir.Model, target: Target) -> tuple[ir.Model, Changes]:
     for node in [node for node in lowered.graph if _has_kernel(node)]:
         recurrence.call_kernel(node)
     lowered = dialect.expand(lowered) if canonical else lowered
-    changes.rewritten += _fuse_transposed_weights(lowered)
+    changes.rewritten += fuse_transposed_weights(lowered)
     check_operators(lowered)
     return lowered, changes
 
@@ -95,7 +95,8 @@ def _becomes(node: ir.Node) -> str:
     return f"{node.op_type} expanded to standard ONNX"
 
 
-def _fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
+def fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
+    """Make `MatMul(x, Transpose(W))` of an initializer W one FusedMatMul, in place; list where."""
     rewritten = []
     for node in list(model.graph):
         weight = _transposed_weight(node)

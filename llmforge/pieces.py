@@ -1,0 +1,100 @@
+"""Run a graph from its inputs to its logits piece by piece, with the weights of one piece in memory at a time.
+
+A piece is a run of consecutive nodes whose weights stay below a size (one node's weights may exceed it). It runs for
+all steps of all runs before the next piece is loaded; what later pieces read is kept in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge import interface, probe
+from llmforge.parts import Arrays, Index, Part, cut_out, is_fixed
+
+PIECE_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
+
+Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [tokens, V], row after row, without padding
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some nodes of a graph: the values that later pieces, or the graph's outputs, want of them."""
+
+    gives: tuple[str, ...]
+    stops: frozenset[str]  # what earlier pieces gave
+
+
+def drive(model: ir.Model, runs: Sequence[probe.Run], *, threads: int, piece_bytes: int = PIECE_BYTES) -> Logits:
+    """Run `model`, which stays as it is, on `runs` and return the logits of all real tokens.
+
+    Memory: the weights of one piece, what crosses from one to the next for every step, the caches of one piece, and
+    the logits.
+
+    Raises:
+        UnsupportedError: ONNX Runtime refuses a piece.
+    """
+    index = Index.of(model)
+    live: list[list[Arrays]] = [[{} for _ in run.steps] for run in runs]
+    pieces = list(cut(index, piece_bytes))
+    for number, piece in enumerate(pieces):
+        session = Part(cut_out(index, piece.gives, piece.stops), probe.Weights(), threads)
+        later = {name for other in pieces[number + 1 :] for name in other.stops}
+        for run, values in zip(runs, live, strict=True):
+            caches = session.allocate(run.batch, run.capacity)
+            for step, given in zip(run.steps, values, strict=True):
+                given |= session.run(step, given, caches)
+                for name in given.keys() - later - {interface.LOGITS}:
+                    del given[name]
+    return [
+        [given[interface.LOGITS][step.valid] for step, given in zip(run.steps, values, strict=True)]
+        for run, values in zip(runs, live, strict=True)
+    ]
+
+
+def cut(index: Index, piece_bytes: int) -> Iterator[Piece]:
+    """Cut a graph into pieces whose weights take about `piece_bytes` each.
+
+    A cut is made where the type of everything that crosses it is known.
+    """
+    graph = index.model.graph
+    nodes = list(graph)
+    last_read = {value: at for at, node in enumerate(nodes) for value in node.inputs if value is not None}
+    outputs = set(graph.outputs)
+    seen: set[int] = set()
+    size, begin = 0, 0
+    crossing: dict[ir.Value, None] = {}
+    given: frozenset[str] = frozenset()
+    for at, node in enumerate(nodes):
+        size += _new_bytes(node, seen)
+        crossing |= {value: None for value in node.outputs if value not in index.constant}
+        ahead = {value: None for value in crossing if last_read.get(value, -1) > at}
+        whole = at == len(nodes) - 1
+        if not whole and (size + _new_bytes(nodes[at + 1], set(seen)) <= piece_bytes or not _typed(ahead)):
+            continue
+        made = [value for other in nodes[begin : at + 1] for value in other.outputs]
+        gives = tuple(str(value.name) for value in made if value in ahead or value in outputs)
+        if gives:
+            yield Piece(gives, given)
+        given = frozenset(str(value.name) for value in ahead)
+        crossing, size, begin = ahead, 0, at + 1
+        seen.clear()
+
+
+def _new_bytes(node: ir.Node, seen: set[int]) -> int:
+    """Size of the weights of `node` that are not in `seen`, which they join."""
+    size = 0
+    for value in node.inputs:
+        if value is not None and is_fixed(value) and value.const_value is not None:
+            tensor = value.const_value
+            size += 0 if id(tensor) in seen else tensor.nbytes
+            seen.add(id(tensor))
+    return size
+
+
+def _typed(values: dict[ir.Value, None]) -> bool:
+    return all(value.dtype is not None and value.shape is not None for value in values)
