@@ -69,13 +69,13 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     steps = recipe.instantiate(passes.ALL)
     job.target.require_engine(recipe.engine.backend)
     job.check_data()
-    with artifact.staging(out, recipe.name) as staging:
+    with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
         job.progress.stage("Read checkpoint")
         job.checkpoint.verify(job.progress)
         job.progress.stage("Trace")
         model = trace(job.checkpoint)
         job.verify_trace(model)
-        statistics = job.calibrate([demand for step in steps for demand in step.demands()])
+        statistics = job.calibrate([demand for step in steps for demand in step.demands()], layers)
         done = job.transform(model, steps, statistics)
         engine, lowered = job.build_engine(model, staging)
         evidence = job.measure(staging, engine, lowered)
@@ -164,12 +164,14 @@ class _Job:
         self.progress.stage("Verify the trace")
         self.notes.append(verify_trace(self.checkpoint, model, threads=self.threads).note())
 
-    def calibrate(self, demands: Sequence[Demand]) -> Statistics | None:
-        """Collect what the passes demand, or nothing where none does."""
+    def calibrate(self, demands: Sequence[Demand], folder: Path) -> Statistics | None:
+        """Collect what the passes demand, or nothing where none does; layers that are in `folder` are done already."""
         if not demands:
             return None
         self.progress.stage("Calibrate")
-        return calibration.calibrate(self.checkpoint, self.calibration_windows, demands, progress=self.progress)
+        return calibration.calibrate(
+            self.checkpoint, self.calibration_windows, demands, folder=folder, progress=self.progress
+        )
 
     def transform(
         self, model: ir.Model, steps: Sequence[Pass], statistics: Statistics | None

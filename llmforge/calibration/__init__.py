@@ -5,5 +5,6 @@ layer by layer, so that a calibration that was killed goes on where it was.
 """
 
 from llmforge.calibration.driver import calibrate
+from llmforge.calibration.store import kept
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "kept"]
