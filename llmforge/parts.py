@@ -22,9 +22,7 @@ from llmforge.runtime.session import CACHE_DTYPES, LOAD_FAILURES, PROVIDER, grow
 Arrays = dict[str, NDArray[Any]]
 
 _LOG_ERRORS = 3  # severity: errors only
-# Packing a matrix pays off over many steps, and holds it twice. Quantized kernels compute otherwise without it.
-_UNPACKED = {"session.disable_prepacking": "1"}
-_PACKED_OPERATORS = {"MatMulNBits", "QMoE"}
+_PACKED_OPERATORS = {"MatMulNBits", "QMoE"}  # which compute otherwise without it
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +143,7 @@ class Part:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if not any(node.op_type in _PACKED_OPERATORS for node in executable.graph):
-            for key, value in _UNPACKED.items():
+            for key, value in probe.UNPACKED.items():
                 options.add_session_config_entry(key, value)
         arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
         held = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]

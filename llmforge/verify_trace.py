@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from llmforge import graph, probe
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.errors import VerificationError
 from llmforge.runtime.session import Session
 from llmforge.trace import pattern, stamp
@@ -76,18 +77,26 @@ def verify_trace(
     if repetition is not None and graph.weight_bytes(model) > whole_bytes:
         layers = min(depth, max(2, repetition.kinds))  # two, so that one hands over to another
         model = stamp.cut(model, repetition, layers)
-    weights = probe.Weights()
-    session = probe.open_session(model, weights, threads)
+    model = model.clone()
+    fuse_transposed_weights(model)  # MatMul(x, Transpose(W)) in one operator: the head is not copied in every step
     attention = [node for node in model.graph if node.op_type == "Attention"]
     windows = sorted({node.attributes.get_int("window", 0) for node in attention} - {0})
-    runs = _runs(session.vocabulary, windows, checkpoint.geometry.context)
+    runs = _runs(checkpoint.geometry.vocabulary, windows, checkpoint.geometry.context)
     reference = Reference(checkpoint, None if layers == depth else layers)
-    compared = [comparison for run in runs for comparison in _compare(session, run, reference)]
+    expected = [[reference.run(ids, min(len(ids), _kept(run))).logits for ids in _rows(run)] for run in runs]
+    stack = reference.stack
+    del reference  # its weights make room for those of the graph
+    weights = probe.Weights()
+    session = probe.open_session(model, weights, threads, packed=False)
+    compared = [
+        comparison for run, wanted in zip(runs, expected, strict=True) for comparison in _compare(session, run, wanted)
+    ]
     logits = np.concatenate([comparison.expected.ravel() for comparison in compared])
     allowed = TOLERANCE * float(logits.std())
     for comparison in compared:
         if not comparison.difference <= allowed:  # `not <=`: NaN differs
-            names = _hidden_states(model, reference.stack, layers)
+            reference = Reference(checkpoint, None if layers == depth else layers)
+            names = _hidden_states(model, stack, layers)
             exposed = probe.open_session(model, weights, threads, names) if names else None
             where = _first_layer(exposed, names, comparison, reference) if exposed else "no layer can be named"
             raise VerificationError(
@@ -151,11 +160,14 @@ class _Comparison:
         return float(np.abs(self.got - self.expected).max())
 
 
-def _compare(session: Session, run: probe.Run, reference: Reference) -> list[_Comparison]:
-    """Run `run`, and its rows one by one in transformers; pair their logits."""
-    kept = len(_selected(run.steps[0])) + sum(step.ids.shape[1] for step in run.steps[1:])
+def _kept(run: probe.Run) -> int:
+    """Count the tokens at the end of a row whose logits are compared."""
+    return len(_selected(run.steps[0])) + sum(int(step.ids.shape[1]) for step in run.steps[1:])
+
+
+def _compare(session: Session, run: probe.Run, wanted: Sequence[NDArray[np.float32]]) -> list[_Comparison]:
+    """Run `run` and pair its logits with those `wanted` of each row's last tokens, [tokens, V]."""
     sequences = _rows(run)
-    wanted = [reference.run(ids, min(len(ids), kept)).logits for ids in sequences]  # of the last tokens
     cache = session.allocate(run.batch, run.capacity)
     compared = []
     for index, step in enumerate(run.steps):
