@@ -34,6 +34,40 @@ class Derived(ir.LazyTensor):
         return ir.Tensor(self.function([part.numpy() for part in self.parts]), name=self.name)
 
 
+class Stored(ir.LazyTensor):
+    """A matrix that is a cast, and perhaps the transpose, of one that is stored.
+
+    What wants it as it is stored, piece by piece, need not pay for a whole copy in another layout.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], ir.TensorProtocol],
+        stored: Callable[[], NDArray[Any]],
+        dtype: ir.DataType,
+        shape: ir.Shape,
+        name: str,
+        *,
+        transposed: bool,
+    ) -> None:
+        super().__init__(read, dtype, shape, name=name)
+        self.stored = stored
+        self.transposed = transposed
+
+
+def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
+    """Return the weight of a linear layer as [N, K], in the dtype in which it is stored.
+
+    `transposed`: `tensor` is [K, N]. A matrix that is stored as [N, K] is not copied, and no more than its stored bytes
+    where several are stacked.
+    """
+    if isinstance(tensor, Stored) and tensor.transposed == transposed:
+        return tensor.stored()
+    if isinstance(tensor, Derived) and tensor.function is side_by_side and transposed:
+        return np.concatenate([by_output(part, transposed=True) for part in tensor.parts])
+    return tensor.numpy().T if transposed else tensor.numpy()
+
+
 def side_by_side(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Concatenate along the last axis."""
     return np.concatenate(parts, axis=-1)

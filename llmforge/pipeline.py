@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import artifact, calibration, data, gates, graph, options, passes, targets, text
+from llmforge import artifact, calibration, data, dialect, gates, graph, options, passes, plan, targets, text
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
 from llmforge.engines import interop
@@ -70,12 +70,14 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     job.target.require_engine(recipe.engine.backend)
     job.check_data()
     with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
-        job.progress.stage("Read checkpoint")
-        job.checkpoint.verify(job.progress)
         job.progress.stage("Trace")
         model = trace(job.checkpoint)
+        demands = [demand for step in steps for demand in step.demands()]
+        job.rehearse(model, steps, demands)
+        job.progress.stage("Read checkpoint")
+        job.checkpoint.verify(job.progress)
         job.verify_trace(model)
-        statistics = job.calibrate([demand for step in steps for demand in step.demands()], layers)
+        statistics = job.calibrate(model, demands, layers)
         done = job.transform(model, steps, statistics)
         engine, lowered = job.build_engine(model, staging)
         evidence = job.measure(staging, engine, lowered)
@@ -164,13 +166,31 @@ class _Job:
         self.progress.stage("Verify the trace")
         self.notes.append(verify_trace(self.checkpoint, model, threads=self.threads).note())
 
-    def calibrate(self, demands: Sequence[Demand], folder: Path) -> Statistics | None:
+    def rehearse(self, model: ir.Model, steps: Sequence[Pass], demands: Sequence[Demand]) -> None:
+        """Refuse what cannot become an engine, before any weight is read."""
+        self.progress.stage("Plan")
+        linears = calibration.plan(self.checkpoint, demands, dialect.caches(model)) if demands else frozenset()
+        plan.rehearse(
+            model,
+            steps,
+            target=self.target,
+            spec=self.recipe.engine,
+            checkpoint=self.checkpoint,
+            calibrated=linears,
+        )
+
+    def calibrate(self, model: ir.Model, demands: Sequence[Demand], folder: Path) -> Statistics | None:
         """Collect what the passes demand, or nothing where none does; layers that are in `folder` are done already."""
         if not demands:
             return None
         self.progress.stage("Calibrate")
         return calibration.calibrate(
-            self.checkpoint, self.calibration_windows, demands, folder=folder, progress=self.progress
+            self.checkpoint,
+            self.calibration_windows,
+            demands,
+            caches=dialect.caches(model),
+            folder=folder,
+            progress=self.progress,
         )
 
     def transform(

@@ -43,6 +43,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import graph, interface, quantized
 from llmforge import linear as linears
+from llmforge.derived import by_output
 from llmforge.errors import CheckpointError, UnsupportedError
 from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, rtn, stack
 from llmforge.statistics import Demand, Statistics, WeightDemand
@@ -342,9 +343,8 @@ def _rounding(weight: ir.Value, grid: Grid, *, transposed: bool = True) -> Calla
     assert tensor is not None
 
     def calculate() -> QuantizedMatrix:
-        values = tensor.numpy()
         try:
-            return rtn(values.T if transposed else values, grid)
+            return rtn(by_output(tensor, transposed=transposed), grid)
         except ValueError as error:
             raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
 

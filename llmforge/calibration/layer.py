@@ -16,7 +16,8 @@ from llmforge.errors import UnsupportedError
 from llmforge.quantization import Float32
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
-_CACHE = "past_key_values"  # the keyword by which transformers hands every decoder layer its cache
+# The keywords by which transformers hands a decoder layer its cache; the second in its older modules.
+_CACHES = ("past_key_values", "layer_past")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,7 @@ class Layer:
             UnsupportedError: the layer does not hand its keys and values, once, to the cache it is called with.
         """
         call, recorder = self.calls[window], _CacheRecorder()
-        if _CACHE in call.kwargs:
-            call = replace(call, kwargs={**call.kwargs, _CACHE: recorder})
+        call = replace(call, kwargs={**call.kwargs, **{name: recorder for name in _CACHES if name in call.kwargs}})
         state = _hidden(self.module(state, *call.args, **call.kwargs))
         if len(recorder.peaks) != 1:
             raise UnsupportedError(
@@ -151,11 +151,7 @@ class Layer:
         )
 
     def _linears(self) -> dict[str, torch.nn.Linear]:
-        return {
-            f"{self.name}.{local}.weight": module
-            for local, module in self.module.named_modules()
-            if isinstance(module, torch.nn.Linear)
-        }
+        return linears_of(self.module, self.name)
 
 
 class _CacheRecorder:
@@ -181,19 +177,38 @@ def copy_with_weights(
         UnsupportedError: the checkpoint stores a parameter under another name or in another layout.
     """
     twin = copy.deepcopy(module)
-    wanted = [name for name, _ in twin.named_parameters()] if names is None else list(names)
-    stored = {name: f"{prefix}.{name}" if prefix else name for name in wanted}
-    missing = [name for name in stored.values() if name not in checkpoint.tensors]
-    if missing:
-        raise UnsupportedError(
-            f"{checkpoint.path}: cannot be calibrated: {missing[0]!r} is stored under another name or layout",
-            hint="use method: rtn, and leave quantize-kv-cache out",
-        )
+    stored = stored_names(twin, prefix, checkpoint, names)
     tensors = {
         name: torch.from_numpy(checkpoint.tensor(tensor).numpy().astype(np.float32)) for name, tensor in stored.items()
     }
     twin.load_state_dict(tensors, strict=False, assign=True)
     return twin.requires_grad_(False)
+
+
+def stored_names(
+    module: torch.nn.Module, prefix: str, checkpoint: Checkpoint, names: Sequence[str] | None = None
+) -> dict[str, str]:
+    """Map the parameters `names` of `module`, all by default, to the tensors of `checkpoint` that hold them.
+
+    Raises:
+        UnsupportedError: the checkpoint stores a parameter under another name or in another layout.
+    """
+    wanted = [name for name, _ in module.named_parameters()] if names is None else list(names)
+    stored = {name: f"{prefix}.{name}" if prefix else name for name in wanted}
+    for tensor in stored.values():
+        if tensor not in checkpoint.tensors:
+            raise UnsupportedError(
+                f"{checkpoint.path}: cannot be calibrated: {tensor!r} is stored under another name or layout",
+                hint="use method: rtn, and leave quantize-kv-cache out",
+            )
+    return stored
+
+
+def linears_of(module: torch.nn.Module, name: str) -> dict[str, torch.nn.Linear]:
+    """Find the linears of a layer called `name`, by their parameters in the checkpoint."""
+    return {
+        f"{name}.{local}.weight": part for local, part in module.named_modules() if isinstance(part, torch.nn.Linear)
+    }
 
 
 def _hidden(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

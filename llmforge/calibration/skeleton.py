@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmforge.calibration.layer import Call, Layer, copy_with_weights
+from llmforge.calibration.layer import Call, Layer, copy_with_weights, linears_of, stored_names
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError
 
@@ -84,21 +84,35 @@ class Skeleton:
         module = copy_with_weights(self.layers[index], prefix, self.checkpoint)
         return Layer(module, prefix, calls)
 
+    def plan(self) -> list[str]:
+        """Name the linears of all layers, after seeing that the checkpoint holds what calibration will read.
+
+        Raises:
+            UnsupportedError: it stores a parameter under another name or in another layout.
+        """
+        stored_names(self.model, "", self.checkpoint, self._entrance_names())
+        for prefix, layer in zip(self.prefixes, self.layers, strict=True):
+            stored_names(layer, prefix, self.checkpoint)
+        pairs = zip(self.layers, self.prefixes, strict=True)
+        return [name for layer, prefix in pairs for name in linears_of(layer, prefix)]
+
     def _layers_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         return [model.get_submodule(prefix) for prefix in self.prefixes]
 
     def _entrance(self) -> torch.nn.Module:
         """Return the model with the weights of what stands before the layers: the embeddings."""
+        return copy_with_weights(self.model, "", self.checkpoint, self._entrance_names())
+
+    def _entrance_names(self) -> list[str]:
         inside = [f"{prefix}." for prefix in self.prefixes]
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         without = {id(parameter) for parameter in head.parameters()} if head is not None else set()
         without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
-        wanted = [
+        return [
             name
             for name, parameter in self.model.named_parameters()
             if id(parameter) not in without and not name.startswith(tuple(inside))
         ]
-        return copy_with_weights(self.model, "", self.checkpoint, wanted)
 
 
 @dataclass(eq=False)

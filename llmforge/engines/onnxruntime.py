@@ -189,7 +189,7 @@ def build(
         VerificationError: the engine yields logits that are not finite.
     """
     check_operators(model)
-    _check_context(model, spec.max_context)
+    check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
     _write_model(model, folder, progress or Silent())
     options = session_options(spec.threads)
@@ -228,7 +228,7 @@ def session_options(threads: int | None) -> SessionOptions:
     )
 
 
-def _check_context(model: ir.Model, max_context: int) -> None:
+def check_context(model: ir.Model, max_context: int) -> None:
     """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them."""
     places = {(MICROSOFT, "GroupQueryAttention"): 7, ("", "RotaryEmbedding"): 1}  # index of the cosines
     for node in model.graph.all_nodes():
