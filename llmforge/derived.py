@@ -55,6 +55,13 @@ class Stored(ir.LazyTensor):
         self.transposed = transposed
 
 
+def is_stored(tensor: ir.TensorProtocol) -> bool:
+    """Say whether `tensor` [K, N] is stored as [N, K], whole or in parts that are side by side."""
+    if isinstance(tensor, Derived):
+        return tensor.function is side_by_side and all(map(is_stored, tensor.parts))
+    return isinstance(tensor, Stored) and tensor.transposed
+
+
 def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
     """Return the weight of a linear layer as [N, K], in the dtype in which it is stored.
 
@@ -63,7 +70,7 @@ def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
     """
     if isinstance(tensor, Stored) and tensor.transposed == transposed:
         return tensor.stored()
-    if isinstance(tensor, Derived) and tensor.function is side_by_side and transposed:
+    if isinstance(tensor, Derived) and transposed and is_stored(tensor):
         return np.concatenate([by_output(part, transposed=True) for part in tensor.parts])
     return tensor.numpy().T if transposed else tensor.numpy()
 

@@ -22,6 +22,8 @@ from llmforge.runtime.session import CACHE_DTYPES, LOAD_FAILURES, PROVIDER, grow
 Arrays = dict[str, NDArray[Any]]
 
 _LOG_ERRORS = 3  # severity: errors only
+# ONNX Runtime copies every initializer that it is handed, and no input.
+_FED_BYTES = 1 << 20
 _PACKED_OPERATORS = {"MatMulNBits", "QMoE"}  # which compute otherwise without it
 
 
@@ -124,6 +126,14 @@ def _like(value: ir.Value) -> ir.Value:
     return ir.Value(name=value.name, shape=value.shape, type=value.type)
 
 
+def _feed(model: ir.Model, names: Collection[str]) -> None:
+    """Make the initializers `names` inputs, in place."""
+    for name in names:
+        value = model.graph.initializers.pop(name)
+        value.const_value = None
+        model.graph.inputs.append(value)
+
+
 class Part:
     """A part of a graph in ONNX Runtime, with its optimizations off.
 
@@ -142,14 +152,16 @@ class Part:
         options.intra_op_num_threads = threads
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if not any(node.op_type in _PACKED_OPERATORS for node in executable.graph):
-            for key, value in probe.UNPACKED.items():
-                options.add_session_config_entry(key, value)
         arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
+        self._weights: Arrays = {}
+        if not any(node.op_type in _PACKED_OPERATORS for node in executable.graph):
+            options.add_session_config_entry("session.disable_prepacking", "1")  # which holds a matrix twice
+            self._weights = {name: arrays.pop(name) for name in list(arrays) if arrays[name].nbytes >= _FED_BYTES}
+            _feed(executable, self._weights)
         held = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
         if held:
             options.add_external_initializers(list(arrays), held)
-        self._held = held  # ONNX Runtime keeps pointers into them
+        self._held = held
         try:
             self._session = ort.InferenceSession(
                 ir.serde.serialize_model(executable).SerializeToString(), options, providers=[PROVIDER]
@@ -157,7 +169,7 @@ class Part:
         except LOAD_FAILURES as error:
             raise UnsupportedError(f"ONNX Runtime {ort.__version__} refuses a part of the graph: {error}") from error
         arguments = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
-        self.inputs = tuple(argument.name for argument in arguments)
+        self.inputs = tuple(argument.name for argument in arguments if argument.name not in self._weights)
         self.outputs = tuple(argument.name for argument in self._session.get_outputs())
         self._caches = {
             argument.name: (CACHE_DTYPES[argument.type], argument.shape)
@@ -180,13 +192,27 @@ class Part:
             made[name] = np.zeros((batch, *dims), dtype)
         return made
 
-    def run(self, step: probe.Step, given: Mapping[str, NDArray[Any]], caches: Arrays) -> Arrays:
-        """Run `step` over `caches`, which are brought up to date, and return all outputs."""
-        rows = np.arange(step.ids.shape[1]) if interface.LOGITS_ROWS in self.inputs else None
+    def run(
+        self,
+        step: probe.Step,
+        given: Mapping[str, NDArray[Any]],
+        caches: Arrays,
+        rows: NDArray[np.int64] | None = None,
+    ) -> Arrays:
+        """Run `step` over `caches`, which are brought up to date, and return all outputs.
+
+        `rows` get logits, all by default.
+        """
+        if interface.LOGITS_ROWS not in self.inputs:
+            rows = None
+        elif rows is None:
+            rows = np.arange(step.ids.shape[1])
         feeds = interface.feeds(self.inputs, step.ids, step.past, rows, step.lengths, growing=self._growing)
         past = grown(caches, step.past) if self._growing else caches
         fed = {name: given[name] for name in self.inputs if name in given}
-        results = dict(zip(self.outputs, self._session.run(None, {**feeds, **past, **fed}), strict=True))
+        results = dict(
+            zip(self.outputs, self._session.run(None, {**feeds, **past, **fed, **self._weights}), strict=True)
+        )
         for name in caches:
             present = results.get(interface.present_of(name))
             if present is None:

@@ -6,19 +6,22 @@ all steps of all runs before the next piece is loaded; what later pieces read is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import interface, probe
+from llmforge import graph, interface, probe
+from llmforge.derived import by_output, is_stored
+from llmforge.engines.onnxruntime import MICROSOFT
 from llmforge.parts import Arrays, Index, Part, cut_out, is_fixed
 
 PIECE_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
 
-Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [tokens, V], row after row, without padding
+Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [B, R, V], padding included
+Rows = Callable[[probe.Step], NDArray[np.int64]]  # positions of a step that get logits, [R]
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,18 @@ class Piece:
     stops: frozenset[str]  # what earlier pieces gave
 
 
-def drive(model: ir.Model, runs: Sequence[probe.Run], *, threads: int, piece_bytes: int = PIECE_BYTES) -> Logits:
-    """Run `model`, which stays as it is, on `runs` and return the logits of all real tokens.
+def drive(
+    model: ir.Model,
+    runs: Sequence[probe.Run],
+    *,
+    threads: int,
+    rows: Rows | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> Logits:
+    """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
 
     Memory: the weights of one piece, what crosses from one to the next for every step, the caches of one piece, and
-    the logits.
+    the logits. Linear layers multiply by their weights as these are stored, without a transposed copy.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a piece.
@@ -42,18 +52,45 @@ def drive(model: ir.Model, runs: Sequence[probe.Run], *, threads: int, piece_byt
     live: list[list[Arrays]] = [[{} for _ in run.steps] for run in runs]
     pieces = list(cut(index, piece_bytes))
     for number, piece in enumerate(pieces):
-        session = Part(cut_out(index, piece.gives, piece.stops), probe.Weights(), threads)
+        part = cut_out(index, piece.gives, piece.stops)
+        _multiply_as_stored(part)
+        session = Part(part, probe.Weights(), threads)
         later = {name for other in pieces[number + 1 :] for name in other.stops}
         for run, values in zip(runs, live, strict=True):
             caches = session.allocate(run.batch, run.capacity)
             for step, given in zip(run.steps, values, strict=True):
-                given |= session.run(step, given, caches)
+                given |= session.run(step, given, caches, None if rows is None else rows(step))
                 for name in given.keys() - later - {interface.LOGITS}:
                     del given[name]
-    return [
-        [given[interface.LOGITS][step.valid] for step, given in zip(run.steps, values, strict=True)]
-        for run, values in zip(runs, live, strict=True)
-    ]
+    return [[given[interface.LOGITS] for given in values] for values in live]
+
+
+def _multiply_as_stored(model: ir.Model) -> None:
+    """Make `MatMul(x, W)` with W [K, N], stored as [N, K], one FusedMatMul that reads it so, in place."""
+    owner = model.graph
+    for node in [node for node in owner if node.op_type == "MatMul" and not node.domain]:
+        x, weight = node.inputs
+        if x is None or weight is None or not is_fixed(weight) or len(weight.uses()) > 1:
+            continue
+        if weight.const_value is None or not is_stored(weight.const_value) or weight.shape is None:
+            continue
+        stored = _as_stored(weight.const_value)
+        del owner.initializers[str(weight.name)]
+        turned = graph.initializer(owner, str(weight.name), stored)
+        [product] = graph.insert(node, "FusedMatMul", [x, turned], {"transB": 1}, domain=MICROSOFT, name=node.name)
+        graph.supersede(node.outputs[0], product)
+        owner.remove(node, safe=True)
+        model.opset_imports.setdefault(MICROSOFT, 1)
+
+
+def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
+    """Make a lazy fp32 [N, K] of a weight [K, N]."""
+    k, n = tensor.shape.numpy()
+
+    def read() -> ir.TensorProtocol:
+        return ir.Tensor(by_output(tensor, transposed=True).astype(np.float32), name=tensor.name)
+
+    return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)
 
 
 def cut(index: Index, piece_bytes: int) -> Iterator[Piece]:
@@ -61,10 +98,9 @@ def cut(index: Index, piece_bytes: int) -> Iterator[Piece]:
 
     A cut is made where the type of everything that crosses it is known.
     """
-    graph = index.model.graph
-    nodes = list(graph)
+    nodes = list(index.model.graph)
     last_read = {value: at for at, node in enumerate(nodes) for value in node.inputs if value is not None}
-    outputs = set(graph.outputs)
+    outputs = set(index.model.graph.outputs)
     seen: set[int] = set()
     size, begin = 0, 0
     crossing: dict[ir.Value, None] = {}

@@ -155,16 +155,8 @@ def strip(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     return graph.detach(model, "weights", _INLINE_BYTES)
 
 
-# Packing a matrix pays off over many steps, and holds it twice. Kernels of quantized weights need it.
-UNPACKED: Mapping[str, str] = {"session.disable_prepacking": "1"}
-
-
-def open_session(
-    model: ir.Model, weights: Weights, threads: int, expose: Sequence[str] = (), *, packed: bool = True
-) -> Session:
+def open_session(model: ir.Model, weights: Weights, threads: int, expose: Sequence[str] = ()) -> Session:
     """Load `model`, which stays as it is, for checks; `expose` names intermediate values to be outputs as well.
-
-    `packed`: matrices are laid out anew for their kernels.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses the graph.
@@ -176,8 +168,7 @@ def open_session(
         executable.graph.outputs.extend(values)
     arrays = {name: weights.array(tensor) for name, tensor in strip(executable).items()}
     serialized = ir.serde.serialize_model(executable).SerializeToString()
-    config = SessionConfig(threads=threads, optimize=False, entries={} if packed else UNPACKED)
-    return Session(serialized, config, initializers=arrays)
+    return Session(serialized, SessionConfig(threads=threads, optimize=False), initializers=arrays)
 
 
 def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:

@@ -109,7 +109,7 @@ def rtn(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     rows = max(1, CHUNK_BYTES // (4 * max(k, 1)))
     for at in range(0, n, rows):
         part = slice(at, at + rows)
-        chunk = np.pad(weight[part].astype(np.float32), ((0, 0), (0, -k % grid.block_size)))
+        chunk = _padded(weight[part].astype(np.float32), grid)
         require_finite(chunk)
         scales[part], zeros[part] = span(chunk, grid)
         blocks = chunk.reshape(len(chunk), -1, grid.block_size)
@@ -209,8 +209,8 @@ def require_finite(matrix: NDArray[Any]) -> None:
 
 def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return scales and zero points, fp32 [N, blocks], of the grid that spans each block of `weight` [N, K]."""
-    n, k = weight.shape
-    blocks = np.pad(weight, ((0, 0), (0, -k % grid.block_size))).reshape(n, -1, grid.block_size)
+    n, _ = weight.shape
+    blocks = _padded(weight, grid).reshape(n, -1, grid.block_size)
     if grid.symmetric:
         at = np.abs(blocks).argmax(-1, keepdims=True)
         scales = np.take_along_axis(blocks, at, -1)[..., 0] / np.float32(-grid.middle)
@@ -220,6 +220,12 @@ def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], 
         scales = high / np.float32(grid.top) - low / np.float32(grid.top)  # the difference itself may overflow
         zeros = np.clip(np.rint(-low / np.where(scales == 0, np.float32(1), scales)), 0, grid.top)
     return np.where(scales == 0, np.float32(1), scales), zeros  # 1: the scale of a block of zeros
+
+
+def _padded(weight: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
+    """Fill the last block of each row up with zeros; `weight` itself where there is nothing to fill."""
+    missing = -weight.shape[1] % grid.block_size
+    return np.pad(weight, ((0, 0), (0, missing))) if missing else weight
 
 
 def nearest(

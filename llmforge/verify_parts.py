@@ -177,7 +177,7 @@ class Loss:
 
     texts: Sequence[NDArray[np.int64]]
     threads: int
-    _before: pieces.Logits | None = None  # of the graph that was measured last
+    _before: list[NDArray[np.float32]] | None = None  # by step, [tokens, V]: of the graph that was measured last
 
     @property
     def run(self) -> probe.Run:
@@ -194,16 +194,21 @@ class Loss:
         """
         run = self.run
         if self._before is None:
-            self._before = pieces.drive(before, [run], threads=self.threads)
-        made = pieces.drive(after, [run], threads=self.threads)
+            self._before = self._logits(before, run)
+        made = self._logits(after, run)
         total, tokens, largest = 0.0, 0, 0.0
-        for number, (b, a) in enumerate(zip(self._before[0], made[0], strict=True)):
+        for number, (b, a) in enumerate(zip(self._before, made, strict=True)):
             if not np.isfinite(a).all():
                 return Cost(np.nan, tokens, np.inf, run.where(number))
             total, tokens = total + metrics.kld_mean(b, a) * len(b), tokens + len(b)
             largest = max(largest, comparison.largest(b, a))
         self._before = made
         return Cost(total / tokens, tokens, largest, None)
+
+    def _logits(self, model: ir.Model, run: probe.Run) -> list[NDArray[np.float32]]:
+        """Run `run` and keep the logits of real tokens."""
+        [logits] = pieces.drive(model, [run], threads=self.threads)
+        return [made[step.valid] for made, step in zip(logits, run.steps, strict=True)]
 
 
 def vocabulary(model: ir.Model) -> int:

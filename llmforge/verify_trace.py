@@ -15,9 +15,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import graph, probe
+from llmforge import graph, pieces, probe
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.errors import VerificationError
 from llmforge.runtime.session import Session
 from llmforge.trace import pattern, stamp
@@ -77,8 +76,6 @@ def verify_trace(
     if repetition is not None and graph.weight_bytes(model) > whole_bytes:
         layers = min(depth, max(2, repetition.kinds))  # two, so that one hands over to another
         model = stamp.cut(model, repetition, layers)
-    model = model.clone()
-    fuse_transposed_weights(model)  # MatMul(x, Transpose(W)) in one operator: the head is not copied in every step
     attention = [node for node in model.graph if node.op_type == "Attention"]
     windows = sorted({node.attributes.get_int("window", 0) for node in attention} - {0})
     runs = _runs(checkpoint.geometry.vocabulary, windows, checkpoint.geometry.context)
@@ -86,10 +83,11 @@ def verify_trace(
     expected = [[reference.run(ids, min(len(ids), _kept(run))).logits for ids in _rows(run)] for run in runs]
     stack = reference.stack
     del reference  # its weights make room for those of the graph
-    weights = probe.Weights()
-    session = probe.open_session(model, weights, threads, packed=False)
+    made = pieces.drive(model, runs, threads=threads, rows=_selected)
     compared = [
-        comparison for run, wanted in zip(runs, expected, strict=True) for comparison in _compare(session, run, wanted)
+        comparison
+        for run, logits, wanted in zip(runs, made, expected, strict=True)
+        for comparison in _compare(run, logits, wanted)
     ]
     logits = np.concatenate([comparison.expected.ravel() for comparison in compared])
     allowed = TOLERANCE * float(logits.std())
@@ -97,7 +95,7 @@ def verify_trace(
         if not comparison.difference <= allowed:  # `not <=`: NaN differs
             reference = Reference(checkpoint, None if layers == depth else layers)
             names = _hidden_states(model, stack, layers)
-            exposed = probe.open_session(model, weights, threads, names) if names else None
+            exposed = probe.open_session(model, probe.Weights(), threads, names) if names else None
             where = _first_layer(exposed, names, comparison, reference) if exposed else "no layer can be named"
             raise VerificationError(
                 f"the traced graph is not the model: logits differ from transformers' by {comparison.difference:.3g}, "
@@ -165,15 +163,14 @@ def _kept(run: probe.Run) -> int:
     return len(_selected(run.steps[0])) + sum(int(step.ids.shape[1]) for step in run.steps[1:])
 
 
-def _compare(session: Session, run: probe.Run, wanted: Sequence[NDArray[np.float32]]) -> list[_Comparison]:
-    """Run `run` and pair its logits with those `wanted` of each row's last tokens, [tokens, V]."""
-    sequences = _rows(run)
-    cache = session.allocate(run.batch, run.capacity)
+def _compare(
+    run: probe.Run, made: Sequence[NDArray[np.float32]], wanted: Sequence[NDArray[np.float32]]
+) -> list[_Comparison]:
+    """Pair the logits of each step, [B, rows, V], with those `wanted` of each row's last tokens, [tokens, V]."""
     compared = []
-    for index, step in enumerate(run.steps):
+    for index, (step, logits) in enumerate(zip(run.steps, made, strict=True)):
         rows = _selected(step)
-        logits = session.step(step.ids, step.past, cache, rows)
-        for b, ids in enumerate(sequences):
+        for b, ids in enumerate(_rows(run)):
             real = rows < step.lengths[b]
             places = step.past[b] + rows[real] - (len(ids) - len(wanted[b]))
             compared.append(_Comparison(run, index, b, logits[b, real], wanted[b][places]))
