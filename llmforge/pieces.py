@@ -6,21 +6,23 @@ all steps of all runs before the next piece is loaded; what later pieces read is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import graph, interface, probe
-from llmforge.derived import by_output, is_stored
+from llmforge.derived import Stored, by_output, is_stored
 from llmforge.engines.onnxruntime import MICROSOFT
-from llmforge.parts import Arrays, Index, Part, cut_out, is_fixed
+from llmforge.parts import Arrays, Index, Part, behind, cut_out, is_fixed
 
 PIECE_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
 
 Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [B, R, V], padding included
+_TABLES = ([("", "Gather")], [("", "MatMul")], [("", "Transpose"), ("", "MatMul")])  # pieces that are one table
 Rows = Callable[[probe.Step], NDArray[np.int64]]  # positions of a step that get logits, [R]
 
 
@@ -43,7 +45,8 @@ def drive(
     """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
 
     Memory: the weights of one piece, what crosses from one to the next for every step, the caches of one piece, and
-    the logits. Linear layers multiply by their weights as these are stored, without a transposed copy.
+    the logits. Linear layers multiply by their weights as these are stored, without a transposed copy; an embedding or
+    a head that is larger than a piece is read in blocks.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a piece.
@@ -52,9 +55,7 @@ def drive(
     live: list[list[Arrays]] = [[{} for _ in run.steps] for run in runs]
     pieces = list(cut(index, piece_bytes))
     for number, piece in enumerate(pieces):
-        part = cut_out(index, piece.gives, piece.stops)
-        _multiply_as_stored(part)
-        session = Part(part, probe.Weights(), threads)
+        session = _open(cut_out(index, piece.gives, piece.stops), threads, piece_bytes)
         later = {name for other in pieces[number + 1 :] for name in other.stops}
         for run, values in zip(runs, live, strict=True):
             caches = session.allocate(run.batch, run.capacity)
@@ -63,6 +64,70 @@ def drive(
                 for name in given.keys() - later - {interface.LOGITS}:
                     del given[name]
     return [[given[interface.LOGITS] for given in values] for values in live]
+
+
+class _Runs(Protocol):
+    """What runs a piece."""
+
+    def allocate(self, batch: int, capacity: int) -> Arrays: ...
+
+    def run(
+        self, step: probe.Step, given: Mapping[str, NDArray[Any]], caches: Arrays, rows: NDArray[np.int64] | None
+    ) -> Arrays: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """A piece that is one stored table, larger than a piece should be: looked up in, or multiplied by, in blocks."""
+
+    name: str  # of what it gives
+    table: NDArray[Any]  # [V, K], as it is stored
+    reads: str | None  # the value that is multiplied, fp32 [..., K]; None: rows of the step's ids are looked up
+    block_bytes: int
+
+    def allocate(self, batch: int, capacity: int) -> Arrays:
+        return {}
+
+    def run(
+        self, step: probe.Step, given: Mapping[str, NDArray[Any]], caches: Arrays, rows: NDArray[np.int64] | None
+    ) -> Arrays:
+        if self.reads is None:
+            return {self.name: self.table[step.ids].astype(np.float32)}
+        x, (v, k) = given[self.reads], self.table.shape
+        product = np.empty((*x.shape[:-1], v), np.float32)
+        size = max(1, self.block_bytes // (4 * k))
+        for at in range(0, v, size):
+            product[..., at : at + size] = x @ self.table[at : at + size].astype(np.float32).T
+        return {self.name: product}
+
+
+def _open(part: ir.Model, threads: int, piece_bytes: int) -> _Runs:
+    """Load a piece in ONNX Runtime, or read it in blocks where it is one large table."""
+    if graph.weight_bytes(part) > piece_bytes and (blocks := _blocks(part, piece_bytes)) is not None:
+        return blocks
+    _multiply_as_stored(part)
+    return Part(part, probe.Weights(), threads)
+
+
+def _blocks(part: ir.Model, block_bytes: int) -> _Blocks | None:
+    """Recognize `Gather(W, input_ids)`, `MatMul(x, Transpose(W))` and `MatMul(x, W)` of a stored matrix W."""
+    nodes = [(node.domain, node.op_type) for node in part.graph]
+    last = part.graph[-1]
+    first, second = (*last.inputs, None)[:2]
+    if first is None or second is None or nodes not in _TABLES:
+        return None
+    if last.op_type == "Gather":
+        weight, transposed, looked_up = first, False, second.name == interface.INPUT_IDS
+        if last.attributes.get_int("axis", 0) != 0 or not looked_up:
+            return None
+    else:
+        maker = second.producer()
+        weight, transposed = (second, True) if maker is None or maker.inputs[0] is None else (maker.inputs[0], False)
+        looked_up = False
+    tensor = weight.const_value
+    if not is_fixed(weight) or not isinstance(tensor, Stored) or tensor.transposed != transposed:
+        return None
+    return _Blocks(str(last.outputs[0].name), tensor.stored(), None if looked_up else str(first.name), block_bytes)
 
 
 def _multiply_as_stored(model: ir.Model) -> None:
@@ -106,11 +171,11 @@ def cut(index: Index, piece_bytes: int) -> Iterator[Piece]:
     crossing: dict[ir.Value, None] = {}
     given: frozenset[str] = frozenset()
     for at, node in enumerate(nodes):
-        size += _new_bytes(node, seen)
+        size += _new_bytes(node, index, seen)
         crossing |= {value: None for value in node.outputs if value not in index.constant}
         ahead = {value: None for value in crossing if last_read.get(value, -1) > at}
         whole = at == len(nodes) - 1
-        if not whole and (size + _new_bytes(nodes[at + 1], set(seen)) <= piece_bytes or not _typed(ahead)):
+        if not whole and (size + _new_bytes(nodes[at + 1], index, set(seen)) <= piece_bytes or not _typed(ahead)):
             continue
         made = [value for other in nodes[begin : at + 1] for value in other.outputs]
         gives = tuple(str(value.name) for value in made if value in ahead or value in outputs)
@@ -121,14 +186,21 @@ def cut(index: Index, piece_bytes: int) -> Iterator[Piece]:
         seen.clear()
 
 
-def _new_bytes(node: ir.Node, seen: set[int]) -> int:
-    """Size of the weights of `node` that are not in `seen`, which they join."""
+def _new_bytes(node: ir.Node, index: Index, seen: set[int]) -> int:
+    """Size of the weights of `node` that are not in `seen`, which they join; a constant comes with its reader."""
     size = 0
-    for value in node.inputs:
-        if value is not None and is_fixed(value) and value.const_value is not None:
-            tensor = value.const_value
-            size += 0 if id(tensor) in seen else tensor.nbytes
-            seen.add(id(tensor))
+    for value in node.inputs if node.outputs[0] not in index.constant else ():
+        if value is None:
+            continue
+        if value in index.constant:
+            made_of = behind([value], ())[0]
+            tensors = [x.const_value for maker in made_of for x in maker.inputs if x is not None]
+        else:
+            tensors = [value.const_value] if is_fixed(value) else []
+        for tensor in tensors:
+            if tensor is not None and id(tensor) not in seen:
+                size += tensor.nbytes
+                seen.add(id(tensor))
     return size
 
 

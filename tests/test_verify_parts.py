@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmforge import graph, interface, pieces, probe, regions
+from llmforge.derived import Stored
 from llmforge.errors import VerificationError
 from llmforge.parts import Index
 from llmforge.passes.flash_attention import FlashAttention
@@ -125,6 +127,47 @@ def test_the_loss_on_text_is_that_of_the_whole_graph(tmp_path: Path) -> None:
     assert result.probes == ("121 tokens of text, piece by piece",)
     assert result.kld_mean is not None
     assert 1e-4 < result.kld_mean < 1.0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) -> None:
+    """A checkpoint stores [N, K] in bf16: what a piece computes with is what the graph says it is."""
+    model = graphs.llama()
+    if not tied:
+        head = graphs.find(model, "Transpose")[0]
+        table = graph.initializer(
+            model, "lm_head.weight", np.random.default_rng(3).standard_normal((48, 96), np.float32)
+        )
+        graph.replace(head.outputs[0], table)
+        graph.drop_unused(model)
+    whole_reads = Reads()
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or len(tensor.shape) != 2 or not name.endswith(".weight"):
+            continue
+        transposed = "embed" not in name
+        array = tensor.numpy().astype(ml_dtypes.bfloat16)
+        stored = np.ascontiguousarray(array.T) if transposed else array
+
+        def read(array: np.ndarray = array, name: str = name) -> ir.TensorProtocol:
+            whole_reads.names.append(name)
+            return ir.Tensor(array.astype(np.float32), name=name)
+
+        value.const_value = Stored(
+            read,
+            lambda stored=stored: stored,
+            tensor.dtype,
+            ir.Shape(tensor.shape.numpy()),
+            name,
+            transposed=transposed,
+        )
+    PackQkv().run(model, graphs.CPU)
+    run = probe.cut("text", TEXTS, [[40, 35, 30], [1, 1, 1]])
+    [got] = pieces.drive(model, [run], threads=1, piece_bytes=1 << 13)
+    assert whole_reads.names == []  # neither transposed nor, where it is a table, whole
+    expected = list(probe.drive(probe.open_session(model, probe.Weights(), 1), run, caches=False))
+    for step, logits, wanted in zip(run.steps, got, expected, strict=True):
+        np.testing.assert_allclose(logits[step.valid], wanted.logits, atol=2e-5)
 
 
 def test_a_lossy_pass_over_its_budget_fails_in_parts(tmp_path: Path) -> None:
