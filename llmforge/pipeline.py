@@ -205,6 +205,12 @@ class _Job:
             texts=self._budget_texts() if lossy else [],
             threads=self.threads,
         )
+        if verifier.in_parts:
+            self.notes.append(
+                f"passes: {graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights were never run whole: exact and "
+                "rounding passes are proven on the places that they changed, places that are changed alike once; the "
+                "budgets of lossy passes are measured on the whole model, piece by piece, on few tokens"
+            )
         context = Context(self.target, statistics)
         return tuple(self._apply(step, model, context, verifier) for step in steps)
 

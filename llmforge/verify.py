@@ -61,11 +61,17 @@ class Snapshot:
     model: ir.Model
     fingerprint: str
     tensors: Mapping[str, ir.TensorProtocol | None]
+    contents: Mapping[str, object]  # hashes of the tensors in memory
 
     @classmethod
     def of(cls, model: ir.Model) -> Snapshot:
         """Record `model`, which may change afterwards."""
-        return cls(model.clone(), graph.fingerprint(model), _tensors(model))
+        return cls(model.clone(), graph.fingerprint(model), _tensors(model), _contents(_tensors(model)))
+
+    def overwritten(self) -> str | None:
+        """Name a tensor whose numbers were changed in place, so that this snapshot is none any more."""
+        now = _contents(self.tensors)
+        return next((name for name, content in self.contents.items() if now[name] != content), None)
 
     def differs(self, model: ir.Model) -> str | None:
         """Say what of `model` is not as it was; None where all is."""
@@ -144,6 +150,11 @@ class Verifier:
         self._runs = probe.random_runs(session.vocabulary)
         self._outcomes = self._drive(session)
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether the model is too large to run whole."""
+        return self._loss is not None
+
     def check(self, step: Pass, model: ir.Model, changes: Changes) -> Verification:
         """Hold `model`, which `step` changed as `changes` says, against the graph before; it is the next one's before.
 
@@ -153,6 +164,8 @@ class Verifier:
         """
         started = time.perf_counter()
         try:
+            if (name := self._before.overwritten()) is not None:
+                raise VerificationError(f"pass {step.name} changed the numbers of initializer {name} in place")
             check_changes(step.name, self._before, model, changes)
             result = self._prove(step, model) if changes else self._unchanged(step)
         except VerificationError as error:
@@ -385,6 +398,15 @@ def _other_interface(before: ir.Model, after: ir.Model) -> Difference | None:
 
 def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
     return {name: value.const_value for name, value in model.graph.initializers.items()}
+
+
+def _contents(tensors: Mapping[str, ir.TensorProtocol | None]) -> dict[str, object]:
+    """Hash the tensors in memory, by name."""
+    return {
+        name: graph.identity(tensor)
+        for name, tensor in tensors.items()
+        if tensor is not None and not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor)
+    }
 
 
 def _budget(step: Pass) -> Budget:
