@@ -62,11 +62,13 @@ class Skeleton:
             UnsupportedError: what a layer is called with, besides the hidden states, depends on the text.
         """
         entrance = self._entrance()
+        lookup = _Lookup.of(entrance, self.checkpoint)
         by_length: dict[int, _Recording] = {}
         calls: list[list[Call]] = [[] for _ in self.layers]
         states = []
         for ids in windows:
-            recording = _record(entrance, self._layers_of(entrance), ids)
+            with lookup:
+                recording = _record(entrance, self._layers_of(entrance), ids)
             first = by_length.setdefault(len(ids), recording)
             if not all(map(_same, first.calls, recording.calls)):
                 raise UnsupportedError(
@@ -100,8 +102,10 @@ class Skeleton:
         return [model.get_submodule(prefix) for prefix in self.prefixes]
 
     def _entrance(self) -> torch.nn.Module:
-        """Return the model with the weights of what stands before the layers: the embeddings."""
-        return copy_with_weights(self.model, "", self.checkpoint, self._entrance_names())
+        """Return the model with the weights of what stands before the layers, but for the table of its tokens."""
+        table = _table_of(self.model)
+        names = [name for name in self._entrance_names() if self.model.get_parameter(name) is not table]
+        return copy_with_weights(self.model, "", self.checkpoint, names)
 
     def _entrance_names(self) -> list[str]:
         inside = [f"{prefix}." for prefix in self.prefixes]
@@ -159,6 +163,32 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
+
+
+def _table_of(model: torch.nn.Module) -> torch.Tensor | None:
+    """Return the embedding of tokens; None where it is no plain table."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return embedding.weight if isinstance(embedding, torch.nn.Embedding) and embedding.max_norm is None else None
+
+
+class _Lookup(TorchFunctionMode):
+    """Answers a lookup in `weight`, which has no memory, with fp32 rows of `table` [V, K], which is mapped."""
+
+    def __init__(self, weight: torch.Tensor | None, table: NDArray[Any]) -> None:
+        super().__init__()
+        self.weight, self.table = weight, table
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, checkpoint: Checkpoint) -> _Lookup:
+        """Find the table of tokens of `model`."""
+        weight = _table_of(model)
+        names = [name for name, parameter in model.named_parameters() if parameter is weight]
+        return cls(weight, checkpoint.tensor(names[0]).numpy() if names else np.empty((0, 0)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.embedding and args[1] is self.weight:
+            return torch.from_numpy(self.table[args[0].numpy()].astype(np.float32))
+        return func(*args, **(kwargs or {}))
 
 
 class _EmptyOnMeta(TorchFunctionMode):
