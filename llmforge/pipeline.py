@@ -19,12 +19,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import artifact, calibration, data, dialect, gates, graph, options, passes, plan, targets, text
+from llmforge import artifact, calibration, data, dialect, gates, graph, options, passes, plan, targets, text, transform
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
 from llmforge.engines import interop
 from llmforge.engines import onnxruntime as engines
-from llmforge.errors import ForgeError
 from llmforge.evaluate import footprint, latency, machine, quality
 from llmforge.evaluate.baseline import Baseline
 from llmforge.evaluate.latency import Latency, Subject
@@ -217,13 +216,7 @@ class _Job:
     def _apply(self, step: Pass, model: ir.Model, context: Context, verifier: Verifier) -> records.PassRecord:
         self.progress.stage(f"Pass {step.name}")
         nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
-        try:
-            changes = step.run(model, context)
-        except ForgeError:
-            raise
-        except Exception as error:
-            error.add_note(f"in pass {step.name}")
-            raise
+        changes = transform.run(step, model, context)
         seconds = time.perf_counter() - began
         proof = verifier.check(step, model, changes)
         return records.PassRecord(

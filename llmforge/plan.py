@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import dialect, graph
+from llmforge import dialect, graph, transform
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import interop
 from llmforge.engines import onnxruntime as engines
@@ -51,7 +51,7 @@ def rehearse(
                 f"{step.name} cannot do anything here: {idle.get(fact, f'nothing provides {fact}')}",
                 hint=f"leave {step.name} out of the recipe",
             )
-        changes = step.run(rehearsed, context)
+        changes = transform.run(step, rehearsed, context)
         if changes:
             facts |= step.provides
         elif step.numerics is Numerics.LOSSY:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmforge.errors import ForgeError
 from llmforge.statistics import Demand, Statistics
 from llmforge.targets import Target
 
@@ -88,3 +89,14 @@ class Pass(ABC):
         Raises:
             UnsupportedError: the target cannot run what the pass would write.
         """
+
+
+def run(step: Pass, model: ir.Model, context: Context) -> Changes:
+    """Run `step`; an error that is none of ours leaves with the name of the pass."""
+    try:
+        return step.run(model, context)
+    except ForgeError:
+        raise
+    except Exception as error:
+        error.add_note(f"in pass {step.name}")
+        raise
