@@ -27,6 +27,7 @@ __all__ = [
     "Input",
     "Operator",
     "attention",
+    "caches",
     "causal_conv",
     "check",
     "expand",
@@ -433,6 +434,15 @@ def check(model: ir.Model) -> None:
         defined |= {id(value) for value in node.outputs}
     for value in model.graph.outputs:
         _require(id(value) in defined, f"output {value.name!r}", "no node of the graph makes it")
+
+
+def caches(model: ir.Model) -> dict[int, set[str]]:
+    """List the parts of each layer's cache: key, value, conv, recurrent."""
+    found: dict[int, set[str]] = {}
+    for value in model.graph.inputs:
+        if past := PAST.fullmatch(str(value.name)):
+            found.setdefault(int(past[1]), set()).add(past[2])
+    return found
 
 
 def _require(condition: bool, where: str, reason: str) -> None:

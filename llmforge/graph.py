@@ -23,6 +23,12 @@ def nodes(model: ir.Model) -> int:
     return sum(1 for _ in model.graph.all_nodes())
 
 
+def weight_bytes(model: ir.Model) -> int:
+    """Size of all initializers in the dtype of the graph."""
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
 def dims(value: ir.Value) -> tuple[int | str | None, ...] | None:
     """Return the shape of `value`: an int, a symbol's name or None a dimension; None where the rank is unknown."""
     if value.shape is None:
@@ -42,7 +48,7 @@ def initializer(owner: ir.Model | ir.Graph, name: str, data: NDArray[np.generic]
     tensor = data if isinstance(data, ir.TensorProtocol) else ir.Tensor(np.ascontiguousarray(data), name=name)
     existing = graph.initializers.get(name)
     if existing is not None:
-        if existing.const_value is None or _identity(existing.const_value) != _identity(tensor):
+        if existing.const_value is None or identity(existing.const_value) != identity(tensor):
             raise ValueError(f"initializer {name!r} exists with other content")
         return existing
     value = ir.Value(
@@ -176,7 +182,7 @@ def fingerprint(model: ir.Model) -> str:
     for name in sorted(graph.initializers):
         value = graph.initializers[name]
         tensor = value.const_value
-        put("initializer", *_signature(value), None if tensor is None else _identity(tensor))
+        put("initializer", *_signature(value), None if tensor is None else identity(tensor))
         places.setdefault(value, f"initializer {name}")
     _put_nodes(graph, put, places)
     for value in graph.outputs:
@@ -203,7 +209,7 @@ def _put_nodes(graph: ir.Graph, put: _Put, places: dict[ir.Value, str]) -> None:
                     _put_nodes(subgraph, put, places)
                     put("yields", [places[value] for value in subgraph.outputs])
             elif attribute.type == ir.AttributeType.TENSOR:
-                put("attribute", name, _identity(attribute.as_tensor()))
+                put("attribute", name, identity(attribute.as_tensor()))
             else:
                 put("attribute", name, attribute.type.name, attribute.value)
         for position, value in enumerate(node.outputs):
@@ -215,7 +221,7 @@ def _signature(value: ir.Value) -> tuple[object, ...]:
     return value.name, dtype, dims(value)
 
 
-def _identity(tensor: ir.TensorProtocol) -> tuple[object, ...]:
+def identity(tensor: ir.TensorProtocol) -> tuple[object, ...]:
     """Say what `tensor` holds without reading a file or computing anything."""
     head = (tensor.dtype.name, tensor.shape.numpy())
     if isinstance(tensor, ir.ExternalTensor):

@@ -70,6 +70,11 @@ def present_of(past: str) -> str:
     return past.replace("past_key_values.", "present.", 1)
 
 
+def past_of(present: str) -> str:
+    """Name the cache input that the output `present` continues."""
+    return present.replace("present.", "past_key_values.", 1)
+
+
 def grows(past: Sequence[object], present: Sequence[object]) -> bool:
     """Say whether a cache [batch, kv_heads, slots, head_dim] grows: its present has other slots than its past."""
     return past[2] != present[2]

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge import graph
+from llmforge.derived import Derived, side_by_side
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,7 @@ def _stacked(parts: Sequence[ir.Value], name: str, owner: ir.Graph) -> ir.Value:
     assert len(present) == len(parts), "an initializer without a tensor"
     assert parts[0].shape is not None
     shape = ir.Shape([*parts[0].shape[:-1], sum(_width(part) for part in parts)])
-
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(np.concatenate([tensor.numpy() for tensor in present], axis=-1), name=name)
-
-    stacked = graph.initializer(owner, name, ir.LazyTensor(read, present[0].dtype, shape, name=name))
+    stacked = graph.initializer(owner, name, Derived(side_by_side, present, present[0].dtype, shape, name))
     names = [source for part in parts for source in graph.sources(part)]
     if names:
         graph.set_sources(stacked, names)

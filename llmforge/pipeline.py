@@ -19,12 +19,26 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import artifact, calibration, data, gates, graph, interface, options, passes, targets, text
+from llmforge import (
+    artifact,
+    calibration,
+    data,
+    dialect,
+    gates,
+    graph,
+    interface,
+    options,
+    passes,
+    plan,
+    targets,
+    text,
+    transform,
+)
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
 from llmforge.engines import interop
 from llmforge.engines import onnxruntime as engines
-from llmforge.errors import ForgeError, UnsupportedError
+from llmforge.errors import UnsupportedError
 from llmforge.evaluate import footprint, latency, machine, quality
 from llmforge.evaluate.baseline import Baseline
 from llmforge.evaluate.latency import Latency, Subject
@@ -69,13 +83,15 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     steps = recipe.instantiate(passes.ALL)
     job.target.require_engine(recipe.engine.backend)
     job.check_data()
-    with artifact.staging(out, recipe.name) as staging:
-        job.progress.stage("Read checkpoint")
-        job.checkpoint.verify(job.progress)
+    with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
         job.progress.stage("Trace")
         model = trace(job.checkpoint)
+        demands = [demand for step in steps for demand in step.demands()]
+        job.rehearse(model, steps, demands)
+        job.progress.stage("Read checkpoint")
+        job.checkpoint.verify(job.progress)
         job.verify_trace(model)
-        statistics = job.calibrate([demand for step in steps for demand in step.demands()])
+        statistics = job.calibrate(model, demands, layers)
         done = job.transform(model, steps, statistics)
         engine = job.build_engine(model, staging)
         evidence = job.measure(staging, engine, model)
@@ -177,12 +193,32 @@ class _Job:
                 hint=f"set engine.max_context to at most {made_for}",
             )
 
-    def calibrate(self, demands: Sequence[Demand]) -> Statistics | None:
-        """Collect what the passes demand, or nothing where none does."""
+    def rehearse(self, model: ir.Model, steps: Sequence[Pass], demands: Sequence[Demand]) -> None:
+        """Refuse what cannot become an engine, before any weight is read."""
+        self.progress.stage("Plan")
+        linears = calibration.plan(self.checkpoint, demands, dialect.caches(model)) if demands else frozenset()
+        plan.rehearse(
+            model,
+            steps,
+            target=self.target,
+            spec=self.recipe.engine,
+            checkpoint=self.checkpoint,
+            calibrated=linears,
+        )
+
+    def calibrate(self, model: ir.Model, demands: Sequence[Demand], folder: Path) -> Statistics | None:
+        """Collect what the passes demand, or nothing where none does; layers that are in `folder` are done already."""
         if not demands:
             return None
         self.progress.stage("Calibrate")
-        return calibration.calibrate(self.checkpoint, self.calibration_windows, demands, progress=self.progress)
+        return calibration.calibrate(
+            self.checkpoint,
+            self.calibration_windows,
+            demands,
+            caches=dialect.caches(model),
+            folder=folder,
+            progress=self.progress,
+        )
 
     def transform(
         self, model: ir.Model, steps: Sequence[Pass], statistics: Statistics | None
@@ -196,19 +232,19 @@ class _Job:
             texts=self._budget_texts() if lossy else [],
             threads=self.threads,
         )
+        if verifier.in_parts:
+            self.notes.append(
+                f"passes: {graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights were never run whole: exact and "
+                "rounding passes are proven on the places that they changed, places that are changed alike once; the "
+                "budgets of lossy passes are measured on the whole model, piece by piece, on few tokens"
+            )
         context = Context(self.target, statistics)
         return tuple(self._apply(step, model, context, verifier) for step in steps)
 
     def _apply(self, step: Pass, model: ir.Model, context: Context, verifier: Verifier) -> records.PassRecord:
         self.progress.stage(f"Pass {step.name}")
-        nodes, weight_bytes, began = graph.nodes(model), _weight_bytes(model), time.perf_counter()
-        try:
-            changes = step.run(model, context)
-        except ForgeError:
-            raise
-        except Exception as error:
-            error.add_note(f"in pass {step.name}")
-            raise
+        nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
+        changes = transform.run(step, model, context)
         seconds = time.perf_counter() - began
         proof = verifier.check(step, model, changes)
         return records.PassRecord(
@@ -220,7 +256,7 @@ class _Job:
             nodes_before=nodes,
             nodes_after=graph.nodes(model),
             weight_bytes_before=weight_bytes,
-            weight_bytes_after=_weight_bytes(model),
+            weight_bytes_after=graph.weight_bytes(model),
             seconds=seconds,
             verification=records.VerificationRecord(
                 numerics=proof.numerics,
@@ -376,10 +412,6 @@ class _Job:
 
 def _describe(runner: Runner, threads: int) -> str:
     return f"llmforge runtime, ONNX Runtime {runner.config.onnxruntime}, {threads} threads"
-
-
-def _weight_bytes(model: ir.Model) -> int:
-    return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
 
 
 def _cpu_seconds() -> float:

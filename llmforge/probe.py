@@ -19,6 +19,7 @@ from llmforge.runtime.session import Session, SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
 _INLINE_BYTES = 1024
+WHOLE_BYTES = 2**30  # of fp32 weights: up to here a model runs whole, twice over in memory
 _SEED = 20_240_229  # any fixed number: probes must be the same in every build
 _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 16 of 512 lift the mean over any budget
 
@@ -28,11 +29,13 @@ class Step:
     """One call of a graph.
 
     ids: int64 [B, S], padded on the right.  lengths: int64 [B], the real tokens of each row.  past: int32 [B].
+    text_lengths: int64 [B], the tokens of the text of each row, of which the step is a part.
     """
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
     past: NDArray[np.int32]
+    text_lengths: NDArray[np.int64] | None = None  # None: the step ends it
 
     @property
     def valid(self) -> NDArray[np.bool_]:
@@ -58,12 +61,6 @@ class Run:
         """Slots that the cache needs: the longest row, padding included."""
         return max(int(step.past.max()) + int(step.ids.shape[1]) for step in self.steps)
 
-    @property
-    def totals(self) -> NDArray[np.int64]:
-        """Number of real tokens of each row in all steps: int64 [B]."""
-        totals: NDArray[np.int64] = np.sum([step.lengths for step in self.steps], axis=0)
-        return totals
-
     def where(self, index: int) -> str:
         """Describe a step for a message."""
         step = self.steps[index]
@@ -86,13 +83,14 @@ class Outcome:
 def cut(name: str, rows: Sequence[NDArray[np.int64]], counts: Sequence[Sequence[int]]) -> Run:
     """Cut rows of tokens into the steps of a run: step `i` takes the next `counts[i][b]` tokens of row `b`."""
     past = np.zeros(len(rows), np.int32)
+    totals = np.sum(np.array(counts, np.int64), axis=0)
     steps = []
     for count in counts:
         lengths = np.array(count, np.int64)
         ids = np.zeros((len(rows), int(lengths.max())), np.int64)
         for b, row in enumerate(rows):
             ids[b, : lengths[b]] = row[past[b] : past[b] + lengths[b]]
-        steps.append(Step(ids, lengths, past))
+        steps.append(Step(ids, lengths, past, totals))
         past = (past + lengths).astype(np.int32)
     return Run(name, tuple(steps))
 
@@ -139,8 +137,12 @@ class Weights:
     def array(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
         """Return the values of `tensor`; a lazy one is computed the first time."""
         if id(tensor) not in self._arrays:  # the tensor is kept, too: its id cannot go to another
-            self._arrays[id(tensor)] = tensor, np.ascontiguousarray(tensor.numpy())
+            self._arrays[id(tensor)] = tensor, np.ascontiguousarray(self.values(tensor))
         return self._arrays[id(tensor)][1]
+
+    def values(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
+        """Read `tensor`."""
+        return tensor.numpy()
 
     def keep(self, *models: ir.Model) -> None:
         """Forget every tensor that none of `models` has."""
@@ -177,7 +179,7 @@ def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps:
         logits = session.step(
-            step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=run.totals
+            step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=step.text_lengths
         )
         filled = step.past + step.lengths
         held = cache.buffers.items() if caches else ()
@@ -197,9 +199,9 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     """Run the steps before step `index`, and read the outputs `names` of that step, padding included."""
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps[:index]:
-        session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=run.totals)
+        session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=step.text_lengths)
     step = run.steps[index]
-    return session.read(names, step.ids, step.past, cache, _all_rows(step), step.lengths, run.totals)
+    return session.read(names, step.ids, step.past, cache, _all_rows(step), step.lengths, step.text_lengths)
 
 
 def _all_rows(step: Step) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ Float32 = NDArray[np.float32]
 
 BITS = (4, 8)
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
-CHUNK_BYTES = 1 << 25  # of fp32 weights rounded at a time: bounds the temporaries of `rtn`
+CHUNK_BYTES = 1 << 19  # of fp32 weights rounded at a time by `rtn`: chunk and temporaries stay in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Packed:
     zero_points: NDArray[np.uint8] | None
 
 
-def rtn(weight: NDArray[np.float32], grid: Grid) -> QuantizedMatrix:
-    """Round every weight [N, K] to the nearest point of the grid that spans its block.
+def rtn(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
+    """Round every weight [N, K], of any floating-point dtype, to the nearest point of the grid that spans its block.
 
     A search for the narrower range with the least squared error is left out: on the sample checkpoint (tests/data;
     4 bits, block 32) it moved the mean KLD from 0.02907 to 0.02901.
@@ -112,7 +112,8 @@ def rtn(weight: NDArray[np.float32], grid: Grid) -> QuantizedMatrix:
     Raises:
         ValueError: `weight` is not a matrix of finite numbers.
     """
-    require_finite(weight)
+    if weight.ndim != 2:
+        raise ValueError(f"a matrix is needed, this has shape {weight.shape}")
     n, k = weight.shape
     codes = np.empty((n, k), np.uint8)
     scales = np.empty((n, grid.blocks(k)), np.float32)
@@ -120,9 +121,16 @@ def rtn(weight: NDArray[np.float32], grid: Grid) -> QuantizedMatrix:
     rows = max(1, CHUNK_BYTES // (4 * max(k, 1)))
     for at in range(0, n, rows):
         part = slice(at, at + rows)
-        chunk = weight[part].astype(np.float32, copy=False)
+        chunk = _padded(weight[part].astype(np.float32), grid)
+        require_finite(chunk)
         scales[part], zeros[part] = span(chunk, grid)
-        codes[part] = nearest(chunk, _spread(scales[part], grid, k), _spread(zeros[part], grid, k), grid)
+        blocks = chunk.reshape(len(chunk), -1, grid.block_size)
+        # `nearest`, without a copy
+        np.divide(blocks, scales[part, :, None], out=blocks)
+        np.rint(blocks, out=blocks)
+        blocks += zeros[part, :, None]
+        np.clip(blocks, 0, grid.top, out=blocks)
+        codes[part] = chunk[:, :k]
     return assemble(grid, codes, scales, zeros)
 
 
@@ -220,8 +228,8 @@ def require_finite(matrix: NDArray[Any]) -> None:
 
 def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return scales and zero points, fp32 [N, blocks], of the grid that spans each block of `weight` [N, K]."""
-    n, k = weight.shape
-    blocks = np.pad(weight, ((0, 0), (0, -k % grid.block_size))).reshape(n, -1, grid.block_size)
+    n, _ = weight.shape
+    blocks = _padded(weight, grid).reshape(n, -1, grid.block_size)
     if grid.symmetric:
         at = np.abs(blocks).argmax(-1, keepdims=True)
         scales = np.take_along_axis(blocks, at, -1)[..., 0] / np.float32(-grid.middle)
@@ -231,6 +239,12 @@ def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], 
         scales = high / np.float32(grid.top) - low / np.float32(grid.top)  # the difference itself may overflow
         zeros = np.clip(np.rint(-low / np.where(scales == 0, np.float32(1), scales)), 0, grid.top)
     return np.where(scales == 0, np.float32(1), scales), zeros  # 1: the scale of a block of zeros
+
+
+def _padded(weight: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
+    """Fill the last block of each row up with zeros; `weight` itself where there is nothing to fill."""
+    missing = -weight.shape[1] % grid.block_size
+    return np.pad(weight, ((0, 0), (0, missing))) if missing else weight
 
 
 def nearest(

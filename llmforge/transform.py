@@ -10,7 +10,7 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmforge.errors import UnsupportedError
+from llmforge.errors import ForgeError, UnsupportedError
 from llmforge.statistics import Demand, Statistics
 from llmforge.targets import Target
 
@@ -101,3 +101,14 @@ class Pass(ABC):
         Raises:
             UnsupportedError: the target cannot run what the pass would write.
         """
+
+
+def run(step: Pass, model: ir.Model, context: Context) -> Changes:
+    """Run `step`; an error that is none of ours leaves with the name of the pass."""
+    try:
+        return step.run(model, context)
+    except ForgeError:
+        raise
+    except Exception as error:
+        error.add_note(f"in pass {step.name}")
+        raise

@@ -14,16 +14,19 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from llmforge import dialect, graph, interface, metrics, probe
+from llmforge import comparison, dialect, graph, interface, metrics, probe, verify_parts
 from llmforge.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.runtime.session import Session
 from llmforge.transform import Budget, Changes, Numerics, Pass
+from llmforge.verify_parts import Difference, Loss
 
 # Largest |difference| that ROUNDING allows, in standard deviations of what is compared: all logits of the probes, or
 # one cache. Only dtypes that were measured stand here.
 # FLOAT: 23 two-layer architectures, their attention lowered in up to three ways, moved logits by at most 7e-6 at a
 # deviation of 0.6, which is 1.2e-5. Errors of independent layers add up like a random walk: 80 layers make √40 of it.
 TOLERANCE: Mapping[ir.DataType, float] = {ir.DataType.FLOAT: 1e-4}
+
+_INT8_ACTIVATIONS = 4  # accuracy_level of com.microsoft::MatMulNBits
 
 _RUN_FAILURES = (
     ort_errors.EPFail,
@@ -43,7 +46,7 @@ class Verification:
     """What the check of one pass found, against the graph before the pass."""
 
     numerics: Numerics
-    max_abs_difference: float  # of any logit of the probes
+    max_abs_difference: float  # of any logit of the probes; in parts: of any value at their edges, in its deviation
     allowed: float | None  # largest max_abs_difference that the numerics allow; None where the budget decides
     kld_mean: float | None  # nats a token, on text; None where it was not measured
     budget: float | None  # largest kld_mean that the recipe allows
@@ -58,11 +61,17 @@ class Snapshot:
     model: ir.Model
     fingerprint: str
     tensors: Mapping[str, ir.TensorProtocol | None]
+    contents: Mapping[str, object]  # hashes of the tensors in memory
 
     @classmethod
     def of(cls, model: ir.Model) -> Snapshot:
         """Record `model`, which may change afterwards."""
-        return cls(model.clone(), graph.fingerprint(model), _tensors(model))
+        return cls(model.clone(), graph.fingerprint(model), _tensors(model), _contents(_tensors(model)))
+
+    def overwritten(self) -> str | None:
+        """Name a tensor whose numbers were changed in place, so that this snapshot is none any more."""
+        now = _contents(self.tensors)
+        return next((name for name, content in self.contents.items() if now[name] != content), None)
 
     def differs(self, model: ir.Model) -> str | None:
         """Say what of `model` is not as it was; None where all is."""
@@ -114,22 +123,37 @@ class Verifier:
         folder: where the graphs before and after a failed pass are saved, without weights.
         texts: windows of token ids, int64 [length], that budgets of lossy passes are measured on.
         threads: of ONNX Runtime.
+        whole_bytes: of weights; a graph with more is never run whole, but proven in parts (`verify_parts`).
 
     Raises:
         UnsupportedError: no tolerance is known for the dtype of the logits, or ONNX Runtime refuses the graph.
     """
 
     def __init__(
-        self, model: ir.Model, *, folder: Path, texts: Sequence[NDArray[np.int64]] = (), threads: int = 1
+        self,
+        model: ir.Model,
+        *,
+        folder: Path,
+        texts: Sequence[NDArray[np.int64]] = (),
+        threads: int = 1,
+        whole_bytes: int = probe.WHOLE_BYTES,
     ) -> None:
         self._folder, self._threads = folder, threads
         self._weights = probe.Weights()
         self._tolerance = _tolerance(model)
-        self._text_runs = probe.text_runs(texts)
         self._before = Snapshot.of(model)
+        self._loss = Loss(texts, threads) if graph.weight_bytes(model) > whole_bytes else None
+        if self._loss is not None:
+            return
+        self._text_runs = probe.text_runs(texts)
         session = probe.open_session(model, self._weights, threads)
         self._runs = probe.random_runs(session.vocabulary)
         self._outcomes = self._drive(session)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the model is too large to run whole."""
+        return self._loss is not None
 
     def check(self, step: Pass, model: ir.Model, changes: Changes) -> Verification:
         """Hold `model`, which `step` changed as `changes` says, against the graph before; it is the next one's before.
@@ -140,6 +164,8 @@ class Verifier:
         """
         started = time.perf_counter()
         try:
+            if (name := self._before.overwritten()) is not None:
+                raise VerificationError(f"pass {step.name} changed the numbers of initializer {name} in place")
             check_changes(step.name, self._before, model, changes)
             result = self._prove(step, model) if changes else self._unchanged(step)
         except VerificationError as error:
@@ -159,10 +185,46 @@ class Verifier:
                 f"pass {step.name} wrote a graph that is not of the dialect: {error.message}"
             ) from error
         try:
-            session = probe.open_session(model, self._weights, self._threads)
-            outcomes = self._drive(session)
+            if self._loss is None:
+                session = probe.open_session(model, self._weights, self._threads)
+                result = self._prove_whole(step, model, session, self._drive(session))
+            else:
+                result = self._in_parts(step, model, self._loss)
         except (UnsupportedError, *_RUN_FAILURES) as error:
             raise VerificationError(f"pass {step.name} wrote a graph that does not run: {error}") from error
+        self._before = Snapshot.of(model)
+        return result
+
+    def _in_parts(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
+        if step.numerics is Numerics.LOSSY and _other_interface(self._before.model, model) is None:
+            return self._measure_in_pieces(step, model, loss)
+        return self._prove_in_parts(step, model)
+
+    def _prove_in_parts(self, step: Pass, model: ir.Model) -> Verification:
+        """Prove a pass on the regions that it changed."""
+        difference = _other_interface(self._before.model, model)
+        tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
+        found = difference or verify_parts.prove(self._before.model, model, tolerance=tolerance, threads=self._threads)
+        if isinstance(found, Difference):
+            raise VerificationError(f"pass {step.name} declares {step.numerics.value}: {found.what} in {found.where}")
+        return Verification(step.numerics, found.largest, tolerance, None, None, found.names, 0.0)
+
+    def _measure_in_pieces(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
+        if not loss.texts:
+            raise _no_text(step)
+        budget = _budget(step).kld_mean
+        cost = loss.measure(self._before.model, model)
+        if cost.not_finite is not None:
+            raise VerificationError(f"pass {step.name}: logits are NaN or infinite in {cost.not_finite}")
+        if not cost.kld_mean <= budget:
+            raise VerificationError(
+                f"pass {step.name} declares lossy: mean KLD is {cost.kld_mean:.3g} nats over {cost.tokens} tokens, "
+                f"its budget {budget:.3g}"
+            )
+        name = f"{cost.tokens} tokens of text, piece by piece"
+        return Verification(step.numerics, cost.largest, None, cost.kld_mean, budget, (name,), 0.0)
+
+    def _prove_whole(self, step: Pass, model: ir.Model, session: Session, outcomes: _Outcomes) -> Verification:
         names = [run.name for run in self._runs]
         allowed, kld_mean, budget = None, None, None
         failure = self._not_finite(outcomes) or self._other_caches(outcomes)
@@ -173,14 +235,19 @@ class Verifier:
         elif failure is None:
             tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
             allowed = tolerance * _spread(self._outcomes)
-            failure = self._too_different(outcomes, tolerance)
+            if tolerance and _rounds_activations(self._before.model):
+                # a rounding error may move a number to the next step of int8, and logits by far more than itself
+                proof = self._prove_in_parts(step, model)
+                allowed, names = proof.allowed, [*proof.probes]
+            else:
+                failure = self._too_different(outcomes, tolerance)
         if failure is not None:
             raise VerificationError(
                 f"pass {step.name} declares {step.numerics.value}: {failure.what} in {failure.where}; "
                 f"{self._origin(model, failure)}"
             )
         difference = max(float(np.abs(b.logits - a.logits).max()) for b, a in _pairs(self._outcomes, outcomes))
-        self._before, self._outcomes = Snapshot.of(model), outcomes
+        self._outcomes = outcomes
         self._weights.keep(model)
         return Verification(step.numerics, difference, allowed, kld_mean, budget, tuple(names), 0.0)
 
@@ -213,13 +280,13 @@ class Verifier:
         for run, index, before, after in self._steps(outcomes):
             compared = [("logits", before.logits, after.logits, spread)]
             for name in before.caches:
-                b, a = _joined(before.caches[name]), _joined(after.caches[name])
+                b, a = comparison.joined(before.caches[name]), comparison.joined(after.caches[name])
                 # Codes of a quantized cache flip by one where a rounding error crosses a border: the logits decide.
                 if b.dtype == a.dtype and (tolerance == 0.0 or np.issubdtype(b.dtype, np.floating)):
                     compared.append((interface.present_of(name), b, a, float(b.std())))
             for name, b, a, unit in compared:
-                if _diverges(b, a, tolerance, unit):
-                    difference = float(np.abs(a - b).max()) if b.shape == a.shape else np.inf
+                if comparison.diverges(b, a, tolerance, unit):
+                    difference = comparison.largest(b, a)
                     what = f"{name} differ by {difference:.3g}, allowed is {tolerance * unit:.3g},"
                     return _Failure(what, run, index, tolerance)
         return None
@@ -227,10 +294,7 @@ class Verifier:
     def _over_budget(self, step: Pass, after: Session, budget: float) -> tuple[float, _Failure | None]:
         """Measure KL(before || after) on text: the mean over all tokens, and a failure where it exceeds `budget`."""
         if not self._text_runs:
-            raise UsageError(
-                f"pass {step.name} is lossy and there is no text to measure its budget on",
-                hint="give the recipe calibration or evaluation data",
-            )
+            raise _no_text(step)
         before = probe.open_session(self._before.model, self._weights, self._threads)
         total, tokens = 0.0, 0
         worst: tuple[float, probe.Run, int] = (-1.0, self._text_runs[0], 0)
@@ -263,7 +327,10 @@ class Verifier:
         caches = {str(value.name) for value in before.graph.outputs} - {interface.LOGITS}
         step = failure.run.steps[failure.step]
         cached = {name: name if name in caches else None for name in names}
-        pairs = {name: (_valid(b[name], step, cached[name]), _valid(a[name], step, cached[name])) for name in names}
+        pairs = {
+            name: (comparison.valid(b[name], step, cached[name]), comparison.valid(a[name], step, cached[name]))
+            for name in names
+        }
         return _first_divergence(pairs, failure.bound)
 
     def _save(self, name: str, model: ir.Model) -> str:
@@ -286,50 +353,14 @@ def _first_divergence(pairs: Mapping[str, tuple[_Array | None, _Array | None]], 
     """
     if np.isnan(bound):
         b, a = pairs[interface.LOGITS]
-        bound = 0.5 * _deviation(b, a) if b is not None and a is not None else 0.0
+        bound = 0.5 * comparison.deviation(b, a) if b is not None and a is not None else 0.0
     for name, (b, a) in pairs.items():
         if b is None or a is None or b.shape != a.shape or b.dtype != a.dtype or b.tobytes() == a.tobytes():
             continue
-        deviation = _deviation(b, a)
+        deviation = comparison.deviation(b, a)
         if bound == 0 or deviation > bound or np.isinf(deviation):
             return f"first diverging tensor: {name}, by {deviation:.3g} of its standard deviation"
     return "no tensor that both graphs name differs in that step"
-
-
-def _deviation(before: _Array, after: _Array) -> float:
-    """Return the largest |difference| in standard deviations of `before`; infinite where only `after` is not finite."""
-    b, a = before.astype(np.float64), after.astype(np.float64)
-    if not np.isfinite(a).all():
-        return np.inf if np.isfinite(b).all() else 0.0
-    largest, spread = float(np.abs(a - b).max(initial=0.0)), float(b.std())
-    if spread == 0.0:
-        return np.inf if largest else 0.0
-    return largest / spread
-
-
-def _valid(array: _Array, step: probe.Step, cache: str | None) -> _Array | None:
-    """Take the real tokens of an intermediate value; None where its layout does not tell them from padding.
-
-    `cache` names it where it is an output that continues a cache.
-    """
-    if cache is not None:
-        return _joined(list(probe.real(cache, array, step.past + step.lengths)))
-    if array.shape[:2] == step.ids.shape:
-        return array[step.valid]
-    return array if step.valid.all() else None
-
-
-def _joined(rows: Sequence[_Array]) -> _Array:
-    return np.concatenate([row.ravel() for row in rows])
-
-
-def _diverges(before: _Array, after: _Array, tolerance: float, unit: float) -> bool:
-    """Say whether `after` differs by more than `tolerance · unit`; with a tolerance of 0, in any bit."""
-    if before.shape != after.shape:
-        return True
-    if tolerance == 0.0:
-        return before.tobytes() != after.tobytes()
-    return not float(np.abs(after - before).max(initial=0.0)) <= tolerance * unit  # `not <=`: NaN diverges
 
 
 def _spread(outcomes: _Outcomes) -> float:
@@ -342,8 +373,40 @@ def _pairs(befores: _Outcomes, afters: _Outcomes) -> Iterator[tuple[probe.Outcom
         yield from zip(before, after, strict=True)
 
 
+def _rounds_activations(model: ir.Model) -> bool:
+    """Say whether a kernel of `model` rounds what it reads to int8."""
+    return any(node.attributes.get_int("accuracy_level", 0) == _INT8_ACTIVATIONS for node in model.graph)
+
+
+def _no_text(step: Pass) -> UsageError:
+    return UsageError(
+        f"pass {step.name} is lossy and there is no text to measure its budget on",
+        hint="give the recipe calibration or evaluation data",
+    )
+
+
+def _other_interface(before: ir.Model, after: ir.Model) -> Difference | None:
+    """Say which caches or outputs `after` has that `before` lacks, or the other way round."""
+
+    def names(model: ir.Model) -> set[str]:
+        outputs = {str(value.name) for value in model.graph.outputs}
+        return outputs | {str(v.name) for v in model.graph.inputs if interface.present_of(str(v.name)) != v.name}
+
+    other = sorted(names(before) ^ names(after))
+    return Difference(f"the graph has other caches ({', '.join(other)})", "its interface") if other else None
+
+
 def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
     return {name: value.const_value for name, value in model.graph.initializers.items()}
+
+
+def _contents(tensors: Mapping[str, ir.TensorProtocol | None]) -> dict[str, object]:
+    """Hash the tensors in memory, by name."""
+    return {
+        name: graph.identity(tensor)
+        for name, tensor in tensors.items()
+        if tensor is not None and not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor)
+    }
 
 
 def _budget(step: Pass) -> Budget:

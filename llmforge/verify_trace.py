@@ -16,12 +16,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from llmforge import graph_facts, interface, probe
+from llmforge import graph, graph_facts, interface, pieces, probe
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import NotADecoder, UnsupportedError, VerificationError
 from llmforge.runtime.session import Session
 from llmforge.trace import pattern, stamp
-from llmforge.trace.limits import LONGEST, TAIL, WHOLE_BYTES
+from llmforge.trace.limits import LONGEST, TAIL
 from llmforge.trace.pattern import Irregular, Pattern
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class TraceProof:
 
 
 def verify_trace(
-    checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1, whole_bytes: int = WHOLE_BYTES
+    checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1, whole_bytes: int = probe.WHOLE_BYTES
 ) -> TraceProof:
     """Hold `model`, the canonical graph of `checkpoint`, against transformers on the real weights.
 
@@ -93,34 +93,45 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     repetition = pattern.recorded(model)
     depth = checkpoint.geometry.layers
     layers = depth
-    if repetition is not None and weight_bytes(model) > whole_bytes:
+    if repetition is not None and graph.weight_bytes(model) > whole_bytes:
         layers = min(depth, max(2, repetition.kinds))  # two, so that one hands over to another
         model = stamp.cut(model, repetition, layers)
     own = interface.FALLBACK in model.metadata_props
-    if own and layers == depth and weight_bytes(model) > whole_bytes:
+    if own and layers == depth and graph.weight_bytes(model) > whole_bytes:
         raise UnsupportedError(
             f"it is only compiled where it can be proved by running it, up to {whole_bytes:,} bytes of weights in "
-            f"fp32; it has {weight_bytes(model):,}, and its layers do not repeat"
+            f"fp32; it has {graph.weight_bytes(model):,}, and its layers do not repeat"
         )
-    weights = probe.Weights()
-    session = probe.open_session(model, weights, threads)
     attention = [node for node in model.graph if node.op_type == "Attention"]
     of_attention = {node.attributes.get_int("window", 0) for node in attention} - {0}
     windows = sorted(of_attention | graph_facts.rotary_switches(model))
     beyond = [LONGEST - TAIL] if own else windows  # its windows are not in the graph's nodes
     context = checkpoint.geometry.context
-    runs = _runs(session.vocabulary, beyond, context)
+    runs = _runs(checkpoint.geometry.vocabulary, beyond, context)
+
+    def slots(run: probe.Run) -> int:
+        return run.capacity + SPARE if context is None else min(run.capacity + SPARE, context)
+
     reference = Reference(checkpoint, None if layers == depth else layers)
+    expected = [[reference.run(ids, min(len(ids), _kept(run))).logits for ids in _rows(run)] for run in runs]
+    stack = reference.stack
+    del reference  # its weights make room for those of the graph
     try:
-        compared = [comparison for run in runs for comparison in _compare(session, run, reference, context)]
+        made = pieces.drive(model, runs, threads=threads, rows=_selected, capacity=slots, fill=GARBAGE)
     except RUN_FAILURES as error:
         raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error
+    compared = [
+        comparison
+        for run, logits, wanted in zip(runs, made, expected, strict=True)
+        for comparison in _compare(run, logits, wanted)
+    ]
     logits = np.concatenate([comparison.expected.ravel() for comparison in compared])
     allowed = TOLERANCE * float(logits.std())
     for comparison in compared:
         if not comparison.difference <= allowed:  # `not <=`: NaN differs
-            names = _hidden_states(model, reference.stack, layers)
-            exposed = probe.open_session(model, weights, threads, names) if names else None
+            reference = Reference(checkpoint, None if layers == depth else layers)
+            names = _hidden_states(model, stack, layers)
+            exposed = probe.open_session(model, probe.Weights(), threads, names) if names else None
             where = _first_layer(exposed, names, comparison, reference) if exposed else "no layer can be named"
             raise VerificationError(
                 f"the traced graph is not the model: logits differ from transformers' by {comparison.difference:.3g}, "
@@ -147,12 +158,6 @@ def prove_candidate(checkpoint: Checkpoint, model: ir.Model) -> None:
     """
     if interface.FALLBACK in model.metadata_props:
         verify_trace(checkpoint, model)
-
-
-def weight_bytes(model: ir.Model) -> int:
-    """Size of all initializers in the dtype of the graph."""
-    tensors = (value.const_value for value in model.graph.initializers.values())
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _runs(vocabulary: int, windows: Sequence[int], context: int | None) -> list[probe.Run]:
@@ -199,20 +204,19 @@ class _Comparison:
         return float(np.abs(self.got - self.expected).max())
 
 
-def _compare(session: Session, run: probe.Run, reference: Reference, context: int | None) -> list[_Comparison]:
-    """Run `run` over a cache of up to `context` slots, and its rows one by one in transformers; pair their logits."""
-    kept = len(_selected(run.steps[0])) + sum(step.ids.shape[1] for step in run.steps[1:])
-    sequences = _rows(run)
-    wanted = [reference.run(ids, min(len(ids), kept)).logits for ids in sequences]  # of the last tokens
-    capacity = run.capacity + SPARE
-    cache = session.allocate(run.batch, capacity if context is None else min(capacity, context))
-    for buffer in cache.buffers.values():
-        buffer[...] = GARBAGE
+def _kept(run: probe.Run) -> int:
+    """Count the tokens at the end of a row whose logits are compared."""
+    return len(_selected(run.steps[0])) + sum(int(step.ids.shape[1]) for step in run.steps[1:])
+
+
+def _compare(
+    run: probe.Run, made: Sequence[NDArray[np.float32]], wanted: Sequence[NDArray[np.float32]]
+) -> list[_Comparison]:
+    """Pair the logits of each step, [B, rows, V], with those `wanted` of each row's last tokens, [tokens, V]."""
     compared = []
-    for index, step in enumerate(run.steps):
+    for index, (step, logits) in enumerate(zip(run.steps, made, strict=True)):
         rows = _selected(step)
-        logits = session.step(step.ids, step.past, cache, rows, lengths=step.lengths, text_lengths=run.totals)
-        for b, ids in enumerate(sequences):
+        for b, ids in enumerate(_rows(run)):
             real = rows < step.lengths[b]
             places = step.past[b] + rows[real] - (len(ids) - len(wanted[b]))
             compared.append(_Comparison(run, index, b, logits[b, real], wanted[b][places]))

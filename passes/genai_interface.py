@@ -36,9 +36,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge import graph, interface, logits_rows
+from llmforge.dialect import STATE_OPERATORS
 from llmforge.errors import UnsupportedError
 from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
+_ATTENTION = {("llmforge", "Attention"), ("llmforge", "GrowingAttention")}
 _KEPT = (interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS)
 _LENGTHS = (interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH)
 
@@ -84,7 +86,13 @@ class GenaiInterface(Pass):
     def _check(self, model: ir.Model) -> None:
         """Refuse what onnxruntime-genai cannot drive."""
         for node in model.graph:
-            if node.domain == "llmforge":
+            if (node.domain, node.op_type) in STATE_OPERATORS:
+                raise UnsupportedError(
+                    f"{self.name}: node {node.name}, {node.op_type}, keeps a state of fixed size; decoders of "
+                    "onnxruntime-genai cache keys and values",
+                    hint=f"leave {self.name} out of the recipe",
+                )
+            if (node.domain, node.op_type) in _ATTENTION:
                 raise UnsupportedError(
                     f"{self.name}: node {node.name}, {node.op_type}, was not lowered to GroupQueryAttention; "
                     "onnxruntime-genai gives the lengths of shared caches to no other attention",

@@ -68,12 +68,18 @@ class OptimumInterface(Pass):
     def _check(self, model: ir.Model, attentions: list[ir.Node]) -> None:
         """Refuse a graph with other state than the caches of `attentions`."""
         served = {id(node.inputs[index]) for node in attentions for index in _PAST}
-        for value in model.graph.inputs:
+        for value in sorted(model.graph.inputs, key=lambda value: not interface.is_state(str(value.name))):
             name = str(value.name)
             known = name in (interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS)
             if known or id(value) in served:
                 continue
             others = [use.node for use in value.uses() if use.node not in attentions]
+            if others and interface.is_state(name):
+                raise UnsupportedError(
+                    f"{self.name}: node {others[0].name}, {others[0].op_type}, keeps a state of fixed size; "
+                    "ORTModelForCausalLM feeds caches of keys and values",
+                    hint="leave this pass out of the recipe",
+                )
             if others:
                 raise UnsupportedError(
                     f"{self.name}: node {others[0].name}, {others[0].op_type}, reads {name}; ORTModelForCausalLM "

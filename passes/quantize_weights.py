@@ -55,6 +55,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import graph, interface, moe_kernels, quantized, routing
 from llmforge import linear as linears
+from llmforge.derived import by_output
 from llmforge.errors import CheckpointError, UnsupportedError
 from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, reordered, rtn, stack
 from llmforge.statistics import Demand, Statistics, WeightDemand
@@ -390,20 +391,16 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
 
 def _rounding(weight: ir.Value, grid: Grid, *, transposed: bool = True) -> Callable[[], QuantizedMatrix]:
     """Return what rounds `weight`, [K, N] where `transposed`, to the nearest points of `grid`."""
-
-    def calculate(values: NDArray[np.float32]) -> QuantizedMatrix:
-        return rtn(values.T if transposed else values, grid)
-
-    return _of_tensor(weight, calculate)
+    return _of_tensor(weight, lambda tensor: rtn(by_output(tensor, transposed=transposed), grid))
 
 
 def _rounding_experts(weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> Callable[[], QuantizedMatrix]:
     """Return what rounds the matrices `weight`, [E, K, N], and puts them on top of each other, rows in `order`."""
-    return _of_tensor(weight, lambda values: stack([rtn(matrix.T[order], grid) for matrix in values]))
+    return _of_tensor(weight, lambda tensor: stack([rtn(matrix.T[order], grid) for matrix in tensor.numpy()]))
 
 
 def _of_tensor(
-    weight: ir.Value, calculate: Callable[[NDArray[np.float32]], QuantizedMatrix]
+    weight: ir.Value, calculate: Callable[[ir.TensorProtocol], QuantizedMatrix]
 ) -> Callable[[], QuantizedMatrix]:
     """Return what reads `weight` and quantizes it."""
     tensor, name = weight.const_value, weight.name
@@ -411,7 +408,7 @@ def _of_tensor(
 
     def read() -> QuantizedMatrix:
         try:
-            return calculate(tensor.numpy())
+            return calculate(tensor)
         except ValueError as error:
             raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
 

@@ -21,6 +21,8 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import passes, pipeline
 from llmforge.artifact import Artifact
+from llmforge.calibration import driver, kept
+from llmforge.calibration.store import FOLDER, LayerResult, Store
 from llmforge.cli import cli
 from llmforge.errors import VerificationError
 from llmforge.gates import Verdict
@@ -137,6 +139,43 @@ def test_two_builds_give_the_same_bytes(recipe_file: Write, tmp_path: Path) -> N
     assert first.manifest.content_digest == second.manifest.content_digest
     assert (first.path / "engine/model.onnx").read_bytes() == (second.path / "engine/model.onnx").read_bytes()
     assert (first.path / "engine/model.onnx.data").read_bytes() == (second.path / "engine/model.onnx.data").read_bytes()
+
+
+def test_a_killed_calibration_goes_on_where_it_was(
+    recipe_file: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = Recipe.load(recipe_file(passes=QUANTIZED))
+    whole = Artifact.open(pipeline.build(recipe, tmp_path / "whole").path)
+    saved: list[int] = []
+    save, quantize = Store.save, driver._quantize
+
+    def save_one(self: Store, index: int, result: LayerResult) -> LayerResult:
+        if index:
+            raise KeyboardInterrupt
+        saved.append(index)
+        return save(self, index, result)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "save", save_one)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.build(recipe, tmp_path / "out")
+    assert saved == [0]
+    (left,) = (tmp_path / "out" / "tiny" / FOLDER).iterdir()
+    assert left.name.endswith("-layer-00000.npz")
+    quantized: list[str] = []
+    monkeypatch.setattr(driver, "_quantize", lambda layer, *a: quantized.append(layer.name) or quantize(layer, *a))
+    resumed = Artifact.open(pipeline.build(recipe, tmp_path / "out").path)
+    assert quantized == ["model.layers.1"]
+    assert resumed.manifest.content_digest == whole.manifest.content_digest
+    assert not (tmp_path / "out" / "tiny" / FOLDER).exists()
+
+
+def test_layers_of_a_build_that_still_runs_stay(tmp_path: Path) -> None:
+    with kept(tmp_path) as first:
+        with kept(tmp_path) as second:
+            assert first == second
+        assert first.is_dir()
+    assert not first.exists()
 
 
 @pytest.mark.parametrize(

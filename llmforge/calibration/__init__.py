@@ -4,6 +4,7 @@ One decoder layer is in memory at a time, and the hidden states of all windows b
 layer by layer, so that a calibration that was killed goes on where it was.
 """
 
-from llmforge.calibration.driver import calibrate
+from llmforge.calibration.driver import calibrate, plan
+from llmforge.calibration.store import kept
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "kept", "plan"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -46,10 +46,14 @@ def calibrate(
     windows: Sequence[Window],
     demands: Sequence[Demand],
     *,
+    caches: Mapping[int, Collection[str]] | None = None,
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Statistics:
     """Serve `demands` from a run of `checkpoint` over `windows`, in fp32.
+
+    `caches` says what each layer caches (key, value, conv, recurrent); by default keys and values. Ranges are measured
+    where it is keys and values.
 
     Linears and experts are quantized in the order in which they run, each with the inputs that the quantized ones
     before it make; ranges of keys and values are those that the quantized weights make. Memory: the embedding while the
@@ -66,19 +70,21 @@ def calibrate(
         UnsupportedError: the architecture cannot be run layer by layer; two demands contradict each other.
     """
     weights, wants_ranges = _sort(demands)
+    measured = None if caches is None else {layer for layer, parts in caches.items() if "key" in parts}
     if not windows:
         raise DataError("calibration has no text")
     progress = progress or Silent()
     skeleton = Skeleton.build(checkpoint)
     calls, entering = skeleton.enter([window.ids for window in windows])
-    store = Store.open(folder, _key(checkpoint, windows, demands))
+    store = Store.open(folder, _key(checkpoint, windows, demands, measured))
     states = _States(entering, list(entering) if weights else entering)
     done: list[LayerResult] = []
     for index in range(len(skeleton.layers)):
         progress.advance(index, len(skeleton.layers))
         layer = skeleton.load(index, calls[index])
         found = store.load(index)
-        result = _calibrate_layer(layer, states, weights, wants_ranges, found)
+        ranges = wants_ranges and (measured is None or index in measured)
+        result = _calibrate_layer(layer, states, weights, ranges, found)
         done.append(result if found else store.save(index, result))
     progress.advance(len(skeleton.layers), len(skeleton.layers))
     return Statistics(
@@ -87,6 +93,27 @@ def calibrate(
         linears=Results(done),
         kv={index: result.kv for index, result in enumerate(done) if result.kv is not None},
     )
+
+
+def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int, Collection[str]]) -> frozenset[str]:
+    """Name the weights of linears and experts that `calibrate` would quantize, without reading a weight.
+
+    Raises:
+        UnsupportedError: as far as that can be known without weights, calibration cannot serve `demands`.
+    """
+    weights, wants_ranges = _sort(demands)
+    for layer, parts in caches.items():
+        if wants_ranges and "key" in parts and len(parts) > 2:
+            others = ", ".join(sorted(set(parts) - {"key", "value"}))
+            raise UnsupportedError(
+                f"{checkpoint.path}: the ranges of keys and values cannot be calibrated: layer {layer} caches {others} "
+                "besides them",
+                hint="leave quantize-kv-cache out",
+            )
+    names = Skeleton.build(checkpoint).matrices()
+    if weights is None:
+        return frozenset()
+    return frozenset(n for n in names if not any(fnmatch.fnmatchcase(n, glob) for glob in weights.exclude))
 
 
 def _sort(demands: Sequence[Demand]) -> tuple[WeightDemand | None, bool]:
@@ -101,12 +128,14 @@ def _sort(demands: Sequence[Demand]) -> tuple[WeightDemand | None, bool]:
     return (weights[0] if weights else None), any(isinstance(demand, KvRangeDemand) for demand in demands)
 
 
-def _key(checkpoint: Checkpoint, windows: Sequence[Window], demands: Sequence[Demand]) -> str:
+def _key(
+    checkpoint: Checkpoint, windows: Sequence[Window], demands: Sequence[Demand], measured: Collection[int] | None
+) -> str:
     """Hash all that results depend on: inputs, demands, versions of tools, and the source of the arithmetic."""
     digest = hashlib.sha256(checkpoint.digest.encode())
     for window in windows:
         digest.update(np.int64(len(window.ids)).tobytes() + window.ids.tobytes())
-    digest.update(repr(sorted(map(repr, demands))).encode())
+    digest.update(repr((sorted(map(repr, demands)), measured and sorted(measured))).encode())
     digest.update(repr([(tool, version(tool)) for tool in _TOOLS]).encode())
     here = Path(__file__).parent
     others = (gptq, quantization, experts, sources)

@@ -20,7 +20,8 @@ from llmforge.trace.weights import Source, load
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 Given = tuple[torch.Tensor, ...]  # what a module is called with
-_CACHE = "past_key_values"  # the keyword by which transformers hands every decoder layer its cache
+# The keywords by which transformers hands a decoder layer its cache; the second in its older modules.
+_CACHES = ("past_key_values", "layer_past")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +59,7 @@ class Layer:
             UnsupportedError: the layer does not hand its keys and values, once, to the cache it is called with.
         """
         call, recorder = self.calls[window], _CacheRecorder()
-        if _CACHE in call.kwargs:
-            call = replace(call, kwargs={**call.kwargs, _CACHE: recorder})
+        call = replace(call, kwargs={**call.kwargs, **{name: recorder for name in _CACHES if name in call.kwargs}})
         state = _hidden(self.module(state, *call.args, **call.kwargs))
         if len(recorder.peaks) != 1:
             raise UnsupportedError(
@@ -212,11 +212,7 @@ class Layer:
         )
 
     def _linears(self) -> dict[str, torch.nn.Linear]:
-        return {
-            f"{self.name}.{local}.weight": module
-            for local, module in self.module.named_modules()
-            if isinstance(module, torch.nn.Linear)
-        }
+        return linears_of(self.module, self.name)
 
 
 class _CacheRecorder:
@@ -245,6 +241,13 @@ def copy_with_weights(
         tensors[name] = tensor.float() if tensor.is_floating_point() else tensor
     twin.load_state_dict(tensors, strict=False, assign=True)
     return twin.requires_grad_(False)
+
+
+def linears_of(module: torch.nn.Module, name: str) -> dict[str, torch.nn.Linear]:
+    """Find the linears of a layer called `name`, by their parameters in the checkpoint."""
+    return {
+        f"{name}.{local}.weight": part for local, part in module.named_modules() if isinstance(part, torch.nn.Linear)
+    }
 
 
 def _hidden(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmforge.calibration.layer import Call, Layer, copy_with_weights
+from llmforge.calibration import experts
+from llmforge.calibration.layer import Call, Layer, copy_with_weights, linears_of
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError
+from llmforge.trace.experts import marked
 from llmforge.trace.weights import Source, plan
 
 
@@ -67,11 +69,13 @@ class Skeleton:
             UnsupportedError: what a layer is called with, besides the hidden states, depends on the text.
         """
         entrance = self._entrance()
+        lookup = self._lookup(entrance)
         by_length: dict[int, _Recording] = {}
         calls: list[list[Call]] = [[] for _ in self.layers]
         states = []
         for ids in windows:
-            recording = _record(entrance, self._layers_of(entrance), ids)
+            with lookup:
+                recording = _record(entrance, self._layers_of(entrance), ids)
             first = by_length.setdefault(len(ids), recording)
             if not all(map(_same, first.calls, recording.calls)):
                 raise UnsupportedError(
@@ -90,21 +94,49 @@ class Skeleton:
         module = copy_with_weights(self.layers[index], prefix, self.checkpoint, self.sources, names)
         return Layer(module, prefix, calls)
 
+    def matrices(self) -> list[str]:
+        """Name the matrices of all layers that can be quantized: weights of linears, and of experts."""
+        names: list[str] = []
+        for prefix, layer in zip(self.prefixes, self.layers, strict=True):
+            names += linears_of(layer, prefix)
+            marks = [(local, module) for local, module in layer.named_modules() if marked(module)]
+            names += [f"{prefix}.{local}.{name}" for local, module in marks for name in experts.matrices(module)]
+        return names
+
     def _layers_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         return [model.get_submodule(prefix) for prefix in self.prefixes]
 
     def _entrance(self) -> torch.nn.Module:
-        """Return the model with the weights of what stands before the layers: the embeddings."""
+        """Return the model with the weights of what stands before the layers, but for a table that is looked up."""
+        table, state = self._table(), self.model.state_dict(keep_vars=True)
+        names = [name for name in self._entrance_names() if state[name] is not state.get(table)]
+        return copy_with_weights(self.model, "", self.checkpoint, self.sources, names)
+
+    def _table(self) -> str:
+        """Name the table of tokens, if it is a plain one that the checkpoint holds as it is; "" where it is not."""
+        embedding = self.model.get_input_embeddings()
+        if not isinstance(embedding, torch.nn.Embedding) or embedding.max_norm is not None:
+            return ""
+        state = self.model.state_dict(keep_vars=True)
+        name = next((name for name, tensor in state.items() if tensor is embedding.weight), "")
+        return name if name and self.sources[name].converted is None else ""
+
+    def _lookup(self, entrance: torch.nn.Module) -> _Lookup:
+        """Make what answers lookups in the table of tokens of `entrance`, a copy of the model."""
+        if not (name := self._table()):
+            return _Lookup(None, np.empty((0, 0)))
+        return _Lookup(entrance.get_parameter(name), self.checkpoint.tensor(self.sources[name].tensors[0]).numpy())
+
+    def _entrance_names(self) -> list[str]:
         inside = [f"{prefix}." for prefix in self.prefixes]
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         without = {id(parameter) for parameter in head.parameters()} if head is not None else set()
         without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
-        wanted = [
+        return [
             name
             for name, tensor in self.model.state_dict(keep_vars=True).items()
             if id(tensor) not in without and not name.startswith(tuple(inside))
         ]
-        return copy_with_weights(self.model, "", self.checkpoint, self.sources, wanted)
 
 
 @dataclass(eq=False)
@@ -151,6 +183,19 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
+
+
+class _Lookup(TorchFunctionMode):
+    """Answers a lookup in `weight`, which has no memory, with fp32 rows of `table` [V, K], which is mapped."""
+
+    def __init__(self, weight: torch.Tensor | None, table: NDArray[Any]) -> None:
+        super().__init__()
+        self.weight, self.table = weight, table
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.embedding and args[1] is self.weight:
+            return torch.from_numpy(self.table[args[0].numpy()].astype(np.float32))
+        return func(*args, **(kwargs or {}))
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,27 @@ from numpy.typing import NDArray
 from llmforge.quantization import Grid, Packed, QuantizedMatrix, pack, unpack
 from llmforge.statistics import KvRange
 
+FOLDER = ".calibration"
 _KEY_CHARACTERS = 32  # of SHA-256 in a file's name: 128 bits
+
+
+@contextmanager
+def kept(parent: Path) -> Iterator[Path]:
+    """Give the folder in `parent` where calibrations keep their layers, for the time that a build reads them.
+
+    It is deleted when the block ends well and no other build is in its own: results of a build that failed, or was
+    killed, stay for the next one.
+    """
+    folder = parent / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with (parent / f"{FOLDER}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield folder
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another build is in its block
+            return
+        shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)
@@ -87,7 +110,7 @@ class Store:
         if result.kv is not None:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
         arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
-        partial = file.with_suffix(".partial")
+        partial = file.with_suffix(f".{os.getpid()}.partial")  # of this process: another may build the same
         with partial.open("wb") as stream:
             np.savez(stream, allow_pickle=False, **arrays)
             stream.flush()

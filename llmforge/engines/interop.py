@@ -11,7 +11,7 @@ Which of the two a graph is for is read off its inputs. The same model and check
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,9 @@ def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> tuple[str,
     inputs = {str(value.name): value for value in model.graph.inputs}
     if interface.ATTENTION_MASK not in inputs:
         return ()
+    check(model, checkpoint)
     notes, obstacle = [], _optimum_obstacle(model, checkpoint)
-    if _grows(model):
-        if obstacle is not None:
-            raise UnsupportedError(obstacle, hint="leave optimum-interface out of the recipe")
-    else:
+    if not _grows(model):
         text = json.dumps(genai_config(model, engine, checkpoint), indent=2, sort_keys=True) + "\n"
         (engine.folder / GENAI_FILE).write_text(text, encoding="utf-8")
         notes.append("onnxruntime-genai loads the folder engine/")
@@ -83,11 +81,7 @@ def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dic
     Raises:
         UnsupportedError: the checkpoint names no end-of-sequence token.
     """
-    if not engine.config.eos_token_ids:
-        raise UnsupportedError(
-            "the checkpoint names no end-of-sequence token; onnxruntime-genai would take the padding token for one",
-            hint="set eos_token_id in the checkpoint's generation_config.json",
-        )
+    _check_genai(engine.config.eos_token_ids)
     generation = _generation(checkpoint)
     pad = generation.get("pad_token_id", getattr(checkpoint.config, "pad_token_id", None))
     names = {str(value.name) for value in model.graph.inputs}
@@ -126,6 +120,29 @@ def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dic
     search = {name: generation[name] for name in _SEARCH if generation.get(name) is not None}
     fixed = {"max_length": engine.config.max_context, "num_beams": 1, "past_present_share_buffer": True}
     return {"model": described, "search": {"do_sample": False, **search, **fixed}}
+
+
+def check(model: ir.Model, checkpoint: Checkpoint) -> None:
+    """Return if the runtime that `model`, lowered, has the interface of would read it right.
+
+    Raises:
+        UnsupportedError: it would not.
+    """
+    if interface.ATTENTION_MASK not in {value.name for value in model.graph.inputs}:
+        return
+    if _grows(model):
+        if (obstacle := _optimum_obstacle(model, checkpoint)) is not None:
+            raise UnsupportedError(obstacle, hint="leave optimum-interface out of the recipe")
+    else:
+        _check_genai(checkpoint.eos_token_ids)
+
+
+def _check_genai(eos_token_ids: Sequence[int]) -> None:
+    if not eos_token_ids:
+        raise UnsupportedError(
+            "the checkpoint names no end-of-sequence token; onnxruntime-genai would take the padding token for one",
+            hint="set eos_token_id in the checkpoint's generation_config.json",
+        )
 
 
 def _optimum_obstacle(model: ir.Model, checkpoint: Checkpoint) -> str | None:

@@ -80,7 +80,7 @@ def lower(model: ir.Model, target: Target) -> tuple[ir.Model, Changes]:
     for node in [node for node in lowered.graph if _has_kernel(node)]:
         recurrence.call_kernel(node)
     lowered = dialect.expand(lowered) if canonical else lowered
-    changes.rewritten += _fuse_transposed_weights(lowered)
+    changes.rewritten += fuse_transposed_weights(lowered)
     if folded := folding.fold(lowered):
         changes.rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
     check_operators(lowered)
@@ -98,7 +98,8 @@ def _becomes(node: ir.Node) -> str:
     return f"{node.op_type} expanded to standard ONNX"
 
 
-def _fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
+def fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
+    """Make `MatMul(x, Transpose(W))` of an initializer W one FusedMatMul, in place; list where."""
     rewritten = []
     for node in list(model.graph):
         weight = _transposed_weight(node)
@@ -191,7 +192,7 @@ def build(
         VerificationError: the engine yields logits that are not finite.
     """
     check_operators(model)
-    _check_context(model, spec.max_context)
+    check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
     _write_model(model, folder, progress or Silent())
     options = session_options(spec.threads)
@@ -230,7 +231,7 @@ def session_options(threads: int | None) -> SessionOptions:
     )
 
 
-def _check_context(model: ir.Model, max_context: int) -> None:
+def check_context(model: ir.Model, max_context: int) -> None:
     """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them."""
     places = {(MICROSOFT, "GroupQueryAttention"): 7, ("", "RotaryEmbedding"): 1}  # index of the cosines
     for node in model.graph.all_nodes():

@@ -47,7 +47,7 @@ _FED = {
     interface.LOGITS_ROWS,
 }
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
-_LOAD_FAILURES = (
+LOAD_FAILURES = (
     ort_errors.EPFail,
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -160,7 +160,7 @@ class Session:
             )
         except ort_errors.NoSuchFile as error:
             raise InputError(f"{where}: a file is missing: {error}") from error
-        except _LOAD_FAILURES as error:
+        except LOAD_FAILURES as error:
             raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
         self._read_signature(where)
         self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
@@ -358,15 +358,7 @@ class Session:
 
     def _past(self, cache: Cache, past_lengths: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
         """Give the cache inputs: the buffers, or where caches grow each row's past at the end of the longest one's."""
-        if not self._growing:
-            return cache.buffers
-        longest = int(past_lengths.max())
-        pasts = {}
-        for name, buffer in cache.buffers.items():
-            pasts[name] = past = np.zeros((*buffer.shape[:2], longest, buffer.shape[3]), buffer.dtype)
-            for b, length in enumerate(past_lengths.tolist()):
-                past[b, :, longest - length :] = buffer[b, :, :length]
-        return pasts
+        return grown(cache.buffers, past_lengths) if self._growing else cache.buffers
 
     def _grow(
         self,
@@ -376,14 +368,30 @@ class Session:
         out: NDArray[np.float32],
     ) -> None:
         """Run one step over a past that is cut out of `cache`, and copy the slots that it adds into `cache`."""
-        longest, presents = int(past_lengths.max()), [interface.present_of(name) for name in cache.buffers]
-        names = [interface.LOGITS, *presents]
-        logits, *grown = self._session.run(names, {**feeds, **self._past(cache, past_lengths)})
+        names = [interface.LOGITS, *(interface.present_of(name) for name in cache.buffers)]
+        logits, *presents = self._session.run(names, {**feeds, **self._past(cache, past_lengths)})
         out[...] = logits
-        for buffer, present in zip(cache.buffers.values(), grown, strict=True):
-            added = present.shape[2] - longest
-            for b, length in enumerate(past_lengths.tolist()):
-                buffer[b, :, length : length + added] = present[b, :, longest:]
+        for buffer, present in zip(cache.buffers.values(), presents, strict=True):
+            store_grown(buffer, present, past_lengths)
+
+
+def grown(buffers: Mapping[str, NDArray[Any]], past_lengths: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+    """Cut the past out of buffers [B, kv_heads, capacity, head_dim]: each row's at the end of the longest one's."""
+    longest = int(past_lengths.max())
+    pasts = {}
+    for name, buffer in buffers.items():
+        pasts[name] = past = np.zeros((*buffer.shape[:2], longest, buffer.shape[3]), buffer.dtype)
+        for b, length in enumerate(past_lengths.tolist()):
+            past[b, :, longest - length :] = buffer[b, :, :length]
+    return pasts
+
+
+def store_grown(buffer: NDArray[Any], present: NDArray[Any], past_lengths: NDArray[np.int32]) -> None:
+    """Copy the slots that a step added at the end of `present` behind what each row of `buffer` holds."""
+    longest = int(past_lengths.max())
+    added = present.shape[2] - longest
+    for b, length in enumerate(past_lengths.tolist()):
+        buffer[b, :, length : length + added] = present[b, :, longest:]
 
 
 class _Binding:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from llmforge import graph as g
 from llmforge.checkpoint import Checkpoint
+from llmforge.derived import Stored
 from llmforge.errors import CheckpointError, UnsupportedError
 from llmforge.trace import internals
 
@@ -113,12 +114,12 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
         tensor.name = name
     else:
-        tensor = ir.LazyTensor(
-            _reader(checkpoint, source, tuple(shape.numpy()), dtype, transposed, name),
-            dtype=dtype,
-            shape=shape,
-            name=name,
-        )
+        read = _reader(checkpoint, source, tuple(shape.numpy()), dtype, transposed, name)
+        if source.converted is None and len(shape) == 2:
+            [stored] = source.tensors
+            tensor = Stored(read, lambda: checkpoint.tensor(stored).numpy(), dtype, shape, name, transposed=transposed)
+        else:
+            tensor = ir.LazyTensor(read, dtype=dtype, shape=shape, name=name)
     value.const_value = tensor
     value.shape = shape
     if transposed:
