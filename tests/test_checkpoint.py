@@ -524,5 +524,4 @@ def test_sizes_are_those_that_optimum_reads(kind: str, tmp_path: Path) -> None:
     normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
     assert geometry.layers == normalized.num_layers
     assert geometry.hidden == normalized.hidden_size
-    assert geometry.heads == normalized.num_attention_heads
     assert geometry.vocabulary == normalized.vocab_size
