@@ -151,7 +151,9 @@ def write(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
 
 def save(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a checkpoint of `config` with such weights, and a tokenizer."""
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)  # vectors keep what their constructor drew (sinks of attention)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
