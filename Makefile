@@ -22,7 +22,7 @@ quickstart: $(VENV)/.runtime  ## Build recipes/quickstart.yaml and generate from
 	echo; echo "The report: $$artifact/report/report.html"
 
 test: $(VENV)/.dev  ## Run the tests, less those that take minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: $(VENV)/.dev  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not gpu'
