@@ -55,7 +55,6 @@ SLOW = {
     "gemma3",
     "gpt-neox",
     "gpt-oss",
-    "mistral",
     "mixtral",
     "olmo-hybrid",
     "qwen3-moe",
