@@ -488,7 +488,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_ends_with_one_line() -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits that it is ignored
         "from llmforge import cli, targets\n"
         "def names():\n    print('ready', flush=True)\n    time.sleep(60)\n"
         "targets.names = names\n"
