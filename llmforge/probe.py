@@ -19,7 +19,6 @@ from llmforge.runtime.session import Session, SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
 _INLINE_BYTES = 1024
-WHOLE_BYTES = 2**30  # of fp32 weights: up to here a model runs whole, twice over in memory
 _SEED = 20_240_229  # any fixed number: probes must be the same in every build
 _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 16 of 512 lift the mean over any budget
 

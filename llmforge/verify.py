@@ -17,6 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from llmforge import comparison, dialect, graph, interface, metrics, probe, verify_parts
 from llmforge.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.runtime.session import Session
+from llmforge.trace.limits import WHOLE_BYTES
 from llmforge.transform import Budget, Changes, Numerics, Pass
 from llmforge.verify_parts import Difference, Loss
 
@@ -136,7 +137,7 @@ class Verifier:
         folder: Path,
         texts: Sequence[NDArray[np.int64]] = (),
         threads: int = 1,
-        whole_bytes: int = probe.WHOLE_BYTES,
+        whole_bytes: int = WHOLE_BYTES,
     ) -> None:
         self._folder, self._threads = folder, threads
         self._weights = probe.Weights()

@@ -21,7 +21,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.errors import NotADecoder, UnsupportedError, VerificationError
 from llmforge.runtime.session import Session
 from llmforge.trace import pattern, stamp
-from llmforge.trace.limits import LONGEST, TAIL
+from llmforge.trace.limits import LONGEST, TAIL, WHOLE_BYTES
 from llmforge.trace.pattern import Irregular, Pattern
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class TraceProof:
 
 
 def verify_trace(
-    checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1, whole_bytes: int = probe.WHOLE_BYTES
+    checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1, whole_bytes: int = WHOLE_BYTES
 ) -> TraceProof:
     """Hold `model`, the canonical graph of `checkpoint`, against transformers on the real weights.
 

@@ -319,24 +319,20 @@ class Session:
         last = rows is None or (ids.shape[1] == 1 and len(rows) == 1)
         if self._gives_all_rows and not (last and ids.shape[1] == 1):
             every = np.empty((*ids.shape, self.vocabulary), np.float32)
-            self._run_graph(ids, past_lengths, cache, None, every, lengths, text_lengths)
+            self._run_graph(self._feeds(ids, past_lengths, None, lengths, text_lengths), past_lengths, cache, every)
             out[...] = every[:, -1:] if rows is None else every[:, rows]
             return
-        rows = _LAST_ROW if rows is None else rows
-        self._run_graph(ids, past_lengths, cache, None if self._gives_all_rows else rows, out, lengths, text_lengths)
+        feeds = self._feeds(ids, past_lengths, _LAST_ROW if rows is None else rows, lengths, text_lengths)
+        self._run_graph(feeds, past_lengths, cache, out)
 
     def _run_graph(
         self,
-        ids: NDArray[np.int64],
+        feeds: Mapping[str, NDArray[Any]],
         past_lengths: NDArray[np.int32],
         cache: Cache,
-        rows: NDArray[np.int64] | None,
         out: NDArray[np.float32],
-        lengths: NDArray[np.integer[Any]] | None,
-        text_lengths: NDArray[np.integer[Any]] | None,
     ) -> None:
-        """Run the graph on `ids`; it gives exactly the logits of `out`."""
-        feeds = self._feeds(ids, past_lengths, rows, lengths, text_lengths)
+        """Run the graph on `feeds`; it gives exactly the logits of `out`."""
         if self._growing:
             self._grow(feeds, past_lengths, cache, out)
             return

@@ -183,7 +183,7 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
         source = first.inputs[0]
         assert source is not None
         # A 0 of a constant target copies a dimension of what the node read before.
-        restated = _target(model, g.dims(source) or (), g.dims(y) or ()) if _known(source) else None
+        restated = tidy.restated(model, g.dims(source) or (), g.dims(y) or ()) if _known(source) else None
         if restated is not None or constant is None or 0 not in constant.numpy():
             node.replace_input_with(0, source)
             if restated is not None:
@@ -198,7 +198,7 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
         return True
     if constant is not None:
         return False
-    wanted = _target(model, g.dims(x) or (), g.dims(y) or ())
+    wanted = tidy.restated(model, g.dims(x) or (), g.dims(y) or ())
     if wanted is None:
         return False
     node.replace_input_with(1, wanted)
@@ -206,28 +206,12 @@ def _reshape(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
-def _target(
-    model: ir.Model, before: tuple[int | str | None, ...], after: tuple[int | str | None, ...]
-) -> ir.Value | None:
-    """State the target of a reshape from `before` to `after` as a constant; None where it cannot be."""
-    wanted: list[int] = []
-    for axis, dim in enumerate(after):
-        if isinstance(dim, int):
-            wanted.append(dim)
-        else:
-            wanted.append(0 if axis < len(before) and before[axis] == dim else -1)
-    if wanted.count(-1) > 1 or 0 in after:
-        return None
-    name = "shape_" + "_".join("n" if dim == -1 else str(dim) for dim in wanted)
-    return g.initializer(model, name, np.array(wanted, np.int64))
-
-
 def _as_reshape(model: ir.Model, node: ir.Node) -> bool:
     """Write a Squeeze or Unsqueeze as the Reshape that it is, so that it joins others."""
     x, (y,) = node.inputs[0], node.outputs
     if x is None or not (_known(x) and _known(y)):
         return False
-    wanted = _target(model, g.dims(x) or (), g.dims(y) or ())
+    wanted = tidy.restated(model, g.dims(x) or (), g.dims(y) or ())
     if wanted is None:
         return False
     (reshaped,) = g.insert(node, "Reshape", [x, wanted])

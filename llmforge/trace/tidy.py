@@ -61,14 +61,17 @@ def _target(model: ir.Model, wanted: Sequence[int]) -> ir.Value:
 
 def _reshaped(model: ir.Model, at: ir.Node, x: ir.Value, dims: Dims) -> ir.Value | None:
     """Reshape `x` to `dims`, of which every symbol but one stands where it stood in x."""
-    before = g.dims(x) or ()
+    wanted = restated(model, g.dims(x) or (), dims)
+    return None if wanted is None else _insert(at, "Reshape", [x, wanted], dims, x)
+
+
+def restated(model: ir.Model, before: Dims, after: Dims) -> ir.Value | None:
+    """State the target of a reshape from `before` to `after` as a constant; None where it cannot be."""
     wanted = [
         dim if isinstance(dim, int) else 0 if axis < len(before) and before[axis] == dim else -1
-        for axis, dim in enumerate(dims)
+        for axis, dim in enumerate(after)
     ]
-    if wanted.count(-1) > 1 or None in dims or 0 in dims:
-        return None
-    return _insert(at, "Reshape", [x, _target(model, wanted)], dims, x)
+    return None if wanted.count(-1) > 1 or None in after or 0 in after else _target(model, wanted)
 
 
 def _perm(node: ir.Node | None) -> list[int] | None:
