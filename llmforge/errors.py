@@ -7,6 +7,7 @@
     │   └── RecipeError             2   a recipe does not validate
     ├── GateFailed                  3   built, and a gate failed
     ├── GateInconclusive            4   built, and the data cannot decide a gate
+    ├── Unavailable                 9   the engine cannot take a request now: full, or shutting down
     ├── InputError                  5   checkpoint or data cannot be used
     │   ├── CheckpointError         5
     │   └── DataError               5
@@ -59,6 +60,12 @@ class GateInconclusive(ForgeError):
     """The artifact was built and its data cannot decide a gate."""
 
     exit_code = 4
+
+
+class Unavailable(ForgeError):
+    """The engine cannot take a request now: its queue is full, or it is shutting down. Later it may."""
+
+    exit_code = 9
 
 
 class InputError(ForgeError):

@@ -18,6 +18,7 @@ from llmforge.errors import InputError, UsageError
 from llmforge.runtime.chat import ChatTemplate
 from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
 from llmforge.runtime.detokenize import Detokenizer, StopStrings
+from llmforge.runtime.request import Chunk, Usage
 from llmforge.runtime.sampling import GREEDY, Sampler, Sampling
 from llmforge.runtime.session import Cache, Session
 
@@ -25,34 +26,6 @@ from llmforge.runtime.session import Cache, Session
 PREFILL_CHUNK = 512
 # Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
 LOGITS_CHUNK = 256
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one answer took. `output_tokens` counts every token that was chosen, the end-of-sequence token too.
-
-    `ttft_ms` runs from when the first chunk is asked for to the choice of the first token; `tpot_ms` is the mean time
-    of each token after it, None where there is none.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    ttft_ms: float
-    tpot_ms: float | None
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One piece of an answer: a token and the text that is certain now, possibly none.
-
-    The last chunk has no token; it carries the rest of the text, the usage, and why generation ended: "stop" (end of
-    sequence or a stop string) or "length" (`max_tokens` or the end of the context).
-    """
-
-    text: str
-    token_id: int | None
-    finish_reason: str | None = None
-    usage: Usage | None = None
 
 
 @dataclass(frozen=True)
