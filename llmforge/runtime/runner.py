@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 
 from llmforge.errors import InputError, UsageError
 from llmforge.runtime.chat import ChatTemplate
+from llmforge.runtime.chooser import Choosers, TokenChooser
 from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
 from llmforge.runtime.detokenize import Detokenizer, StopStrings
 from llmforge.runtime.request import Chunk, Usage
-from llmforge.runtime.sampling import GREEDY, Sampler, Sampling
+from llmforge.runtime.sampling import GREEDY, Sampling
 from llmforge.runtime.session import Cache, Session
 
 # Tokens of a prompt that run in one step. It bounds the memory of activations and of the attention scores.
@@ -49,6 +50,7 @@ class Runner:
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
+        self._choosers = Choosers(tokenizer, config.vocabulary, config.eos_token_ids)
         self._cache = session.allocate(config.max_batch, config.max_context)
         self._taken = [False] * config.max_batch
         self._lock = threading.Lock()
@@ -122,7 +124,7 @@ class Runner:
         for prompt in prompts:
             self._check(prompt, self.config.max_context - 1)
         batch = len(prompts)
-        sampler = Sampler(samplings)
+        choosers = [self._choosers.start(sampling, prompt) for sampling, prompt in zip(samplings, prompts, strict=True)]
         limits = [
             min(sampling.max_tokens or self.config.max_context, self.config.max_context - len(prompt))
             for prompt, sampling in zip(prompts, samplings, strict=True)
@@ -135,9 +137,9 @@ class Runner:
                 self._prefill(prompt, cache.rows(b, b + 1), logits[b : b + 1])
             alive, made = list(range(batch)), 0
             while alive:
-                chosen = dict(zip(alive, sampler.choose(logits[:, 0], alive), strict=True))
+                chosen = {b: choosers[b].choose(logits[b, 0]).token for b in alive}
                 made += 1
-                reasons = {b: self._finish(token, samplings[b], made, limits[b]) for b, token in chosen.items()}
+                reasons = {b: _finish(choosers[b], token, made, limits[b]) for b, token in chosen.items()}
                 yield Step(tuple(map(chosen.get, range(batch))), tuple(map(reasons.get, range(batch))))
                 alive = [b for b in alive if reasons[b] is None]
                 if not alive:
@@ -172,11 +174,6 @@ class Runner:
         for at in range(0, len(prompt), PREFILL_CHUNK):
             piece, past = tokens[:, at : at + PREFILL_CHUNK], np.array([at], np.int32)
             self.session.step(piece, past, cache, out=out, text_lengths=whole)
-
-    def _finish(self, token: int, sampling: Sampling, made: int, limit: int) -> str | None:
-        if token in self.config.eos_token_ids and not sampling.ignore_eos:
-            return "stop"
-        return "length" if made == limit else None
 
     def _check(self, ids: Sequence[int], longest: int) -> None:
         if len(ids) == 0:
@@ -225,6 +222,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _finish(chooser: TokenChooser, token: int, made: int, limit: int) -> str | None:
+    if chooser.ends(token):
+        return "stop"
+    return "length" if made == limit else None
 
 
 def _usage(prompt_tokens: int, start: float, times: list[float]) -> Usage:
