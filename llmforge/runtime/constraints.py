@@ -31,16 +31,17 @@ Kind = Literal["json_schema", "regex", "grammar"]
 
 @dataclass(frozen=True)
 class Constraint:
-    """The form of an answer: `text` is a JSON Schema, a regular expression (Rust's syntax), or a grammar (Lark's).
+    r"""The form of an answer: `text` is a JSON Schema, a regular expression for the whole, or a grammar (Lark).
 
-    What each may hold is llguidance's: see its documents on JSON Schema and on syntax.
+    What each may hold is llguidance's: see its documents on JSON Schema and on syntax. Regular expressions are those of
+    Rust's regex crate (no look-around, no back-references), and `\d` is 0 to 9.
     """
 
     kind: Kind
     text: str
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Constraint:
+    def json_schema(cls, schema: Mapping[str, Any]) -> Constraint:
         """Want JSON that is valid under `schema`, with properties in the schema's order."""
         return cls("json_schema", json.dumps(schema, ensure_ascii=False))
 
@@ -72,7 +73,7 @@ class ConstraintState:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        return _penalties()[bits].reshape(-1)[: self._vocabulary]
+        return _penalties().take(bits, axis=0).reshape(-1)[: self._vocabulary]
 
     def take(self, token: int) -> None:
         """Advance by one token, which must be allowed.
@@ -122,7 +123,7 @@ class Constraints:
             return ConstraintState(matcher.deep_copy(), self._vocabulary)
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
         if self._tokens is None:
             self._tokens = self._read_tokens()
@@ -132,7 +133,7 @@ class Constraints:
                     spaces: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
                     grammar = LLMatcher.grammar_from_json_schema(constraint.text, defaults=spaces)
                 case "regex":
-                    grammar = LLMatcher.grammar_from_regex(constraint.text)
+                    grammar = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.text, 'd')}/")
                 case "grammar":
                     grammar = LLMatcher.grammar_from_lark(constraint.text)
         except ValueError as error:

@@ -167,7 +167,7 @@ def _wrong(name: str, value: Any, wanted: str) -> UsageError:
 
 def _schema(name: str, value: Any) -> Constraint:
     schema = _json(name, value)
-    if not isinstance(schema, Mapping | bool):
+    if not isinstance(schema, Mapping):
         raise _wrong(name, value, "a JSON schema")
     return Constraint.json_schema(schema)
 

@@ -50,7 +50,7 @@ class Runner:
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
-        self._choosers = Choosers(tokenizer, config.vocabulary, config.eos_token_ids)
+        self.choosers = Choosers(tokenizer, config.vocabulary, config.eos_token_ids)
         self._cache = session.allocate(config.max_batch, config.max_context)
         self._taken = [False] * config.max_batch
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class Runner:
         for prompt in prompts:
             self._check(prompt, self.config.max_context - 1)
         batch = len(prompts)
-        choosers = [self._choosers.start(sampling, prompt) for sampling, prompt in zip(samplings, prompts, strict=True)]
+        choosers = [self.choosers.start(sampling, prompt) for sampling, prompt in zip(samplings, prompts, strict=True)]
         limits = [
             min(sampling.max_tokens or self.config.max_context, self.config.max_context - len(prompt))
             for prompt, sampling in zip(prompts, samplings, strict=True)
