@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from llmforge.errors import InputError, UsageError
 from llmforge.runtime import Sampling
-from llmforge.runtime.chooser import Choice, Choosers, TokenChooser, choose_rows
+from llmforge.runtime.chooser import Choice, Choosers, TokenChooser
 
 SAMPLE = Path(__file__).parent / "data" / "docs-llama-7m" / "tokenizer.json"
 V = 20
@@ -194,27 +194,20 @@ def test_nothing_is_accepted_behind_the_end():
     assert [each.token for each in start(Sampling(ignore_eos=True)).accept(rows, [5, EOS])] == [5, EOS, 6]
 
 
-def test_rows_do_not_disturb_each_other():
+def test_answers_do_not_disturb_each_other():
     together = [start(sampling, [1, 2, 3]) for sampling in SAMPLINGS]
-    alone = [start(sampling, [1, 2, 3]) for sampling in SAMPLINGS]
-    for i in range(20):
-        logits = steps(len(SAMPLINGS), seed=i)
-        assert choose_rows(together, logits) == [
-            chooser.choose(row) for chooser, row in zip(alone, logits, strict=True)
-        ]
-
-
-def test_rows_that_are_all_greedy_are_the_largest_logits():
-    logits = steps(8, vocabulary=3000)
-    plain = [start(Sampling(stop=("x",), max_tokens=7, seed=4), vocabulary=3000) for _ in range(8)]
-    assert all(chooser.plain for chooser in plain)
-    assert choose_rows(plain, logits) == [Choice(int(row.argmax())) for row in logits]
+    logits = np.stack([steps(len(SAMPLINGS), seed=i) for i in range(20)])
+    tokens = [[chooser.choose(row) for chooser, row in zip(together, rows, strict=True)] for rows in logits]
+    for i, sampling in enumerate(SAMPLINGS):
+        alone = start(sampling, [1, 2, 3])
+        assert [alone.choose(rows[i]) for rows in logits] == [choices[i] for choices in tokens]
 
 
 @pytest.mark.parametrize(
     "sampling", [Sampling(temperature=0.5), Sampling(min_tokens=2), Sampling(logprobs=0), Sampling(presence_penalty=1)]
 )
 def test_what_needs_more_than_the_largest_logit_is_not_plain(sampling):
+    assert start(Sampling(stop=("x",), max_tokens=7, seed=4)).plain
     assert not start(sampling).plain
 
 
@@ -229,14 +222,13 @@ def test_a_seed_decides_the_draws():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(repetition_penalty=1.1)])
-def test_logits_that_are_not_finite_are_refused_for_their_row_alone(sampling, bad):
+def test_logits_that_are_not_finite_are_refused(sampling, bad):
     logits = steps(2)
     logits[1, 5] = bad
-    first, second = choose_rows([start(sampling), start(sampling)], logits)
-    assert first == start(sampling).choose(logits[0])
-    assert isinstance(second, InputError)
+    chooser = start(sampling)
+    assert 0 <= chooser.choose(logits[0]).token < V
     with pytest.raises(InputError, match="logits that are not finite"):
-        start(sampling).choose(logits[1])
+        chooser.choose(logits[1])
 
 
 def test_token_ids_outside_of_the_vocabulary_are_refused():

@@ -10,14 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from llmforge.errors import ForgeError, InputError, UsageError
+from llmforge.errors import InputError, UsageError
 from llmforge.runtime.constraints import Constraints, ConstraintState
 from llmforge.runtime.distribution import draw, largest, log_probabilities
 from llmforge.runtime.penalties import Penalties
 from llmforge.runtime.request import TokenLogprob
 from llmforge.runtime.sampling import Sampling
-
-_NO_LOGITS = "the engine gave logits that are not finite"
 
 
 class Choice(NamedTuple):
@@ -66,7 +64,7 @@ class TokenChooser:
         """
         best = int(logits.argmax())  # the first NaN where there is one
         if not math.isfinite(logits[best]):
-            raise InputError(_NO_LOGITS)
+            raise InputError("the engine gave logits that are not finite")
         if self.plain:
             return Choice(best)
         adjusted = logits if self._as_they_are else self._adjust(logits)
@@ -137,28 +135,6 @@ class Choosers:
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
         constraint = None if sampling.constraint is None else self._constraints.start(sampling.constraint)
         return TokenChooser(sampling, prompt, stops, constraint)
-
-
-def choose_rows(choosers: Sequence[TokenChooser], logits: NDArray[np.float32]) -> list[Choice | ForgeError]:
-    """Choose one token for each row of `logits` [B, V]; the error of a row stands in its place, others go on.
-
-    Rows that are all plain take one argmax.
-    """
-    if all(chooser.plain for chooser in choosers):
-        best = logits.argmax(axis=1)
-        finite = np.isfinite(logits[np.arange(len(best)), best])
-        return [
-            Choice(token) if good else InputError(_NO_LOGITS)
-            for token, good in zip(best.tolist(), finite.tolist(), strict=True)
-        ]
-    return [_choice(chooser, row) for chooser, row in zip(choosers, logits, strict=True)]
-
-
-def _choice(chooser: TokenChooser, logits: NDArray[np.float32]) -> Choice | ForgeError:
-    try:
-        return chooser.choose(logits)
-    except ForgeError as error:
-        return error
 
 
 def _logprob(logits: NDArray[np.float32], token: int, count: int) -> TokenLogprob:
