@@ -81,6 +81,7 @@ class Engine:
             session.allocate(config.max_batch, config.max_context),
             config,
             runner.tokenizer,
+            runner.choosers,
             max_queue=options.max_queue,
             step_tokens=options.step_tokens,
             prefix_cache_bytes=options.prefix_cache_bytes,
