@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from llmforge import probe, targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import onnxruntime as engine
 from llmforge.errors import InputError, Unavailable, UsageError
 from llmforge.runtime import Request, Runner, Sampling
+from llmforge.runtime.chooser import Choosers
 from llmforge.runtime.config import RuntimeConfig, SessionOptions
 from llmforge.runtime.prefix_cache import BLOCK
 from llmforge.runtime.scheduler import Scheduler
@@ -80,7 +83,9 @@ def watched(runner) -> Watched:
 def scheduler(runner: Runner, backend: Any = None, *, slots: int = 3, **options: Any) -> Scheduler[Cache]:
     backend = backend or runner.session
     options = {"max_queue": 10, "step_tokens": CHUNK, "chunk": CHUNK, **options}
-    return Scheduler(backend, backend.allocate(slots, CAPACITY), runner.config, runner.tokenizer, **options)
+    return Scheduler(
+        backend, backend.allocate(slots, CAPACITY), runner.config, runner.tokenizer, runner.choosers, **options
+    )
 
 
 def run(scheduled: Scheduler[Cache]) -> None:
@@ -405,13 +410,14 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     model, _ = engine.lower(trace(Checkpoint.open(tmp_path)), targets.load("cpu-avx2"))
     session = probe.open_session(model, probe.Weights(), 1)
     vocabulary = session.vocabulary
+    choosers = Choosers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
     config = RuntimeConfig(1, "", CAPACITY, 3, vocabulary, (), None, session.caches, SessionOptions(1, True, {}))
 
     def scheduled(slots: int, chunk: int) -> Scheduler[Cache]:
         speculation = Speculation(PromptLookup(), Payoff(always=True))
         cache = session.allocate(slots, CAPACITY)
         return Scheduler(
-            session, cache, config, None, max_queue=9, step_tokens=chunk, chunk=chunk,
+            session, cache, config, None, choosers, max_queue=9, step_tokens=chunk, chunk=chunk,
             prefix_cache_bytes=PLENTY, speculation=speculation,
         )  # fmt: skip
 
