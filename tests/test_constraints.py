@@ -213,11 +213,22 @@ def test_answers_with_one_constraint_do_not_share_their_state():
         (Constraint("regex", "("), "regex: .*unclosed group"),
         (Constraint("regex", "a(?=b)"), "regex: .*look-around"),
         (Constraint("grammar", "start: foo"), 'grammar: .*unknown name: "foo"'),
+        (Constraint("grammar", 'start: start "a"'), "grammar: no answer has this form"),
+        (Constraint("regex", r"[^\s\S]"), "regex: no answer has this form"),
+        (Constraint("regex", "a\ud800"), "regex: .*surrogates not allowed"),
+        (Constraint("grammar", "start: " + "(" * 100_000), "grammar: .*too deeply nested"),
+        (Constraint.json_schema({"$ref": "https://example.org/x.json"}), "json_schema: .*retrieving it failed"),
     ],
 )
 def test_a_constraint_that_does_not_compile_is_refused(constraint, message):
     with pytest.raises(UsageError, match=re.compile(message, re.DOTALL)):
         start(Sampling(constraint=constraint))
+
+
+def test_a_refusal_does_not_repeat_all_of_the_constraint():
+    with pytest.raises(UsageError) as raised:
+        start(Sampling(constraint=Constraint("regex", "(" * 10_000)))
+    assert len(str(raised.value)) < 400
 
 
 def test_an_empty_choice_is_refused():

@@ -15,6 +15,7 @@ from llmforge.runtime.sampling import Sampling
 
 Floats = NDArray[np.float32]
 
+_LIMITS = np.finfo(np.float32)
 _BLOCK = 128  # numbers that are summed as one; then the 1,187 sums of a vocabulary of 151,936 are cheap to walk
 _LIKELY = 64  # tokens that mostly hold the nucleus of a trained model
 _SAMPLE, _MARGIN = 2048, 48  # weights that show where a border is, and their ranks to each side: 2 deviations
@@ -39,8 +40,8 @@ def weigh(logits: Floats, sampling: Sampling) -> tuple[NDArray[np.int64] | None,
     if 0 < sampling.top_k < len(logits):
         tokens = np.sort(largest(logits, sampling.top_k))
         logits = logits[tokens]
-    # At a temperature that float32 cannot hold, as at the least one that it can, all but the best get -inf.
-    temperature = np.float32(max(sampling.temperature, float(np.finfo(np.float32).tiny)))
+    # Beyond what float32 can hold, as at its limits, either all but the best get -inf, or all get 0.
+    temperature = np.float32(min(max(sampling.temperature, float(_LIMITS.tiny)), float(_LIMITS.max)))
     weights = logits - logits.max()
     with np.errstate(over="ignore", under="ignore"):
         weights /= temperature

@@ -12,6 +12,8 @@ from llmforge.errors import UsageError
 from llmforge.runtime.constraints import Constraint
 
 MOST_LOGPROBS = 20  # as OpenAI's `top_logprobs`
+# Every token of every answer is searched for them by the one thread that serves all.
+MOST_STOPS, LONGEST_STOP = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Sampling:
             raise UsageError(f"repetition_penalty {self.repetition_penalty}: wanted a finite number above 0 (1: none)")
         _within("presence_penalty", self.presence_penalty, -2, 2, "-2 to 2 (0: none)")
         _within("frequency_penalty", self.frequency_penalty, -2, 2, "-2 to 2 (0: none)")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise UsageError("logit_bias: a token id stands there twice")
         for token, bias in self.logit_bias:
             _within("logit_bias: token id", token, 0, math.inf, "0 or more")
             _within(f"logit_bias of token {token}:", bias, -100, 100, "-100 to 100")
@@ -81,6 +85,8 @@ class Sampling:
             raise UsageError(f"min_tokens {self.min_tokens}: wanted at most max_tokens, which is {self.max_tokens}")
         if not all(self.stop):
             raise UsageError("an empty stop string would end every answer before it begins")
+        if len(self.stop) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in self.stop):
+            raise UsageError(f"stop: wanted at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters")
         for token in self.stop_token_ids:
             _within("stop_token_ids:", token, 0, math.inf, "0 or more")
         if self.logprobs is not None:
