@@ -24,7 +24,7 @@ from llmforge.runtime.constraints import Constraint
         ({"top_k": -1}, "top_k -1"),
         ({"min_p": -0.1}, "min_p -0.1: wanted 0"),
         ({"min_p": 1.1}, "min_p 1.1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0: wanted a finite number above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0: wanted 0.01 to 100"),
         ({"repetition_penalty": math.inf}, "repetition_penalty inf"),
         ({"presence_penalty": 2.1}, "presence_penalty 2.1: wanted -2 to 2"),
         ({"frequency_penalty": math.nan}, "frequency_penalty nan: wanted -2 to 2"),

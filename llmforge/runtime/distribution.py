@@ -19,7 +19,7 @@ Places = NDArray[np.int64]
 _LIMITS = np.finfo(np.float32)
 _BLOCK = 128  # numbers that are summed as one; then the 1,187 sums of a vocabulary of 151,936 are cheap to walk
 _LIKELY = 64  # tokens that mostly hold the nucleus of a trained model
-_SAMPLE, _MARGIN = 2048, 48  # weights that show where a border is, and their ranks to each side: 2 deviations
+_SAMPLE, _MARGIN = 2048, 48  # weights that show where a border is, and ranks to each side: two deviations of 23
 _FEW = 1024  # numbers that may be sorted
 _HALVINGS = 24  # of a bracket, in its logarithm: enough to part any two float32; what is left then are equals
 
@@ -38,6 +38,7 @@ def weigh(logits: Floats, sampling: Sampling) -> tuple[Places | None, Floats]:
     border of top-k or top-p, the lower token ids are taken. `logits` are finite or -inf, not all of them -inf.
     """
     tokens = None
+    # Top-k first: it leaves little to do, and min-p, whose border is the best token's, keeps the same of what is left.
     if 0 < sampling.top_k < len(logits):
         tokens = np.sort(largest(logits, sampling.top_k))
         logits = logits[tokens]

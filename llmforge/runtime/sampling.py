@@ -68,8 +68,7 @@ class Sampling:
             raise UsageError(f"top_p {self.top_p}: wanted more than 0, at most 1 (1: all tokens)")
         _within("top_k", self.top_k, 0, math.inf, "0 (all tokens) or more")
         _within("min_p", self.min_p, 0, 1, "0 (all tokens) to 1")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise UsageError(f"repetition_penalty {self.repetition_penalty}: wanted a finite number above 0 (1: none)")
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1: none)")
         _within("presence_penalty", self.presence_penalty, -2, 2, "-2 to 2 (0: none)")
         _within("frequency_penalty", self.frequency_penalty, -2, 2, "-2 to 2 (0: none)")
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
