@@ -121,7 +121,8 @@ def test_what_clients_send(parameters, wanted):
         ({"structured_outputs": {"regex": "a", "json": {}}}, "wanted an object with one of json, json_object, regex"),
         ({"structured_outputs": {"xml": "a"}}, "wanted an object with one of json"),
         ({"n": 3}, "n 3: one request gets one answer here"),
-        ({"n": 0}, "n 0: wanted 1 or more"),
+        ({"n": 0}, "n 0: wanted 1 to 128"),
+        ({"n": 10**12}, "n 1000000000000: wanted 1 to 128"),
     ],
 )
 def test_what_is_refused(parameters, message):

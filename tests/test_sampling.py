@@ -63,8 +63,9 @@ def test_answers_to_one_prompt_have_seeds_of_their_own():
     assert second.top_k == third.top_k == 5
     assert sampling.repeated(2) == (first, second)
     assert not {each.seed for each in Sampling(seed=4).repeated(20)} & {each.seed for each in sampling.repeated(20)}
-    with pytest.raises(UsageError, match="n 0: wanted 1 or more"):
-        sampling.repeated(0)
+    for n in (0, 129):
+        with pytest.raises(UsageError, match=f"n {n}: wanted 1 to 128"):
+            sampling.repeated(n)
 
 
 def test_a_request_is_repeated_with_its_prompt():

@@ -12,6 +12,7 @@ from llmforge.errors import UsageError
 from llmforge.runtime.constraints import Constraint
 
 MOST_LOGPROBS = 20  # as OpenAI's `top_logprobs`
+MOST_ANSWERS = 128  # as OpenAI's `n`
 # Every token of every answer is searched for them by the one thread that serves all.
 MOST_STOPS, LONGEST_STOP = 64, 1024
 
@@ -97,10 +98,9 @@ class Sampling:
         """Give the sampling of each of `n` answers to a prompt: the first keeps the seed, the others get derived ones.
 
         Raises:
-            UsageError: `n` is less than 1.
+            UsageError: `n` is not 1 to 128.
         """
-        if n < 1:
-            raise UsageError(f"n {n}: wanted 1 or more")
+        _within("n", n, 1, MOST_ANSWERS, f"1 to {MOST_ANSWERS}")
         others = (np.random.SeedSequence((self.seed, i)).generate_state(1, np.uint64)[0] for i in range(1, n))
         return (self, *(dataclasses.replace(self, seed=int(seed)) for seed in others))
 
