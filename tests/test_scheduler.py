@@ -384,6 +384,19 @@ def test_pieces_end_where_they_would_without_a_cached_beginning(runner, watched,
     assert watched.taken() == [([BLOCK], 40 - BLOCK), ([40], 40), ([80], 40), ([120], 1)]
 
 
+def test_what_went_wrong_with_a_text_is_not_kept_for_others(runner, watched, answers):
+    scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY)
+    shared = prompt(2 * BLOCK, 1)
+    requests = [Request((*shared, *last), Sampling(max_tokens=2, ignore_eos=True)) for last in ((7, 8), (9, 7), (8, 9))]
+    watched.broken_token = 7
+    for i, request in enumerate(requests):
+        scheduled.add(request, answers[i].receive)
+        run(scheduled)
+    assert all(answer.error is not None for answer in answers[:2])
+    assert answers[2].chunks[-1].usage.cached_tokens == 0
+    assert answers[2].tokens == alone(runner, requests[2])
+
+
 @pytest.mark.parametrize("over", [0, 1, 2])
 def test_two_tokens_of_a_prompt_are_always_read(runner, watched, answers, over):
     scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY)

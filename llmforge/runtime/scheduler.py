@@ -368,7 +368,7 @@ class Scheduler(Generic[C]):
 
     def _keep(self, answer: Answer, slot: int) -> None:
         """Give the blocks that `answer` has completed in `slot` to the prefix cache."""
-        if self._prefixes is not None and answer.held // BLOCK > answer.kept:
+        if self._prefixes is not None and not answer.failed and answer.held // BLOCK > answer.kept:
             self._prefixes.store(answer.context[: answer.held], self._cache, slot)
             answer.kept = answer.held // BLOCK
 
@@ -382,6 +382,9 @@ class Scheduler(Generic[C]):
         try:
             token, logprob = answer.chooser.choose(logits)
         except ForgeError as error:
+            answer.failed = True
+            if self._prefixes is not None:  # whatever was wrong with this text, it must not spread to others
+                self._prefixes.forget(answer.context)
             self._drop(answer, "error")
             self._hand(answer, error)
             return False
