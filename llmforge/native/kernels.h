@@ -83,7 +83,7 @@ typedef struct Kernels {
 
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512vnni;
+extern const Kernels kernels_avx2, kernels_avx512vnni, kernels_avx512bf16;
 #endif
 
 /* Memory of the calling thread, `size` bytes aligned to 64, valid until its next call with the same `slot`; NULL where

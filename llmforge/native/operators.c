@@ -418,6 +418,10 @@ static const Kernels *supported(const char *name) {
         found = &kernels_avx512vnni;
         if (name && !strcmp(name, found->name)) return found;
     }
+    if (found == &kernels_avx512vnni && __builtin_cpu_supports("avx512bf16")) {
+        found = &kernels_avx512bf16;
+        if (name && !strcmp(name, found->name)) return found;
+    }
 #endif
     return name ? NULL : found;
 }
