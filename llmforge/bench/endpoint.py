@@ -26,7 +26,9 @@ class Endpoint:
     def __init__(self, url: str, model: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"{url!r} is not an address: wanted http://HOST:PORT", hint="for example http://127.0.0.1:8000")
+            raise UsageError(
+                f"{url!r} is not an address: wanted http://HOST:PORT", hint="for example http://127.0.0.1:8000"
+            )
         self._secure, self._netloc = parts.scheme == "https", parts.netloc
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self.model = model or self._first_model()
@@ -90,7 +92,9 @@ class Endpoint:
             response = connection.getresponse()
             models = _json(response.read()).get("data")
         except (OSError, http.client.HTTPException) as error:
-            raise EnvironmentLacks(f"{self._netloc}: does not answer: {error}", hint="is the server running?") from error
+            raise EnvironmentLacks(
+                f"{self._netloc}: does not answer: {error}", hint="is the server running?"
+            ) from error
         finally:
             connection.close()
         if not models:

@@ -61,6 +61,7 @@ class BenchReport(_Record):
     objective: str | None
     points: tuple[Point, ...]
     counters: Counters | None
+    notes: tuple[str, ...] = ()  # what a reader might miss
 
     def to_json(self) -> str:
         """Write the report's text, with one newline at its end."""
@@ -72,12 +73,14 @@ def table(report: BenchReport) -> Group:
     goodput = report.objective is not None
     columns = ["load", "prompt", "output", "TTFT p50", "p95", "p99", "TPOT p50", "ITL p95", "p99", "latency p50", "p99"]
     columns += ["tok/s", "req/s", *(["goodput/s"] if goodput else []), "MBU", "failed"]
-    shown = Table(*(f"{name}" for name in columns), title=report.subject, title_justify="left", box=None, pad_edge=False)
+    shown = Table(
+        *(f"{name}" for name in columns), title=report.subject, title_justify="left", box=None, pad_edge=False
+    )
     for column in shown.columns[1:]:
         column.justify = "right"
     for point in report.points:
         shown.add_row(*_row(point, goodput=goodput))
-    notes = [f"{report.workload}; times in ms, medians with their 95 % bounds"]
+    notes = [*report.notes, f"{report.workload}; times in ms, medians with their 95 % bounds"]
     if goodput:
         notes.append(f"goodput: requests per second that meet {report.objective}")
     if report.counters is not None and report.counters.prefix_hit_share is not None:

@@ -117,9 +117,7 @@ def _utilization(point: Point, footprint: Footprint, slots: int, threads: int) -
     )
 
 
-def _loads(
-    setting: Setting, prompts: Prompts, plan: Plan, seed: tuple[int, ...]
-) -> tuple[list[Demand], list[Demand]]:
+def _loads(setting: Setting, prompts: Prompts, plan: Plan, seed: tuple[int, ...]) -> tuple[list[Demand], list[Demand]]:
     """Make the load of one run, and what warms up for it: prompts are drawn in one go, so that they share a prefix."""
     made = demands(
         prompts,

@@ -135,10 +135,7 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
         at = float(entry["at_s"])
         if made and made[-1].at_s is not None and at < made[-1].at_s:
             raise DataError(f"{where}: at_s {at:g} comes after {made[-1].at_s:g}", hint="sort the lines by at_s")
-        if "prompt" in entry:
-            prompt = tuple(encode(entry["prompt"]))
-        else:
-            prompt = prompts.take(entry["prompt_tokens"], rng)
+        prompt = tuple(encode(entry["prompt"])) if "prompt" in entry else prompts.take(entry["prompt_tokens"], rng)
         made.append(Demand(prompt, entry["output_tokens"], at))
     if not made:
         raise DataError(f"{path}: holds no request")

@@ -6,7 +6,6 @@ not know (`top_k`, `min_p`, `ignore_eos`, …) have vLLM's names; `llmforge.runt
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmforge.errors import InputError, UsageError
-from llmforge.runtime.parameters import sampling_of
+from llmforge.runtime.parameters import samplings_of
 from llmforge.runtime.request import Request
 from llmforge.runtime.runner import Runner
-from llmforge.runtime.sampling import Sampling
 
 Kind = Literal["chat", "text"]
 
@@ -27,7 +25,7 @@ TEMPERATURE = 1.0  # OpenAI's default, of both
 
 # What clients send along that changes no answer.
 _IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
-_OWN = frozenset({"model", "messages", "prompt", "n", "stream", "stream_options"})
+_OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,7 @@ def chat_call(body: Any, runner: Runner, model: str) -> Call:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
     fields = _fields(body, model)
-    try:
-        prompt = runner.encode_chat(messages(fields.get("messages")))
-    except InputError as error:  # the template refuses these messages: the caller's fault
-        raise UsageError(error.message, hint=error.hint) from error
-    return _call("chat", [prompt], fields, _sampling(fields))
+    return _call("chat", [encode_messages(fields.get("messages"), runner)], fields, {})
 
 
 def text_call(body: Any, runner: Runner, model: str) -> Call:
@@ -79,7 +73,20 @@ def text_call(body: Any, runner: Runner, model: str) -> Call:
     """
     fields = _fields(body, model)
     prompts = [runner.encode(each) if isinstance(each, str) else each for each in texts(fields.get("prompt"))]
-    return _call("text", prompts, fields, _sampling({"max_tokens": TEXT_MAX_TOKENS, **fields}))
+    return _call("text", prompts, fields, {"max_tokens": TEXT_MAX_TOKENS})
+
+
+def encode_messages(value: Any, runner: Runner) -> list[int]:
+    """Make the prompt of a conversation.
+
+    Raises:
+        UsageError: the messages make no sense, or the chat template refuses them.
+    """
+    checked = messages(value)
+    try:
+        return runner.encode_chat(checked)
+    except InputError as error:  # of the template, on these messages: the caller's fault
+        raise UsageError(error.message, hint=error.hint) from error
 
 
 def messages(value: Any) -> list[dict[str, Any]]:
@@ -98,7 +105,9 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise UsageError(f'{where}: wanted an object {{"role": …, "content": …}}')
     content = value.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
         if not all(isinstance(part, str) for part in parts):
             raise UsageError(f"{where}: a part of its content is no text; this server reads text alone")
         content = "\n".join(map(str, parts))
@@ -137,38 +146,36 @@ def _fields(body: Any, model: str) -> dict[str, Any]:
     return {**fields, "model": model}
 
 
-def _sampling(fields: Mapping[str, Any]) -> Sampling:
+def _call(kind: Kind, prompts: Sequence[Sequence[int]], fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> Call:
+    stream, include_usage = _stream(fields)
     given = {name: value for name, value in fields.items() if name not in _OWN}
-    if "seed" not in given:
-        given["seed"] = secrets.randbelow(2**31)
-    return sampling_of({"temperature": TEMPERATURE, **given})
-
-
-def _call(kind: Kind, prompts: Sequence[Sequence[int]], fields: Mapping[str, Any], sampling: Sampling) -> Call:
-    n, stream, options = fields.get("n", 1), fields.get("stream", False), fields.get("stream_options", {})
-    if type(n) is not int or not 1 <= n * len(prompts) <= MAX_CHOICES:
+    samplings = samplings_of({"temperature": TEMPERATURE, **defaults, **given})
+    if len(prompts) * len(samplings) > MAX_CHOICES:
         raise UsageError(
-            f"n {n!r} with {len(prompts)} prompts: wanted a whole number, 1 or more, and at most {MAX_CHOICES} answers"
+            f"{len(prompts)} prompts, n {len(samplings)}: wanted at most {MAX_CHOICES} answers to one call"
         )
-    if not isinstance(stream, bool):
-        raise UsageError(f"stream {stream!r}: wanted true or false")
-    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise UsageError(f"stream_options {options!r}: wanted an object of include_usage alone")
-    include_usage = options.get("include_usage", False)
-    if not isinstance(include_usage, bool) or (options and not stream):
-        raise UsageError("stream_options: wanted include_usage true or false, and stream true")
     return Call(
         kind=kind,
         id=("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
         model=fields["model"],
-        requests=tuple(
-            # The answers to one prompt differ by their streams of random numbers; equal seeds give equal calls.
-            Request(tuple(prompt), dataclasses.replace(sampling, seed=sampling.seed + i))
-            for prompt in prompts
-            for i in range(n)
-        ),
-        n=n,
+        requests=tuple(Request(tuple(prompt), sampling) for prompt in prompts for sampling in samplings),
+        n=len(samplings),
         stream=stream,
         include_usage=include_usage,
     )
+
+
+def _stream(fields: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Read whether to stream, and whether the stream ends with token counts."""
+    stream, options = fields.get("stream", False), fields.get("stream_options", {})
+    if not isinstance(stream, bool):
+        raise UsageError(f"stream {stream!r}: wanted true or false")
+    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
+        raise UsageError(f"stream_options {options!r}: wanted an object of include_usage alone")
+    include_usage = options.get("include_usage", False)
+    if not isinstance(include_usage, bool):
+        raise UsageError(f"include_usage {include_usage!r}: wanted true or false")
+    if options and not stream:
+        raise UsageError("stream_options without stream", hint="give stream: true as well")
+    return stream, include_usage

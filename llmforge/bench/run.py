@@ -1,0 +1,152 @@
+"""One `llmforge bench`: from what was asked for to a report."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmforge import __version__
+from llmforge.bench.drive import InProcess, Subject
+from llmforge.bench.endpoint import Endpoint
+from llmforge.bench.report import BenchReport, Counters
+from llmforge.bench.sweep import Plan, Progress, Setting, measure, replay, utilization
+from llmforge.bench.workload import Demand, Prompts, RandomPrompts, TextPrompts, longest, read_trace
+from llmforge.data import read_documents
+from llmforge.errors import UsageError
+from llmforge.evaluate import machine
+from llmforge.evaluate.footprint import Footprint
+from llmforge.runtime.engine import Engine, EngineOptions
+from llmforge.runtime.runner import Runner
+
+NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Which requests are sent: every concurrency or rate with every length, or a trace of arrivals.
+
+    `data` is a JSON Lines file whose text prompts are cut from; None: random tokens.
+    """
+
+    concurrency: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
+    trace: Path | None = None
+    prompt_tokens: tuple[int, ...] = (128,)
+    output_tokens: tuple[int, ...] = (64,)
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.concurrency, self.rates, self.trace))) != 1:
+            raise UsageError("wanted one of concurrencies, rates and a trace of arrivals")
+        if min((*self.concurrency, *self.prompt_tokens, *self.output_tokens), default=1) < 1:
+            raise UsageError("concurrencies, prompt and output tokens: wanted whole numbers, 1 or more")
+
+    def settings(self) -> list[Setting]:
+        """List the points of the sweep: lengths in the outer loop."""
+        lengths = itertools.product(self.prompt_tokens, self.output_tokens)
+        return [
+            Setting(prompt, output, concurrency=concurrency, rate=rate)
+            for prompt, output in lengths
+            for concurrency, rate in [*((c, None) for c in self.concurrency), *((None, r) for r in self.rates)]
+        ]
+
+    def describe(self, prefix_tokens: int) -> str:
+        """Say in words where prompts are from."""
+        source = "random tokens" if self.data is None else f"text of {self.data.name}"
+        if self.trace is not None:
+            return f"arrivals of {self.trace.name}; prompts without a text: {source}"
+        shared = f", the first {prefix_tokens} tokens shared" if prefix_tokens else ""
+        return f"prompts: {source}{shared}"
+
+
+def run(
+    runner: Runner,
+    name: str,
+    load: Load,
+    plan: Plan,
+    *,
+    objective: str | None = None,
+    url: str | None = None,
+    footprint: Footprint | None = None,
+    threads: int,
+    options: EngineOptions | None = None,
+    progress: Progress = lambda done, total: None,
+) -> BenchReport:
+    """Measure the engine of `runner`, or the OpenAI-compatible endpoint at `url`, which serves the same tokenizer.
+
+    `name` says what runs; `objective` is the text that `plan.objective` was read from; `threads` are the session's.
+    `options` are those of the engine in this process, None: a queue that holds all that are in flight.
+
+    Raises:
+        UsageError: a prompt and its answer do not fit the context.
+        DataError: a file of prompts or arrivals cannot be used.
+    """
+    prompts = _prompts(load, runner)
+    trace = None if load.trace is None else read_trace(load.trace, runner.encode, prompts, seed=plan.seed)
+    _check_lengths(load, trace, runner.config.max_context)
+    notes = [] if url is not None or footprint is not None else [NO_FOOTPRINT]
+    with _subject(runner, name, url, options or EngineOptions(max_queue=max(load.concurrency, default=128))) as (
+        subject,
+        engine,
+    ):
+        if trace is None:
+            points = measure(subject, load.settings(), prompts, plan, progress)
+        else:
+            points = [replay(subject, trace, plan.objective, progress)]
+        counters = None if engine is None else _counters(engine)
+    if engine is not None and footprint is not None:
+        points = utilization(points, footprint, slots=runner.config.max_batch, threads=threads)
+    return BenchReport(
+        llmforge=__version__,
+        subject=subject.description,
+        machine=machine.describe(),
+        threads=None if engine is None else threads,
+        slots=None if engine is None else runner.config.max_batch,
+        workload=load.describe(plan.prefix_tokens),
+        warmup=plan.warmup,
+        seed=plan.seed,
+        objective=objective,
+        points=tuple(points),
+        counters=counters,
+        notes=tuple(notes),
+    )
+
+
+@contextmanager
+def _subject(
+    runner: Runner, name: str, url: str | None, options: EngineOptions
+) -> Iterator[tuple[Subject, Engine | None]]:
+    if url is not None:
+        yield Endpoint(url), None
+        return
+    with Engine(runner, options) as engine:
+        yield InProcess(engine, name), engine
+
+
+def _prompts(load: Load, runner: Runner) -> Prompts:
+    if load.data is None:
+        return RandomPrompts(runner.config.vocabulary)
+    ids = [token for document in read_documents(load.data) for token in runner.encode(document.text)]
+    return TextPrompts(tuple(ids), str(load.data))
+
+
+def _check_lengths(load: Load, trace: Sequence[Demand] | None, max_context: int) -> None:
+    needed = max(load.prompt_tokens) + max(load.output_tokens) if trace is None else longest(trace)
+    if needed > max_context:
+        raise UsageError(
+            f"a prompt and its answer have {needed} tokens together; this artifact takes at most {max_context}",
+            hint="ask for shorter ones, or build with a larger engine.max_context",
+        )
+
+
+def _counters(engine: Engine) -> Counters:
+    stats = engine.stats()
+    asked = stats.prefix_query_tokens
+    return Counters(
+        prefix_hit_share=stats.prefix_hit_tokens / asked if asked else None,
+        drafted_tokens=stats.drafted_tokens,
+        accepted_tokens=stats.accepted_tokens,
+    )
