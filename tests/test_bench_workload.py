@@ -40,7 +40,7 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert gaps.min() >= 0
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.03)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)  # of an exponential distribution
-    assert [demand.at_s for demand in demands(PROMPTS, 3, prompt_tokens=1, output_tokens=1, rate=2.0)][0] == 0
+    assert next(demand.at_s for demand in demands(PROMPTS, 3, prompt_tokens=1, output_tokens=1, rate=2.0)) == 0
 
 
 def test_text_is_cut_into_windows() -> None:
@@ -118,5 +118,5 @@ def test_files_that_hold_no_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="byte 0 is not UTF-8"):
         read_trace(tmp_path / "latin.jsonl", encode, PROMPTS)
     (tmp_path / "half.jsonl").write_text('{"at_s": ')
-    with pytest.raises(DataError, match="half.jsonl:1: not JSON"):
+    with pytest.raises(DataError, match=r"half\.jsonl:1: not JSON"):
         read_trace(tmp_path / "half.jsonl", encode, PROMPTS)
