@@ -40,7 +40,7 @@ from llmforge.runtime import Engine, EngineOptions, Request, Runner, Sampling
 WORDS = "the file system module returns a list of values when path exists and raises an error otherwise".split()  # noqa: SIM905
 QUESTIONS = 64  # distinct requests
 CLIENTS = 32
-MAX_QUEUE = 16  # fewer than the clients: some are refused and come again
+MAX_QUEUE = 22  # with 8 slots two places fewer than the clients: some are refused and come again
 SAMPLES = 100  # of resident memory
 # Shares of the requests.
 CANCELLED, SLOW, HURRIED = 0.15, 0.05, 0.05
@@ -198,7 +198,7 @@ class Soak:
         """Send one request in its own way, again until it is taken on, and check its answer."""
         draw = random.Random(f"{self.seed} {number}")
         question, kind = draw.choice(self.asked), draw.random()
-        cancel_after = draw.randint(0, 8) if kind < CANCELLED else None
+        cancel_after = draw.randint(1, 8) if kind < CANCELLED else None
         pause_s = SLOW_READ_S if CANCELLED <= kind < CANCELLED + SLOW else 0.0
         hurried = CANCELLED + SLOW <= kind < CANCELLED + SLOW + HURRIED
         while True:
