@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -191,6 +191,26 @@ def run(
     )
 
 
+def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of an engine that serves."""
+    options = (
+        click.option(
+            "--threads", type=click.IntRange(min=1), help="Threads of the engine; all physical cores if left out."
+        ),
+        click.option(
+            "--prefix-cache", "prefix_cache_mib", type=click.IntRange(min=0), default=512, show_default=True,
+            metavar="MIB", help="Keep so much of texts for later ones that begin alike; 0 keeps nothing.",
+        ),
+        click.option(
+            "--speculation", type=click.Choice(["off", "prompt-lookup"]), default="off", show_default=True,
+            help="Guess tokens from the text itself; answers stay the same.",
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @cli.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -201,7 +221,7 @@ def run(
     help="Requests that wait while all slots are taken; one more gets status 503.",
 )  # fmt: skip
 @click.option("--timeout", "timeout_s", type=float, help="End answers that take longer, in seconds.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; all physical cores if left out.")
+@_engine_options
 @click.option(
     "--grace", "grace_s", type=click.IntRange(min=0), default=30, show_default=True,
     help="At the end, wait so many seconds for answers that are being made.",
@@ -214,6 +234,8 @@ def serve(
     max_queue: int,
     timeout_s: float | None,
     threads: int | None,
+    prefix_cache_mib: int,
+    speculation: Literal["off", "prompt-lookup"],
     grace_s: int,
 ) -> None:
     """Serve ARTIFACT by OpenAI's protocol, for trying things: no access control, no TLS."""
@@ -226,7 +248,13 @@ def serve(
 
     opened = Artifact.open(artifact)
     model = name or opened.manifest.name
-    engine = Engine.load(opened.path, EngineOptions(max_queue=max_queue, timeout_s=timeout_s), threads)
+    options = EngineOptions(
+        max_queue=max_queue,
+        prefix_cache_bytes=prefix_cache_mib << 20,
+        speculation=speculation,
+        timeout_s=timeout_s,
+    )
+    engine = Engine.load(opened.path, options, threads)
 
     def announce(url: str) -> None:
         config = engine.runner.config
@@ -235,6 +263,8 @@ def serve(
             f"requests at once, {max_queue} more may wait, {config.max_context} tokens of context. Ctrl-C ends it.",
             err=True,
         )
+        for note in engine.stats().notes:
+            click.echo(f"note: {note}", err=True)
 
     server.run(engine, model, server.Address(host, port, grace_s), announce)
 
@@ -262,7 +292,7 @@ def serve(
 )  # fmt: skip
 @click.option("--slo", metavar="ttft=200ms,tpot=50ms", help="Count the requests that meet all of these: goodput.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts and arrivals.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of the engine; all physical cores if left out.")
+@_engine_options
 @click.option("--url", help="Measure the endpoint there, which serves ARTIFACT's tokenizer, and not this process.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="REPORT.json", help="Write the report there.")
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON instead of a table.")
@@ -282,6 +312,8 @@ def bench(
     slo: str | None,
     seed: int,
     threads: int | None,
+    prefix_cache_mib: int,
+    speculation: Literal["off", "prompt-lookup"],
     url: str | None,
     output: Path | None,
     as_json: bool,
@@ -300,18 +332,22 @@ def bench(
     objective = None if slo is None else measuring.Objective.parse(slo)
     plan = measuring.Plan(requests, repetitions, warmup, prefix_tokens, seed, objective)
     opened = Artifact.open(artifact)
-    runner = runtime.load(opened.path, threads)
     with console.progress(quiet=quiet) as progress:
         progress.stage("Send requests")
         report = measuring.run(
-            runner,
+            opened.path,
             f"{opened.manifest.name} {opened.manifest.version}",
             load,
             plan,
             objective=slo,
             url=url,
             footprint=_footprint(opened.path),
-            threads=runner.config.session.resolve(threads).threads,
+            threads=threads,
+            options=runtime.EngineOptions(
+                max_queue=max((128, *load.concurrency)),
+                prefix_cache_bytes=prefix_cache_mib << 20,
+                speculation=speculation,
+            ),
             progress=progress.advance,
         )
     if output is not None:

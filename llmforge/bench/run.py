@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmforge import __version__
-from llmforge.bench.drive import InProcess, Subject
+from llmforge.bench.drive import InProcess
 from llmforge.bench.endpoint import Endpoint
 from llmforge.bench.report import BenchReport, Counters
 from llmforge.bench.sweep import Plan, Progress, Setting, measure, replay, utilization
-from llmforge.bench.workload import Demand, Prompts, RandomPrompts, TextPrompts, longest, read_trace
+from llmforge.bench.workload import Demand, Encode, Prompts, RandomPrompts, TextPrompts, longest, read_trace
 from llmforge.data import read_documents
 from llmforge.errors import UsageError
 from llmforge.evaluate import machine
 from llmforge.evaluate.footprint import Footprint
+from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.runtime.engine import Engine, EngineOptions
-from llmforge.runtime.runner import Runner
+from llmforge.runtime.runner import read_tokenizer
 
 NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
 
@@ -63,7 +64,7 @@ class Load:
 
 
 def run(
-    runner: Runner,
+    artifact: Path,
     name: str,
     load: Load,
     plan: Plan,
@@ -71,65 +72,64 @@ def run(
     objective: str | None = None,
     url: str | None = None,
     footprint: Footprint | None = None,
-    threads: int,
+    threads: int | None = None,
     options: EngineOptions | None = None,
     progress: Progress = lambda done, total: None,
 ) -> BenchReport:
-    """Measure the engine of `runner`, or the OpenAI-compatible endpoint at `url`, which serves the same tokenizer.
+    """Measure the engine of `artifact`, or the OpenAI-compatible endpoint at `url`, which serves the same tokenizer.
 
-    `name` says what runs; `objective` is the text that `plan.objective` was read from; `threads` are the session's.
-    `options` are those of the engine in this process, None: a queue that holds all that are in flight.
+    `name` says what runs; `objective` is the text that `plan.objective` was read from. `threads` and `options` are
+    those of the engine in this process.
 
     Raises:
+        InputError: the artifact cannot be used.
         UsageError: a prompt and its answer do not fit the context.
         DataError: a file of prompts or arrivals cannot be used.
     """
-    prompts = _prompts(load, runner)
-    trace = None if load.trace is None else read_trace(load.trace, runner.encode, prompts, seed=plan.seed)
-    _check_lengths(load, trace, runner.config.max_context)
-    notes = [] if url is not None or footprint is not None else [NO_FOOTPRINT]
-    with _subject(runner, name, url, options or EngineOptions(max_queue=max(load.concurrency, default=128))) as (
-        subject,
-        engine,
-    ):
+    config = RuntimeConfig.read(artifact / "engine" / FILE)
+    tokenizer = read_tokenizer(artifact / "tokenizer" / "tokenizer.json")
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    prompts = _prompts(load, encode, config.vocabulary)
+    trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=plan.seed)
+    _check_lengths(load, trace, config.max_context)
+    notes: tuple[str, ...] = ()
+    with contextlib.ExitStack() as stack:
+        engine = None
+        if url is None:
+            engine = stack.enter_context(Engine.load(artifact, options, threads))
+            notes = engine.stats().notes if footprint else (*engine.stats().notes, NO_FOOTPRINT)
+        subject = Endpoint(str(url)) if engine is None else InProcess(engine, name)
         if trace is None:
             points = measure(subject, load.settings(), prompts, plan, progress)
         else:
             points = [replay(subject, trace, plan.objective, progress)]
         counters = None if engine is None else _counters(engine)
+    used_threads = config.session.resolve(threads).threads
     if engine is not None and footprint is not None:
-        points = utilization(points, footprint, slots=runner.config.max_batch, threads=threads)
+        points = utilization(points, footprint, slots=config.max_batch, threads=used_threads)
     return BenchReport(
         llmforge=__version__,
         subject=subject.description,
         machine=machine.describe(),
-        threads=None if engine is None else threads,
-        slots=None if engine is None else runner.config.max_batch,
+        threads=None if engine is None else used_threads,
+        slots=None if engine is None else config.max_batch,
         workload=load.describe(plan.prefix_tokens),
         warmup=plan.warmup,
         seed=plan.seed,
         objective=objective,
         points=tuple(points),
         counters=counters,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
-@contextmanager
-def _subject(
-    runner: Runner, name: str, url: str | None, options: EngineOptions
-) -> Iterator[tuple[Subject, Engine | None]]:
-    if url is not None:
-        yield Endpoint(url), None
-        return
-    with Engine(runner, options) as engine:
-        yield InProcess(engine, name), engine
-
-
-def _prompts(load: Load, runner: Runner) -> Prompts:
+def _prompts(load: Load, encode: Encode, vocabulary: int) -> Prompts:
     if load.data is None:
-        return RandomPrompts(runner.config.vocabulary)
-    ids = [token for document in read_documents(load.data) for token in runner.encode(document.text)]
+        return RandomPrompts(vocabulary)
+    ids = [token for document in read_documents(load.data) for token in encode(document.text)]
     return TextPrompts(tuple(ids), str(load.data))
 
 

@@ -41,7 +41,7 @@ def run(engine: Engine, model: str, address: Address, announce: Callable[[str], 
     """
     try:
         with _listen(address) as listening:
-            server = _server(create_app(engine, model), address.grace_s)
+            server = make_server(create_app(engine, model), address.grace_s)
             with _ended_by_signals(server):
                 announce(_url(listening))
                 asyncio.run(_serve(server, engine, listening))
@@ -92,10 +92,12 @@ async def _ended_with(engine: Engine, server: uvicorn.Server) -> AsyncIterator[N
         watching.cancel()
 
 
-def _server(app: Starlette, grace_s: int) -> uvicorn.Server:
+def make_server(app: Starlette, grace_s: int) -> uvicorn.Server:
+    """Make the server of `app`; when it ends, it waits up to `grace_s` seconds for answers that are being made."""
     config = uvicorn.Config(
         app,
         lifespan="off",
+        ws="none",
         log_config=None,
         access_log=False,
         timeout_keep_alive=IDLE_TIMEOUT_S,
