@@ -162,7 +162,8 @@ def test_the_command_shows_a_table_and_writes_a_report(small: Artifact, tmp_path
         assert point.figures.good_share == 1
         assert point.figures.tpot_ms is not None
         assert point.figures.tpot_ms.p50.value > 0
-    assert (report.slots, report.threads, report.seed, report.warmup) == (SLOTS, 1, 4, 1)
+    assert report.engine is not None
+    assert (report.engine.slots, report.engine.threads, report.seed, report.warmup) == (SLOTS, 1, 4, 1)
     assert f"small {small.manifest.version}" in shown.stdout
     assert shown.stdout.count("3 in flight") == 2
     assert "goodput/s" in shown.stdout
@@ -179,6 +180,7 @@ def test_the_command_writes_json_alone(small: Artifact) -> None:
     (point,) = json.loads(shown.stdout)["points"]
     assert (point["rate"], point["concurrency"], point["figures"]["completed"]) == (200.0, None, 8)
     assert json.loads(shown.stdout)["workload"] == "prompts: random tokens, the first 32 tokens shared"
+    assert json.loads(shown.stdout)["engine"]["prefix_hit_share"] > 0.5
 
 
 def test_the_command_replays_a_trace_and_cuts_prompts_from_text(small: Artifact, data: Path, tmp_path: Path) -> None:

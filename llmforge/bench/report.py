@@ -38,9 +38,11 @@ class Point(_Record):
     bandwidth: Utilization | None = None
 
 
-class Counters(_Record):
-    """What the engine in this process counted over all loads, warm-up included."""
+class EngineRecord(_Record):
+    """The engine in this process, and what it counted over all loads, warm-up included."""
 
+    threads: int
+    slots: int  # requests that run at once
     prefix_hit_share: float | None  # of prompt tokens that were looked up in the prefix cache
     drafted_tokens: int
     accepted_tokens: int
@@ -53,14 +55,12 @@ class BenchReport(_Record):
     llmforge: str
     subject: str  # what answered, in words
     machine: Machine  # that sent the load; and answered it, where the engine ran in this process
-    threads: int | None  # of the engine; None where it is behind an address
-    slots: int | None  # requests that run at once
+    engine: EngineRecord | None  # None where it is behind an address
     workload: str  # prompts, in words
     warmup: int
     seed: int
     objective: str | None
     points: tuple[Point, ...]
-    counters: Counters | None
     notes: tuple[str, ...] = ()  # what a reader might miss
 
     def to_json(self) -> str:
@@ -83,11 +83,11 @@ def table(report: BenchReport) -> Group:
     notes = [*report.notes, f"{report.workload}; times in ms, medians with their 95 % bounds"]
     if goodput:
         notes.append(f"goodput: requests per second that meet {report.objective}")
-    if report.counters is not None and report.counters.prefix_hit_share is not None:
-        notes.append(f"prefix cache: {report.counters.prefix_hit_share:.1%} of prompt tokens were kept ones")
-    if report.counters is not None and report.counters.drafted_tokens:
-        accepted = report.counters.accepted_tokens / report.counters.drafted_tokens
-        notes.append(f"speculation: {accepted:.1%} of {report.counters.drafted_tokens:,} drafted tokens stood")
+    if report.engine is not None and report.engine.prefix_hit_share is not None:
+        notes.append(f"prefix cache: {report.engine.prefix_hit_share:.1%} of prompt tokens were kept ones")
+    if report.engine is not None and report.engine.drafted_tokens:
+        accepted = report.engine.accepted_tokens / report.engine.drafted_tokens
+        notes.append(f"speculation: {accepted:.1%} of {report.engine.drafted_tokens:,} drafted tokens stood")
     notes += [f"{error}: {count} requests" for error, count in _errors(report.points).items()]
     return Group(shown, *(Text(note, style="dim") for note in notes))
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmforge import __version__
-from llmforge.bench.drive import InProcess
+from llmforge.bench.drive import InProcess, Subject
 from llmforge.bench.endpoint import Endpoint
-from llmforge.bench.report import BenchReport, Counters
+from llmforge.bench.report import BenchReport, EngineRecord, Point
 from llmforge.bench.sweep import Plan, Progress, Setting, measure, replay, utilization
 from llmforge.bench.workload import Demand, Encode, Prompts, RandomPrompts, TextPrompts, longest, read_trace
 from llmforge.data import read_documents
@@ -21,6 +20,7 @@ from llmforge.evaluate.footprint import Footprint
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.runtime.engine import Engine, EngineOptions
 from llmforge.runtime.runner import read_tokenizer
+from llmforge.runtime.stats import EngineStats
 
 NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
 
@@ -95,33 +95,37 @@ def run(
     prompts = _prompts(load, encode, config.vocabulary)
     trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=plan.seed)
     _check_lengths(load, trace, config.max_context)
-    notes: tuple[str, ...] = ()
-    with contextlib.ExitStack() as stack:
-        engine = None
-        if url is None:
-            engine = stack.enter_context(Engine.load(artifact, options, threads))
-            notes = engine.stats().notes if footprint else (*engine.stats().notes, NO_FOOTPRINT)
-        subject = Endpoint(str(url)) if engine is None else InProcess(engine, name)
+
+    def points_of(subject: Subject) -> list[Point]:
         if trace is None:
-            points = measure(subject, load.settings(), prompts, plan, progress)
+            return measure(subject, load.settings(), prompts, plan, progress)
+        return [replay(subject, trace, plan.objective, progress)]
+
+    record: EngineRecord | None = None
+    notes: tuple[str, ...] = ()
+    if url is not None:
+        subject: Subject = Endpoint(url)
+        points = points_of(subject)
+    else:
+        with Engine.load(artifact, options, threads) as engine:
+            subject = InProcess(engine, name)
+            points = points_of(subject)
+            stats = engine.stats()
+        record, notes = _record(stats, config.session.resolve(threads).threads), stats.notes
+        if footprint is None:
+            notes = (*notes, NO_FOOTPRINT)
         else:
-            points = [replay(subject, trace, plan.objective, progress)]
-        counters = None if engine is None else _counters(engine)
-    used_threads = config.session.resolve(threads).threads
-    if engine is not None and footprint is not None:
-        points = utilization(points, footprint, slots=config.max_batch, threads=used_threads)
+            points = utilization(points, footprint, slots=record.slots, threads=record.threads)
     return BenchReport(
         llmforge=__version__,
         subject=subject.description,
         machine=machine.describe(),
-        threads=None if engine is None else used_threads,
-        slots=None if engine is None else config.max_batch,
+        engine=record,
         workload=load.describe(plan.prefix_tokens),
         warmup=plan.warmup,
         seed=plan.seed,
         objective=objective,
         points=tuple(points),
-        counters=counters,
         notes=notes,
     )
 
@@ -142,11 +146,12 @@ def _check_lengths(load: Load, trace: Sequence[Demand] | None, max_context: int)
         )
 
 
-def _counters(engine: Engine) -> Counters:
-    stats = engine.stats()
-    asked = stats.prefix_query_tokens
-    return Counters(
-        prefix_hit_share=stats.prefix_hit_tokens / asked if asked else None,
+def _record(stats: EngineStats, threads: int) -> EngineRecord:
+    looked_up = stats.prefix_query_tokens
+    return EngineRecord(
+        threads=threads,
+        slots=stats.slots,
+        prefix_hit_share=stats.prefix_hit_tokens / looked_up if looked_up else None,
         drafted_tokens=stats.drafted_tokens,
         accepted_tokens=stats.accepted_tokens,
     )
