@@ -15,6 +15,7 @@ Exit code 0 and one JSON object where all holds; 1 and what does not, otherwise.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import itertools
 import json
@@ -85,8 +86,9 @@ class InProcess:
 
     def stream(self, question: Question, deadline_s: float | None) -> Iterator[tuple[str, str | None]]:
         request = Request(question.request.prompt, question.request.sampling, deadline_s)
-        for chunk in self.engine.stream(request):
-            yield chunk.text, chunk.finish_reason
+        with contextlib.closing(self.engine.stream(request)) as chunks:
+            for chunk in chunks:
+                yield chunk.text, chunk.finish_reason
 
     def idle(self) -> str | None:
         stats = self.engine.stats()
