@@ -1,4 +1,4 @@
-"""The command line. Only this module prints.
+"""The command line. Only this module prints, and `cli_serving`, which holds some of its commands.
 
 Exit codes: 0 done, and gates passed; 1 our own bug; 2 usage or recipe; 3 a gate failed; 4 a gate is inconclusive;
 5 bad checkpoint or data; 6 not supported by the target; 7 a pass failed its verification; 8 the environment lacks
@@ -12,43 +12,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge import __version__
-from llmforge.errors import EnvironmentLacks, ForgeError, GateFailed, GateInconclusive, InputError, UsageError
+from llmforge import __version__, cli_serving
+from llmforge.errors import ForgeError, GateFailed, GateInconclusive, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from llmforge.evaluate.footprint import Footprint
     from llmforge.report.model import Report
     from llmforge.runtime.constraints import Constraint
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
 _ISSUES = "This is a bug in llmforge. Please report it with the command, the recipe and everything above."
-
-
-class _Numbers(click.ParamType[Any]):
-    """Numbers separated by commas."""
-
-    name = "numbers"
-
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self._kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | float, ...]:
-        """Read `1,4,16`."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(self._kind(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r}: wanted numbers separated by commas, such as 1,4,16", param, ctx)
 
 
 class _Root(click.Group):
@@ -195,173 +174,6 @@ def run(
     )
 
 
-def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of an engine that serves."""
-    options = (
-        click.option(
-            "--threads", type=click.IntRange(min=1), help="Threads of the engine; all physical cores if left out."
-        ),
-        click.option(
-            "--prefix-cache", "prefix_cache_mib", type=click.IntRange(min=0), default=512, show_default=True,
-            metavar="MIB", help="Keep so much of texts for later ones that begin alike; 0 keeps nothing.",
-        ),
-        click.option(
-            "--speculation", type=click.Choice(["off", "prompt-lookup"]), default="off", show_default=True,
-            help="Guess tokens from the text itself; answers stay the same.",
-        ),
-    )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-@cli.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free port.")
-@click.option("--name", help="Name of the model in requests; the artifact's own name if left out.")
-@click.option(
-    "--max-queue", type=click.IntRange(min=0), default=128, show_default=True,
-    help="Requests that wait while all slots are taken; one more gets status 503.",
-)  # fmt: skip
-@click.option("--timeout", "timeout_s", type=float, help="End answers that take longer, in seconds.")
-@_engine_options
-@click.option(
-    "--grace", "grace_s", type=click.IntRange(min=0), default=30, show_default=True,
-    help="At the end, wait so many seconds for answers that are being made.",
-)  # fmt: skip
-def serve(
-    artifact: Path,
-    host: str,
-    port: int,
-    name: str | None,
-    max_queue: int,
-    timeout_s: float | None,
-    threads: int | None,
-    prefix_cache_mib: int,
-    speculation: Literal["off", "prompt-lookup"],
-    grace_s: int,
-) -> None:
-    """Serve ARTIFACT by OpenAI's protocol, for trying things: no access control, no TLS."""
-    try:
-        from llmforge import serve as server
-    except ModuleNotFoundError as error:
-        raise EnvironmentLacks(f"{error.name} is not installed", hint="pip install 'llmforge[serve]'") from error
-    from llmforge.artifact import Artifact
-    from llmforge.runtime import Engine, EngineOptions
-
-    opened = Artifact.open(artifact)
-    model = name or opened.manifest.name
-    options = EngineOptions(
-        max_queue=max_queue,
-        prefix_cache_bytes=prefix_cache_mib << 20,
-        speculation=speculation,
-        timeout_s=timeout_s,
-    )
-    engine = Engine.load(opened.path, options, threads)
-
-    def announce(url: str) -> None:
-        config = engine.runner.config
-        click.echo(
-            f"llmforge {__version__} serves {model} ({opened.manifest.version}) at {url}/v1: {config.max_batch} "
-            f"requests at once, {max_queue} more may wait, {config.max_context} tokens of context. Ctrl-C ends it.",
-            err=True,
-        )
-        for note in engine.stats().notes:
-            click.echo(f"note: {note}", err=True)
-
-    server.run(engine, model, server.Address(host, port, grace_s), announce)
-
-
-@cli.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option(
-    "--concurrency", type=_Numbers(int), metavar="N,…",
-    help="Requests in flight, each number a point of its own; 1,4 if nothing else is chosen.",
-)  # fmt: skip
-@click.option("--rate", type=_Numbers(float), metavar="R,…", help="Poisson arrivals per second, in place of the above.")
-@click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="FILE.jsonl",
-    help='Replay arrivals: {"at_s", "prompt_tokens" or "prompt", "output_tokens"} a line.',
-)  # fmt: skip
-@click.option("--prompt-tokens", type=_Numbers(int), default="128", show_default=True, metavar="N,…")
-@click.option("--output-tokens", type=_Numbers(int), default="64", show_default=True, metavar="N,…")
-@click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="Of each point and run.")
-@click.option("--repetitions", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each point.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Requests before each run.")
-@click.option("--data", type=click.Path(path_type=Path), metavar="FILE.jsonl", help="Cut prompts from its texts.")
-@click.option(
-    "--prefix-tokens", type=click.IntRange(min=0), default=0, show_default=True,
-    help="Begin all prompts of a run with the same tokens.",
-)  # fmt: skip
-@click.option("--slo", metavar="ttft=200ms,tpot=50ms", help="Count the requests that meet all of these: goodput.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts and arrivals.")
-@_engine_options
-@click.option("--url", help="Measure the endpoint there, which serves ARTIFACT's tokenizer, and not this process.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="REPORT.json", help="Write the report there.")
-@click.option("--json", "as_json", is_flag=True, help="Write the report as JSON instead of a table.")
-@click.option("--quiet", is_flag=True, help="Show no progress.")
-def bench(
-    artifact: Path,
-    concurrency: tuple[int, ...] | None,
-    rate: tuple[float, ...] | None,
-    trace: Path | None,
-    prompt_tokens: tuple[int, ...],
-    output_tokens: tuple[int, ...],
-    requests: int,
-    repetitions: int,
-    warmup: int,
-    data: Path | None,
-    prefix_tokens: int,
-    slo: str | None,
-    seed: int,
-    threads: int | None,
-    prefix_cache_mib: int,
-    speculation: Literal["off", "prompt-lookup"],
-    url: str | None,
-    output: Path | None,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Measure how ARTIFACT serves: latencies, throughput and goodput by load."""
-    from llmforge import bench as measuring
-    from llmforge import console, runtime
-    from llmforge.artifact import Artifact
-
-    if trace is not None and repetitions > 1:
-        raise UsageError("a trace is replayed once: a second time its prompts would be known")
-    if not (concurrency or rate or trace):
-        concurrency = (1, 4)
-    load = measuring.Load(concurrency or (), rate or (), trace, prompt_tokens, output_tokens, data)
-    objective = None if slo is None else measuring.Objective.parse(slo)
-    plan = measuring.Plan(requests, repetitions, warmup, prefix_tokens, seed, objective)
-    opened = Artifact.open(artifact)
-    with console.progress(quiet=quiet) as progress:
-        progress.stage("Send requests")
-        report = measuring.run(
-            opened.path,
-            f"{opened.manifest.name} {opened.manifest.version}",
-            load,
-            plan,
-            objective=slo,
-            url=url,
-            footprint=_footprint(opened.path),
-            threads=threads,
-            options=runtime.EngineOptions(
-                max_queue=max((128, *load.concurrency)),
-                prefix_cache_bytes=prefix_cache_mib << 20,
-                speculation=speculation,
-            ),
-            progress=progress.advance,
-        )
-    if output is not None:
-        output.write_text(report.to_json(), encoding="utf-8")
-    if as_json:
-        click.echo(report.to_json(), nl=False)
-    else:
-        _print(measuring.table(report), width=200)
-
-
 @cli.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Write the manifest as JSON.")
@@ -382,8 +194,10 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
         click.echo(f"verified: {len(opened.manifest.files)} files are what was published")
     record = opened.path / "report" / "report.json"
     if record.is_file():
+        from llmforge.report import model
+
         click.echo()
-        _write_summary(_read_report(record))
+        _write_summary(model.read(record))
 
 
 @cli.command()
@@ -492,6 +306,10 @@ def schema() -> None:
     _write_json(recipe.schema(registry.ALL))
 
 
+cli.add_command(cli_serving.serve)
+cli.add_command(cli_serving.bench)
+
+
 def main() -> None:
     """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1."""
     try:
@@ -533,37 +351,13 @@ def _write_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False))
 
 
-def _read_report(path: Path) -> Report:
-    from pydantic import ValidationError
-
-    from llmforge.report.model import Report
-
-    try:
-        return Report.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(f"{path}: not a report of this version: {where}: {first['msg']}") from error
-
-
-def _footprint(artifact: Path) -> Footprint | None:
-    """Read what a decode step of an artifact reads, if its report says so."""
-    record = artifact / "report" / "report.json"
-    latency = _read_report(record).latency if record.is_file() else None
-    return None if latency is None else latency.footprint
-
-
 def _write_summary(report: Report) -> None:
-    from llmforge.report.render import summary
-
-    _print(summary(report))
-
-
-def _print(shown: RenderableType, width: int = 120) -> None:
-    """Print to standard output; where there is no terminal, rich would break lines at 80 columns."""
     from rich.console import Console
 
-    Console(highlight=False, width=None if sys.stdout.isatty() else width).print(shown)
+    from llmforge.report.render import summary
+
+    # Where there is no terminal, rich would break lines at 80 columns.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(summary(report))
 
 
 def _write_columns(rows: Sequence[tuple[str, ...]]) -> None:

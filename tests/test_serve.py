@@ -333,6 +333,15 @@ def test_log_probabilities_of_a_text_have_its_own_shape(client: openai.OpenAI) -
         assert top[token] == value == max(top.values())
 
 
+def test_the_example_of_the_documents_runs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example.replace("127.0.0.1:8000", address), names)
+    names["client"].close()
+    assert "32" in capsys.readouterr().out
+
+
 # What is refused
 
 
@@ -548,6 +557,14 @@ def test_bench_measures_an_endpoint(address: str, small: Artifact) -> None:
     assert (point.figures.completed, point.figures.errors, point.figures.output_tokens) == (4, {}, 24)
     assert report.subject == f"small at http://{address}"
     assert report.engine is None
+
+
+def test_every_metric_is_documented(address: str) -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    families = text_string_to_metric_families(get(address, "/metrics")[1])
+    served = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    served = {name for name in served if not name.endswith("_created")}  # when each of them began to count
+    assert served == set(re.findall(r"`(llmforge_\w+)", text))
 
 
 # The process
