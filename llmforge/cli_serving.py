@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from llmforge import __version__
 from llmforge.errors import EnvironmentLacks, UsageError
@@ -171,8 +172,11 @@ def bench(
     from llmforge import console, runtime
     from llmforge.artifact import Artifact
 
-    if trace is not None and repetitions > 1:
-        raise UsageError("a trace is replayed once: a second time its prompts would be known")
+    if trace is not None:
+        _refuse_given("--trace", "prompt_tokens", "output_tokens", "requests", "repetitions", "warmup", "prefix_tokens")
+        warmup = 0
+    if url is not None:
+        _refuse_given("--url", "threads", "prefix_cache_mib", "speculation")
     if not (concurrency or rate or trace):
         concurrency = (1, 4)
     load = measuring.Load(concurrency or (), rate or (), trace, prompt_tokens, output_tokens, data)
@@ -203,6 +207,15 @@ def bench(
         click.echo(report.to_json(), nl=False)
     else:
         _print(measuring.table(report))
+
+
+def _refuse_given(beside: str, *names: str) -> None:
+    """Refuse parameters that were given and would say nothing beside the option `beside`."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(str(parameter.name)) is not ParameterSource.DEFAULT
+        if parameter.name in names and given:
+            raise UsageError(f"{parameter.opts[0]} says nothing beside {beside}", hint="leave one of them out")
 
 
 def _footprint(artifact: Path) -> Footprint | None:

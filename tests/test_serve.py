@@ -584,6 +584,12 @@ def start(artifact: Artifact, *options: str) -> tuple[subprocess.Popen[str], str
     return process, match[2]
 
 
+def test_the_server_needs_no_build_tools() -> None:
+    code = "import sys, llmforge.serve; print({'torch', 'transformers', 'onnx', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_sigterm_lets_answers_finish_and_ends_the_process(small: Artifact, runner: Runner) -> None:
     process, address = start(small, "--name", "mine")
     with process, client_of(address) as client:
