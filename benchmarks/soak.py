@@ -42,6 +42,7 @@ WORDS = "the file system module returns a list of values when path exists and ra
 QUESTIONS = 64  # distinct requests
 CLIENTS = 32
 MAX_QUEUE = 22  # with 8 slots two places fewer than the clients: some are refused and come again
+PREFIX_CACHE_BYTES = 4 << 20  # less than the requests fill: blocks come and go
 SAMPLES = 100  # of resident memory
 # Shares of the requests.
 CANCELLED, SLOW, HURRIED = 0.15, 0.05, 0.05
@@ -241,13 +242,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speculation", choices=["off", "prompt-lookup"], default="off")
     parser.add_argument("--url", help="of llmforge serve; the engine in this process if left out")
     parser.add_argument("--pid", type=int, default=os.getpid(), help="process whose memory is watched")
     parser.add_argument("--max-growth-mib", type=float, default=16.0)
     options = parser.parse_args()
     runner = runtime.load(options.artifact)
     asked = questions(runner, options.seed)
-    engine = None if options.url else Engine(runner, EngineOptions(max_queue=MAX_QUEUE))
+    engine_options = EngineOptions(
+        max_queue=MAX_QUEUE, prefix_cache_bytes=PREFIX_CACHE_BYTES, speculation=options.speculation
+    )
+    engine = None if options.url else Engine(runner, engine_options)
     client: Client = InProcess(engine) if engine else OverHttp(options.url)
     soak = Soak(client, asked, options.requests, options.seed, psutil.Process(options.pid))
     began = time.perf_counter()

@@ -427,6 +427,7 @@ def test_a_stream_that_is_closed_frees_its_slots(slow: Engine) -> None:
         stream.close()
         wait_until(lambda: slow.stats().running == 0, seconds=1)
         assert slow.stats().finished == {"cancelled": 2}
+        assert 'llmforge_requests_total{finish_reason="cancelled"} 2.0' in get(address, "/metrics")[1]
         assert slow.stats().output_tokens < 150
 
 

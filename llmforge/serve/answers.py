@@ -9,7 +9,10 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from starlette.concurrency import run_in_threadpool
+
 from llmforge.errors import ForgeError, Unavailable
+from llmforge.runtime.answer import Ticket
 from llmforge.runtime.engine import Engine
 from llmforge.runtime.request import Chunk
 from llmforge.serve.metrics import ServerMetrics
@@ -31,37 +34,54 @@ class Answers:
 
     What a slow reader has not taken yet waits here: at most the tokens that its answers may have. The engine never
     waits for anybody.
-
-    Raises:
-        UsageError: a request makes no sense.
-        Unavailable: the engine takes no more; none of the call's requests stays behind.
     """
 
     def __init__(self, engine: Engine, call: Call, metrics: ServerMetrics) -> None:
         self._engine = engine
+        self._requests = call.requests
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[_Item | None] = asyncio.Queue()  # None: look whether anybody reads on
+        self._tickets: list[Ticket] = []
         self._open = set(range(len(call.requests)))
-        self.abandoned = False  # nobody reads on
-        self._submitted = time.perf_counter()
+        self.abandoned = False
+        self._submitted = 0.0
         self._last: dict[int, float] = {}  # when the last token of each choice was chosen
-        self._tickets = []
+
+    async def submit(self) -> None:
+        """Hand all requests to the engine, or none; in a thread, for the form of an answer may take long to compile.
+
+        Raises:
+            UsageError: a request makes no sense.
+            Unavailable: the engine takes no more.
+        """
+        taken_on = False
+        self._submitted = time.perf_counter()
         try:
-            for index, request in enumerate(call.requests):
-                self._tickets.append(engine.submit(request, functools.partial(self._receive, index)))
+            await run_in_threadpool(self._submit)
+            taken_on = True
         except ForgeError as error:
-            metrics.refused(error)
-            self.abandon()
+            self._metrics.refused(error)
             raise
+        finally:
+            if not taken_on:
+                self.abandon()
+
+    def _submit(self) -> None:
+        for index, request in enumerate(self._requests):
+            self._tickets.append(self._engine.submit(request, functools.partial(self._receive, index)))
 
     def abandon(self) -> None:
         """Cancel what has not ended: nobody reads on. May be called again."""
-        if self._open:
-            self.abandoned = True
-            for ticket in self._tickets:
+        if not self._open:
+            return
+        self.abandoned = True
+        for index, ticket in enumerate(self._tickets):
+            if index in self._open:
                 self._engine.cancel(ticket)
-            self._items.put_nowait(None)
+                self._metrics.ended("cancelled", time.perf_counter() - self._submitted)
+        self._open.clear()
+        self._items.put_nowait(None)
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Chunk]], None]:
         """Yield the chunks that have come since the last time, until all answers have ended or are abandoned.

@@ -78,6 +78,7 @@ class _Server:
             self._metrics.refused(error)
             raise
         answers = Answers(self._engine, call, self._metrics)
+        await answers.submit()
         writer = Writer(call, self._token_bytes)
         if call.stream:
             return EventStream(_events(answers, writer, call), answers)
