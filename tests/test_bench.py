@@ -7,13 +7,14 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from llmforge import runtime
 from llmforge.artifact import Artifact
-from llmforge.bench import BenchReport, Load, Plan, sweep
+from llmforge.bench import BenchReport, Load, Plan, run, sweep
 from llmforge.bench.drive import InProcess, closed_loop, open_loop
 from llmforge.bench.figures import Figures, Objective, Outcome, figures
 from llmforge.bench.report import Point
@@ -25,6 +26,8 @@ from llmforge.evaluate.footprint import Footprint
 from llmforge.runtime import Engine, EngineOptions
 
 from .serving import CONTEXT, SLOTS, VOCABULARY, publish_small
+
+FOOTPRINT = Footprint(artifact_bytes=1, weight_bytes_per_token=10**6, kv_bytes_per_token=64)
 
 
 @dataclass
@@ -138,6 +141,35 @@ def test_the_engine_answers_all_tokens_and_says_when_it_cannot(small: Artifact) 
     refused = [outcome for outcome in outcomes if outcome.error is not None]
     assert all("the queue is full" in str(outcome.error) for outcome in refused)
     assert len(refused) < len(outcomes)
+
+
+@pytest.mark.parametrize(
+    ("footprint", "speculation", "shown"),
+    [
+        (Footprint(artifact_bytes=1, weight_bytes_per_token=10**6, kv_bytes_per_token=64), "off", None),
+        (
+            Footprint(artifact_bytes=1, weight_bytes_per_token=10**6, kv_bytes_per_token=64),
+            "prompt-lookup",
+            "speculation",
+        ),
+        (None, "off", "no footprint"),
+    ],
+)
+def test_bandwidth_is_told_where_it_is_known_and_why_not_where_it_is_not(
+    small: Artifact, footprint: Footprint | None, speculation: Any, shown: str | None
+) -> None:
+    report = run(
+        small.path, "small", Load(concurrency=(1,), prompt_tokens=(32,), output_tokens=(100,)), Plan(requests=3),
+        footprint=footprint, options=EngineOptions(speculation=speculation),
+    )  # fmt: skip
+    (point,) = report.points
+    if shown is None:
+        assert point.bandwidth is not None
+        assert 0 < point.bandwidth.share < 10
+        assert report.notes == ()
+    else:
+        assert point.bandwidth is None
+        assert [note for note in report.notes if shown in note]
 
 
 def invoke(*args: str) -> Result:

@@ -23,6 +23,7 @@ from llmforge.runtime.runner import read_tokenizer
 from llmforge.runtime.stats import EngineStats
 
 NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
+SEVERAL_A_STEP = "MBU: not known, because speculation gives several tokens a step"
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def run(
         record, notes = _record(stats, config.session.resolve(threads).threads), stats.notes
         if footprint is None:
             notes = (*notes, NO_FOOTPRINT)
+        elif record.drafted_tokens:
+            notes = (*notes, SEVERAL_A_STEP)
         else:
             points = utilization(points, footprint, slots=record.slots, threads=record.threads)
     return BenchReport(
