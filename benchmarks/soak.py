@@ -1,6 +1,7 @@
 """Serve thousands of short requests with cancels, deadlines and slow readers, and find nothing lost or mixed up.
 
     python benchmarks/soak.py ARTIFACT [--requests 10000] [--url http://127.0.0.1:8000 --pid SERVER]
+    python benchmarks/soak.py ARTIFACT --triton http://127.0.0.1:8000 http://127.0.0.1:8002 MODEL --pid STUB
 
 The artifact must be one without quantization (recipes/fp32.yaml): its answers do not depend on what runs beside them,
 so that each must equal the answer to the same request alone, which is made first. Clients in threads draw requests
@@ -28,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -104,38 +105,73 @@ class OverHttp:
         self.netloc = urlsplit(url).netloc
 
     def stream(self, question: Question, deadline_s: float | None) -> Iterator[tuple[str, str | None]]:
-        sampling = question.request.sampling
-        body = {
-            "prompt": list(question.request.prompt),
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "seed": sampling.seed,
-            "max_tokens": sampling.max_tokens,
-            "stop": list(sampling.stop),
-            "stream": True,
-        }
-        connection = http.client.HTTPConnection(self.netloc, timeout=60)
-        try:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status == http.client.SERVICE_UNAVAILABLE:
-                raise Unavailable(response.read().decode())
-            for line in response:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[len(b"data: ") :])
-                    choice = event["choices"][0]  # an error has none: the run ends with it
-                    yield choice["text"], choice["finish_reason"]
-        finally:
-            connection.close()
+        body = {"prompt": list(question.request.prompt), "stream": True, **_parameters(question.request.sampling)}
+        with contextlib.closing(_events(self.netloc, "/v1/completions", body)) as events:
+            for event in events:
+                (choice,) = event["choices"]  # an error has none: the request fails with it
+                yield choice["text"], choice["finish_reason"]
 
     def idle(self) -> str | None:
-        connection = http.client.HTTPConnection(self.netloc, timeout=60)
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
+        return _busy(self.netloc)
+
+
+class OverTriton:
+    """`llmforge triton --launch` at an address; the other address is that of its metrics."""
+
+    def __init__(self, url: str, metrics: str, model: str) -> None:
+        self.netloc, self.metrics, self.model = urlsplit(url).netloc, urlsplit(metrics).netloc, model
+
+    def stream(self, question: Question, deadline_s: float | None) -> Iterator[tuple[str, str | None]]:
+        asked = json.dumps(_parameters(question.request.sampling))
+        body = {"input_ids": list(question.request.prompt), "sampling_parameters": asked, "stream": True}
+        path = f"/v2/models/{self.model}/generate_stream"
+        with contextlib.closing(_events(self.netloc, path, body)) as events:
+            for event in events:
+                if "error" in event:
+                    raise Unavailable(event["error"]) if "the queue is full" in event["error"] else ValueError(event)
+                yield event["text_output"], event["finish_reason"] or None
+
+    def idle(self) -> str | None:
+        return _busy(self.metrics)
+
+
+def _parameters(sampling: Sampling) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "max_tokens": sampling.max_tokens,
+        "stop": list(sampling.stop),
+    }
+
+
+def _events(netloc: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream; closing the iterator closes the connection.
+
+    Raises:
+        Unavailable: status 503.
+    """
+    connection = http.client.HTTPConnection(netloc, timeout=60)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status == http.client.SERVICE_UNAVAILABLE:
+            raise Unavailable(response.read().decode())
+        for line in response:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[len(b"data: ") :])
+    finally:
         connection.close()
-        names = ("llmforge_running_requests ", "llmforge_waiting_requests ", "llmforge_kv_tokens_used ")
-        busy = [line for line in lines if line.startswith(names) and not line.endswith(" 0.0")]
-        return ", ".join(busy) or None
+
+
+def _busy(netloc: str) -> str | None:
+    """Return the metrics of what goes on, None where nothing does."""
+    connection = http.client.HTTPConnection(netloc, timeout=60)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    names = ("llmforge_requests_running", "llmforge_requests_waiting", "llmforge_kv_tokens_used")
+    return ", ".join(line for line in lines if line.startswith(names) and float(line.split()[-1])) or None
 
 
 def questions(runner: Runner, seed: int) -> list[Question]:
@@ -243,7 +279,8 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speculation", choices=["off", "prompt-lookup"], default="off")
-    parser.add_argument("--url", help="of llmforge serve; the engine in this process if left out")
+    parser.add_argument("--url", help="of llmforge serve; without one the engine runs in this process")
+    parser.add_argument("--triton", nargs=3, metavar=("URL", "METRICS_URL", "MODEL"), help="of llmforge triton")
     parser.add_argument("--pid", type=int, default=os.getpid(), help="process whose memory is watched")
     parser.add_argument("--max-growth-mib", type=float, default=16.0)
     options = parser.parse_args()
@@ -252,8 +289,12 @@ def main() -> int:
     engine_options = EngineOptions(
         max_queue=MAX_QUEUE, prefix_cache_bytes=PREFIX_CACHE_BYTES, speculation=options.speculation
     )
-    engine = None if options.url else Engine(runner, engine_options)
-    client: Client = InProcess(engine) if engine else OverHttp(options.url)
+    engine = None if options.url or options.triton else Engine(runner, engine_options)
+    client: Client
+    if engine is not None:
+        client = InProcess(engine)
+    else:
+        client = OverTriton(*options.triton) if options.triton else OverHttp(options.url)
     soak = Soak(client, asked, options.requests, options.seed, psutil.Process(options.pid))
     began = time.perf_counter()
     soak.run(options.clients)

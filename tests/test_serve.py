@@ -427,7 +427,7 @@ def test_a_stream_that_is_closed_frees_its_slots(slow: Engine) -> None:
         stream.close()
         wait_until(lambda: slow.stats().running == 0, seconds=1)
         assert slow.stats().finished == {"cancelled": 2}
-        assert 'llmforge_requests_total{finish_reason="cancelled"} 2.0' in get(address, "/metrics")[1]
+        assert 'llmforge_answers_total{finish_reason="cancelled"} 2.0' in get(address, "/metrics")[1]
         assert slow.stats().output_tokens < 150
 
 
@@ -471,7 +471,7 @@ def test_an_answer_past_its_deadline_is_504_and_in_a_stream_an_error(small: Arti
         *_, error, done, end = content.decode().split("\n\n")
         assert (status, done, end) == (200, "data: [DONE]", "")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
-        assert 'llmforge_requests_total{finish_reason="timeout"}' in get(address, "/metrics")[1]
+        assert 'llmforge_answers_total{finish_reason="timeout"}' in get(address, "/metrics")[1]
 
 
 class FailingEngine:
@@ -524,15 +524,15 @@ def test_metrics_count_what_was_done(runner: Runner) -> None:
             for family in text_string_to_metric_families(get(address, "/metrics")[1])
             for sample in family.samples
         }
-    assert samples["llmforge_requests_total", "length"] == 2
-    assert samples["llmforge_refused_requests_total", "invalid"] == 1
+    assert samples["llmforge_answers_total", "length"] == 2
+    assert samples["llmforge_answers_total", "invalid"] == 1
     assert samples[("llmforge_time_to_first_token_seconds_count",)] == 2
     assert samples[("llmforge_inter_token_latency_seconds_count",)] == 8
     assert samples[("llmforge_request_seconds_count",)] == 2
     assert 0 < samples[("llmforge_time_to_first_token_seconds_sum",)] <= samples[("llmforge_request_seconds_sum",)] < 60
     assert samples[("llmforge_output_tokens_total",)] == 10
     assert samples[("llmforge_prompt_tokens_total",)] == 2 * len(runner.encode(PROMPT))
-    assert samples[("llmforge_running_requests",)] == samples[("llmforge_kv_tokens_used",)] == 0
+    assert samples[("llmforge_requests_running",)] == samples[("llmforge_kv_tokens_used",)] == 0
     assert samples[("llmforge_slots",)] == SLOTS
     assert samples[("llmforge_kv_tokens_capacity",)] == SLOTS * CONTEXT
     assert sum(value for name, value in samples.items() if name[0] == "llmforge_decode_steps_total") >= 4

@@ -1,4 +1,7 @@
-"""What the server tells Prometheus: https://prometheus.io/docs/instrumenting/exposition_formats/."""
+"""What the server tells Prometheus: https://prometheus.io/docs/instrumenting/exposition_formats/.
+
+What the Triton model tells too has the same names there.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,8 @@ class ServerMetrics:
     def __init__(self, engine: Engine) -> None:
         registry = CollectorRegistry()
         self._registry = registry
-        self._requests = Counter(
-            "llmforge_requests", "Answers that ended, by finish reason", ["finish_reason"], registry=registry
-        )
-        self._refused = Counter(
-            "llmforge_refused_requests", "Requests not taken on, by cause", ["cause"], registry=registry
+        self._answers = Counter(
+            "llmforge_answers", "Answers that ended, by reason", ["finish_reason"], registry=registry
         )
         self._first = Histogram(
             "llmforge_time_to_first_token_seconds",
@@ -48,16 +48,16 @@ class ServerMetrics:
 
     def ended(self, finish_reason: str, seconds: float) -> None:
         """Count an answer that ended."""
-        self._requests.labels(finish_reason).inc()
+        self._answers.labels(finish_reason).inc()
         self._whole.observe(seconds)
 
     def failed(self) -> None:
         """Count an answer that ended with an error."""
-        self._requests.labels("error").inc()
+        self._answers.labels("error").inc()
 
     def refused(self, error: ForgeError) -> None:
-        """Count a request that was not taken on."""
-        self._refused.labels("unavailable" if isinstance(error, Unavailable) else "invalid").inc()
+        """Count a call that was not taken on: "refused" where there is no place, "invalid" where it makes no sense."""
+        self._answers.labels("refused" if isinstance(error, Unavailable) else "invalid").inc()
 
     def exposition(self) -> bytes:
         """Write all figures in Prometheus' text format."""
@@ -74,11 +74,13 @@ class _EngineCollector:
         """Yield gauges of what goes on, and counters of what was done."""
         stats = self._engine.stats()
         gauges = {
-            "running_requests": ("Requests in slots", stats.running),
-            "waiting_requests": ("Requests in the queue", stats.waiting),
+            "requests_running": ("Requests whose answers are made", stats.running),
+            "requests_waiting": ("Requests that wait for a slot", stats.waiting),
             "slots": ("Requests that can run at once", stats.slots),
             "kv_tokens_used": ("Tokens that running requests hold in the KV cache", stats.kv_tokens_used),
             "kv_tokens_capacity": ("Tokens that the KV cache has room for", stats.kv_tokens_capacity),
+            "prefix_tokens_used": ("Tokens that the prefix cache holds", stats.prefix_tokens_used),
+            "prefix_tokens_capacity": ("Tokens that the prefix cache has room for", stats.prefix_tokens_capacity),
         }
         counters = {
             "prompt_tokens": ("Tokens of prompts taken up", stats.prompt_tokens),
