@@ -194,6 +194,19 @@ def test_a_slot_that_was_left_is_filled_by_the_next_and_then_by_the_last(runner,
     assert scheduled.stats().kv_tokens_used == 0
 
 
+def test_a_prompt_that_is_read_between_rows_that_decode_stays_as_it_is(runner, watched, answers):
+    scheduled = scheduler(runner, watched)
+    requests = [asks(5, 1, 3), asks(6, 2, 30), asks(80, 3, 8)]
+    for i, request in enumerate(requests):
+        scheduled.add(request, answers[i].receive)
+        if i == 1:
+            while not answers[0].ended:
+                scheduled.step()
+    run(scheduled)
+    assert ([16, 9], 1) in watched.taken()  # slot 0 holds 16 tokens of the prompt, and runs beside slot 1
+    assert [answer.tokens for answer in answers[:3]] == [alone(runner, request) for request in requests]
+
+
 def test_decode_steps_are_padded_to_buckets_where_the_backend_has_them(runner, answers):
     watched = Watched(runner, buckets=(2, 4))
     scheduled = scheduler(runner, watched, slots=5, step_tokens=CAPACITY)
@@ -357,6 +370,31 @@ def test_a_prompt_that_was_read_before_is_read_from_its_last_block_on(runner, wa
     stats = scheduled.stats()
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (2 * (3 * BLOCK + 5), 3 * BLOCK)
     assert (stats.prompt_tokens, stats.prefill_tokens) == (2 * (3 * BLOCK + 5), 3 * BLOCK + 10)
+
+
+def test_pieces_end_where_they_would_without_a_cached_beginning(runner, watched, answers):
+    scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY, step_tokens=CAPACITY, chunk=40)
+    first = asks(BLOCK + 9, 1, 1)
+    second = Request(first.prompt + prompt(80, 2), Sampling(max_tokens=1))
+    scheduled.add(first, answers[0].receive)
+    run(scheduled)
+    watched.taken()
+    scheduled.add(second, answers[1].receive)
+    run(scheduled)
+    assert watched.taken() == [([BLOCK], 40 - BLOCK), ([40], 40), ([80], 40), ([120], 1)]
+
+
+def test_what_went_wrong_with_a_text_is_not_kept_for_others(runner, watched, answers):
+    scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY)
+    shared = prompt(2 * BLOCK, 1)
+    requests = [Request((*shared, *last), Sampling(max_tokens=2, ignore_eos=True)) for last in ((7, 8), (9, 7), (8, 9))]
+    watched.broken_token = 7
+    for i, request in enumerate(requests):
+        scheduled.add(request, answers[i].receive)
+        run(scheduled)
+    assert all(answer.error is not None for answer in answers[:2])
+    assert answers[2].chunks[-1].usage.cached_tokens == 0
+    assert answers[2].tokens == alone(runner, requests[2])
 
 
 @pytest.mark.parametrize("over", [0, 1, 2])
