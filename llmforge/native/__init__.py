@@ -17,7 +17,7 @@ from llmforge.errors import EnvironmentLacks, UsageError
 
 DOMAIN = "llmforge.cpu"
 VERSION = 1  # of the operators and of the layout of their weights
-INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni")  # from the one that runs everywhere to the fastest
+INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni", "avx512bf16")  # from the one that runs everywhere to the fastest
 
 
 @cache
