@@ -285,9 +285,14 @@ def test_stop_strings_end_an_answer_before_them(client: openai.OpenAI, runner: R
 
 def test_an_answer_can_be_held_to_a_schema(client: openai.OpenAI) -> None:
     pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema: Any = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     made = client.chat.completions.create(
-        model="small", messages=MESSAGES, max_tokens=100,
+        model="small", messages=MESSAGES, max_tokens=150, seed=1,
         response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
     )  # fmt: skip
     assert isinstance(json.loads(made.choices[0].message.content or "")["ok"], bool)
