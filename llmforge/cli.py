@@ -1,8 +1,8 @@
-"""The command line. Only this module prints.
+"""The command line. Only this module prints, and `cli_serving`, which holds some of its commands.
 
 Exit codes: 0 done, and gates passed; 1 our own bug; 2 usage or recipe; 3 a gate failed; 4 a gate is inconclusive;
 5 bad checkpoint or data; 6 not supported by the target; 7 a pass failed its verification; 8 the environment lacks
-something; 130 interrupted; 141 the reader of standard output went away.
+something; 9 the engine takes no requests; 130 interrupted; 141 the reader of standard output went away.
 
 Commands import what they need when they run, so that `llmforge --help` costs no torch.
 """
@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge import __version__
-from llmforge.errors import ForgeError, GateFailed, GateInconclusive, InputError, UsageError
+from llmforge import __version__, cli_serving
+from llmforge.errors import ForgeError, GateFailed, GateInconclusive, UsageError
 
 if TYPE_CHECKING:
     from llmforge.report.model import Report
+    from llmforge.runtime.constraints import Constraint
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
@@ -57,7 +58,7 @@ Exit codes
   1  a bug of llmforge            6  not supported by the target
   2  usage or recipe              7  a pass failed its verification
   3  a gate failed                8  the environment lacks something
-  4  a gate is inconclusive
+  4  a gate is inconclusive       9  the engine takes no requests
 """
 
 
@@ -124,29 +125,30 @@ def build(recipe: Path, out: Path, overrides: tuple[str, ...], as_json: bool, qu
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep the K likeliest tokens; 0 keeps all.")
+@click.option(
+    "--min-p", type=float, default=0.0, show_default=True, help="Drop what is less likely than P times the best."
+)
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat less.")
+@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Above 0: repeat less.")
+@click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="Above 0: repeat seldom.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
 @click.option("--stop", multiple=True, help="End before this text; may be given again.")
+@click.option("--logprobs", type=int, metavar="N", help="With --json: log probabilities, also of the N likeliest.")
+@click.option("--json-schema", type=click.Path(path_type=Path), metavar="FILE.json", help="Answer with such JSON.")
+@click.option("--regex", help="Answer with a text that matches all of it.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template, as the user's turn.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object at the end instead of a stream.")
 def run(
-    artifact: Path,
-    prompt: str,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    seed: int,
-    stop: tuple[str, ...],
-    chat: bool,
-    as_json: bool,
+    artifact: Path, prompt: str, json_schema: Path | None, regex: str | None, chat: bool, as_json: bool, **options: Any
 ) -> None:
     """Generate from ARTIFACT, as it will be served. PROMPT `-` reads standard input."""
     from llmforge import runtime
     from llmforge.artifact import Artifact
 
-    sampling = runtime.Sampling(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens, stop=stop
-    )
+    if options["logprobs"] is not None and not as_json:
+        raise UsageError("--logprobs are shown with --json alone")
+    # What is left of the options are fields of `Sampling`, by name.
+    sampling = runtime.Sampling(**options, constraint=_constraint(json_schema, regex))
     text = _stdin() if prompt == "-" else prompt
     runner = runtime.load(Artifact.open(artifact).path)  # tells more than the runtime what is wrong with a folder
     chunks = []
@@ -160,12 +162,14 @@ def run(
         return
     last = chunks[-1]
     assert last.usage is not None
+    logprobs = [vars(chunk.logprob) for chunk in chunks if chunk.logprob is not None]
     _write_json(
         {
             "text": "".join(chunk.text for chunk in chunks),
             "token_ids": [chunk.token_id for chunk in chunks if chunk.token_id is not None],
             "finish_reason": last.finish_reason,
             "usage": vars(last.usage),
+            **({"logprobs": logprobs} if sampling.logprobs is not None else {}),
         }
     )
 
@@ -190,8 +194,10 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
         click.echo(f"verified: {len(opened.manifest.files)} files are what was published")
     record = opened.path / "report" / "report.json"
     if record.is_file():
+        from llmforge.report import model
+
         click.echo()
-        _write_summary(_read_report(record))
+        _write_summary(model.read(record))
 
 
 @cli.command()
@@ -300,6 +306,10 @@ def schema() -> None:
     _write_json(recipe.schema(registry.ALL))
 
 
+cli.add_command(cli_serving.serve)
+cli.add_command(cli_serving.bench)
+
+
 def main() -> None:
     """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1."""
     try:
@@ -307,6 +317,26 @@ def main() -> None:
     except Exception as error:
         error.add_note(_ISSUES)
         raise
+
+
+def _constraint(json_schema: Path | None, regex: str | None) -> Constraint | None:
+    from llmforge.runtime.constraints import Constraint
+
+    if json_schema is not None and regex is not None:
+        raise UsageError("--json-schema and --regex: an answer has one form")
+    if regex is not None:
+        return Constraint("regex", regex)
+    if json_schema is None:
+        return None
+    try:
+        schema = json.loads(json_schema.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{json_schema}: {error.strerror}") from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise UsageError(f"{json_schema}: not a JSON file: {error}") from error
+    if not isinstance(schema, dict):
+        raise UsageError(f"{json_schema}: {type(schema).__name__}; wanted a JSON schema, which is an object")
+    return Constraint.json_schema(schema)
 
 
 def _stdin() -> str:
@@ -319,19 +349,6 @@ def _stdin() -> str:
 
 def _write_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False))
-
-
-def _read_report(path: Path) -> Report:
-    from pydantic import ValidationError
-
-    from llmforge.report.model import Report
-
-    try:
-        return Report.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(f"{path}: not a report of this version: {where}: {first['msg']}") from error
 
 
 def _write_summary(report: Report) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from llmforge.errors import ForgeError, UsageError
 from llmforge.runtime.sampling import GREEDY, Sampling
@@ -24,6 +24,14 @@ class Request:
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise UsageError(f"timeout {self.timeout_s} s: wanted a finite number of seconds above 0")
+
+    def repeated(self, n: int) -> tuple[Request, ...]:
+        """Ask `n` times: the same prompt, with a seed for each answer. They share the prompt in the prefix cache.
+
+        Raises:
+            UsageError: `n` is not 1 to 128.
+        """
+        return tuple(replace(self, sampling=sampling) for sampling in self.sampling.repeated(n))
 
 
 @dataclass(frozen=True)
@@ -73,3 +81,21 @@ class Chunk:
 # Receives the chunks of one answer, the last one with a `finish_reason`; or one error, after which nothing comes.
 # It is called by the engine's thread: it must hand over and return, never wait.
 Receiver = Callable[[Chunk | ForgeError], None]
+
+
+def check_tokens(ids: Sequence[int], longest: int, vocabulary: int) -> None:
+    """Return if an artifact of `vocabulary` tokens, which takes at most `longest` of them, can read `ids`.
+
+    Raises:
+        UsageError: there are none, too many, or ids that the vocabulary has not.
+    """
+    if len(ids) == 0:
+        raise UsageError("the prompt is empty", hint="give at least one token")
+    if len(ids) > longest:
+        raise UsageError(
+            f"{len(ids)} tokens; this artifact takes at most {longest}",
+            hint="shorten the prompt, or build with a larger engine.max_context",
+        )
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise UsageError(f"token id {wrong}; the vocabulary has {vocabulary}")
