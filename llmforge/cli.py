@@ -1,8 +1,8 @@
-"""The command line. Only this module prints.
+"""The command line. Only this module prints, and `cli_serving`, which holds some of its commands.
 
 Exit codes: 0 done, and gates passed; 1 our own bug; 2 usage or recipe; 3 a gate failed; 4 a gate is inconclusive;
 5 bad checkpoint or data; 6 not supported by the target; 7 a pass failed its verification; 8 the environment lacks
-something; 130 interrupted; 141 the reader of standard output went away.
+something; 9 the engine takes no requests; 130 interrupted; 141 the reader of standard output went away.
 
 Commands import what they need when they run, so that `llmforge --help` costs no torch.
 """
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge import __version__
-from llmforge.errors import ForgeError, GateFailed, GateInconclusive, InputError, UsageError
+from llmforge import __version__, cli_serving
+from llmforge.errors import ForgeError, GateFailed, GateInconclusive, UsageError
 
 if TYPE_CHECKING:
     from llmforge.report.model import Report
@@ -58,7 +58,7 @@ Exit codes
   1  a bug of llmforge            6  not supported by the target
   2  usage or recipe              7  a pass failed its verification
   3  a gate failed                8  the environment lacks something
-  4  a gate is inconclusive
+  4  a gate is inconclusive       9  the engine takes no requests
 """
 
 
@@ -194,8 +194,10 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
         click.echo(f"verified: {len(opened.manifest.files)} files are what was published")
     record = opened.path / "report" / "report.json"
     if record.is_file():
+        from llmforge.report import model
+
         click.echo()
-        _write_summary(_read_report(record))
+        _write_summary(model.read(record))
 
 
 @cli.command()
@@ -304,6 +306,10 @@ def schema() -> None:
     _write_json(recipe.schema(registry.ALL))
 
 
+cli.add_command(cli_serving.serve)
+cli.add_command(cli_serving.bench)
+
+
 def main() -> None:
     """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1."""
     try:
@@ -343,19 +349,6 @@ def _stdin() -> str:
 
 def _write_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False))
-
-
-def _read_report(path: Path) -> Report:
-    from pydantic import ValidationError
-
-    from llmforge.report.model import Report
-
-    try:
-        return Report.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(f"{path}: not a report of this version: {where}: {first['msg']}") from error
 
 
 def _write_summary(report: Report) -> None:

@@ -205,8 +205,8 @@ class Session:
             raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
         self.vocabulary: int = logits.shape[-1]
         self._growing = self._reads_growing_caches(where)
-        # GroupQueryAttention of ONNX Runtime, which alone reads that input: "batch_size must be 1 when sequence_length > 1
-        # and past context is given"
+        # GroupQueryAttention of ONNX Runtime, which alone reads that input: "batch_size must be 1 when
+        # sequence_length > 1 and past context is given"
         self._one_row_continuations = interface.TOTAL_SEQUENCE_LENGTH in self.inputs or (
             interface.ATTENTION_MASK in self.inputs and not self._growing
         )
