@@ -1,7 +1,23 @@
 """The runtime: loads an artifact and generates text. It needs neither torch nor transformers."""
 
+from llmforge.runtime.engine import Engine, EngineOptions
 from llmforge.runtime.request import Chunk, Receiver, Request, TokenLogprob, Usage
 from llmforge.runtime.runner import Runner, Step, load
 from llmforge.runtime.sampling import Sampling
+from llmforge.runtime.scheduler import EngineStats, Ticket
 
-__all__ = ["Chunk", "Receiver", "Request", "Runner", "Sampling", "Step", "TokenLogprob", "Usage", "load"]
+__all__ = [
+    "Chunk",
+    "Engine",
+    "EngineOptions",
+    "EngineStats",
+    "Receiver",
+    "Request",
+    "Runner",
+    "Sampling",
+    "Step",
+    "Ticket",
+    "TokenLogprob",
+    "Usage",
+    "load",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from llmforge.errors import InputError, UsageError
+from llmforge.errors import ForgeError, InputError, UsageError
 from llmforge.runtime.chat import ChatTemplate
 from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.detokenize import Detokenizer, StopStrings
-from llmforge.runtime.request import Chunk, Usage
-from llmforge.runtime.sampling import GREEDY, Sampler, Sampling
+from llmforge.runtime.request import Chunk, Request
+from llmforge.runtime.sampling import GREEDY, Sampling
+from llmforge.runtime.scheduler import PREFILL_CHUNK, Scheduler, check_tokens
 from llmforge.runtime.session import Cache, Session
 
-# Tokens of a prompt that run in one step. It bounds the memory of activations and of the attention scores.
-PREFILL_CHUNK = 512
 # Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
 LOGITS_CHUNK = 256
 
@@ -75,20 +74,15 @@ class Runner:
             UsageError: the prompt is empty or too long, or `max_batch` answers are being generated.
         """
         start = time.perf_counter()
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        detokenizer, stops = Detokenizer(self.tokenizer), StopStrings(sampling.stop)
-        times: list[float] = []
-        reason = None
-        for step in self._steps([ids], [sampling]):
-            times.append(time.perf_counter())
-            (token,), (reason,) = step.token_ids, step.finish_reasons
-            assert token is not None  # the only row is alive
-            if reason != "stop":  # an end-of-sequence token has no text
-                yield Chunk(stops.push(detokenizer.push(token)), token)
-            if stops.found:
-                break
-        rest = stops.push(detokenizer.flush()) + stops.flush()
-        yield Chunk(rest, None, "stop" if stops.found else reason, _usage(len(ids), start, times))
+        ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
+        check_tokens(ids, self.config.max_context - 1, self.config)
+        received: deque[Chunk | ForgeError] = deque()
+        with self._lease(1) as cache:
+            scheduler = self._scheduler(cache, self.tokenizer)
+            scheduler.add(Request(ids, sampling), received.append, submitted=start)
+            while scheduler.step():
+                while received:
+                    yield _chunk(received.popleft())
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[Step]:
         """Answer several prompts of token ids together, one step of all rows at a time.
@@ -102,7 +96,7 @@ class Runner:
             raise UsageError("a batch of token ids has no text that stop strings could be found in")
         if len(samplings) != len(prompts) or not prompts:
             raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings")
-        return self._steps([list(prompt) for prompt in prompts], samplings)
+        return self._steps([tuple(prompt) for prompt in prompts], samplings)
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Give the logits after every token of `ids`, fp32 [S, V]."""
@@ -110,44 +104,32 @@ class Runner:
 
     def logits_chunks(self, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
         """Give the logits after every token of `ids` in pieces of at most `LOGITS_CHUNK` rows: fp32 [rows, V]."""
-        self._check(ids, self.config.max_context)
+        check_tokens(ids, self.config.max_context, self.config)
         with self._lease(1) as cache:
             tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
             for at in range(0, len(ids), LOGITS_CHUNK):
                 piece, past = tokens[:, at : at + LOGITS_CHUNK], np.array([at], np.int32)
                 yield self.session.step(piece, past, cache, np.arange(piece.shape[1]), text_lengths=whole)[0]
 
-    def _steps(self, prompts: list[list[int]], samplings: Sequence[Sampling]) -> Iterator[Step]:
-        """Prefill row by row, then decode the rows together until the last one ends."""
+    def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[Step]:
         for prompt in prompts:
-            self._check(prompt, self.config.max_context - 1)
-        batch = len(prompts)
-        sampler = Sampler(samplings)
-        limits = [
-            min(sampling.max_tokens or self.config.max_context, self.config.max_context - len(prompt))
-            for prompt, sampling in zip(prompts, samplings, strict=True)
-        ]
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)  # tokens in each row of the cache
-        tokens = np.zeros((batch, 1), np.int64)
-        with self._lease(batch) as cache:
-            logits = np.empty((batch, 1, self.session.vocabulary), np.float32)
-            for b, prompt in enumerate(prompts):
-                self._prefill(prompt, cache.rows(b, b + 1), logits[b : b + 1])
-            alive, made = list(range(batch)), 0
-            while alive:
-                chosen = dict(zip(alive, sampler.choose(logits[:, 0], alive), strict=True))
-                made += 1
-                reasons = {b: self._finish(token, samplings[b], made, limits[b]) for b, token in chosen.items()}
-                yield Step(tuple(map(chosen.get, range(batch))), tuple(map(reasons.get, range(batch))))
-                alive = [b for b in alive if reasons[b] is None]
-                if not alive:
-                    return
-                # A row that ended, between others that live on, runs as a row of one token: length 0, answer unread.
-                lengths[[b for b in range(batch) if b not in alive]] = 0
-                tokens[alive, 0] = [chosen[b] for b in alive]
-                n = alive[-1] + 1
-                self.session.step(tokens[:n], lengths[:n], cache.rows(0, n), out=logits[:n])
-                lengths[alive] += 1
+            check_tokens(prompt, self.config.max_context - 1, self.config)
+        received: list[list[Chunk | ForgeError]] = [[] for _ in prompts]
+        with self._lease(len(prompts)) as cache:
+            scheduler = self._scheduler(cache, None)
+            for prompt, sampling, chunks in zip(prompts, samplings, received, strict=True):
+                scheduler.add(Request(prompt, sampling), chunks.append)
+            while scheduler.step():
+                yield _step([[_chunk(item) for item in chunks] for chunks in received])
+                for chunks in received:
+                    chunks.clear()
+
+    def _scheduler(self, cache: Cache, tokenizer: Tokenizer | None) -> Scheduler:
+        """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
+        budget = cache.batch * cache.capacity
+        return Scheduler(
+            self.session, cache, self.config, tokenizer, max_queue=0, step_tokens=budget, chunk=PREFILL_CHUNK
+        )
 
     @contextlib.contextmanager
     def _lease(self, rows: int) -> Iterator[Cache]:
@@ -166,29 +148,6 @@ class Runner:
         finally:
             with self._lock:
                 self._taken[start : start + rows] = [False] * rows
-
-    def _prefill(self, prompt: list[int], cache: Cache, out: NDArray[np.float32]) -> None:
-        tokens, whole = np.array([prompt], np.int64), np.array([len(prompt)])
-        for at in range(0, len(prompt), PREFILL_CHUNK):
-            piece, past = tokens[:, at : at + PREFILL_CHUNK], np.array([at], np.int32)
-            self.session.step(piece, past, cache, out=out, text_lengths=whole)
-
-    def _finish(self, token: int, sampling: Sampling, made: int, limit: int) -> str | None:
-        if token in self.config.eos_token_ids and not sampling.ignore_eos:
-            return "stop"
-        return "length" if made == limit else None
-
-    def _check(self, ids: Sequence[int], longest: int) -> None:
-        if len(ids) == 0:
-            raise UsageError("the prompt is empty", hint="give at least one token")
-        if len(ids) > longest:
-            raise UsageError(
-                f"{len(ids)} tokens; this artifact takes at most {longest} (max_context {self.config.max_context})",
-                hint="shorten the prompt, or build with a larger engine.max_context",
-            )
-        if min(ids) < 0 or max(ids) >= self.config.vocabulary:
-            wrong = next(token for token in ids if not 0 <= token < self.config.vocabulary)
-            raise UsageError(f"token id {wrong}; the vocabulary has {self.config.vocabulary}")
 
 
 def load(artifact: Path, threads: int | None = None) -> Runner:
@@ -227,7 +186,15 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _usage(prompt_tokens: int, start: float, times: list[float]) -> Usage:
-    """Sum up an answer whose tokens were chosen at `times`, in seconds of the clock that showed `start`."""
-    tpot_ms = (times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None
-    return Usage(prompt_tokens, len(times), (times[0] - start) * 1e3, tpot_ms)
+def _chunk(item: Chunk | ForgeError) -> Chunk:
+    """Raise an error that came in the place of a chunk."""
+    if isinstance(item, ForgeError):
+        raise item
+    return item
+
+
+def _step(rows: Sequence[Sequence[Chunk]]) -> Step:
+    """Make a step of what each row received in it: nothing, its token, or its last token and the reason."""
+    tokens = (next((chunk.token_id for chunk in chunks), None) for chunks in rows)
+    reasons = (chunks[-1].finish_reason if chunks else None for chunks in rows)
+    return Step(tuple(tokens), tuple(reasons))
