@@ -19,8 +19,9 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from llmforge.errors import ForgeError, InputError, Unavailable, UsageError
-from llmforge.runtime.engine import Engine, Ticket
+from llmforge.runtime.engine import Engine
 from llmforge.runtime.request import Chunk, TokenLogprob
+from llmforge.runtime.scheduler import Ticket
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.inputs import Ask
 from llmforge.triton.backend.metrics import Metrics
@@ -83,6 +84,13 @@ class Sender:
         self._items.put((answer, item, time.perf_counter()))
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            if not self._closing.is_set():  # a bug: nobody would send what the engine still makes
+                self._died()
+
+    def _loop(self) -> None:
         polled, told = 0.0, False
         while True:
             items = self._take(POLL_S if self._open else IDLE_S)
@@ -114,7 +122,7 @@ class Sender:
         if isinstance(what, Ticket):
             answer.ticket = what
         elif isinstance(what, ForgeError):
-            self._end(answer, "error")
+            self._end(answer)
             fail(answer.sender, what)
         else:
             answer.chunks.append(what)
@@ -143,7 +151,7 @@ class Sender:
         if reason is None:
             answer.sender.send(response)
             return
-        self._end(answer, reason)
+        self._end(answer)
         answer.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _tensors(self, answer: Answer, reason: str | None) -> list[Any]:
@@ -177,11 +185,10 @@ class Sender:
             if answer.ticket is not None and answer.sender.is_cancelled():
                 self._engine.cancel(answer.ticket)
 
-    def _end(self, answer: Answer, reason: str) -> None:
-        """Note that an answer has its last response; Triton allows no use of its sender after that."""
+    def _end(self, answer: Answer) -> None:
+        """Note that an answer gets its last response; Triton allows no use of its sender after that."""
         answer.ended = True
         self._open.discard(answer)
-        self._metrics.answer(reason)
 
 
 def fail(sender: Any, error: ForgeError) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from llmforge.runtime.engine import EngineStats
+from llmforge.runtime.scheduler import EngineStats
 
 PERIOD_S = 0.5
 # Seconds. A first token takes as long as its prompt is, a later one as long as a step.
@@ -41,15 +40,21 @@ GAUGES = {
     "llmforge_kv_tokens_used": ("Tokens that the KV cache holds", "kv_tokens_used"),
     "llmforge_kv_tokens_capacity": ("Tokens that the KV cache can hold", "kv_tokens_capacity"),
 }
-ANSWERS = "llmforge_answers_total"  # by finish_reason; "error" where there was no answer
+ANSWERS = "llmforge_answers_total"  # by finish_reason: the engine's, and "refused" for requests that it did not take
+REFUSED = "refused"
 
 
-@dataclass
-class Gathered:
-    """What happened since the last report."""
+class _Total:
+    """A counter of Triton that follows a total of ours: Triton's only take increments."""
 
-    times_s: dict[str, list[float]] = field(default_factory=lambda: {TTFT: [], ITL: []})
-    answers: dict[str, int] = field(default_factory=dict)  # finish reason → how many
+    def __init__(self, counter: Any) -> None:
+        self._counter = counter
+        self._reported = 0
+
+    def reach(self, total: int) -> None:
+        if total > self._reported:
+            self._counter.increment(total - self._reported)
+            self._reported = total
 
 
 class Metrics:
@@ -58,7 +63,7 @@ class Metrics:
     def __init__(self, stats: Callable[[], EngineStats], labels: Mapping[str, str]) -> None:
         self._stats = stats
         self._labels = dict(labels)
-        self._gathered = Gathered()
+        self._times_s: dict[str, list[float]] = {name: [] for name in HISTOGRAMS}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         # Triton drops a family that nobody holds.
@@ -68,13 +73,14 @@ class Metrics:
             self._add(name, description, pb_utils.MetricFamily.HISTOGRAM, buckets=buckets)
         for name, (description, _) in COUNTERS.items():
             self._add(name, description, pb_utils.MetricFamily.COUNTER)
+        self._totals = {name: _Total(self._metrics[name]) for name in COUNTERS}
         for name, (description, _) in GAUGES.items():
             self._add(name, description, pb_utils.MetricFamily.GAUGE)
         self._families[ANSWERS] = pb_utils.MetricFamily(
             name=ANSWERS, description="Answers that ended, by reason", kind=pb_utils.MetricFamily.COUNTER
         )
-        self._answers: dict[str, Any] = {}
-        self._reported: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._answers: dict[str, _Total] = {}
+        self._refused = 0
         self.report()
         self._thread = threading.Thread(target=self._run, name="llmforge-metrics")
         self._thread.start()
@@ -82,36 +88,34 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         """Note the time to a first token."""
         with self._lock:
-            self._gathered.times_s[TTFT].append(seconds)
+            self._times_s[TTFT].append(seconds)
 
     def next_token(self, seconds: float) -> None:
         """Note the time between two tokens."""
         with self._lock:
-            self._gathered.times_s[ITL].append(seconds)
+            self._times_s[ITL].append(seconds)
 
-    def answer(self, finish_reason: str) -> None:
-        """Note that an answer ended."""
+    def refused(self) -> None:
+        """Note that a request was not taken on."""
         with self._lock:
-            self._gathered.answers[finish_reason] = self._gathered.answers.get(finish_reason, 0) + 1
+            self._refused += 1
 
     def report(self) -> None:
         """Send Triton what was gathered, and the engine's statistics."""
         with self._lock:
-            gathered, self._gathered = self._gathered, Gathered()
-        for name, times_s in gathered.times_s.items():
+            observed, self._times_s = self._times_s, {name: [] for name in HISTOGRAMS}
+            refused = self._refused
+        for name, times_s in observed.items():
             for seconds in times_s:
                 self._metrics[name].observe(seconds)
-        for reason, count in gathered.answers.items():
+        stats = self._stats()
+        for reason, count in {**stats.finished, REFUSED: refused}.items():
             if reason not in self._answers:
                 labels = {**self._labels, "finish_reason": reason}
-                self._answers[reason] = self._families[ANSWERS].Metric(labels=labels)
-            self._answers[reason].increment(count)
-        stats = self._stats()
+                self._answers[reason] = _Total(self._families[ANSWERS].Metric(labels=labels))
+            self._answers[reason].reach(count)
         for name, (_, attribute) in COUNTERS.items():
-            total = getattr(stats, attribute)
-            if total != self._reported[name]:
-                self._metrics[name].increment(total - self._reported[name])
-                self._reported[name] = total
+            self._totals[name].reach(getattr(stats, attribute))
         for name, (_, attribute) in GAUGES.items():
             self._metrics[name].set(getattr(stats, attribute))
 

@@ -33,9 +33,7 @@ class TritonPythonModel:
         config.set_max_batch_size(1)
         config.set_model_transaction_policy({"decoupled": True})
         for spec in signature.INPUTS:
-            config.add_input(
-                {"name": spec.name, "data_type": spec.data_type, "dims": [spec.length], "optional": True}
-            )
+            config.add_input({"name": spec.name, "data_type": spec.data_type, "dims": [spec.length], "optional": True})
         for spec in signature.OUTPUTS:
             config.add_output({"name": spec.name, "data_type": spec.data_type, "dims": [spec.length]})
         return config
@@ -56,7 +54,11 @@ class TritonPythonModel:
             self._engine = Engine.load(folder.resolve(), self._settings.engine, self._settings.threads)
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
-        labels = {"model": args["model_name"], "version": args["model_version"], "instance": args["model_instance_name"]}
+        labels = {
+            "model": args["model_name"],
+            "version": args["model_version"],
+            "instance": args["model_instance_name"],
+        }
         self._metrics = Metrics(self._engine.stats, labels)
         self._sender = Sender(self._engine, self._metrics, _end_server)
 
@@ -68,7 +70,7 @@ class TritonPythonModel:
             try:
                 self._sender.submit(self._read(request), sender, arrived)
             except ForgeError as error:
-                self._metrics.answer("error")
+                self._metrics.refused()
                 fail(sender, error)
 
     def finalize(self) -> None:
