@@ -186,7 +186,7 @@ def test_generation_ends_with_the_context(loaded):
     ("ids", "message"),
     [
         ([], "the prompt is empty"),
-        (prompt(96), r"96 tokens; this artifact takes at most 95 \(max_context 96\)"),
+        (prompt(96), r"96 tokens; this artifact takes at most 95"),
         ([3, VOCABULARY], "token id 8192; the vocabulary has 8192"),
         ([-1], "token id -1"),
     ],

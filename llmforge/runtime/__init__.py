@@ -1,10 +1,11 @@
 """The runtime: loads an artifact and generates text. It needs neither torch nor transformers."""
 
+from llmforge.runtime.answer import Ticket
 from llmforge.runtime.engine import Engine, EngineOptions
 from llmforge.runtime.request import Chunk, Receiver, Request, TokenLogprob, Usage
 from llmforge.runtime.runner import Runner, Step, load
 from llmforge.runtime.sampling import Sampling
-from llmforge.runtime.scheduler import EngineStats, Ticket
+from llmforge.runtime.stats import EngineStats
 
 __all__ = [
     "Chunk",

@@ -7,15 +7,19 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from llmforge.errors import ForgeError, Unavailable, UsageError
+from llmforge.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.answer import Answer, Ticket
 from llmforge.runtime.request import Chunk, Receiver, Request
 from llmforge.runtime.runner import Runner, load
-from llmforge.runtime.scheduler import EngineStats, Scheduler, Ticket, queue_full
+from llmforge.runtime.scheduler import PREFILL_CHUNK, Scheduler
+from llmforge.runtime.session import Cache
+from llmforge.runtime.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
+from llmforge.runtime.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +29,17 @@ class EngineOptions:
     """How an engine serves.
 
     `max_queue` requests wait while all slots are taken; one more is refused. `step_tokens` is the budget of one step:
-    every running answer gets its token first, the rest reads prompts. `timeout_s` is the deadline of requests that
-    have none.
+    every running answer gets its token first, the rest reads prompts; less of it makes tokens come more evenly, and
+    prompts are read more slowly. `prefix_cache_bytes` bounds what is kept of texts for later ones that begin alike (0:
+    nothing is kept). `speculation` "prompt-lookup" guesses tokens from the text itself, "draft-model" from a second
+    artifact; guesses are judged where that was measured to be faster, and answers stay what they are but for ties
+    within the rounding of a kernel. `timeout_s` is the deadline of requests that have none of their own.
     """
 
     max_queue: int = 128
-    step_tokens: int = 512
+    step_tokens: int = PREFILL_CHUNK
+    prefix_cache_bytes: int = 512 << 20
+    speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -38,53 +47,65 @@ class EngineOptions:
             raise UsageError(f"max_queue {self.max_queue}: wanted 0 or more")
         if self.step_tokens < 1:
             raise UsageError(f"step_tokens {self.step_tokens}: wanted 1 or more")
+        if self.prefix_cache_bytes < 0:
+            raise UsageError(f"prefix_cache_bytes {self.prefix_cache_bytes}: wanted 0 (nothing is kept) or more")
+        if self.speculation not in ("off", "prompt-lookup", "draft-model"):
+            raise UsageError(f"speculation {self.speculation!r}: wanted off, prompt-lookup or draft-model")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise UsageError(f"timeout_s {self.timeout_s}: wanted more than 0")
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A request that the thread has not seen yet."""
-
-    ticket: Ticket
-    request: Request
-    receive: Receiver
-    submitted: float
 
 
 class Engine:
     """Answers up to `runner.config.max_batch` requests at once, in slots of its own. Any thread may call any method.
 
     Receivers are called by the engine's thread, which holds no lock then: they may call back, and must not wait.
+
+    Args:
+        runner: the artifact.
+        options: how to serve; None: the defaults.
+        draft: the artifact that guesses, with `speculation` "draft-model".
+
+    Raises:
+        UsageError: the options and `draft` do not belong together, or the prefix cache has no room for one block.
+        InputError: `draft` has another vocabulary.
+        UnsupportedError: `draft` cannot take tokens back.
     """
 
-    def __init__(self, runner: Runner, options: EngineOptions | None = None) -> None:
+    def __init__(self, runner: Runner, options: EngineOptions | None = None, draft: Runner | None = None) -> None:
         self.runner = runner
-        self.options = options or EngineOptions()
-        config = runner.config
-        self._scheduler = Scheduler(
-            runner.session,
-            runner.session.allocate(config.max_batch, config.max_context),
+        self.options = options = options or EngineOptions()
+        proposer = _proposer(runner, options, draft)
+        config, session = runner.config, runner.session
+        self._scheduler: Scheduler[Cache] = Scheduler(
+            session,
+            session.allocate(config.max_batch, config.max_context),
             config,
             runner.tokenizer,
-            max_queue=self.options.max_queue,
-            step_tokens=self.options.step_tokens,
+            max_queue=options.max_queue,
+            step_tokens=options.step_tokens,
+            prefix_cache_bytes=options.prefix_cache_bytes,
+            speculation=None if proposer is None else Speculation(proposer, Payoff()),
         )
         self._wake = threading.Condition()
         # Guarded by `_wake`: what callers hand to the thread, and what it tells them.
-        self._arrivals: deque[_Arrival] = deque()
-        self._cancels: list[Ticket] = []
+        self._arrivals: list[Answer] = []
         self._closing = False
-        self._abandon = False
-        self._failure: ForgeError | None = None
+        self._abandoned = False
+        self._failure: Unavailable | None = None
         self._stats = self._scheduler.stats()
         self._thread = threading.Thread(target=self._loop, name="llmforge-engine", daemon=True)
         self._thread.start()
 
     @classmethod
-    def load(cls, artifact: Path, options: EngineOptions | None = None, threads: int | None = None) -> Engine:
-        """Load an artifact and serve it; raises what `runtime.load` raises."""
-        return cls(load(artifact, threads), options)
+    def load(
+        cls,
+        artifact: Path,
+        options: EngineOptions | None = None,
+        threads: int | None = None,
+        draft: Path | None = None,
+    ) -> Engine:
+        """Load an artifact, and one that guesses for it, and serve; raises what `runtime.load` and `Engine` raise."""
+        return cls(load(artifact, threads), options, None if draft is None else load(draft, threads))
 
     def submit(self, request: Request, receive: Receiver) -> Ticket:
         """Take on a request; `receive` gets its chunks, the last one with a finish reason, or one error.
@@ -93,26 +114,23 @@ class Engine:
             UsageError: the request makes no sense.
             Unavailable: the queue is full, or the engine is closing or has failed.
         """
-        self._scheduler.check(request)
         if request.timeout_s is None:
             request = dataclasses.replace(request, timeout_s=self.options.timeout_s)
-        ticket = Ticket()
+        answer = self._scheduler.prepare(request, receive, time.perf_counter())
         with self._wake:
             if self._failure is not None:
                 raise Unavailable(self._failure.message, hint=self._failure.hint)
             if self._closing:
                 raise Unavailable("the engine is shutting down")
-            if self._scheduler.places <= len(self._arrivals):
-                raise queue_full(self.options.max_queue)
-            self._arrivals.append(_Arrival(ticket, request, receive, time.perf_counter()))
+            self._scheduler.check_room(len(self._arrivals))
+            self._arrivals.append(answer)
             self._wake.notify()
-        return ticket
+        return answer
 
     def cancel(self, ticket: Ticket) -> None:
         """Let an answer end with "cancelled" and its slot be free at the next step; one that has ended stays so."""
-        with self._wake:
-            self._cancels.append(ticket)
-            self._wake.notify()
+        assert isinstance(ticket, Answer)
+        ticket.cancelled = True  # the thread looks at it in every step
 
     def stream(self, request: Request) -> Iterator[Chunk]:
         """Answer a request, chunk by chunk; it is submitted by this call, and closing the iterator cancels it.
@@ -136,14 +154,14 @@ class Engine:
             self.cancel(ticket)
 
     def stats(self) -> EngineStats:
-        """Give the figures of the last step, with what has arrived since among those that wait."""
+        """Give the figures after the last step, with what has arrived since among those that wait."""
         with self._wake:
             return dataclasses.replace(self._stats, waiting=self._stats.waiting + len(self._arrivals))
 
     @property
     def alive(self) -> bool:
         """Whether the engine's thread runs: not after `close`, nor after it failed."""
-        return self._thread.is_alive() and self._failure is None
+        return self._failure is None and self._thread.is_alive()
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests and end the thread; may be called again.
@@ -153,13 +171,12 @@ class Engine:
         """
         with self._wake:
             self._closing = True
-            self._abandon = self._abandon or not drain
+            self._abandoned = self._abandoned or not drain
             self._wake.notify()
         self._thread.join(timeout_s if drain else None)
         if self._thread.is_alive():
             with self._wake:
-                self._abandon = True
-                self._wake.notify()
+                self._abandoned = True
             self._thread.join()
 
     def __enter__(self) -> Engine:
@@ -180,20 +197,14 @@ class Engine:
             self._die(error)
 
     def _take(self) -> bool:
-        """Wait for work and hand what callers left to the scheduler; return False when nothing is left to do."""
+        """Wait for work and hand arrivals to the scheduler; return False when nothing is left to do."""
         with self._wake:
             while not (self._arrivals or self._scheduler.busy or self._closing):
-                self._cancels.clear()  # of answers that have ended
                 self._wake.wait()
-            for arrival in self._arrivals:
-                self._scheduler.add(
-                    arrival.request, arrival.receive, ticket=arrival.ticket, submitted=arrival.submitted
-                )
+            for answer in self._arrivals:
+                self._scheduler.enqueue(answer)
             self._arrivals.clear()
-            for ticket in self._cancels:
-                self._scheduler.cancel(ticket)
-            self._cancels.clear()
-            if self._abandon:
+            if self._abandoned:
                 self._scheduler.cancel_all()
             return self._scheduler.busy or not self._closing
 
@@ -201,8 +212,24 @@ class Engine:
         failure = Unavailable(f"the engine failed: {cause}", hint="start it again; its log has the details")
         with self._wake:
             self._failure = failure
-            orphans = list(self._arrivals)
+            for answer in self._arrivals:
+                self._scheduler.enqueue(answer)
             self._arrivals.clear()
         self._scheduler.fail(failure)
-        for arrival in orphans:
-            arrival.receive(failure)
+
+
+def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> Proposer | None:
+    """Make what guesses tokens for `runner`, if anything does."""
+    if (options.speculation == "draft-model") != (draft is not None):
+        raise UsageError(
+            f"speculation is {options.speculation!r} and there is {'a' if draft else 'no'} draft artifact",
+            hint="the two belong together: speculation 'draft-model' and a second artifact",
+        )
+    if draft is None:
+        return PromptLookup() if options.speculation == "prompt-lookup" else None
+    if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
+        raise InputError("the draft artifact has another vocabulary: its tokens mean something else")
+    if draft.session.reuse_obstacle is not None:
+        raise UnsupportedError(f"the draft artifact cannot take guesses back: {draft.session.reuse_obstacle}")
+    capacity = min(runner.config.max_context, draft.config.max_context)
+    return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

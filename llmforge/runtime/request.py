@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmforge.errors import ForgeError, UsageError
@@ -73,3 +73,21 @@ class Chunk:
 # Receives the chunks of one answer, the last one with a `finish_reason`; or one error, after which nothing comes.
 # It is called by the engine's thread: it must hand over and return, never wait.
 Receiver = Callable[[Chunk | ForgeError], None]
+
+
+def check_tokens(ids: Sequence[int], longest: int, vocabulary: int) -> None:
+    """Return if an artifact of `vocabulary` tokens, which takes at most `longest` of them, can read `ids`.
+
+    Raises:
+        UsageError: there are none, too many, or ids that the vocabulary has not.
+    """
+    if len(ids) == 0:
+        raise UsageError("the prompt is empty", hint="give at least one token")
+    if len(ids) > longest:
+        raise UsageError(
+            f"{len(ids)} tokens; this artifact takes at most {longest}",
+            hint="shorten the prompt, or build with a larger engine.max_context",
+        )
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise UsageError(f"token id {wrong}; the vocabulary has {vocabulary}")

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from llmforge.errors import ForgeError, InputError, UsageError
 from llmforge.runtime.chat import ChatTemplate
 from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.request import Chunk, Request
+from llmforge.runtime.request import Chunk, Request, check_tokens
 from llmforge.runtime.sampling import GREEDY, Sampling
-from llmforge.runtime.scheduler import PREFILL_CHUNK, Scheduler, check_tokens
+from llmforge.runtime.scheduler import PREFILL_CHUNK, Scheduler
 from llmforge.runtime.session import Cache, Session
 
 # Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
@@ -75,11 +75,11 @@ class Runner:
         """
         start = time.perf_counter()
         ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
-        check_tokens(ids, self.config.max_context - 1, self.config)
+        check_tokens(ids, self.config.max_context - 1, self.config.vocabulary)
         received: deque[Chunk | ForgeError] = deque()
         with self._lease(1) as cache:
             scheduler = self._scheduler(cache, self.tokenizer)
-            scheduler.add(Request(ids, sampling), received.append, submitted=start)
+            scheduler.add(Request(ids, sampling), received.append, start)
             while scheduler.step():
                 while received:
                     yield _chunk(received.popleft())
@@ -104,7 +104,7 @@ class Runner:
 
     def logits_chunks(self, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
         """Give the logits after every token of `ids` in pieces of at most `LOGITS_CHUNK` rows: fp32 [rows, V]."""
-        check_tokens(ids, self.config.max_context, self.config)
+        check_tokens(ids, self.config.max_context, self.config.vocabulary)
         with self._lease(1) as cache:
             tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
             for at in range(0, len(ids), LOGITS_CHUNK):
@@ -113,7 +113,7 @@ class Runner:
 
     def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[Step]:
         for prompt in prompts:
-            check_tokens(prompt, self.config.max_context - 1, self.config)
+            check_tokens(prompt, self.config.max_context - 1, self.config.vocabulary)
         received: list[list[Chunk | ForgeError]] = [[] for _ in prompts]
         with self._lease(len(prompts)) as cache:
             scheduler = self._scheduler(cache, None)
@@ -124,7 +124,7 @@ class Runner:
                 for chunks in received:
                     chunks.clear()
 
-    def _scheduler(self, cache: Cache, tokenizer: Tokenizer | None) -> Scheduler:
+    def _scheduler(self, cache: Cache, tokenizer: Tokenizer | None) -> Scheduler[Cache]:
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
         budget = cache.batch * cache.capacity
         return Scheduler(

@@ -1,18 +1,21 @@
 """Continuous batching: requests join and leave a running batch between steps. No threads, no clock of its own.
 
-A slot is one row of the preallocated cache; an answer keeps its slot from its first token to its last. One step
+A slot is one row of the preallocated cache; an answer keeps it from its first token to its last. One step
 
-1. ends what was cancelled, or is past its deadline, and gives free slots to those that wait longest;
-2. decodes: one token for every slot whose prompt is read, all in one run over the rows `0 … n - 1` of the cache;
-3. reads prompts, oldest first, in pieces.
+1. ends what was cancelled or is past its deadline, and gives free slots to those that wait longest;
+2. decodes: one token for every slot whose prompt is read, in one run over the rows `0 … n - 1` of the cache. Answers
+   with guesses at their next tokens (`llmforge.runtime.speculation`) run alone instead, and may get several;
+3. reads prompts, oldest first, in pieces, behind what the prefix cache has of them.
 
-**Neither starves the other.** Every step gives every decoding slot its token, and reads at least one piece of the
-oldest unread prompt; more pieces only as long as the step stays within `step_tokens`. So a step runs at most
-`slots + max(step_tokens, chunk)` tokens, which bounds the time between two tokens of an answer, and a prompt of `L`
-tokens is read `ceil(L / chunk)` steps after its turn comes, whatever decodes beside it.
+**Neither starves the other.** Every step gives every decoding slot a token, and reads at least one piece of the oldest
+unread prompt; more pieces only as long as the step stays within `step_tokens`. So a step runs at most `step_tokens`
+tokens besides those that decode, which bounds the time between two tokens of an answer; and once its turn has come, a
+prompt of `L` tokens is read within `ceil(L / chunk)` steps, whatever decodes beside it.
 
 **Nobody's tokens depend on neighbours.** Pieces end at multiples of `chunk` tokens counted from the start of the text,
-wherever they begin and whatever the step's budget is, and each answer draws from a random stream of its own.
+wherever they begin and whatever else the step runs, and each answer draws from a random stream of its own. What is left
+are kernels whose sums differ in the last bits with the shape of a step: those of one token and those of several. A
+piece behind a cached prefix has several tokens where the piece without it would have them.
 """
 
 from __future__ import annotations
@@ -20,78 +23,69 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.errors import ForgeError, InputError, Unavailable, UsageError
+from llmforge.runtime.answer import Answer, NoText, StoppedText
+from llmforge.runtime.backend import Backend, C
 from llmforge.runtime.config import RuntimeConfig
-from llmforge.runtime.detokenize import Detokenizer, StopStrings
-from llmforge.runtime.request import Chunk, Receiver, Request, Usage
-from llmforge.runtime.sampling import Sampler
-from llmforge.runtime.session import Cache, Session
+from llmforge.runtime.prefix_cache import BLOCK, PrefixCache
+from llmforge.runtime.request import Chunk, Receiver, Request, check_tokens
+from llmforge.runtime.speculation import Speculation
+from llmforge.runtime.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
 # Tokens of a prompt that run at once. It bounds the memory of activations and of the attention scores.
 PREFILL_CHUNK = 512
+# Tokens whose keys and values are copied in about the time that one more row costs a decode step: a row of a model of
+# 0.6 B takes some 5 ms of one core, in which it copies 15 MB, which are 64 tokens in fp32 (28 layers, 8 heads of 128).
+_TOKENS_A_ROW = 64
 
 
-class Ticket:
-    """Stands for one request, from the moment it is taken on."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Figures of an engine: what it does now, and totals since it started."""
-
-    running: int
-    waiting: int
-    slots: int
-    kv_tokens_used: int  # tokens that running answers hold in the cache
-    kv_tokens_capacity: int
-    prompt_tokens: int  # of requests whose prompt was taken up
-    output_tokens: int
-    prefill_tokens: int  # that ran through the model; prompt tokens less those found in the prefix cache
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
-    steps: Mapping[int, int]  # decode steps by their number of rows
-    finished: Mapping[str, int]  # answers by finish reason; "error" for those that failed
-
-
-class Scheduler:
+class Scheduler(Generic[C]):
     """Answers requests in the slots of one cache. One thread may call it at a time; nothing runs between calls.
 
     Args:
-        session: the decoder.
+        backend: the decoder.
         cache: a row is a slot; the capacity bounds prompt and answer together.
         config: vocabulary and end-of-sequence tokens.
         tokenizer: makes the text of chunks; None: chunks have no text, one of them the end-of-sequence token, and stop
             strings are refused.
-        max_queue: requests that may wait for a slot.
+        max_queue: requests that may wait while all slots are taken.
         step_tokens: budget of one step, in tokens.
-        chunk: longest piece of a prompt that runs at once, in tokens.
+        chunk: longest piece of a prompt that runs at once, in tokens; never longer than `step_tokens`.
+        prefix_cache_bytes: memory for what was read and written, to serve later requests; 0: nothing is kept.
+        speculation: guesses tokens; None: none are guessed.
         clock: seconds, from any origin.
+
+    A decoder whose tokens cannot be used again or taken back (`Backend.reuse_obstacle`) goes without prefix cache and
+    speculation, and `EngineStats.notes` says so.
+
+    Raises:
+        UsageError: `prefix_cache_bytes` has no room for one block.
     """
 
     def __init__(
         self,
-        session: Session,
-        cache: Cache,
+        backend: Backend[C],
+        cache: C,
         config: RuntimeConfig,
         tokenizer: Tokenizer | None,
         *,
         max_queue: int,
         step_tokens: int,
         chunk: int = PREFILL_CHUNK,
+        prefix_cache_bytes: int = 0,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._session = session
+        self._backend = backend
         self._cache = cache
         self._config = config
         self._tokenizer = tokenizer
@@ -99,113 +93,128 @@ class Scheduler:
         self._step_tokens = step_tokens
         self._chunk = min(chunk, step_tokens)
         self._clock = clock
-        self._waiting: deque[_Answer] = deque()
-        self._slots: list[_Answer | None] = [None] * cache.batch
-        self._answers: dict[Ticket, _Answer] = {}
+        obstacle = backend.reuse_obstacle
+        asked = {"prefix cache": prefix_cache_bytes, "speculation": speculation}
+        self._notes = tuple(f"no {name}: {obstacle}" for name, value in asked.items() if value and obstacle)
+        keeps = prefix_cache_bytes > 0 and not obstacle
+        self._prefixes = PrefixCache(backend, prefix_cache_bytes) if keeps else None
+        self._speculation = None if obstacle else speculation
+        self._waiting: deque[Answer] = deque()
+        self._slots: list[Answer | None] = [None] * cache.batch
+        self._answers: dict[Answer, None] = {}  # those that wait or have a slot, in order of arrival
         self._tokens = np.zeros((cache.batch, 1), np.int64)
         self._past = np.zeros(cache.batch, np.int32)
         self._real = np.zeros(cache.batch, np.int32)
-        logits = np.empty((cache.batch, 1, session.vocabulary), np.float32)
-        self._logits = [logits[: n + 1] for n in range(cache.batch)]  # equal calls hand the session one object
+        logits = np.empty((cache.batch, 1, backend.vocabulary), np.float32)
+        self._logits = [logits[: n + 1] for n in range(cache.batch)]  # equal steps hand the backend one object
+        self._judged: dict[int, NDArray[np.float32]] = {}
+        self._idle_rows = 0
         self._totals: Counter[str] = Counter()
+        self._decode_s = self._judge_s = 0.0
         self._steps: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
 
-    def check(self, request: Request) -> None:
-        """Return if `request` can be answered.
+    # Requests
+
+    def prepare(self, request: Request, receive: Receiver, submitted: float | None = None) -> Answer:
+        """Make what `enqueue` takes; any thread may do it. `submitted`: when, by the clock; None: now.
 
         Raises:
             UsageError: the prompt is empty, too long or has unknown tokens; or stop strings, and there is no tokenizer.
         """
-        check_tokens(request.prompt, self._cache.capacity - 1, self._config)
+        check_tokens(request.prompt, self._cache.capacity - 1, self._config.vocabulary)
         if self._tokenizer is None and request.sampling.stop:
             raise UsageError("a batch of token ids has no text that stop strings could be found in")
-
-    @property
-    def places(self) -> int:
-        """Requests that may still be added: free slots and free places of the queue."""
-        return self._cache.batch + self._max_queue - len(self._answers)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step has anything to do."""
-        return bool(self._answers)
-
-    def add(
-        self, request: Request, receive: Receiver, *, ticket: Ticket | None = None, submitted: float | None = None
-    ) -> Ticket:
-        """Queue a request; `receive` gets its chunks during steps. `submitted`: when, by the clock; None: now.
-
-        Raises:
-            UsageError: the request makes no sense.
-            Unavailable: the queue is full.
-        """
-        self.check(request)
-        if self.places == 0:
-            raise queue_full(self._max_queue)
-        ticket = ticket or Ticket()
         room = self._cache.capacity - len(request.prompt)
-        answer = _Answer(
-            ticket,
+        return Answer(
             request,
             receive,
             submitted=self._clock() if submitted is None else submitted,
             limit=min(request.sampling.max_tokens or room, room),
-            text=_NoText() if self._tokenizer is None else _Text(self._tokenizer, request.sampling.stop),
+            text=NoText() if self._tokenizer is None else StoppedText(self._tokenizer, request.sampling.stop),
         )
-        self._answers[ticket] = answer
-        self._waiting.append(answer)
-        return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Let the answer end with "cancelled" at the next step; nothing happens where it has ended."""
-        if ticket in self._answers:
-            self._answers[ticket].cancelled = True
+    def check_room(self, arriving: int = 0) -> None:
+        """Return if one more request may be queued besides `arriving` others; any thread may ask.
+
+        Raises:
+            Unavailable: the slots are taken and the queue is full.
+        """
+        if len(self._answers) + arriving >= self._cache.batch + self._max_queue:
+            raise Unavailable(f"the queue is full: {self._max_queue} requests wait", hint="try again later")
+
+    def enqueue(self, answer: Answer) -> None:
+        """Queue an answer; its receiver gets chunks during steps."""
+        self._answers[answer] = None
+        self._waiting.append(answer)
+
+    def add(self, request: Request, receive: Receiver, submitted: float | None = None) -> Answer:
+        """Prepare and queue a request: raises what `prepare` and `check_room` raise."""
+        answer = self.prepare(request, receive, submitted)
+        self.check_room()
+        self.enqueue(answer)
+        return answer
 
     def cancel_all(self) -> None:
-        """Let every answer end with "cancelled" at the next step."""
-        for answer in self._answers.values():
+        """Let every answer end with "cancelled" at the next step, as `cancelled = True` does for one."""
+        for answer in self._answers:
             answer.cancelled = True
 
     def fail(self, error: ForgeError) -> None:
         """Hand `error` to every request that runs or waits, and forget them."""
-        for answer in list(self._answers.values()):
+        for answer in list(self._answers):
             self._drop(answer, "error")
             self._hand(answer, error)
 
-    def step(self) -> bool:
-        """Do one step; return whether there was anything to run."""
-        self._end_the_overdue()
-        self._admit()
-        decoded = self._decode()
-        return self._read(decoded) + decoded > 0
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self._answers)
 
     def stats(self) -> EngineStats:
         """Sum up what was done and what is going on."""
         running = [answer for answer in self._slots if answer is not None]
+        totals, kept = self._totals, self._prefixes
         return EngineStats(
             running=len(running),
             waiting=len(self._waiting),
             slots=self._cache.batch,
             kv_tokens_used=sum(answer.held for answer in running),
             kv_tokens_capacity=self._cache.batch * self._cache.capacity,
-            prompt_tokens=self._totals["prompt"],
-            output_tokens=self._totals["output"],
-            prefill_tokens=self._totals["prefill"],
-            prefix_query_tokens=self._totals["prefix query"],
-            prefix_hit_tokens=self._totals["prefix hit"],
-            drafted_tokens=self._totals["drafted"],
-            accepted_tokens=self._totals["accepted"],
+            prefix_tokens_used=0 if kept is None else len(kept) * BLOCK,
+            prefix_tokens_capacity=0 if kept is None else kept.capacity * BLOCK,
+            prompt_tokens=totals["prompt"],
+            prefill_tokens=totals["prefill"],
+            output_tokens=totals["output"],
+            prefix_query_tokens=totals["query"],
+            prefix_hit_tokens=totals["hit"],
+            drafted_tokens=totals["drafted"],
+            accepted_tokens=totals["accepted"],
+            decode_s=self._decode_s,
+            decode_tokens=totals["decode"],
+            judge_s=self._judge_s,
+            judge_tokens=totals["judge"],
             steps=dict(self._steps),
             finished=dict(self._finished),
+            notes=self._notes,
         )
+
+    # Steps
+
+    def step(self) -> bool:
+        """Do one step; return whether there was anything to run."""
+        self._end_the_overdue()
+        self._admit()
+        self._close_gap()
+        decoded = self._decode()
+        return self._read(decoded) + decoded > 0
 
     def _end_the_overdue(self) -> None:
         now = self._clock()
-        for answer in list(self._answers.values()):
+        for answer in list(self._answers):
             if answer.cancelled:
                 self._finish(answer, "cancelled")
-            elif answer.deadline is not None and now >= answer.deadline:
+            elif answer.overdue(now):
                 self._finish(answer, "timeout")
 
     def _admit(self) -> None:
@@ -215,89 +224,186 @@ class Scheduler:
                 answer.slot = slot
                 self._slots[slot] = answer
 
+    def _close_gap(self) -> None:
+        """Move the answer in the last slot to a free one in front of it, once free rows have cost more than that would.
+
+        So the two together cost at most twice the less of them, whichever that turns out to be.
+        """
+        last = max((slot for slot, answer in enumerate(self._slots) if answer is not None), default=0)
+        gap, answer = self._slots.index(None) if None in self._slots else last, self._slots[last]
+        if answer is None or gap >= last:
+            self._idle_rows = 0
+        elif self._idle_rows * _TOKENS_A_ROW >= answer.held:
+            self._cache.copy(gap, 0, self._cache, last, 0, answer.held)
+            answer.slot, self._slots[gap], self._slots[last] = gap, answer, None
+            self._idle_rows = 0
+
     def _decode(self) -> int:
-        """Give every slot whose prompt is read its next token; return how many."""
-        rows = [slot for slot, answer in enumerate(self._slots) if answer is not None and answer.decoding]
-        if not rows:
-            return 0
-        n = rows[-1] + 1
-        for slot, answer in enumerate(self._slots[:n]):
-            # A row between others that does not decode runs, too, and its answer is not read. What it writes lands
-            # behind the tokens that it holds, where its next token will overwrite it.
-            self._past[slot] = 0 if answer is None else answer.held
-            self._real[slot] = answer is not None and answer.decoding
-            self._tokens[slot] = answer.tokens[-1] if answer is not None and answer.decoding else 0
-        logits = self._logits[n - 1]
-        view = self._cache.rows(0, n)
-        self._session.step(self._tokens[:n], self._past[:n], view, out=logits, lengths=self._real[:n])
-        self._steps[n] += 1
-        for slot in rows:
-            answer = self._slots[slot]
-            assert answer is not None
+        """Give every slot whose prompt is read its next token, or several; return how many tokens ran for that."""
+        decoding = [answer for answer in self._slots if answer is not None and answer.decoding]
+        together, ran = [], 0
+        for answer in decoding:
+            start = self._clock()
+            guesses = self._guess(answer, len(decoding))
+            if guesses:
+                self._judge(answer, guesses, start)
+                ran += 1 + len(guesses)
+            else:
+                together.append(answer)
+        if together:
+            self._decode_together(together)
+        return ran + len(together)
+
+    def _decode_together(self, answers: Sequence[Answer]) -> None:
+        """Run one token of each of `answers`, which are in the order of their slots."""
+        start = self._clock()
+        n = self._bucket(1 + max(answer.slot for answer in answers if answer.slot is not None))
+        for row, taken in enumerate(self._slots[:n]):
+            # A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens
+            # that it holds, where its next token will overwrite it.
+            self._past[row] = 0 if taken is None else taken.held
+            self._idle_rows += taken is None
+        self._real[:n] = self._tokens[:n] = 0
+        for answer in answers:
+            self._real[answer.slot], self._tokens[answer.slot] = 1, answer.context[-1]
+        logits, view = self._logits[n - 1], self._cache.rows(0, n)
+        self._backend.step(self._tokens[:n], self._past[:n], view, out=logits, lengths=self._real[:n])
+        for answer in answers:
+            slot = answer.slot
+            assert slot is not None
             answer.held += 1
+            self._keep(answer, slot)
             self._choose(answer, logits[slot])
-        return len(rows)
+        seconds = self._clock() - start
+        self._steps[n] += 1
+        self._totals["decode"] += len(answers)
+        self._decode_s += seconds
+        if self._speculation is not None:
+            self._speculation.payoff.decoded(len(answers), seconds)
+
+    def _bucket(self, rows: int) -> int:
+        buckets = self._backend.buckets or ()
+        return min((size for size in buckets if rows <= size <= self._cache.batch), default=rows)
+
+    def _guess(self, answer: Answer, rows: int) -> list[int]:
+        if self._speculation is None:
+            return []
+        return self._speculation.propose(answer, answer.context, answer.left - 1, rows)
+
+    def _judge(self, answer: Answer, guesses: Sequence[int], start: float) -> None:
+        """Run the last token of `answer` and `guesses`, and take tokens for as long as they are those guessed."""
+        slot, k = answer.slot, len(guesses)
+        assert slot is not None
+        assert self._speculation is not None
+        if k not in self._judged:
+            self._judged[k] = np.empty((1, k + 1, self._backend.vocabulary), np.float32)
+        ids, past = np.array([[answer.context[-1], *guesses]], np.int64), np.array([answer.held], np.int32)
+        view = self._cache.rows(slot, slot + 1)
+        (logits,) = self._backend.step(ids, past, view, np.arange(k + 1), out=self._judged[k])
+        answer.drafted += k
+        self._totals["drafted"] += k
+        tokens = 0
+        for row, guess in zip(logits, [*guesses, None], strict=True):
+            answer.held += 1
+            right = self._choose(answer, row[None], guess)
+            tokens += 1
+            if not right:
+                break
+        self._keep(answer, slot)
+        seconds = self._clock() - start
+        self._totals["judge"] += tokens
+        self._judge_s += seconds
+        self._speculation.payoff.judged(answer, k, tokens, seconds)
+        if answer not in self._answers:
+            self._speculation.forget(answer)
 
     def _read(self, spent: int) -> int:
         """Read pieces of prompts, oldest first, until the step's budget is spent; return how many tokens."""
         read = 0
-        unread = (answer for answer in self._answers.values() if answer.slot is not None and not answer.decoding)
-        for answer in list(unread):
-            while not answer.ended and not answer.decoding:
-                end = min(len(answer.request.prompt), (answer.held // self._chunk + 1) * self._chunk)
+        for answer in [a for a in self._answers if a.slot is not None and not a.decoding]:
+            if answer.started is None:
+                self._begin(answer)
+            while not answer.decoding and answer in self._answers:
+                end = min(answer.prompt_tokens, (answer.held // self._chunk + 1) * self._chunk)
                 if read and spent + read + end - answer.held > self._step_tokens:
                     return read
                 read += end - answer.held
                 self._read_piece(answer, end)
         return read
 
-    def _read_piece(self, answer: _Answer, end: int) -> None:
-        slot, prompt, start = answer.slot, answer.request.prompt, answer.held
+    def _begin(self, answer: Answer) -> None:
+        """Take up the prompt of `answer`, behind what the prefix cache has of it."""
+        slot, tokens = answer.slot, answer.prompt_tokens
         assert slot is not None
-        if answer.started is None:
-            answer.started = self._clock()
-            self._totals["prompt"] += len(prompt)
-        logits = self._logits[0]
-        self._session.step(
-            np.array([prompt[start:end]], np.int64),
+        answer.started = self._clock()
+        self._totals["prompt"] += tokens
+        if self._prefixes is not None:
+            # Two tokens at least are read, as they would be without a prefix: one alone has a kernel of its own.
+            answer.held = answer.cached = self._prefixes.load(answer.context, max(tokens - 2, 0), self._cache, slot)
+            answer.kept = answer.cached // BLOCK
+            self._totals["query"] += tokens
+            self._totals["hit"] += answer.cached
+
+    def _read_piece(self, answer: Answer, end: int) -> None:
+        slot, start, logits = answer.slot, answer.held, self._logits[0]
+        assert slot is not None
+        self._backend.step(
+            np.array([answer.context[start:end]], np.int64),
             np.array([start], np.int32),
             self._cache.rows(slot, slot + 1),
             out=logits,
-            text_lengths=np.array([len(prompt)]),
+            text_lengths=np.array([answer.prompt_tokens]),
         )
         self._totals["prefill"] += end - start
         answer.held = end
-        if end == len(prompt):
+        self._keep(answer, slot)
+        if end == answer.prompt_tokens:
             self._choose(answer, logits[0])
 
-    def _choose(self, answer: _Answer, logits: NDArray[np.float32]) -> None:
-        """Choose the next token of `answer` from `logits` [1, V] and hand it over; the last one ends the answer."""
+    def _keep(self, answer: Answer, slot: int) -> None:
+        """Give the blocks that `answer` has completed in `slot` to the prefix cache."""
+        if self._prefixes is not None and answer.held // BLOCK > answer.kept:
+            self._prefixes.store(answer.context[: answer.held], self._cache, slot)
+            answer.kept = answer.held // BLOCK
+
+    # Answers
+
+    def _choose(self, answer: Answer, logits: NDArray[np.float32], guess: int | None = None) -> bool:
+        """Choose the next token of `answer` from `logits` [1, V] and hand it over; the last one ends the answer.
+
+        Return whether the token is `guess`, and more may follow.
+        """
         try:
             (token,) = answer.sampler.choose(logits, [0])
         except InputError as error:
             self._drop(answer, "error")
             self._hand(answer, error)
-            return
-        answer.tokens.append(token)
+            return False
+        answer.context.append(token)
         answer.times.append(self._clock())
         self._totals["output"] += 1
+        if token == guess:
+            answer.accepted += 1
+            self._totals["accepted"] += 1
         if token in self._config.eos_token_ids and not answer.request.sampling.ignore_eos:
             if self._tokenizer is None:  # who reads tokens wants this one, too
                 self._hand(answer, Chunk("", token))
             self._finish(answer, "stop")
-            return
-        if not self._hand(answer, Chunk(answer.text.push(token), token)):
+        elif not self._hand(answer, Chunk(answer.text.push(token), token)):
             self._drop(answer, "error")
         elif answer.text.stopped:
             self._finish(answer, "stop")
-        elif len(answer.tokens) == answer.limit:
+        elif answer.left == 0:
             self._finish(answer, "length")
+        else:
+            return token == guess
+        return False
 
-    def _finish(self, answer: _Answer, reason: str) -> None:
+    def _finish(self, answer: Answer, reason: str) -> None:
         self._drop(answer, reason)
         self._hand(answer, Chunk(answer.text.flush(), None, reason, answer.usage(self._clock())))
 
-    def _hand(self, answer: _Answer, item: Chunk | ForgeError) -> bool:
+    def _hand(self, answer: Answer, item: Chunk | ForgeError) -> bool:
         """Hand `item` to the receiver of `answer`; a receiver that raises loses its own answer and nobody else's."""
         try:
             answer.receive(item)
@@ -306,102 +412,12 @@ class Scheduler:
             return False
         return True
 
-    def _drop(self, answer: _Answer, reason: str) -> None:
-        del self._answers[answer.ticket]
-        answer.ended = True
+    def _drop(self, answer: Answer, reason: str) -> None:
+        del self._answers[answer]
         self._finished[reason] += 1
+        if self._speculation is not None:
+            self._speculation.forget(answer)
         if answer.slot is None:
             self._waiting.remove(answer)
         else:
             self._slots[answer.slot] = None
-
-
-class _NoText:
-    """Stands for the text of an answer that nobody reads as text."""
-
-    stopped = False
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
-class _Text(_NoText):
-    """The text of one answer, up to its first stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stop)
-
-    def push(self, token: int) -> str:
-        text = self._stops.push(self._detokenizer.push(token))
-        self.stopped = self._stops.found
-        return text
-
-    def flush(self) -> str:
-        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-
-
-@dataclass(eq=False)
-class _Answer:
-    """A request on its way. It waits until it has a slot, reads until it has a token, decodes until it has ended."""
-
-    ticket: Ticket
-    request: Request
-    receive: Receiver
-    submitted: float
-    limit: int  # tokens that may be chosen
-    text: _NoText
-    slot: int | None = None
-    held: int = 0  # tokens in the cache
-    tokens: list[int] = field(default_factory=list)  # chosen; the last one is not in the cache yet
-    times: list[float] = field(default_factory=list)  # when each was chosen
-    started: float | None = None  # when its prompt was first read
-    cancelled: bool = False
-    ended: bool = False
-
-    def __post_init__(self) -> None:
-        self.sampler = Sampler([self.request.sampling])
-
-    @property
-    def decoding(self) -> bool:
-        return bool(self.tokens)
-
-    @property
-    def deadline(self) -> float | None:
-        timeout_s = self.request.timeout_s
-        return None if timeout_s is None else self.submitted + timeout_s
-
-    def usage(self, now: float) -> Usage:
-        times = self.times
-        return Usage(
-            prompt_tokens=len(self.request.prompt),
-            output_tokens=len(times),
-            ttft_ms=(times[0] - self.submitted) * 1e3 if times else None,
-            tpot_ms=(times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None,
-            queue_ms=((now if self.started is None else self.started) - self.submitted) * 1e3,
-        )
-
-
-def queue_full(max_queue: int) -> Unavailable:
-    """Make the error of a queue without a place."""
-    return Unavailable(f"the queue is full: {max_queue} requests wait", hint="try again later")
-
-
-def check_tokens(ids: Sequence[int], longest: int, config: RuntimeConfig) -> None:
-    """Return if an artifact can read `ids`, of which it takes at most `longest`.
-
-    Raises:
-        UsageError: there are none, too many, or ids that the vocabulary has not.
-    """
-    if len(ids) == 0:
-        raise UsageError("the prompt is empty", hint="give at least one token")
-    if len(ids) > longest:
-        raise UsageError(
-            f"{len(ids)} tokens; this artifact takes at most {longest} (max_context {config.max_context})",
-            hint="shorten the prompt, or build with a larger engine.max_context",
-        )
-    if min(ids) < 0 or max(ids) >= config.vocabulary:
-        wrong = next(token for token in ids if not 0 <= token < config.vocabulary)
-        raise UsageError(f"token id {wrong}; the vocabulary has {config.vocabulary}")

@@ -111,6 +111,15 @@ class Cache:
             self._views[start, stop] = Cache(stop - start, self.capacity, buffers)
         return self._views[start, stop]
 
+    def copy(self, row: int, start: int, source: Cache, source_row: int, source_start: int, tokens: int) -> None:
+        """Copy `tokens` tokens, and states as a whole, from slot `source_start` of a row of `source` to `start`."""
+        for name, buffer in self.buffers.items():
+            if interface.is_state(name):
+                buffer[row] = source.buffers[name][source_row]
+            else:
+                taken = source.buffers[name][source_row, :, source_start : source_start + tokens]
+                buffer[row, :, start : start + tokens] = taken
+
     @property
     def size_bytes(self) -> int:
         """Size of all buffers, touched or not."""
@@ -199,6 +208,20 @@ class Session:
         self._gives_all_rows = interface.LOGITS_ROWS not in self.inputs
         # ONNX Runtime refuses to write other rows than these into an array of ours.
         self._declared_rows = logits.shape[1] if isinstance(logits.shape[1], int) else None
+
+    @property
+    def buckets(self) -> None:
+        """None: decode steps run exactly the rows that they need (`llmforge.runtime.backend.Backend`)."""
+        return None
+
+    @property
+    def reuse_obstacle(self) -> str | None:
+        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
+        if self.states:
+            return "layers keep a state, which holds a whole text and no part of it"
+        if interface.TEXT_LENGTHS in self.inputs:
+            return "rotary angles of cached keys depend on the length of the whole text"
+        return None
 
     def _reads_growing_caches(self, where: str) -> bool:
         """Say whether the caches grow in every step: all or none."""
