@@ -247,7 +247,7 @@ def triton(
     click.echo(str(repository.export(opened, model, output, version=model_version, copy=copy)))
     if binary is not None:
         ports = starting.Ports(host, http_port, grpc_port, metrics_port)
-        line = starting.command(binary, output, ports, model.serving.triton.drain_s, server_options)
+        line = starting.command(binary, output, ports, server_options)
         click.echo(shlex.join(line))
         sys.stdout.flush()
         os.execv(binary, line)

@@ -109,9 +109,6 @@ class TritonSpec(_Section):
     versions: int | None = Field(
         default=1, ge=1, description="how many of the model's newest versions are served; null: all"
     )
-    drain_s: float = Field(
-        default=25.0, ge=0, le=3600, description="seconds that running answers may go on for when the model is unloaded"
-    )
 
 
 class ServingSpec(_Section):
@@ -119,6 +116,12 @@ class ServingSpec(_Section):
 
     max_queue: int | None = Field(default=None, ge=0, description="requests that wait; one more is refused")
     step_tokens: int | None = Field(default=None, ge=1, description="token budget of one step of the engine")
+    prefix_cache_bytes: int | None = Field(
+        default=None, ge=0, description="bound of what is kept of texts for later ones that begin alike; 0: nothing"
+    )
+    speculation: Literal["off", "prompt-lookup"] | None = Field(
+        default=None, description="tokens guessed from the text itself, where that pays"
+    )
     timeout_s: float | None = Field(default=None, gt=0, description="deadline of requests that have none")
     triton: TritonSpec = Field(default_factory=TritonSpec)
 

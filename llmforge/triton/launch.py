@@ -37,17 +37,13 @@ def find(server: Path | None = None) -> Path:
     return Path(found)
 
 
-def command(server: Path, repository: Path, ports: Ports, drain_s: float, extra: Sequence[str] = ()) -> list[str]:
-    """Make the server's command line: this repository, nothing loaded or changed from outside.
-
-    The exit timeout leaves a model `drain_s` for its running answers and some time to end.
-    """
+def command(server: Path, repository: Path, ports: Ports, extra: Sequence[str] = ()) -> list[str]:
+    """Make the server's command line: this repository, nothing loaded or changed from outside."""
     return [
         str(server),
         f"--model-repository={repository}",
         "--model-control-mode=none",
         "--disable-auto-complete-config",
-        f"--exit-timeout-secs={int(drain_s) + 10}",
         f"--http-address={ports.host}",
         f"--http-port={ports.http}",
         f"--grpc-address={ports.host}",

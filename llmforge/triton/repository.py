@@ -8,6 +8,7 @@
            1/model.py          five lines over the package beside it
              llmforge/         the runtime, as it was when the artifact was measured
              requirements.txt  what the serving environment needs
+             __pycache__   an empty file: no bytecode stands beside the sources that the manifest vouches for
              engine/ tokenizer/    not inside an artifact, which has them already
 
 A server can read the repository inside an artifact where it lies: its model.py finds the engine there. `export` makes
@@ -51,6 +52,7 @@ _MODEL = '''\
 import sys
 from pathlib import Path
 
+sys.dont_write_bytecode = True
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from llmforge.triton.backend import checks  # noqa: E402
@@ -85,6 +87,7 @@ def write(model: Model, folder: Path, *, artifact: str = IN_ARTIFACT, version: i
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, own / path)
     (own / "model.py").write_text(_MODEL, encoding="utf-8")
+    (own / "__pycache__").touch()  # a file, so that Python neither writes bytecode into an artifact nor reads any there
     (own / "requirements.txt").write_text(requirements(model.runtime), encoding="utf-8")
 
 
@@ -92,7 +95,7 @@ def config(model: Model, artifact: str) -> str:
     """Render config.pbtxt."""
     serving, triton = model.serving, model.serving.triton
     options = serving.model_dump(exclude={"triton"}, exclude_none=True)
-    parameters = {"artifact": artifact, "drain_s": triton.drain_s, **options}
+    parameters = {"artifact": artifact, **options}
     return _render(
         "config.pbtxt.jinja",
         name=model.name,

@@ -19,9 +19,9 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from llmforge.errors import ForgeError, InputError, Unavailable, UsageError
+from llmforge.runtime.answer import Ticket
 from llmforge.runtime.engine import Engine
 from llmforge.runtime.request import Chunk, TokenLogprob
-from llmforge.runtime.scheduler import Ticket
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.inputs import Ask
 from llmforge.triton.backend.metrics import Metrics

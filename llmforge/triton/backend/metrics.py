@@ -12,7 +12,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from llmforge.runtime.scheduler import EngineStats
+from llmforge.runtime.stats import EngineStats
 
 PERIOD_S = 0.5
 # Seconds. A first token takes as long as its prompt is, a later one as long as a step.
@@ -39,6 +39,8 @@ GAUGES = {
     "llmforge_requests_waiting": ("Requests that wait for a slot", "waiting"),
     "llmforge_kv_tokens_used": ("Tokens that the KV cache holds", "kv_tokens_used"),
     "llmforge_kv_tokens_capacity": ("Tokens that the KV cache can hold", "kv_tokens_capacity"),
+    "llmforge_prefix_tokens_used": ("Tokens that the prefix cache holds", "prefix_tokens_used"),
+    "llmforge_prefix_tokens_capacity": ("Tokens that the prefix cache can hold", "prefix_tokens_capacity"),
 }
 ANSWERS = "llmforge_answers_total"  # by finish_reason: the engine's, and "refused" for requests that it did not take
 REFUSED = "refused"

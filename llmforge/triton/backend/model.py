@@ -23,6 +23,8 @@ from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.backend.answers import Sender, fail
 from llmforge.triton.backend.metrics import Metrics
 
+DRAIN_S = 5.0
+
 
 class TritonPythonModel:
     """The interface that Triton asks for."""
@@ -44,21 +46,19 @@ class TritonPythonModel:
         try:
             checks.numpy_fits(np.__version__)
             config = json.loads(args["model_config"])
-            self._settings = settings.read(config["parameters"])
+            wanted = settings.read(config["parameters"])
             if args["model_instance_kind"] == "GPU" and PROVIDER == "CPUExecutionProvider":
                 raise EnvironmentLacks(
                     "instance_group of config.pbtxt says KIND_GPU, and this runtime serves on the CPU",
                     hint="kind: KIND_CPU",
                 )
-            folder = Path(args["model_repository"], args["model_version"], self._settings.artifact)
-            self._engine = Engine.load(folder.resolve(), self._settings.engine, self._settings.threads)
+            folder = Path(args["model_repository"], args["model_version"], wanted.artifact)
+            self._engine = Engine.load(folder.resolve(), wanted.engine, wanted.threads)
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
-        labels = {
-            "model": args["model_name"],
-            "version": args["model_version"],
-            "instance": args["model_instance_name"],
-        }
+        for note in self._engine.stats().notes:
+            pb_utils.Logger.log_warn(f"llmforge: {note}")
+        labels = {name: args[f"model_{name}"] for name in ("name", "version", "instance_name")}
         self._metrics = Metrics(self._engine.stats, labels)
         self._sender = Sender(self._engine, self._metrics, _end_server)
 
@@ -74,8 +74,8 @@ class TritonPythonModel:
                 fail(sender, error)
 
     def finalize(self) -> None:
-        """Let what runs be answered, for as long as the settings allow, and stop."""
-        self._engine.close(drain=True, timeout_s=self._settings.drain_s)
+        """Stop. Triton waits for running answers before it unloads a model; any that are left end as cancelled."""
+        self._engine.close(drain=True, timeout_s=DRAIN_S)
         self._sender.close()
         self._metrics.close()
 

@@ -19,13 +19,11 @@ class Settings:
     """How the model serves.
 
     `artifact` is the folder that holds engine/ and tokenizer/, relative to that of model.py. `threads` overrides those
-    of the engine. `drain_s` is how long running answers may go on when the model is unloaded; it should be less than
-    the server's --exit-timeout-secs (30 unless set). `engine` options that are not given are the runtime's own.
+    of the engine. `engine` options that are not given are the runtime's own.
     """
 
     artifact: str
     threads: int | None = None
-    drain_s: float = 25.0
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 
 
