@@ -58,7 +58,8 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
         for note in self._engine.stats().notes:
             pb_utils.Logger.log_warn(f"llmforge: {note}")
-        labels = {name: args[f"model_{name}"] for name in ("name", "version", "instance_name")}
+        names = {"model": "model_name", "version": "model_version", "instance": "model_instance_name"}
+        labels = {label: args[name] for label, name in names.items()}
         self._metrics = Metrics(self._engine.stats, labels)
         self._sender = Sender(self._engine, self._metrics, _end_server)
 
