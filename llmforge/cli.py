@@ -24,6 +24,7 @@ from llmforge.errors import ForgeError, GateFailed, GateInconclusive, InputError
 
 if TYPE_CHECKING:
     from llmforge.report.model import Report
+    from llmforge.runtime.constraints import Constraint
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
@@ -125,29 +126,30 @@ def build(recipe: Path, out: Path, overrides: tuple[str, ...], as_json: bool, qu
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep the K likeliest tokens; 0 keeps all.")
+@click.option(
+    "--min-p", type=float, default=0.0, show_default=True, help="Drop what is less likely than P times the best."
+)
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat less.")
+@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Above 0: repeat less.")
+@click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="Above 0: repeat seldom.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
 @click.option("--stop", multiple=True, help="End before this text; may be given again.")
+@click.option("--logprobs", type=int, metavar="N", help="With --json: log probabilities, also of the N likeliest.")
+@click.option("--json-schema", type=click.Path(path_type=Path), metavar="FILE.json", help="Answer with such JSON.")
+@click.option("--regex", help="Answer with a text that matches all of it.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template, as the user's turn.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object at the end instead of a stream.")
 def run(
-    artifact: Path,
-    prompt: str,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    seed: int,
-    stop: tuple[str, ...],
-    chat: bool,
-    as_json: bool,
+    artifact: Path, prompt: str, json_schema: Path | None, regex: str | None, chat: bool, as_json: bool, **options: Any
 ) -> None:
     """Generate from ARTIFACT, as it will be served. PROMPT `-` reads standard input."""
     from llmforge import runtime
     from llmforge.artifact import Artifact
 
-    sampling = runtime.Sampling(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens, stop=stop
-    )
+    if options["logprobs"] is not None and not as_json:
+        raise UsageError("--logprobs are shown with --json alone")
+    # What is left of the options are fields of `Sampling`, by name.
+    sampling = runtime.Sampling(**options, constraint=_constraint(json_schema, regex))
     text = _stdin() if prompt == "-" else prompt
     runner = runtime.load(Artifact.open(artifact).path)  # tells more than the runtime what is wrong with a folder
     chunks = []
@@ -161,12 +163,14 @@ def run(
         return
     last = chunks[-1]
     assert last.usage is not None
+    logprobs = [vars(chunk.logprob) for chunk in chunks if chunk.logprob is not None]
     _write_json(
         {
             "text": "".join(chunk.text for chunk in chunks),
             "token_ids": [chunk.token_id for chunk in chunks if chunk.token_id is not None],
             "finish_reason": last.finish_reason,
             "usage": vars(last.usage),
+            **({"logprobs": logprobs} if sampling.logprobs is not None else {}),
         }
     )
 
@@ -366,6 +370,26 @@ def main() -> None:
     except Exception as error:
         error.add_note(_ISSUES)
         raise
+
+
+def _constraint(json_schema: Path | None, regex: str | None) -> Constraint | None:
+    from llmforge.runtime.constraints import Constraint
+
+    if json_schema is not None and regex is not None:
+        raise UsageError("--json-schema and --regex: an answer has one form")
+    if regex is not None:
+        return Constraint("regex", regex)
+    if json_schema is None:
+        return None
+    try:
+        schema = json.loads(json_schema.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{json_schema}: {error.strerror}") from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise UsageError(f"{json_schema}: not a JSON file: {error}") from error
+    if not isinstance(schema, dict):
+        raise UsageError(f"{json_schema}: {type(schema).__name__}; wanted a JSON schema, which is an object")
+    return Constraint.json_schema(schema)
 
 
 def _stdin() -> str:

@@ -9,13 +9,20 @@ from pathlib import Path
 import numpy as np
 
 from llmforge import targets
+from llmforge.checkpoint import Checkpoint
 from llmforge.engines import onnxruntime as engine
 from llmforge.errors import ForgeError
+from llmforge.passes.flash_attention import FlashAttention
+from llmforge.passes.fuse_norms import FuseNorms
+from llmforge.passes.pack_gate_up import PackGateUp
+from llmforge.passes.pack_qkv import PackQkv
 from llmforge.recipe import EngineSpec
-from llmforge.runtime import Chunk
+from llmforge.runtime import Chunk, load
 from llmforge.runtime.config import RuntimeConfig
 from llmforge.runtime.runner import Runner, read_tokenizer
 from llmforge.runtime.session import Session
+from llmforge.trace import trace
+from llmforge.transform import Context
 
 from .decoder_graph import decoder
 
@@ -31,6 +38,20 @@ def small_runner(folder: Path, checkpoint: Path, spec: EngineSpec = SPEC) -> Run
     config = RuntimeConfig.read(folder / "runtime.json")
     session = Session(folder / "model.onnx", config.session.resolve())
     return Runner(session, config, read_tokenizer(checkpoint / "tokenizer.json"), None)
+
+
+def sample_runner(folder: Path, checkpoint: Path) -> Runner:
+    """Build the trained sample checkpoint in fp32, fused as every recipe fuses it, for 8 answers at once."""
+    opened, target = Checkpoint.open(checkpoint), targets.local()
+    model = trace(opened)
+    for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()):
+        assert step.run(model, Context(target))
+    lowered, _ = engine.lower(model, target)
+    spec = EngineSpec(max_context=1024, max_batch=8, threads=1)
+    ends = {"eos_token_ids": opened.eos_token_ids, "bos_token_id": opened.bos_token_id}
+    engine.build(lowered, folder / "engine", spec=spec, **ends)
+    engine.write_tokenizer(opened, folder / "tokenizer")
+    return load(folder)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

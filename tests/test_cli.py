@@ -23,7 +23,8 @@ from llmforge.cli import cli
 from llmforge.gates import Verdict
 from llmforge.recipe import Recipe
 from llmforge.report import render
-from llmforge.runtime import Chunk, Sampling, Usage
+from llmforge.runtime import Chunk, Sampling, TokenLogprob, Usage
+from llmforge.runtime.constraints import Constraint
 
 from .reports import make
 from .sample_passes import Squeeze
@@ -187,7 +188,8 @@ class FakeRunner:
 
     def generate(self, prompt: object, sampling: Sampling) -> Iterator[Chunk]:
         self.asked.append((prompt, sampling))
-        yield Chunk("Grüße", 5)
+        logprob = None if sampling.logprobs is None else TokenLogprob(5, -0.5, ((5, -0.5),))
+        yield Chunk("Grüße", 5, logprob=logprob)
         yield Chunk("", 6)
         yield Chunk("!", None, "length", Usage(3, 2, 1.5, 0.5))
 
@@ -211,11 +213,14 @@ def test_run_streams_text(runner: FakeRunner) -> None:
 def test_run_passes_its_options_on(runner: FakeRunner) -> None:
     invoke(
         "run", "art", "Hello", "--max-tokens", "5", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40",
-        "--seed", "3", "--stop", "\n", "--stop", "END",
+        "--seed", "3", "--stop", "\n", "--stop", "END", "--min-p", "0.1", "--repetition-penalty", "1.1",
+        "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--regex", "a+", "--logprobs", "2", "--json",
     )  # fmt: skip
     assert runner.asked[0][1] == Sampling(
-        temperature=0.7, top_p=0.9, top_k=40, seed=3, max_tokens=5, stop=("\n", "END")
-    )
+        temperature=0.7, top_p=0.9, top_k=40, seed=3, max_tokens=5, stop=("\n", "END"), min_p=0.1,
+        repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3, constraint=Constraint("regex", "a+"),
+        logprobs=2,
+    )  # fmt: skip
 
 
 def test_run_reads_standard_input_less_its_last_newline(runner: FakeRunner) -> None:
@@ -239,7 +244,7 @@ def test_run_json_is_one_object(runner: FakeRunner) -> None:
         "text": "Grüße!",
         "token_ids": [5, 6],
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 3, "output_tokens": 2, "ttft_ms": 1.5, "tpot_ms": 0.5},
+        "usage": vars(Usage(3, 2, 1.5, 0.5)),
     }
 
 
@@ -247,6 +252,42 @@ def test_run_json_is_one_object(runner: FakeRunner) -> None:
 def test_run_refuses_options_out_of_range(runner: FakeRunner, options: list[str]) -> None:
     assert invoke("run", "art", "Hello", *options).exit_code == 2
     assert runner.asked == []
+
+
+def test_run_reads_a_json_schema(runner: FakeRunner, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    assert invoke("run", "art", "Hello", "--json-schema", str(schema)).exit_code == 0
+    assert runner.asked[0][1].constraint == Constraint.json_schema({"type": "object"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file"), ("{", "not a JSON file"), ("[]", "list; wanted a JSON schema, which is an object")],
+)
+def test_run_refuses_a_file_that_is_no_json_schema(
+    runner: FakeRunner, tmp_path: Path, text: str | None, message: str
+) -> None:
+    schema = tmp_path / "schema.json"
+    if text is not None:
+        schema.write_text(text)
+    result = invoke("run", "art", "Hello", "--json-schema", str(schema))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert runner.asked == []
+
+
+def test_run_refuses_what_does_not_go_together(runner: FakeRunner) -> None:
+    result = invoke("run", "art", "Hello", "--json-schema", "x.json", "--regex", "a")
+    assert (result.exit_code, "an answer has one form" in result.stderr) == (2, True)
+    result = invoke("run", "art", "Hello", "--logprobs", "2")
+    assert (result.exit_code, "--logprobs are shown with --json alone" in result.stderr) == (2, True)
+    assert runner.asked == []
+
+
+def test_run_json_shows_log_probabilities_that_were_asked_for(runner: FakeRunner) -> None:
+    shown = json.loads(invoke("run", "art", "Hello", "--json", "--logprobs", "1").stdout)
+    assert shown["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5]]}]
 
 
 def test_run_of_a_folder_of_versions_names_them(published: artifact.Artifact) -> None:

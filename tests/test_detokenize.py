@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from pathlib import Path
 
 import pytest
@@ -113,25 +114,85 @@ def test_after_a_flush_a_new_text_begins():
     assert first == "".join(map(detokenizer.push, ids)) + detokenizer.flush() == "the in"
 
 
+def first_stop(whole: str, stops: list[str]) -> tuple[int, int] | None:
+    """Start and end of the stop string that a reader of one character after another would find first."""
+    for end in range(1, len(whole) + 1):
+        complete = [end - len(stop) for stop in stops if whole[:end].endswith(stop)]
+        if complete:
+            return min(complete), end
+    return None
+
+
+@pytest.mark.parametrize("include", [False, True])
 @given(
-    pieces=st.lists(st.text("abc", max_size=4), max_size=12),
-    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    pieces=st.lists(st.text("abé🤔", max_size=4), max_size=12),
+    stops=st.lists(st.text("abé🤔", min_size=1, max_size=4), max_size=3),
 )
-def test_stop_strings_cut_where_a_search_in_the_growing_text_finds_the_first(pieces, stops):
-    finder = StopStrings(stops)
+@example(pieces=["abc"], stops=["abc", "b"])  # "b" is complete first
+@example(pieces=["aab"], stops=["ab"])
+def test_stop_strings_cut_where_a_reader_of_single_characters_finds_the_first(include, pieces, stops):
+    finder = StopStrings(stops, include=include)
     shown, whole, cut = "", "", None
     for piece in pieces:
         shown += finder.push(piece)
         whole += piece
-        if cut is None:
-            starts = [whole.find(stop) for stop in stops if stop in whole]
-            cut = min(starts) if starts else None
+        place = first_stop(whole, stops)
+        cut = place and place[include]
         assert whole[:cut].startswith(shown)
-        assert finder.found == (cut is not None)
-        if cut is None:  # held back: nothing but what may become a stop string
+        assert finder.found == (place is not None)
+        if place is None:  # held back: nothing but what may become a stop string
             held = whole[len(shown) :]
             assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     assert shown + finder.flush() == whole[:cut]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(data=st.data())
+def test_stop_strings_are_found_across_the_borders_of_tokens(tokenizer, data):
+    """A stop string cut out of the text itself: in the middle of tokens, of emoji sequences, of byte fallbacks."""
+    ids = tokenizer().encode(data.draw(text_of_users.filter(bool))).ids
+    whole = tokenizer().decode(ids)
+    if not whole:
+        return
+    start = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[start : start + data.draw(st.integers(1, 8))]
+    detokenizer, finder = Detokenizer(tokenizer()), StopStrings([stop])
+    shown = [finder.push(detokenizer.push(token)) for token in ids]
+    shown += [finder.push(detokenizer.flush()), finder.flush()]
+    assert finder.found
+    assert "".join(shown) == whole[: whole.find(stop)]
+
+
+@given(
+    pieces=st.lists(st.tuples(st.text("ab", max_size=3), st.booleans()), max_size=12),
+    stop=st.text("ab", min_size=1, max_size=4),
+)
+def test_a_piece_that_may_not_stop_is_text_whatever_it_completes(pieces, stop):
+    finder, shown, whole, cut = StopStrings([stop]), "", "", None
+    for piece, may_stop in pieces:
+        before = len(whole)
+        shown += finder.push(piece, may_stop=may_stop)
+        whole += piece
+        # An occurrence counts if it ends in a piece that may stop, and nothing of it was certain to be text before.
+        if cut is None and may_stop:
+            cut = next((e - len(stop) for e in range(before + 1, len(whole) + 1) if whole[:e].endswith(stop)), None)
+        assert finder.found == (cut is not None)
+        assert whole[:cut].startswith(shown)
+    assert shown + finder.flush() == whole[:cut]
+
+
+def test_stop_strings_take_time_for_new_text_alone():
+    """A thousand times the text takes about a thousand times as long, not a million times."""
+
+    def seconds(pieces: int) -> float:
+        finder = StopStrings(["\n\nUser:", "x" * 30, "</answer>"])
+        start = time.perf_counter()
+        for _ in range(pieces):
+            finder.push("so \n\nUse")
+        return time.perf_counter() - start
+
+    seconds(100)
+    assert seconds(40_000) < 40 * max(min(seconds(4000) for _ in range(3)), 1e-4)
 
 
 def test_a_stop_string_across_pieces_is_never_shown():

@@ -122,5 +122,5 @@ def test_no_block_is_lost_or_found_wrongly_in_a_long_random_life(session):
 
 
 def test_memory_without_room_for_a_block_is_refused(session):
-    with pytest.raises(UsageError, match="a prefix cache of 100 bytes; one block of 32 tokens takes 32768"):
+    with pytest.raises(UsageError, match="a prefix cache of 100 bytes; one block of 32 tokens takes 16384"):
         PrefixCache(session, 100)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from llmforge.runtime.chooser import TokenChooser
 from llmforge.runtime.detokenize import Detokenizer, StopStrings
 from llmforge.runtime.request import Receiver, Request, Usage
-from llmforge.runtime.sampling import Sampler
+from llmforge.runtime.sampling import Sampling
 
 
 class Text(Protocol):
@@ -40,21 +40,27 @@ class NoText:
 
 
 class StoppedText:
-    """The text of one answer, up to its first stop string."""
+    """The text of one answer, up to its first stop string that is complete after `min_tokens` tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
         self.stopped = False
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stop)
+        self._tokens_before_stop = sampling.min_tokens
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(sampling.stop, include=sampling.include_stop)
 
     def push(self, token: int) -> str:
         """Take one more token; return the text that is certain now. After `stopped`, nothing follows."""
-        text = self._stops.push(self._detokenizer.push(token))
-        self.stopped = self._stops.found
-        return text
+        self._tokens_before_stop -= 1
+        return self._push(self._detokenizer.push(token))
 
     def flush(self) -> str:
         """Return what was held back, after the last token."""
-        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        return self._push(self._detokenizer.flush()) + self._stops.flush()
+
+    def _push(self, text: str) -> str:
+        certain = self._stops.push(text, may_stop=self._tokens_before_stop < 0)
+        self.stopped = self._stops.found
+        return certain
 
 
 class Ticket:
@@ -70,6 +76,7 @@ class Answer(Ticket):
     submitted: float  # seconds of the scheduler's clock, as all times here
     limit: int  # tokens that may be chosen
     text: Text
+    chooser: TokenChooser
     slot: int | None = None
     held: int = 0  # tokens of `context` that its slot holds
     cached: int = 0  # tokens of the prompt that came from the prefix cache
@@ -82,7 +89,6 @@ class Answer(Ticket):
 
     def __post_init__(self) -> None:
         self.context = list(self.request.prompt)  # and every chosen token; the last one is not held yet
-        self.sampler = Sampler([self.request.sampling])
 
     @property
     def prompt_tokens(self) -> int:

@@ -50,22 +50,32 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first of some strings in a text that arrives in pieces, and holds back what may begin one."""
+    """Finds the first of some strings in a text that arrives in pieces, and holds back what may begin one.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    The first is the one that is complete first, of several the longest: so it does not depend on how the text is cut
+    into pieces. Time and memory of a piece grow with its own length and that of the strings, not with the text's.
+
+    With `include`, the text ends behind the string that was found, else before it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
         self.found = False
 
-    def push(self, text: str) -> str:
-        """Take more text; return what is certain to stand before any stop string. After `found`, nothing follows."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Take more text; return what is certain to stand before any stop string. After `found`, nothing follows.
+
+        Without `may_stop` a string that this piece completes is text like any other; one that it begins is not.
+        """
         if self.found:
             return ""
         self._held += text
-        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if starts:
+        if may_stop and (place := self._first()) is not None:
             self.found = True
-            self._held = self._held[: min(starts)]
+            start, end = place
+            self._held = self._held[: end if self._include else start]
             return self.flush()
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         certain = self._held[: len(self._held) - keep]
@@ -76,6 +86,12 @@ class StopStrings:
         """Return what was held back, after the last piece of text."""
         held, self._held = self._held, ""
         return held
+
+    def _first(self) -> tuple[int, int] | None:
+        """Find where the stop string starts and ends that is complete first, the longest of several."""
+        starts = ((self._held.find(stop), len(stop)) for stop in self._stops)
+        places = [(start, start + length) for start, length in starts if start >= 0]
+        return min(places, key=lambda place: (place[1], place[0]), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:

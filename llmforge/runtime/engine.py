@@ -81,6 +81,7 @@ class Engine:
             session.allocate(config.max_batch, config.max_context),
             config,
             runner.tokenizer,
+            runner.choosers,
             max_queue=options.max_queue,
             step_tokens=options.step_tokens,
             prefix_cache_bytes=options.prefix_cache_bytes,
@@ -132,26 +133,13 @@ class Engine:
         assert isinstance(ticket, Answer)
         ticket.cancelled = True  # the thread looks at it in every step
 
-    def stream(self, request: Request) -> Iterator[Chunk]:
+    def stream(self, request: Request) -> Stream:
         """Answer a request, chunk by chunk; it is submitted by this call, and closing the iterator cancels it.
 
         Raises:
             UsageError, Unavailable: as `submit` does, now. Errors of the answer are raised by the iterator.
         """
-        chunks: queue.SimpleQueue[Chunk | ForgeError] = queue.SimpleQueue()
-        return self._received(self.submit(request, chunks.put), chunks)
-
-    def _received(self, ticket: Ticket, chunks: queue.SimpleQueue[Chunk | ForgeError]) -> Iterator[Chunk]:
-        try:
-            while True:
-                item = chunks.get()
-                if isinstance(item, ForgeError):
-                    raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
-        finally:
-            self.cancel(ticket)
+        return Stream(self, request)
 
     def stats(self) -> EngineStats:
         """Give the figures after the last step, with what has arrived since among those that wait."""
@@ -216,6 +204,35 @@ class Engine:
                 self._scheduler.enqueue(answer)
             self._arrivals.clear()
         self._scheduler.fail(failure)
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one answer, as they come. It is cancelled when it is closed, or when nobody holds this any more."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine = engine
+        self._chunks: queue.SimpleQueue[Chunk | ForgeError] = queue.SimpleQueue()
+        self._ended = False
+        self.ticket = engine.submit(request, self._chunks.put)
+
+    def __next__(self) -> Chunk:
+        if self._ended:
+            raise StopIteration
+        item = self._chunks.get()
+        if isinstance(item, ForgeError):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    def close(self) -> None:
+        """Cancel the answer, if it has not ended; nothing more comes."""
+        self._ended = True
+        self._engine.cancel(self.ticket)
+
+    def __del__(self) -> None:
+        if hasattr(self, "ticket"):  # else it was refused
+            self.close()
 
 
 def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> Proposer | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmforge.errors import ForgeError, UsageError
 from llmforge.runtime.sampling import GREEDY, Sampling
@@ -24,6 +24,14 @@ class Request:
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise UsageError(f"timeout {self.timeout_s} s: wanted a finite number of seconds above 0")
+
+    def repeated(self, n: int) -> tuple[Request, ...]:
+        """Ask `n` times: the same prompt, with a seed for each answer. They share the prompt in the prefix cache.
+
+        Raises:
+            UsageError: `n` is less than 1.
+        """
+        return tuple(replace(self, sampling=sampling) for sampling in self.sampling.repeated(n))
 
 
 @dataclass(frozen=True)

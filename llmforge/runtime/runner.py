@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from llmforge.errors import ForgeError, InputError, UsageError
 from llmforge.runtime.chat import ChatTemplate
+from llmforge.runtime.chooser import Choosers
 from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
 from llmforge.runtime.request import Chunk, Request, check_tokens
 from llmforge.runtime.sampling import GREEDY, Sampling
@@ -48,6 +49,7 @@ class Runner:
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
+        self.choosers = Choosers(tokenizer, config.vocabulary, config.eos_token_ids)
         self._cache = session.allocate(config.max_batch, config.max_context)
         self._taken = [False] * config.max_batch
         self._lock = threading.Lock()
@@ -128,7 +130,14 @@ class Runner:
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
         budget = cache.batch * cache.capacity
         return Scheduler(
-            self.session, cache, self.config, tokenizer, max_queue=0, step_tokens=budget, chunk=PREFILL_CHUNK
+            self.session,
+            cache,
+            self.config,
+            tokenizer,
+            self.choosers,
+            max_queue=0,
+            step_tokens=budget,
+            chunk=PREFILL_CHUNK,
         )
 
     @contextlib.contextmanager

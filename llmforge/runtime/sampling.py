@@ -1,110 +1,109 @@
-"""How the next token is chosen: greedy, or drawn from a truncated distribution."""
+"""What a caller may choose about an answer."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmforge.errors import InputError, UsageError
+from llmforge.errors import UsageError
+from llmforge.runtime.constraints import Constraint
+
+MOST_LOGPROBS = 20  # as OpenAI's `top_logprobs`
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a caller may choose about an answer.
+    """How the tokens of one answer are chosen, and where it ends. Every default leaves the model as it is.
 
-    `temperature` 0 is greedy; otherwise logits are divided by it, then cut to the `top_k` largest (0: all), then to
-    the smallest set of tokens whose probability reaches `top_p` (Holtzman et al. 2020). Equal seeds give equal
-    answers. Generation ends at `max_tokens` (None: where the context ends), at an end-of-sequence token (unless
-    `ignore_eos`) or before one of the `stop` strings.
+    A token is chosen in this order, which is that of vLLM's sampler (`vllm/v1/sample/sampler.py`):
+
+    1. `logprobs` are read from the model's own logits: temperature 1, nothing applied (None: none are given; 0: that of
+       the chosen token; N: also the N most probable).
+    2. `constraint` forbids what would leave its grammar, and the end of the answer where the grammar is not complete.
+    3. `min_tokens` forbids end-of-sequence and `stop_token_ids` until so many tokens are made. Where a constraint
+       allows nothing but the end, the answer ends.
+    4. `logit_bias`, pairs of a token id and a number from -100 to 100, is added to the logits (OpenAI).
+    5. `repetition_penalty` divides positive logits, and multiplies negative ones, of every token in the prompt or the
+       answer (CTRL: Keskar et al. 2019, section 4.1, in the form of Hugging Face transformers); 1 is none.
+    6. `frequency_penalty` times the count of a token in the answer, and `presence_penalty` if it is there at all, are
+       subtracted (OpenAI; the prompt does not count); 0 is none.
+    7. `temperature` 0 takes the largest logit, the lowest id among equals. Else logits are divided by it, and
+    8. `min_p` drops tokens less probable than so large a part of the most probable one's (Nguyen et al. 2024),
+    9. `top_k` keeps so many of the most probable (0: all; Fan et al. 2018),
+    10. `top_p` keeps the fewest of the most probable whose share of what is left reaches it (Holtzman et al. 2020),
+    11. and one token is drawn from the rest with a number from the answer's own stream, which `seed` starts.
+
+    Equal seeds give equal answers, whatever runs beside them. An answer ends at an end-of-sequence token (unless
+    `ignore_eos`), at one of `stop_token_ids`, before one of the `stop` strings (after it with `include_stop`; strings
+    that are complete within the first `min_tokens` tokens do not count), or at `max_tokens` (None: where the context
+    ends).
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(f"temperature {self.temperature}: wanted a finite number, 0 (greedy) or more")
+        _within("temperature", self.temperature, 0, math.inf, "a finite number, 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p {self.top_p}: wanted more than 0, at most 1 (1: all tokens)")
-        if self.top_k < 0:
-            raise UsageError(f"top_k {self.top_k}: wanted 0 (all tokens) or more")
-        if self.seed < 0:
-            raise UsageError(f"seed {self.seed}: wanted 0 or more")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"max_tokens {self.max_tokens}: wanted 1 or more")
+        _within("top_k", self.top_k, 0, math.inf, "0 (all tokens) or more")
+        _within("min_p", self.min_p, 0, 1, "0 (all tokens) to 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise UsageError(f"repetition_penalty {self.repetition_penalty}: wanted a finite number above 0 (1: none)")
+        _within("presence_penalty", self.presence_penalty, -2, 2, "-2 to 2 (0: none)")
+        _within("frequency_penalty", self.frequency_penalty, -2, 2, "-2 to 2 (0: none)")
+        for token, bias in self.logit_bias:
+            _within("logit_bias: token id", token, 0, math.inf, "0 or more")
+            _within(f"logit_bias of token {token}:", bias, -100, 100, "-100 to 100")
+        _within("seed", self.seed, 0, math.inf, "0 or more")
+        if self.max_tokens is not None:
+            _within("max_tokens", self.max_tokens, 1, math.inf, "1 or more")
+        _within("min_tokens", self.min_tokens, 0, math.inf, "0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens {self.min_tokens}: wanted at most max_tokens, which is {self.max_tokens}")
         if not all(self.stop):
             raise UsageError("an empty stop string would end every answer before it begins")
+        for token in self.stop_token_ids:
+            _within("stop_token_ids:", token, 0, math.inf, "0 or more")
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"0 to {MOST_LOGPROBS}")
+        if self.constraint is not None and self.ignore_eos:
+            raise UsageError("ignore_eos with a constraint: an answer that is complete could not end")
+
+    def repeated(self, n: int) -> tuple[Sampling, ...]:
+        """Give the sampling of each of `n` answers to a prompt: the first keeps the seed, the others get derived ones.
+
+        Raises:
+            UsageError: `n` is less than 1.
+        """
+        if n < 1:
+            raise UsageError(f"n {n}: wanted 1 or more")
+        others = (np.random.SeedSequence((self.seed, i)).generate_state(1, np.uint64)[0] for i in range(1, n))
+        return (self, *(dataclasses.replace(self, seed=int(seed)) for seed in others))
+
+
+def _within(name: str, value: float, low: float, high: float, wanted: str) -> None:
+    """Refuse a value outside of [low, high], NaN, and infinity."""
+    if not (low <= value <= high and value < math.inf):
+        raise UsageError(f"{name} {value}: wanted {wanted}")
 
 
 GREEDY = Sampling()
-
-
-class Sampler:
-    """Chooses tokens for the rows of a batch; each row draws from its own seeded stream.
-
-    So a row's tokens do not depend on what runs beside it.
-    """
-
-    def __init__(self, samplings: Sequence[Sampling]) -> None:
-        self._samplings = tuple(samplings)
-        self._streams = [np.random.default_rng(sampling.seed) for sampling in samplings]
-
-    def choose(self, logits: NDArray[np.float32], rows: Sequence[int]) -> list[int]:
-        """Choose one token for each of `rows` from `logits` [B, V]; a sampled row takes one number of its stream.
-
-        Raises:
-            InputError: the logits of a row are NaN or infinite, which no intact engine yields.
-        """
-        best = logits.argmax(axis=1)  # the first NaN where there is one
-        for row in rows:
-            if not np.isfinite(logits[row, best[row]]):
-                raise InputError(f"the engine gave logits that are not finite, for row {row}")
-        return [
-            int(best[row])
-            if self._samplings[row].temperature == 0
-            else draw(logits[row], self._samplings[row], self._streams[row].random())
-            for row in rows
-        ]
-
-
-def draw(logits: NDArray[np.float32], sampling: Sampling, uniform: float) -> int:
-    """Draw a token from `logits` [V] by inversion: `uniform` in [0, 1) decides."""
-    candidates, probabilities = distribution(logits, sampling)
-    cumulative = probabilities.cumsum()
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    return int(candidates[min(index, len(candidates) - 1)])
-
-
-def distribution(logits: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Give the tokens that may be drawn from `logits` [V], in ascending order, and their probabilities.
-
-    Where equal logits stand on the border of top-k or top-p, the lower token ids are taken.
-    """
-    scaled = logits.astype(np.float64) - float(logits.max())
-    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
-        scaled /= sampling.temperature
-    tokens = np.arange(len(logits))
-    if 0 < sampling.top_k < len(logits):
-        border = np.partition(logits, -sampling.top_k)[-sampling.top_k]
-        tokens = tokens[logits >= border]  # with every token that equals the border
-        order = np.argsort(-logits[tokens], kind="stable")
-        tokens = np.sort(tokens[order[: sampling.top_k]])
-    probabilities = np.exp(scaled[tokens])
-    probabilities /= probabilities.sum()
-    if sampling.top_p < 1:
-        # All tokens below (1 - p) / n weigh less than 1 - p together: none of them is in the nucleus, none is sorted.
-        likely = np.flatnonzero(probabilities >= (1 - sampling.top_p) / len(tokens))
-        order = likely[np.argsort(-logits[tokens][likely], kind="stable")]  # logits tell apart what exp rounds to one
-        before = probabilities[order].cumsum() - probabilities[order]
-        kept = np.sort(order[before < sampling.top_p])
-        tokens, probabilities = tokens[kept], probabilities[kept] / probabilities[kept].sum()
-    return tokens, probabilities

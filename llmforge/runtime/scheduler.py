@@ -30,9 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from llmforge.errors import ForgeError, InputError, Unavailable, UsageError
+from llmforge.errors import ForgeError, Unavailable, UsageError
 from llmforge.runtime.answer import Answer, NoText, StoppedText
 from llmforge.runtime.backend import Backend, C
+from llmforge.runtime.chooser import Choosers
 from llmforge.runtime.config import RuntimeConfig
 from llmforge.runtime.prefix_cache import BLOCK, PrefixCache
 from llmforge.runtime.request import Chunk, Receiver, Request, check_tokens
@@ -57,6 +58,7 @@ class Scheduler(Generic[C]):
         config: vocabulary and end-of-sequence tokens.
         tokenizer: makes the text of chunks; None: chunks have no text, one of them the end-of-sequence token, and stop
             strings are refused.
+        choosers: start the choice of tokens of each answer.
         max_queue: requests that may wait while all slots are taken.
         step_tokens: budget of one step, in tokens.
         chunk: longest piece of a prompt that runs at once, in tokens; never longer than `step_tokens`.
@@ -77,6 +79,7 @@ class Scheduler(Generic[C]):
         cache: C,
         config: RuntimeConfig,
         tokenizer: Tokenizer | None,
+        choosers: Choosers,
         *,
         max_queue: int,
         step_tokens: int,
@@ -89,6 +92,7 @@ class Scheduler(Generic[C]):
         self._cache = cache
         self._config = config
         self._tokenizer = tokenizer
+        self._choosers = choosers
         self._max_queue = max_queue
         self._step_tokens = step_tokens
         self._chunk = min(chunk, step_tokens)
@@ -121,6 +125,7 @@ class Scheduler(Generic[C]):
 
         Raises:
             UsageError: the prompt is empty, too long or has unknown tokens; or stop strings, and there is no tokenizer.
+            UsageError, UnsupportedError, EnvironmentLacks: as `Choosers.start` does.
         """
         check_tokens(request.prompt, self._cache.capacity - 1, self._config.vocabulary)
         if self._tokenizer is None and request.sampling.stop:
@@ -131,7 +136,8 @@ class Scheduler(Generic[C]):
             receive,
             submitted=self._clock() if submitted is None else submitted,
             limit=min(request.sampling.max_tokens or room, room),
-            text=NoText() if self._tokenizer is None else StoppedText(self._tokenizer, request.sampling.stop),
+            text=NoText() if self._tokenizer is None else StoppedText(self._tokenizer, request.sampling),
+            chooser=self._choosers.start(request.sampling, request.prompt),
         )
 
     def check_room(self, arriving: int = 0) -> None:
@@ -273,7 +279,7 @@ class Scheduler(Generic[C]):
             assert slot is not None
             answer.held += 1
             self._keep(answer, slot)
-            self._choose(answer, logits[slot])
+            self._choose(answer, logits[slot, 0])
         seconds = self._clock() - start
         self._steps[n] += 1
         self._totals["decode"] += len(answers)
@@ -305,7 +311,7 @@ class Scheduler(Generic[C]):
         tokens = 0
         for row, guess in zip(logits, [*guesses, None], strict=True):
             answer.held += 1
-            right = self._choose(answer, row[None], guess)
+            right = self._choose(answer, row, guess)
             tokens += 1
             if not right:
                 break
@@ -358,7 +364,7 @@ class Scheduler(Generic[C]):
         answer.held = end
         self._keep(answer, slot)
         if end == answer.prompt_tokens:
-            self._choose(answer, logits[0])
+            self._choose(answer, logits[0, 0])
 
     def _keep(self, answer: Answer, slot: int) -> None:
         """Give the blocks that `answer` has completed in `slot` to the prefix cache."""
@@ -369,13 +375,13 @@ class Scheduler(Generic[C]):
     # Answers
 
     def _choose(self, answer: Answer, logits: NDArray[np.float32], guess: int | None = None) -> bool:
-        """Choose the next token of `answer` from `logits` [1, V] and hand it over; the last one ends the answer.
+        """Choose the next token of `answer` from `logits` [V] and hand it over; the last one ends the answer.
 
         Return whether the token is `guess`, and more may follow.
         """
         try:
-            (token,) = answer.sampler.choose(logits, [0])
-        except InputError as error:
+            token, logprob = answer.chooser.choose(logits)
+        except ForgeError as error:
             self._drop(answer, "error")
             self._hand(answer, error)
             return False
@@ -385,11 +391,11 @@ class Scheduler(Generic[C]):
         if token == guess:
             answer.accepted += 1
             self._totals["accepted"] += 1
-        if token in self._config.eos_token_ids and not answer.request.sampling.ignore_eos:
+        if answer.chooser.ends(token):
             if self._tokenizer is None:  # who reads tokens wants this one, too
-                self._hand(answer, Chunk("", token))
+                self._hand(answer, Chunk("", token, logprob=logprob))
             self._finish(answer, "stop")
-        elif not self._hand(answer, Chunk(answer.text.push(token), token)):
+        elif not self._hand(answer, Chunk(answer.text.push(token), token, logprob=logprob)):
             self._drop(answer, "error")
         elif answer.text.stopped:
             self._finish(answer, "stop")
@@ -400,8 +406,11 @@ class Scheduler(Generic[C]):
         return False
 
     def _finish(self, answer: Answer, reason: str) -> None:
+        rest = answer.text.flush()
+        if reason == "length" and answer.text.stopped:  # the text that was held back completes a stop string
+            reason = "stop"
         self._drop(answer, reason)
-        self._hand(answer, Chunk(answer.text.flush(), None, reason, answer.usage(self._clock())))
+        self._hand(answer, Chunk(rest, None, reason, answer.usage(self._clock())))
 
     def _hand(self, answer: Answer, item: Chunk | ForgeError) -> bool:
         """Hand `item` to the receiver of `answer`; a receiver that raises loses its own answer and nobody else's."""

@@ -1,0 +1,122 @@
+"""Two hundred requests at once, on the trained sample checkpoint in fp32: each gets what it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from llmforge.data import read_documents
+from llmforge.runtime import Request, Runner, Sampling
+from llmforge.runtime.answer import Answer
+from llmforge.runtime.prefix_cache import BLOCK
+from llmforge.runtime.scheduler import Scheduler
+from llmforge.runtime.speculation import Payoff, PromptLookup, Speculation
+
+from .engines import Received, sample_runner
+
+REQUESTS = 200
+CHUNK = 64
+CACHE_BLOCKS = 60
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory, sample_checkpoint) -> Runner:
+    return sample_runner(tmp_path_factory.mktemp("sample"), sample_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def texts(runner, data) -> list[list[int]]:
+    encoded = [runner.encode(document.text) for document in read_documents(data / "evaluation.jsonl")]
+    return [ids for ids in encoded if len(ids) > 300]
+
+
+@dataclass
+class Client:
+    """One request, when it comes (in steps), after how many chunks its caller loses interest, and whom it follows.
+
+    A prompt that goes on from an earlier turn begins with that one's prompt and what has come of its answer.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    arrives: int
+    leaves: int | None
+    earlier: Client | None
+    received: Received = field(default_factory=Received)
+    ticket: Answer | None = None
+
+    @property
+    def request(self) -> Request:
+        return self.ticket.request
+
+    def arrive(self, scheduler: Scheduler) -> None:
+        turn = () if self.earlier is None else (*self.earlier.request.prompt, *self.earlier.received.tokens)
+        self.ticket = scheduler.add(Request(turn + self.prompt, self.sampling), self.received.receive)
+
+
+def clients(texts: Sequence[Sequence[int]], random: np.random.Generator) -> list[Client]:
+    systems = [tuple(text[: int(random.integers(40, 260))]) for text in texts[:6]]
+    made: list[Client] = []
+    arrives = 0
+    for i in range(REQUESTS):
+        text = texts[int(random.integers(len(texts)))]
+        start, length = int(random.integers(0, 150)), int(random.integers(1, 100))
+        own = tuple(text[start : start + length])
+        prompt = systems[int(random.integers(6))] + own if random.random() < 0.7 else own
+        earlier = made[int(random.integers(i))] if i > 20 and random.random() < 0.25 else None
+        sampled = {"temperature": 0.8, "top_p": 0.95, "seed": i} if random.random() < 0.3 else {}
+        stop = ("the",) if random.random() < 0.15 else ()
+        ignore_eos = bool(random.random() < 0.5)
+        sampling = Sampling(max_tokens=int(random.integers(1, 40)), stop=stop, ignore_eos=ignore_eos, **sampled)
+        arrives += int(random.choice([0, 0, 0, 1, 2, 9]))
+        leaves = int(random.integers(0, 12)) if random.random() < 0.15 else None
+        made.append(Client(own[:20] if earlier else prompt, sampling, arrives, leaves, earlier))
+    return made
+
+
+def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
+    everybody = clients(texts, np.random.default_rng(7))
+    block_bytes = runner.session.allocate(1, BLOCK).size_bytes
+    scheduler = Scheduler(
+        runner.session,
+        runner.session.allocate(8, runner.config.max_context),
+        runner.config,
+        runner.tokenizer,
+        max_queue=REQUESTS,
+        step_tokens=2 * CHUNK,
+        chunk=CHUNK,
+        prefix_cache_bytes=CACHE_BLOCKS * block_bytes,
+        speculation=Speculation(PromptLookup(), Payoff(always=True)),
+    )
+    step = 0
+    while scheduler.busy or any(client.ticket is None for client in everybody):
+        for client in everybody:
+            if client.ticket is None and client.arrives <= step:
+                client.arrive(scheduler)
+            if client.ticket is not None and client.leaves is not None:
+                client.ticket.cancelled = len(client.received.chunks) >= client.leaves
+        scheduler.step()
+        step += 1
+        stats = scheduler.stats()
+        assert stats.prefix_tokens_used <= CACHE_BLOCKS * BLOCK
+
+    compared = 0
+    for client in everybody:
+        alone = "".join(chunk.text for chunk in runner.generate(client.request.prompt, client.request.sampling))
+        if client.received.reason == "cancelled":
+            assert alone.startswith(client.received.text)
+        else:
+            assert client.received.text == alone
+            compared += 1
+    assert compared > 160
+    assert stats.finished["cancelled"] > 10
+    assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0)
+    assert sum(stats.finished.values()) == REQUESTS
+    assert stats.prefix_hit_tokens > 3000
+    assert stats.accepted_tokens > 50
+    assert len(stats.steps) > 4
+    assert stats.prefill_tokens + stats.prefix_hit_tokens <= stats.prompt_tokens
+    print(stats, step)
