@@ -25,7 +25,7 @@ from pathlib import Path
 
 SERVER = ("nvidia-pytriton==0.7.0",)
 # The server's python backend was built for numpy 1. The rest is what llmforge/triton/backend/checks.py names.
-SERVING = ("numpy==1.26.4", "onnxruntime==1.31.1", "tokenizers==0.23.3", "jinja2==3.1.6")
+SERVING = ("numpy==1.26.4", "onnxruntime==1.31.1", "tokenizers==0.23.3", "jinja2==3.1.6", "llguidance==1.9.1")
 CLIENT = ("tritonclient[grpc]==2.73.0", "protobuf==6.33.6", "grpcio==1.85.1")
 
 

@@ -116,7 +116,8 @@ def requirements(runtime: RuntimeConfig) -> str:
         f"{name}>={oldest}" if oldest is not None else f"{name}=={runtime.onnxruntime}"
         for name, oldest in checks.NEEDED.items()
     ]
-    return "\n".join(["# A Triton older than 24.11 needs numpy<2 as well.", *lines]) + "\n"
+    constraints = ["# For answers of a given form: JSON schemas, regular expressions, grammars.", *checks.OPTIONAL]
+    return "\n".join(["# A Triton older than 24.11 needs numpy<2 as well.", *lines, *constraints]) + "\n"
 
 
 def of_artifact(artifact: Artifact, *, name: str | None = None, overrides: Sequence[str] = ()) -> Model:

@@ -18,7 +18,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
-from llmforge.errors import ForgeError, InputError, Unavailable, UsageError
+from llmforge.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.answer import Ticket
 from llmforge.runtime.engine import Engine
 from llmforge.runtime.request import Chunk, TokenLogprob
@@ -198,6 +198,8 @@ def fail(sender: Any, error: ForgeError) -> None:
         code = pb_utils.TritonError.UNAVAILABLE
     elif isinstance(error, UsageError | InputError):
         code = pb_utils.TritonError.INVALID_ARG
+    elif isinstance(error, UnsupportedError | EnvironmentLacks):
+        code = pb_utils.TritonError.UNSUPPORTED
     response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 

@@ -17,6 +17,8 @@ from llmforge.errors import EnvironmentLacks, VersionMismatch
 PYTHON = (3, 11)
 # Import name → oldest version that serves; ONNX Runtime's is the artifact's own business (engine/runtime.json).
 NEEDED: Mapping[str, str | None] = {"jinja2": "3.1.6", "numpy": "1.26", "onnxruntime": None, "tokenizers": "0.22"}
+# Needed by requests that ask for it; as pyproject.toml has it.
+OPTIONAL = ("llguidance>=1.9,<2",)
 # pybind11 2.12 and newer name the module `numpy._core`, which numpy 2 has; older ones read the fields of arrays where
 # numpy 1 kept them, and take every array of numpy 2 for 0 bytes. Triton 24.11 is the first with the newer one.
 KNOWS_NUMPY_2 = b"numpy._core"
