@@ -58,7 +58,7 @@ def ask(url: str, model: str, request: dict[str, Any], out: dict[str, Any]) -> N
             done.set()
 
     with grpc.InferenceServerClient(url) as client:
-        client.start_stream(callback=receive)
+        client.start_stream(callback=receive, headers={"triton_grpc_error": "true"})  # statuses, not texts alone
         client.async_stream_infer(
             model,
             tensors(request["inputs"]),
