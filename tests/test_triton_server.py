@@ -21,6 +21,8 @@ from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 from llmforge.runtime import Runner, Sampling, load
+from llmforge.triton import repository
+from llmforge.triton.backend import signature
 
 from . import published
 from .triton_env import TritonEnv
@@ -29,7 +31,6 @@ from .triton_server import Server, client, environment_or_skip, launched
 pytestmark = pytest.mark.xdist_group("triton")  # one server for all of them
 
 CONTEXT, SLOTS, QUEUE = 16384, 8, 24
-PERIOD_S = 0.5  # of reports to the metrics endpoint (llmforge/triton/backend/metrics.py, which only the server imports)
 LONG = CONTEXT - 100  # tokens; seconds of work
 # Characters of two to four bytes, most of them several tokens each, and sequences of characters that belong together.
 SCRIPT = "日本語を話す😀 héllo 👩‍👩‍👧 한국어 🏳️‍🌈 ok. "
@@ -123,6 +124,33 @@ class TestEnvironment:
         assert config["model_transaction_policy"] == {"decoupled": True}
         assert config["instance_group"][0]["kind"] == "KIND_CPU"
         assert config["parameters"]["max_queue"]["string_value"] == str(QUEUE)
+
+
+class TestConfig:
+    """config.pbtxt, read by Triton's own schema."""
+
+    def test_tensors_are_those_of_the_code(self, env: TritonEnv, artifacts: dict[str, Artifact]) -> None:
+        text = (artifacts["random"].path / "triton" / "random" / "config.pbtxt").read_text()
+        config = client(env, {"config": text})
+        assert (config["name"], config["backend"], config["max_batch_size"]) == ("random", "python", 1)
+        assert config["model_transaction_policy"] == {"decoupled": True}
+        assert config["parameters"]["artifact"] == {"string_value": "../../.."}
+        assert config["model_warmup"][0]["batch_size"] == 1  # 0 would be skipped, silently
+        for key, specs in (("input", signature.INPUTS), ("output", signature.OUTPUTS)):
+            assert [(each["name"], each["data_type"], each["dims"]) for each in config[key]] == [
+                (spec.name, spec.data_type, [str(spec.length)]) for spec in specs
+            ]
+        assert all(each["optional"] for each in config["input"])
+
+    def test_instances_and_versions_are_those_of_the_recipe(
+        self, env: TritonEnv, artifacts: dict[str, Artifact]
+    ) -> None:
+        changes = ["triton.kind=gpu", "triton.gpus=[1, 3]", "triton.instances=2", "triton.versions="]
+        model = repository.of_artifact(artifacts["random"], name='a"b', overrides=changes)
+        config = client(env, {"config": repository.config(model, repository.ALONE)})
+        assert config["name"] == 'a"b'
+        assert config["instance_group"] == [{"kind": "KIND_GPU", "count": 2, "gpus": [1, 3]}]
+        assert config["version_policy"] == {"all": {}}
 
 
 class TestAnswers:
@@ -297,8 +325,7 @@ class TestRefusals:
         assert "max_tokens -1" in answer["error"]["message"]
 
     def test_a_full_queue_is_unavailable_and_cancelled_streams_free_their_slots(self, server: Server) -> None:
-        time.sleep(2 * PERIOD_S)  # the last report
-        before = server.metrics("random")
+        before = server.settled("random")
         body = {"text_input": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
         with contextlib.ExitStack() as held:
             for _ in range(SLOTS + QUEUE):
@@ -329,8 +356,8 @@ class TestCancelling:
         assert time.monotonic() - began < 4.0
 
     def test_by_closing_the_connection(self, server: Server) -> None:
-        """Of a stream; `generate` without one has nothing to write, and this server sees only then that nobody reads."""
-        before = server.metrics("random").get("llmforge_answers_total:cancelled", 0)
+        """Of a stream: this server sees that nobody reads when it writes, and `generate` writes at the end alone."""
+        before = server.settled("random").get("llmforge_answers_total:cancelled", 0)
         body = {"text_input": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
         with server.open("/v2/models/random/generate_stream", body) as response:
             assert response is not None
@@ -363,13 +390,11 @@ def test_a_client_that_does_not_read_holds_nobody_up(server: Server) -> None:
 
 def test_metrics_say_what_happened(server: Server) -> None:
     server.wait_for("random", requests_running=0)
-    time.sleep(2 * PERIOD_S)  # the last report
-    before = server.metrics("random")
+    before = server.settled("random")
     for i in range(3):
         server.generate_stream("random", text_input=f"one two three {i}", max_tokens=50, ignore_eos=True)
     server.wait_for("random", output_tokens_total=before["llmforge_output_tokens_total"] + 150)
-    time.sleep(2 * PERIOD_S)
-    after = server.metrics("random")
+    after = server.settled("random")
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["llmforge_answers_total:length"] == 3
     assert grown["llmforge_prompt_tokens_total"] > 9
@@ -459,9 +484,6 @@ def test_the_repository_inside_an_artifact_serves_where_it_lies(
     env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
 ) -> None:
     artifact = artifacts["scripted"]
-    config = (artifact.path / "triton" / "scripted" / "config.pbtxt").read_text()
-    parsed = client(env, {"config": config})
-    assert parsed["parameters"]["artifact"] == {"string_value": "../../.."}
     # `--model-repository` a second time: both are served.
     with launched(
         env, artifacts["random"].path, tmp_path / "repository", f"--model-repository={artifact.path / 'triton'}"

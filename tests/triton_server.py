@@ -24,6 +24,8 @@ from .triton_env import CannotServe, TritonEnv
 
 CLIENT = Path(__file__).with_name("triton_client.py")
 START_S = 60.0
+# Twice the time between reports (llmforge/triton/backend/metrics.py, which nothing but the server can import).
+REPORTS_S = 1.0
 _SAMPLE = re.compile(r"(?P<name>\w+)\{(?P<labels>[^}]*)\} (?P<value>\S+)")
 
 
@@ -92,6 +94,11 @@ class Server:
             if labels.get("model") == model:
                 found[match["name"] + (f":{extra}" if extra else "")] = float(match["value"])
         return found
+
+    def settled(self, model: str) -> dict[str, float]:
+        """Give the metrics after the last report of what happened so far."""
+        time.sleep(REPORTS_S)
+        return self.metrics(model)
 
     def wait_for(self, model: str, timeout_s: float = 10.0, **wanted: float) -> float:
         """Wait until the metrics are as wanted (names without their prefix); return the seconds it took."""
