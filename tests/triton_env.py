@@ -29,6 +29,10 @@ SERVING = ("numpy==1.26.4", "onnxruntime==1.31.1", "tokenizers==0.23.3", "jinja2
 CLIENT = ("tritonclient[grpc]==2.73.0", "protobuf==6.33.6", "grpcio==1.85.1")
 
 
+# Load generator of NVIDIA's, of 1.2 GB: installed by the slow test that runs it.
+AIPERF = ("aiperf==0.13.0",)
+
+
 class CannotServe(Exception):
     """This machine cannot run the server; says why."""
 
@@ -88,6 +92,22 @@ def prepare() -> TritonEnv:
             _install(folder, python)
             (folder / "ready").touch()
     return TritonEnv(folder)
+
+
+def prepare_aiperf(env: TritonEnv) -> Path:
+    """Install aiperf where it is not there yet; return its program.
+
+    Raises:
+        CannotServe: it cannot be installed here.
+    """
+    folder = env.folder / "aiperf"
+    with _locked(env.folder):
+        if not (folder / "ready").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            _run([sys.executable, "-m", "venv", str(folder)])
+            _pip(str(folder / "bin/python"), *AIPERF)
+            (folder / "ready").touch()
+    return folder / "bin/aiperf"
 
 
 def _folder(python: str) -> Path:
