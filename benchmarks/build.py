@@ -91,10 +91,13 @@ def write_recipe(path: Path, checkpoint: Path, args: argparse.Namespace) -> None
                     "bits": 4,
                     "block_size": args.block_size,
                     "method": args.method,
+                    "symmetric": args.symmetric,
+                    "embedding_bits": args.embedding_bits,
                     "budget": {"kld_mean": 10.0},  # random weights have no quality to keep
                 }
             },
             *([{"quantize-kv-cache": {"bits": 8, "budget": {"kld_mean": 10.0}}}] if args.kv8 else []),
+            *([{"cpu-kernels": {"budget": {"kld_mean": 10.0}}}] if args.kernels else []),
         ],
     }
     path.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
@@ -184,6 +187,9 @@ def main() -> None:
     parser.add_argument("--artifact", type=Path, help="time this artifact only, build nothing")
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--method", choices=("rtn", "gptq"), default="rtn")
+    parser.add_argument("--symmetric", action="store_true", help="weights without zero points")
+    parser.add_argument("--embedding-bits", type=int, choices=(4, 8), default=8)
+    parser.add_argument("--kernels", action="store_true", help="with the CPU kernels of llmforge")
     parser.add_argument("--kv8", action="store_true", help="int8 KV cache")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512])

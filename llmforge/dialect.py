@@ -34,7 +34,7 @@ __all__ = [
     "linear_attention",
 ]
 
-OPSETS: Mapping[str, int] = {"": 24, "llmforge": 1, "com.microsoft": 1}
+OPSETS: Mapping[str, int] = {"": 24, "llmforge": 1, "com.microsoft": 1, "llmforge.cpu": 1}
 
 FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 INT32, INT64, UINT8 = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
@@ -91,6 +91,40 @@ _EXPERTS = {  # attributes of com.microsoft::MoE and QMoE
     "swiglu_limit": "float",
     "normalize_routing_weights": "int",
 }
+
+
+_CPU_WEIGHTS = {"N": "int!", "K": "int!", "bits": "int!", "block_size": "int!", "zero_points": "int!"}
+
+
+def _cpu_attention(cache: ir.DataType) -> Operator:
+    """Describe the attention of `llmforge.cpu` over caches of one dtype."""
+    floats = frozenset({FLOAT})
+    return Operator(
+        (
+            _in("qkv", floats, 3),
+            _in("past_key", frozenset({cache}), 4),
+            _in("past_value", frozenset({cache}), 4),
+            _in("seqlens_k", _I32, 1),
+            _in("cos_cache", floats, 2, optional=True),
+            _in("sin_cache", floats, 2, optional=True),
+            _in("k_scale", floats, optional=True),
+            _in("v_scale", floats, optional=True),
+            _in("q_norm_weight", floats, 1, optional=True),
+            _in("k_norm_weight", floats, 1, optional=True),
+            _in("head_sink", floats, 1, optional=True),
+        ),
+        {
+            "num_heads": "int!",
+            "kv_num_heads": "int!",
+            "local_window_size": "int!",
+            "rotary_interleaved": "int!",
+            "per_channel": "int!",
+            "scale": "float!",
+            "softcap": "float!",
+            "qk_norm_epsilon": "float!",
+        },
+        outputs=3,
+    )
 
 
 def _attention_over(tokens: Input) -> Operator:
@@ -366,6 +400,20 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         {"epsilon": "float!"},
         outputs=4,
     ),
+    # written by cpu-kernels (docs/cpu-kernels.md)
+    ("llmforge.cpu", "Linear"): Operator(
+        (
+            _in("x", frozenset({FLOAT})),
+            _in("weights", frozenset({UINT8}), 2),
+            _in("bias", frozenset({FLOAT}), 1, optional=True),
+            _in("norm", frozenset({FLOAT}), 1, optional=True),
+            _in("residual", frozenset({FLOAT}), optional=True),
+        ),
+        {**_CPU_WEIGHTS, "activation": "int!", "epsilon": "float!"},
+    ),
+    ("llmforge.cpu", "Embedding"): Operator((_in("ids", _I64), _in("weights", frozenset({UINT8}), 2)), _CPU_WEIGHTS),
+    ("llmforge.cpu", "GroupQueryAttention"): _cpu_attention(FLOAT),
+    ("llmforge.cpu", "GroupQueryAttentionInt8"): _cpu_attention(ir.DataType.INT8),
     ("", "SimplifiedLayerNormalization"): Operator(  # ONNX Runtime's, in the standard domain
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}, outputs=2
     ),

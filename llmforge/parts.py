@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from llmforge import dialect, graph, interface, probe
+from llmforge import dialect, graph, interface, native, probe
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.errors import UnsupportedError
 from llmforge.runtime.session import CACHE_DTYPES, LOAD_FAILURES, PROVIDER, grown, store_grown
@@ -152,6 +152,7 @@ class Part:
         options.intra_op_num_threads = threads
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        native.register(options)
         arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
         self._weights: Arrays = {}
         if not any(node.op_type in _PACKED_OPERATORS for node in executable.graph):

@@ -1,5 +1,6 @@
 """The passes, one flat file each, and the explicit tuple of all of them."""
 
+from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.fuse_norms import FuseNorms
@@ -20,6 +21,7 @@ ALL: tuple[type[Pass], ...] = (
     QuantizeWeights,
     FuseExperts,
     QuantizeKvCache,
+    CpuKernels,
     GenaiInterface,
     OptimumInterface,
 )

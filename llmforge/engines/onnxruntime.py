@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as registry
 
-from llmforge import dialect, folding, graph
+from llmforge import dialect, folding, graph, native
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
@@ -144,6 +144,8 @@ def check_operators(model: ir.Model) -> None:
     missing: dict[str, str] = {}
     for node in model.graph.all_nodes():
         operator, opset = (node.domain, node.op_type), model.opset_imports.get(node.domain, 1)
+        if node.domain == native.DOMAIN and native.library() is not None:
+            continue
         # The definition that the model's opset selects; 0 where there is none.
         version = max((since for since in definitions.get(operator, ()) if since <= opset), default=0)
         runs = any(_covers(versions, version) for versions in kernels.get(operator, ()))
@@ -233,7 +235,12 @@ def session_options(threads: int | None) -> SessionOptions:
 
 def check_context(model: ir.Model, max_context: int) -> None:
     """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them."""
-    places = {(MICROSOFT, "GroupQueryAttention"): 7, ("", "RotaryEmbedding"): 1}  # index of the cosines
+    places = {
+        (MICROSOFT, "GroupQueryAttention"): 7,
+        (native.DOMAIN, "GroupQueryAttention"): 4,
+        (native.DOMAIN, "GroupQueryAttentionInt8"): 4,
+        ("", "RotaryEmbedding"): 1,
+    }  # index of the cosines
     for node in model.graph.all_nodes():
         index = places.get((node.domain, node.op_type))
         table = node.inputs[index] if index is not None and index < len(node.inputs) else None

@@ -15,7 +15,9 @@ _LOOKED_UP = {
     "Gather": {0},
     "GatherBlockQuantized": {0, 2, 3},
     "RotaryEmbedding": {1, 2},
-    "GroupQueryAttention": {7, 8},
+    "GroupQueryAttention": {4, 5, 7, 8},  # 4 and 5: of llmforge.cpu; those of ONNX Runtime are no initializers
+    "GroupQueryAttentionInt8": {4, 5},
+    "Embedding": {1},
 }
 
 

@@ -21,7 +21,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from llmforge import interface
+from llmforge import interface, native
 from llmforge.errors import InputError, UnsupportedError, UsageError
 
 PROVIDER = "CPUExecutionProvider"
@@ -158,6 +158,7 @@ class Session:
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if config.optimize else levels.ORT_DISABLE_ALL
         for key, value in config.entries.items():
             options.add_session_config_entry(key, value)
+        native.register(options)
         if initializers:
             held = [ort.OrtValue.ortvalue_from_numpy(np.asarray(value, order="C")) for value in initializers.values()]
             options.add_external_initializers(list(initializers), held)
@@ -201,8 +202,9 @@ class Session:
             raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
         self.vocabulary: int = logits.shape[-1]
         self._growing = self._reads_growing_caches(where)
-        # GroupQueryAttention: "batch_size must be 1 when sequence_length > 1 and past context is given"
-        self._one_row_continuations = interface.SEQLENS_K in self.inputs or (
+        # GroupQueryAttention of ONNX Runtime, which alone reads that input: "batch_size must be 1 when sequence_length > 1
+        # and past context is given"
+        self._one_row_continuations = interface.TOTAL_SEQUENCE_LENGTH in self.inputs or (
             interface.ATTENTION_MASK in self.inputs and not self._growing
         )
         self._gives_all_rows = interface.LOGITS_ROWS not in self.inputs

@@ -1,0 +1,67 @@
+"""Compiled CPU kernels: custom operators of ONNX Runtime in the domain `llmforge.cpu` (docs/cpu-kernels.md).
+
+The library is built from the C sources beside this file when llmforge is installed with a C compiler at hand. It holds
+the kernels for several instruction sets and picks those of the processor that it runs on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import onnxruntime as ort
+
+from llmforge.errors import EnvironmentLacks, UsageError
+
+DOMAIN = "llmforge.cpu"
+VERSION = 1  # of the operators and of the layout of their weights
+INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni", "avx512bf16")  # from the one that runs everywhere to the fastest
+
+
+@cache
+def library() -> Path | None:
+    """Find the compiled library; None where llmforge was installed without one."""
+    folder = Path(__file__).parent
+    candidates = (folder / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in candidates if path.exists()), None)
+
+
+def require() -> Path:
+    """Return the compiled library.
+
+    Raises:
+        EnvironmentLacks: llmforge was installed without one.
+    """
+    path = library()
+    if path is None:
+        raise EnvironmentLacks(
+            f"the CPU kernels of llmforge ({DOMAIN}) are not compiled in this installation",
+            hint="install a C compiler (gcc or clang), then install llmforge again",
+        )
+    return path
+
+
+def register(options: ort.SessionOptions) -> None:
+    """Make the operators known to sessions with `options`, where they are compiled."""
+    path = library()
+    if path is not None:
+        options.register_custom_ops_library(str(path))
+
+
+def instruction_set(name: str | None = None) -> str:
+    """Make every session of this process use the kernels of an instruction set (None: the best); return its name.
+
+    Raises:
+        EnvironmentLacks: there is no library.
+        UsageError: there is no such instruction set, or this processor lacks it.
+    """
+    choose = ctypes.CDLL(str(require())).llmforge_kernels
+    choose.restype, choose.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+    chosen = choose(None if name is None else name.encode())
+    if chosen is None:
+        raise UsageError(
+            f"no CPU kernels for {name!r} on this processor", hint=f"one of {', '.join(INSTRUCTION_SETS)} that it has"
+        )
+    return str(chosen.decode())

@@ -1,0 +1,94 @@
+/* Arithmetic of the CPU kernels. Each function exists once per instruction set (impl.inc); `kernels_of_this_cpu` picks. */
+#ifndef LLMFORGE_KERNELS_H
+#define LLMFORGE_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define LANES 16 /* rows of weights that stand side by side in one group */
+
+/* Weights of one linear layer, quantized to 4 or 8 bits in blocks of columns: groups of 16 rows, one after the other. A
+ * group holds, for every block of columns in turn, its codes; then for every block 16 fp32 scales; then, where there are
+ * any, for every block 16 uint8 zero points; and ends at a multiple of 64 bytes. A code c of a row stands for
+ * (c - zero point)·scale; the zero point is 8 or 128 where none are stored.
+ * Codes of a block are vectors of 64 bytes. 4 bits: byte 4·lane + j of vector v holds, of row `lane` of the group, column
+ * 4v + j of the block in its low half and column block/2 + 4v + j in its high half. 8 bits: column 4v + j.
+ * Rows beyond `n` pad the last group. */
+typedef struct Weights {
+    const uint8_t *data;
+    int64_t n, k, block;
+    int bits, zero_points;
+} Weights;
+
+static inline int64_t codes_size(const Weights *w) { return w->k * LANES * w->bits / 8; } /* bytes of a group's codes */
+static inline int64_t group_size(const Weights *w) {
+    int64_t blocks = w->k / w->block;
+    return codes_size(w) + blocks * 4 * LANES + (w->zero_points ? (blocks * LANES + 63) / 64 * 64 : 0);
+}
+static inline int64_t groups_of(const Weights *w) { return (w->n + LANES - 1) / LANES; }
+
+typedef struct Linear {
+    Weights weights;
+    int activation;        /* ACTIVATION_* */
+    const float *bias;     /* [n] in the order of the rows, or NULL */
+    const float *residual; /* [m, outputs], added to the result, or NULL */
+    float *y;              /* [m, outputs]; outputs is n, or n/2 with an activation */
+} Linear;
+
+/* With an activation f, groups alternate between gate and up, and an output is f(gate)·up. */
+enum { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
+
+/* Rows of activations as int8, one scale a block of columns: x ≈ value·scale. */
+typedef struct Rows {
+    int8_t *value;  /* [m, k] */
+    float *scale;   /* [m, k/block] */
+    int32_t *sum;   /* [m, k/block]: of the values of a block, which zero points are multiplied with */
+} Rows;
+
+/* One layer's attention over its cache. Strides count elements. */
+typedef struct Attention {
+    int64_t batch, sequence, heads, kv_heads, dim, capacity;
+    const float *qkv;          /* [batch, sequence, (heads + 2·kv_heads)·dim] */
+    const int32_t *lengths;    /* [batch]: past + sequence - 1 */
+    void *key, *value;         /* [batch, kv_heads, capacity, dim], fp32 or int8 */
+    int int8;
+    const float *cosine, *sine; /* [positions, rotary/2], or NULL */
+    int64_t rotary;            /* rotated dimensions of a head */
+    int interleaved;           /* pairs are (2i, 2i+1) instead of (i, i + rotary/2) */
+    const float *key_scale, *value_scale; /* [1] or [kv_heads·dim] of an int8 cache */
+    int per_channel;
+    const float *query_norm, *key_norm; /* [dim] of RMSNorm over a head, or NULL */
+    float epsilon, scale, softcap;
+    int64_t window;            /* a query sees that many keys at most, itself among them; ≤ 0: all */
+    const float *sink;         /* [heads], or NULL */
+    float *query;              /* scratch [batch, sequence, heads, dim]: rotated, scaled queries */
+    float *y;                  /* [batch, sequence, heads·dim] */
+} Attention;
+
+typedef struct Kernels {
+    const char *name;
+    /* Quantize `count` rows of x [k], each after RMSNorm with weights `gamma` where that is not NULL. */
+    void (*quantize)(const float *x, int64_t count, int64_t k, int64_t block, const float *gamma, float epsilon,
+                     const Rows *rows, float *scratch);
+    /* Compute groups `first` … `last - 1` (pairs stay together) of a layer for `m` rows. */
+    void (*linear)(const Linear *layer, const Rows *rows, int64_t m, int64_t first, int64_t last);
+    /* Copy row `row` of the weights, dequantized, to y [k]. */
+    void (*dequantize)(const Weights *weights, int64_t row, float *y);
+    /* Norm and rotate the queries of tokens `first` … `last - 1` of a row and of one key/value head, write its keys and
+     * values to the cache. */
+    void (*attention_prepare)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
+    /* Attend for queries `first` … `last - 1` of a row and of one key/value head. */
+    void (*attention)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
+} Kernels;
+
+extern const Kernels kernels_generic;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2, kernels_avx512vnni, kernels_avx512bf16;
+#endif
+
+/* Memory of the calling thread, `size` bytes aligned to 64, valid until its next call with the same `slot`; NULL where
+ * there is none. */
+void *scratch(int slot, size_t size);
+enum { SCRATCH_ROWS, SCRATCH_NORM, SCRATCH_QUERY, SCRATCH_SCORES, SCRATCH_KEYS, SCRATCH_VALUES, SCRATCH_SLOTS };
+
+#endif

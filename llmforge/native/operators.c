@@ -1,0 +1,448 @@
+/* The custom operators of domain llmforge.cpu, as ONNX Runtime sees them (docs/cpu-kernels.md gives their signatures). */
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "ort_abi.h"
+
+#define DOMAIN "llmforge.cpu"
+#define PARALLEL_UNITS 128      /* pieces that a step is cut into at most; ONNX Runtime gives each thread neighbours */
+#define INLINE_MACS (256 * 1024) /* below that many multiplications, waking a thread costs more than it saves */
+#define SHARED_ROWS 2           /* up to that many rows, every thread quantizes them itself: cheaper than a second wake */
+#define LARGEST_DIM 1024
+#define MAX_RANK 8
+
+#define TRY(expression)                             \
+    do {                                            \
+        Status *status_ = (expression);             \
+        if (status_) return status_;                \
+    } while (0)
+#define REFUSE(message) return ort_status(api, STATUS_INVALID_ARGUMENT, DOMAIN "::" message)
+
+static const Kernels *kernels;
+
+void *scratch(int slot, size_t size) {
+    static _Thread_local struct { void *memory; size_t size; } held[SCRATCH_SLOTS];
+    if (held[slot].size < size) {
+        free(held[slot].memory);
+        size = (size + 4095) / 4096 * 4096;
+        held[slot].memory = aligned_alloc(64, size);
+        held[slot].size = held[slot].memory ? size : 0;
+    }
+    return held[slot].memory;
+}
+
+typedef struct Tensor {
+    void *data; /* NULL: an optional input that is not given */
+    int64_t dims[MAX_RANK];
+    size_t rank;
+    int64_t count;
+} Tensor;
+
+static Status *read_tensor(const Api *api, const Value *value, Tensor *tensor) {
+    TypeAndShape *shape;
+    TRY(ort_data(api, (Value *)value, &tensor->data));
+    TRY(ort_shape(api, value, &shape));
+    Status *status = ort_rank(api, shape, &tensor->rank);
+    if (!status && tensor->rank > MAX_RANK) status = ort_status(api, STATUS_INVALID_ARGUMENT, "rank above 8");
+    if (!status) status = ort_dims(api, shape, tensor->dims, tensor->rank);
+    ort_release_shape(api, shape);
+    tensor->count = 1;
+    for (size_t i = 0; !status && i < tensor->rank; i++) tensor->count *= tensor->dims[i];
+    return status;
+}
+
+static Status *input(const Api *api, const Context *context, size_t index, Tensor *tensor) {
+    const Value *value = NULL;
+    memset(tensor, 0, sizeof *tensor);
+    TRY(ort_input(api, context, index, &value));
+    return value ? read_tensor(api, value, tensor) : NULL;
+}
+
+static Status *output(const Api *api, Context *context, size_t index, const int64_t *dims, size_t rank, void **data) {
+    Value *value = NULL;
+    TRY(ort_output(api, context, index, dims, rank, &value));
+    if (!value) return ort_status(api, STATUS_FAIL, DOMAIN ": an output has no memory");
+    return ort_data(api, value, data);
+}
+
+/* ---- Linear, Embedding ------------------------------------------------------------------------------------ */
+
+typedef struct LinearKernel {
+    const Api *api;
+    Weights weights; /* without data */
+    int64_t activation;
+    float epsilon;
+} LinearKernel;
+
+static Status *keep(const Api *api, const void *made, size_t size, void **kernel) {
+    *kernel = malloc(size);
+    if (!*kernel) return ort_status(api, STATUS_FAIL, "out of memory");
+    memcpy(*kernel, made, size);
+    return NULL;
+}
+
+static Status *read_weights(const Api *api, const KernelInfo *info, Weights *w) {
+    int64_t bits, zero_points;
+    TRY(ort_attribute_int(api, info, "N", &w->n));
+    TRY(ort_attribute_int(api, info, "K", &w->k));
+    TRY(ort_attribute_int(api, info, "block_size", &w->block));
+    TRY(ort_attribute_int(api, info, "bits", &bits));
+    TRY(ort_attribute_int(api, info, "zero_points", &zero_points));
+    w->bits = (int)bits;
+    w->zero_points = (int)zero_points;
+    if (bits != 4 && bits != 8) REFUSE("Linear, Embedding: bits is 4 or 8");
+    if (w->block < 32 || w->block % 32 || w->n < 1 || w->k < 1 || w->k % w->block)
+        REFUSE("Linear, Embedding: block_size must be a multiple of 32 and divide K");
+    return NULL;
+}
+
+static Status *linear_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
+    (void)op;
+    LinearKernel made = {.api = api};
+    TRY(read_weights(api, info, &made.weights));
+    TRY(ort_attribute_int(api, info, "activation", &made.activation));
+    TRY(ort_attribute_float(api, info, "epsilon", &made.epsilon));
+    const int64_t n = made.weights.n, activation = made.activation;
+    if (activation < ACTIVATION_NONE || activation > ACTIVATION_GELU_TANH || (activation && n % (2 * LANES)))
+        REFUSE("Linear: activation is 0 … 2, and N a multiple of 32 with one");
+    return keep(api, &made, sizeof made, kernel);
+}
+
+static Status *embedding_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
+    (void)op;
+    LinearKernel made = {.api = api};
+    TRY(read_weights(api, info, &made.weights));
+    return keep(api, &made, sizeof made, kernel);
+}
+
+typedef struct LinearWork {
+    Linear layer;
+    Rows rows; /* shared; not used where every thread quantizes for itself */
+    const float *x, *norm;
+    float epsilon;
+    int64_t m, groups, units;
+    unsigned long id; /* 0: `rows` are shared */
+    atomic_int failed;
+} LinearWork;
+
+static size_t rows_size(int64_t m, int64_t k, int64_t block) {
+    return (size_t)(m * k + 63) / 64 * 64 + (size_t)(m * (k / block)) * 8 + 64;
+}
+
+static Rows rows_in(void *memory, int64_t m, int64_t k, int64_t block) {
+    char *scales = (char *)memory + (m * k + 63) / 64 * 64;
+    return (Rows){memory, (float *)scales, (int32_t *)(scales + m * (k / block) * 4)};
+}
+
+static int quantize_rows(LinearWork *work, const Rows *rows, int64_t first, int64_t count) {
+    const int64_t k = work->layer.weights.k, block = work->layer.weights.block, blocks = k / block;
+    float *normed = scratch(SCRATCH_NORM, (size_t)k * sizeof(float));
+    Rows part = {rows->value + first * k, rows->scale + first * blocks, rows->sum + first * blocks};
+    if (!normed) return 0;
+    kernels->quantize(work->x + first * k, count, k, block, work->norm, work->epsilon, &part, normed);
+    return 1;
+}
+
+static void quantize_unit(void *data, size_t unit) {
+    LinearWork *work = data;
+    int64_t first = work->m * (int64_t)unit / work->units, last = work->m * ((int64_t)unit + 1) / work->units;
+    if (!quantize_rows(work, &work->rows, first, last - first)) work->failed = 1;
+}
+
+static void linear_unit(void *data, size_t unit) {
+    static _Thread_local unsigned long done;
+    LinearWork *work = data;
+    Rows rows = work->rows;
+    if (work->id) {
+        void *memory = scratch(SCRATCH_ROWS, rows_size(work->m, work->layer.weights.k, work->layer.weights.block));
+        if (!memory) { work->failed = 1; return; }
+        rows = rows_in(memory, work->m, work->layer.weights.k, work->layer.weights.block);
+        if (done != work->id && !quantize_rows(work, &rows, 0, work->m)) { work->failed = 1; return; }
+        done = work->id;
+    }
+    const int64_t step = work->layer.activation ? 2 : 1, pairs = work->groups / step;
+    kernels->linear(&work->layer, &rows, work->m, pairs * (int64_t)unit / work->units * step,
+                    pairs * ((int64_t)unit + 1) / work->units * step);
+}
+
+static Status *run(const Api *api, const Context *context, void (*work)(void *, size_t), int64_t total, void *data, int alone) {
+    if (!alone) return ort_parallel(api, context, work, (size_t)total, data);
+    for (int64_t i = 0; i < total; i++) work(data, (size_t)i);
+    return NULL;
+}
+
+static Status *linear_compute(void *kernel, Context *context) {
+    static atomic_ulong ids;
+    const LinearKernel *self = kernel;
+    const Api *api = self->api;
+    Tensor x, weights, bias, norm, residual;
+    TRY(input(api, context, 0, &x));
+    TRY(input(api, context, 1, &weights));
+    TRY(input(api, context, 2, &bias));
+    TRY(input(api, context, 3, &norm));
+    TRY(input(api, context, 4, &residual));
+    const Weights *w = &self->weights;
+    const int64_t outputs = self->activation ? w->n / 2 : w->n;
+    LinearWork work = {.groups = groups_of(w), .epsilon = self->epsilon};
+    if (x.rank < 1 || x.dims[x.rank - 1] != w->k) REFUSE("Linear: X is not [..., K]");
+    if (weights.count != work.groups * group_size(w)) REFUSE("Linear: the weights have another size");
+    work.m = x.count / w->k;
+    if (bias.data && bias.count != w->n) REFUSE("Linear: bias is not [N]");
+    if (norm.data && norm.count != w->k) REFUSE("Linear: norm is not [K]");
+    if (residual.data && residual.count != work.m * outputs) REFUSE("Linear: residual has another shape than Y");
+    void *y;
+    int64_t dims[MAX_RANK];
+    memcpy(dims, x.dims, sizeof dims);
+    dims[x.rank - 1] = outputs;
+    TRY(output(api, context, 0, dims, x.rank, &y));
+    if (!work.m) return NULL;
+    work.layer = (Linear){*w, (int)self->activation, bias.data, residual.data, y};
+    work.layer.weights.data = weights.data;
+    work.x = x.data;
+    work.norm = norm.data;
+    const int alone = work.m * w->n * w->k < INLINE_MACS;
+    if (work.m <= SHARED_ROWS) {
+        work.id = atomic_fetch_add(&ids, 1) + 1;
+    } else {
+        void *memory = scratch(SCRATCH_QUERY, rows_size(work.m, w->k, w->block));
+        if (!memory) return ort_status(api, STATUS_FAIL, "out of memory");
+        work.rows = rows_in(memory, work.m, w->k, w->block);
+        work.units = work.m < PARALLEL_UNITS ? work.m : PARALLEL_UNITS;
+        TRY(run(api, context, quantize_unit, work.units, &work, alone));
+    }
+    const int64_t pairs = work.groups / (self->activation ? 2 : 1);
+    work.units = pairs < PARALLEL_UNITS ? pairs : PARALLEL_UNITS;
+    TRY(run(api, context, linear_unit, work.units, &work, alone));
+    return work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : NULL;
+}
+
+static Status *embedding_compute(void *kernel, Context *context) {
+    const LinearKernel *self = kernel;
+    const Api *api = self->api;
+    Tensor ids, weights;
+    TRY(input(api, context, 0, &ids));
+    TRY(input(api, context, 1, &weights));
+    Weights w = self->weights;
+    w.data = weights.data;
+    if (weights.count != groups_of(&w) * group_size(&w)) REFUSE("Embedding: the weights have another size");
+    if (ids.rank >= MAX_RANK) REFUSE("Embedding: rank above 7");
+    ids.dims[ids.rank] = w.k;
+    void *y;
+    TRY(output(api, context, 0, ids.dims, ids.rank + 1, &y));
+    for (int64_t i = 0; i < ids.count; i++) {
+        int64_t id = ((const int64_t *)ids.data)[i];
+        if (id < 0 || id >= w.n) REFUSE("Embedding: a token id is outside the vocabulary");
+        kernels->dequantize(&w, id, (float *)y + i * w.k);
+    }
+    return NULL;
+}
+
+/* ---- GroupQueryAttention ------------------------------------------------------------------------------------------ */
+
+typedef struct AttentionKernel {
+    const Api *api;
+    int int8;
+    int64_t heads, kv_heads, window, interleaved, per_channel;
+    float scale, softcap, epsilon;
+} AttentionKernel;
+
+static Status *attention_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
+    AttentionKernel made = {.api = api, .int8 = strcmp(op->name(op), "GroupQueryAttentionInt8") == 0};
+    TRY(ort_attribute_int(api, info, "num_heads", &made.heads));
+    TRY(ort_attribute_int(api, info, "kv_num_heads", &made.kv_heads));
+    TRY(ort_attribute_int(api, info, "local_window_size", &made.window));
+    TRY(ort_attribute_int(api, info, "rotary_interleaved", &made.interleaved));
+    TRY(ort_attribute_int(api, info, "per_channel", &made.per_channel));
+    TRY(ort_attribute_float(api, info, "scale", &made.scale));
+    TRY(ort_attribute_float(api, info, "softcap", &made.softcap));
+    TRY(ort_attribute_float(api, info, "qk_norm_epsilon", &made.epsilon));
+    if (made.heads < 1 || made.kv_heads < 1 || made.heads % made.kv_heads)
+        REFUSE("GroupQueryAttention: kv_num_heads must divide num_heads");
+    return keep(api, &made, sizeof made, kernel);
+}
+
+typedef struct AttentionWork {
+    Attention a;
+    int64_t pieces; /* of a row's tokens */
+    int64_t piece;  /* tokens of one */
+} AttentionWork;
+
+static void split(const AttentionWork *work, size_t unit, int64_t *batch, int64_t *head, int64_t *first, int64_t *last) {
+    /* Pieces of one row are neighbours of other heads: the last pieces, which see most keys, spread over the threads. */
+    int64_t rows = work->a.batch * work->a.kv_heads, row = (int64_t)unit / work->pieces;
+    (void)rows;
+    *batch = row / work->a.kv_heads;
+    *head = row % work->a.kv_heads;
+    *first = (int64_t)unit % work->pieces * work->piece;
+    *last = *first + work->piece < work->a.sequence ? *first + work->piece : work->a.sequence;
+}
+
+static void prepare_unit(void *data, size_t unit) {
+    int64_t batch, head, first, last;
+    split(data, unit, &batch, &head, &first, &last);
+    kernels->attention_prepare(&((AttentionWork *)data)->a, batch, head, first, last);
+}
+
+static void attention_unit(void *data, size_t unit) {
+    int64_t batch, head, first, last;
+    split(data, unit, &batch, &head, &first, &last);
+    kernels->attention(&((AttentionWork *)data)->a, batch, head, first, last);
+}
+
+static void whole_unit(void *data, size_t unit) { /* one token a row: no other unit's keys are needed */
+    prepare_unit(data, unit);
+    attention_unit(data, unit);
+}
+
+static Status *attention_compute(void *kernel, Context *context) {
+    const AttentionKernel *self = kernel;
+    const Api *api = self->api;
+    Tensor qkv, key, value, lengths, cosine, sine, key_scale, value_scale, query_norm, key_norm, sink;
+    Tensor *inputs[] = {&qkv, &key, &value, &lengths, &cosine, &sine, &key_scale, &value_scale, &query_norm, &key_norm, &sink};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) TRY(input(api, context, i, inputs[i]));
+    if (qkv.rank != 3 || key.rank != 4 || value.rank != 4 || memcmp(key.dims, value.dims, 4 * sizeof(int64_t)))
+        REFUSE("GroupQueryAttention: wanted qkv [batch, sequence, width] and equal caches [batch, kv_heads, capacity, dim]");
+    AttentionWork work = {.a = {
+        .batch = qkv.dims[0], .sequence = qkv.dims[1], .heads = self->heads, .kv_heads = self->kv_heads,
+        .dim = key.dims[3], .capacity = key.dims[2], .qkv = qkv.data, .lengths = lengths.data, .int8 = self->int8,
+        .cosine = cosine.data, .sine = sine.data, .interleaved = (int)self->interleaved,
+        .key_scale = key_scale.data, .value_scale = value_scale.data, .per_channel = (int)self->per_channel,
+        .query_norm = query_norm.data, .key_norm = key_norm.data, .epsilon = self->epsilon, .scale = self->scale,
+        .softcap = self->softcap, .window = self->window, .sink = sink.data}};
+    Attention *a = &work.a;
+    if (a->dim < 16 || a->dim % 16 || a->dim > LARGEST_DIM) REFUSE("GroupQueryAttention: head_dim must be a multiple of 16, at most 1024");
+    if (qkv.dims[2] != (a->heads + 2 * a->kv_heads) * a->dim || key.dims[0] != a->batch || key.dims[1] != a->kv_heads || lengths.count != a->batch)
+        REFUSE("GroupQueryAttention: shapes of qkv, caches and seqlens_k do not agree");
+    if (!cosine.data != !sine.data || (cosine.data && (cosine.rank != 2 || sine.count != cosine.count || 2 * cosine.dims[1] > a->dim)))
+        REFUSE("GroupQueryAttention: cos_cache and sin_cache are not [positions, at most head_dim/2]");
+    if (cosine.data) a->rotary = 2 * cosine.dims[1];
+    const int64_t scales = a->per_channel ? a->kv_heads * a->dim : 1;
+    if (a->int8 && (key_scale.count != scales || value_scale.count != scales || !key_scale.data || !value_scale.data))
+        REFUSE("GroupQueryAttention: an int8 cache needs k_scale and v_scale, one number or one a channel");
+    if ((a->query_norm && query_norm.count != a->dim) || (a->key_norm && key_norm.count != a->dim) || (a->sink && sink.count != a->heads))
+        REFUSE("GroupQueryAttention: norms are [head_dim], sinks [num_heads]");
+    for (int64_t b = 0; b < a->batch; b++) {
+        int64_t total = (int64_t)a->lengths[b] + 1;
+        if (total < a->sequence || total > a->capacity || (cosine.data && total > cosine.dims[0]))
+            REFUSE("GroupQueryAttention: seqlens_k is outside the cache or the rotary tables");
+    }
+    void *y, *present_key, *present_value;
+    int64_t dims[3] = {a->batch, a->sequence, a->heads * a->dim};
+    TRY(output(api, context, 0, dims, 3, &y));
+    TRY(output(api, context, 1, key.dims, 4, &present_key));
+    TRY(output(api, context, 2, value.dims, 4, &present_value));
+    const size_t bytes = (size_t)key.count * (a->int8 ? 1 : 4);
+    if (present_key != key.data) memcpy(present_key, key.data, bytes);
+    if (present_value != value.data) memcpy(present_value, value.data, bytes);
+    if (!a->batch || !a->sequence) return NULL;
+    a->y = y;
+    a->key = present_key;
+    a->value = present_value;
+    a->query = scratch(SCRATCH_QUERY, (size_t)(a->batch * a->sequence * a->heads * a->dim) * sizeof(float));
+    if (!a->query) return ort_status(api, STATUS_FAIL, "out of memory");
+    int64_t keys = 0;
+    for (int64_t b = 0; b < a->batch; b++) keys += a->lengths[b] + 1;
+    const int alone = keys * a->sequence * a->heads * a->dim * 2 < INLINE_MACS;
+    work.piece = a->sequence < 64 ? a->sequence : 64;
+    work.pieces = (a->sequence + work.piece - 1) / work.piece;
+    const int64_t units = a->batch * a->kv_heads * work.pieces;
+    if (work.pieces == 1) return run(api, context, whole_unit, units, &work, alone);
+    TRY(run(api, context, prepare_unit, units, &work, alone));
+    return run(api, context, attention_unit, units, &work, alone);
+}
+
+/* ---- registration ------------------------------------------------------------------------------------------------- */
+
+typedef struct Operator {
+    CustomOp op;
+    const char *name;
+    const int *inputs, *outputs; /* element types; optional inputs are negative */
+    size_t input_count, output_count;
+} Operator;
+
+static const char *op_name(const CustomOp *op) { return ((const Operator *)op)->name; }
+static const char *op_provider(const CustomOp *op) { (void)op; return NULL; }
+static int op_input_type(const CustomOp *op, size_t i) { return abs(((const Operator *)op)->inputs[i]); }
+static size_t op_input_count(const CustomOp *op) { return ((const Operator *)op)->input_count; }
+static int op_output_type(const CustomOp *op, size_t i) { return ((const Operator *)op)->outputs[i]; }
+static size_t op_output_count(const CustomOp *op) { return ((const Operator *)op)->output_count; }
+static void op_destroy(void *kernel) { free(kernel); }
+static int op_input_characteristic(const CustomOp *op, size_t i) { return ((const Operator *)op)->inputs[i] < 0 ? OPTIONAL : REQUIRED; }
+static int op_output_characteristic(const CustomOp *op, size_t i) { (void)op; (void)i; return REQUIRED; }
+static int op_zero(const CustomOp *op, size_t i) { (void)op; (void)i; return 0; }
+static int op_one(const CustomOp *op) { (void)op; return 1; }
+static int op_last_version(const CustomOp *op) { (void)op; return INT32_MAX; }
+
+#define OPERATOR(NAME, INPUTS, OUTPUTS, CREATE, COMPUTE)                                                              \
+    {.op = {.version = ORT_API_VERSION, .name = op_name, .provider = op_provider, .input_type = op_input_type,       \
+            .input_count = op_input_count, .output_type = op_output_type, .output_count = op_output_count,           \
+            .destroy = op_destroy, .input_characteristic = op_input_characteristic,                                  \
+            .output_characteristic = op_output_characteristic, .input_memory = op_zero,                              \
+            .variadic_input_arity = op_one, .variadic_input_homogeneity = op_one, .variadic_output_arity = op_one,   \
+            .variadic_output_homogeneity = op_one, .create_v2 = CREATE, .compute_v2 = COMPUTE,                       \
+            .start_version = op_one, .end_version = op_last_version},                                                \
+     .name = NAME, .inputs = INPUTS, .outputs = OUTPUTS, .input_count = sizeof INPUTS / sizeof *INPUTS,              \
+     .output_count = sizeof OUTPUTS / sizeof *OUTPUTS}
+
+static const int linear_inputs[] = {TYPE_FLOAT, TYPE_UINT8, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT};
+static const int linear_outputs[] = {TYPE_FLOAT};
+static const int embedding_inputs[] = {TYPE_INT64, TYPE_UINT8};
+#define ATTENTION_INPUTS(CACHE)                                                                                       \
+    {TYPE_FLOAT, CACHE, CACHE, TYPE_INT32, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT,          \
+     -TYPE_FLOAT, -TYPE_FLOAT}
+static const int attention_inputs[] = ATTENTION_INPUTS(TYPE_FLOAT), attention8_inputs[] = ATTENTION_INPUTS(TYPE_INT8);
+static const int attention_outputs[] = {TYPE_FLOAT, TYPE_FLOAT, TYPE_FLOAT};
+static const int attention8_outputs[] = {TYPE_FLOAT, TYPE_INT8, TYPE_INT8};
+
+static Operator operators[] = {
+    OPERATOR("Linear", linear_inputs, linear_outputs, linear_create, linear_compute),
+    OPERATOR("Embedding", embedding_inputs, linear_outputs, embedding_create, embedding_compute),
+    OPERATOR("GroupQueryAttention", attention_inputs, attention_outputs, attention_create, attention_compute),
+    OPERATOR("GroupQueryAttentionInt8", attention8_inputs, attention8_outputs, attention_create, attention_compute),
+};
+
+static const Kernels *supported(const char *name) {
+    const Kernels *found = &kernels_generic;
+    if (name && !strcmp(name, found->name)) return found;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        found = &kernels_avx2;
+        if (name && !strcmp(name, found->name)) return found;
+    }
+    if (found != &kernels_generic && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+        found = &kernels_avx512vnni;
+        if (name && !strcmp(name, found->name)) return found;
+    }
+    if (found == &kernels_avx512vnni && __builtin_cpu_supports("avx512bf16")) {
+        found = &kernels_avx512bf16;
+        if (name && !strcmp(name, found->name)) return found;
+    }
+#endif
+    return name ? NULL : found;
+}
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Choose the kernels of an instruction set by name, NULL: the best. Returns the name, or NULL where it cannot run here. */
+EXPORT const char *llmforge_kernels(const char *name) {
+    const Kernels *chosen = supported(name);
+    if (chosen) kernels = chosen;
+    return chosen ? chosen->name : NULL;
+}
+
+EXPORT Status *RegisterCustomOps(SessionOptions *options, const ApiBase *base) {
+    static Domain *domain; /* shared by all sessions of the process, and never released */
+    const Api *api = base->get_api(ORT_API_VERSION);
+    if (!api) abort(); /* older than 1.17: there is no table to report an error with */
+    if (!kernels) kernels = supported(NULL);
+    if (!domain) {
+        TRY(ort_domain(api, DOMAIN, &domain));
+        for (size_t i = 0; i < sizeof operators / sizeof *operators; i++) TRY(ort_domain_add(api, domain, &operators[i].op));
+    }
+    return ort_use_domain(api, options, domain);
+}

@@ -1,0 +1,91 @@
+"""Compute quantized layers and attention with the CPU kernels of llmforge, each with what stands around it.
+
+    y = r + MatMulNBits(RMSNormalization(x)·…, W) + b   becomes  y = llmforge.cpu::Linear(x, W', b, norm, r)
+    y = f(gate)·up of Split(MatMulNBits(x, W))          becomes  y = llmforge.cpu::Linear(x, W', activation=f)
+    e = GatherBlockQuantized(codes, ids, scales)        becomes  e = llmforge.cpu::Embedding(ids, W')
+    y, … = com.microsoft::GroupQueryAttention(RMSNormalization of heads, …)
+                                                        becomes  y, … = llmforge.cpu::GroupQueryAttention[Int8](qkv, …)
+
+`x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
+points of W, arranged in the order in which the kernel reads them (docs/cpu-kernels.md); ONNX Runtime maps them from the
+file and makes no copy of its own. Rows of activations are rounded to int8 in the blocks of the weights, as ONNX
+Runtime's kernel does at `accuracy_level` 4. SkipSimplifiedLayerNormalization in front of such a layer comes apart: its
+sum goes into the layer before, its norm into the one behind.
+
+Fires for
+- every MatMulNBits of `accuracy_level` 4 in blocks of 32 or more that divide K,
+- every GatherBlockQuantized whose table has such blocks,
+- every GroupQueryAttention with heads of a multiple of 16 channels and caches of fp32 or int8.
+
+Needs the compiled kernels (llmforge.native), here and wherever the artifact runs.
+
+Numerics: lossy, within the budget of the recipe: sums come in another order, and what is rounded to int8 may land on a
+neighbour.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import onnx_ir as ir
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from llmforge import cpu_attention, cpu_linear, graph, native
+from llmforge.errors import UnsupportedError
+from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+
+_MICROSOFT = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class CpuKernels(Pass):
+    """Compute quantized layers and attention with the CPU kernels of llmforge."""
+
+    name: ClassVar[str] = "cpu-kernels"
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    budget: Annotated[Budget, Field(description="what the pass may cost")]
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        """Rewrite every layer and every attention of `model` that the kernels compute.
+
+        Raises:
+            UnsupportedError: the target is no CPU with ONNX Runtime.
+            EnvironmentLacks: the kernels are not compiled here.
+        """
+        if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
+            raise UnsupportedError(
+                f"{self.name}: target {context.target.name} is no CPU that runs ONNX Runtime, for which the kernels are",
+                hint=f"leave {self.name} out of the recipe, or choose a CPU target",
+            )
+        native.require()
+        changes = Changes()
+        layers = {node: cpu_linear.obstacle(node) for node in _all(model, "MatMulNBits")}
+        rewriting = cpu_linear.Rewriting(model, frozenset(node for node, reason in layers.items() if reason is None))
+        if rewriting.ready:
+            rewriting.separate_norms()
+        for node in _all(model, "GroupQueryAttention"):
+            reason = cpu_attention.obstacle(node)
+            _record(changes, node, reason or cpu_attention.lower(model, node), skipped=reason is not None)
+        for node, reason in layers.items():
+            _record(changes, node, reason or rewriting.linear(node), skipped=reason is not None)
+        for node in _all(model, "GatherBlockQuantized"):
+            what = rewriting.embedding(node)
+            _record(changes, node, what or "its table has blocks that the kernel cannot read", skipped=what is None)
+        if changes:
+            model.opset_imports[native.DOMAIN] = native.VERSION
+            graph.drop_unused(model)
+        return changes
+
+
+def _all(model: ir.Model, op_type: str) -> list[ir.Node]:
+    return [node for node in model.graph if (node.domain, node.op_type) == (_MICROSOFT, op_type)]
+
+
+def _record(changes: Changes, node: ir.Node, what: str, *, skipped: bool) -> None:
+    name = str(node.name).removesuffix(".replaced")
+    if skipped:
+        changes.skipped.append(Skipped(name, what))
+    else:
+        changes.rewritten.append(Rewritten(name, what))
