@@ -163,6 +163,16 @@ class TestSources:
                     module = str(node.module).replace(".", "/")
                     assert {f"{module}.py", f"{module}/__init__.py"} & shipped.keys(), f"{path}: {node.module}"
 
+    def test_the_compiled_operators_are_shipped_where_an_engine_needs_them(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        library = Path(sources.native.__file__).with_name("_kernels.abi3.so")
+        monkeypatch.setattr(sources.native, "library", lambda: library)
+        assert sources.shipped(kernels=True) == sources.shipped() | {"llmforge/native/_kernels.abi3.so": library}
+        monkeypatch.setattr(sources.native, "library", lambda: None)
+        with pytest.raises(EnvironmentLacks, match="are not compiled in this installation"):
+            sources.shipped(kernels=True)
+
     def test_it_is_small_and_has_no_build_side(self) -> None:
         shipped = sources.shipped()
         assert "llmforge/errors.py" in shipped

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from llmforge import native
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
@@ -480,13 +481,37 @@ def with_numpy_2(env: TritonEnv, folder: Path) -> Path:
     return folder
 
 
-def test_the_repository_inside_an_artifact_serves_where_it_lies(
-    env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
+def test_what_a_build_publishes_serves_where_it_lies(
+    env: TritonEnv, artifacts: dict[str, Artifact], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    artifact = artifacts["scripted"]
-    # `--model-repository` a second time: both are served.
+    """The repository inside an artifact, whose engine needs the operators of llmforge where they are compiled."""
+    budget = {"kld_mean": 5.0}  # random weights
+    kernels = [{"cpu-kernels": {"budget": budget}}] if native.library() is not None else []
+    recipe = {
+        "schema": 1,
+        "name": "built",
+        "checkpoint": str(tiny_checkpoint),
+        "target": "local",
+        "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
+        "calibration": {"data": "calibration.jsonl", "samples": 2, "length": 32},
+        "passes": [
+            "fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention",
+            {"quantize-weights": {"block_size": 32, "method": "rtn", "budget": budget}}, *kernels,
+        ],
+        "serving": {"max_queue": 5},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    (tmp_path / "calibration.jsonl").write_text(json.dumps({"id": "a", "text": "graph engine pass weight " * 20}))
+    built = CliRunner().invoke(cli, ["build", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path), "--quiet"])
+    assert built.exit_code == 0, built.output
+    artifact = Artifact.open(Path(built.stdout.splitlines()[-1]))
+    libraries = [path for path in artifact.manifest.files if path.endswith(".so")]
+    assert len(libraries) == len(kernels)
     with launched(
         env, artifacts["random"].path, tmp_path / "repository", f"--model-repository={artifact.path / 'triton'}"
     ) as server:
-        assert server.generate("scripted", text_input="x", max_tokens=30).json["num_output_tokens"] == 30
+        answer = server.generate("built", text_input="graph", max_tokens=30, ignore_eos=True).json
+        config = server.request("/v2/models/built/config").json
+    assert config["parameters"]["max_queue"] == {"string_value": "5"}
+    assert answer["text_output"] == said(load(artifact.path), "graph", max_tokens=30, ignore_eos=True)
     artifact.verify()  # nothing was written into it

@@ -76,14 +76,15 @@ class Model:
     made_of: Mapping[str, str]  # for the README: what, and which
 
 
-def write(model: Model, folder: Path, *, artifact: str = IN_ARTIFACT, version: int = 1) -> None:
-    """Write the model's folder; `artifact` leads from its version to engine/ and tokenizer/."""
-    folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(config(model, artifact), encoding="utf-8")
-    (folder / README).write_text(_render("README.md.jinja", **_facts(model)), encoding="utf-8")
-    _write_warmup(model.runtime, folder / WARMUP)
-    own = folder / str(version)
-    for path, source in sources.shipped().items():
+def write(model: Model, folder: Path, *, kernels: bool = False) -> None:
+    """Write the model's folder inside an artifact; with `kernels` its engine needs llmforge's own operators.
+
+    Raises:
+        EnvironmentLacks: it does, and they are not compiled here.
+    """
+    _write_shared(model, folder, IN_ARTIFACT)
+    own = folder / "1"
+    for path, source in sources.shipped(kernels=kernels).items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, own / path)
     (own / "model.py").write_text(_MODEL, encoding="utf-8")
@@ -159,9 +160,8 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
     partial = repository / f"{PARTIAL}{secrets.token_hex(4)}"
     try:
         repository.mkdir(parents=True, exist_ok=True)
-        write(model, partial, artifact=ALONE, version=version)
+        _write_shared(model, partial, ALONE)
         own = partial / str(version)
-        shutil.rmtree(own)
         shutil.copytree(artifact.path / FOLDER / artifact.manifest.name / "1", own)
         for name in CARRIED:
             shutil.copytree(artifact.path / name, own / name, copy_function=shutil.copy2 if copy else _link)
@@ -190,6 +190,14 @@ def _link(source: str, target: str) -> str:
     except OSError:  # another file system, or one without hard links
         shutil.copy2(source, target)
     return target
+
+
+def _write_shared(model: Model, folder: Path, artifact: str) -> None:
+    """Write what all versions of a model share; `artifact` leads from a version to engine/ and tokenizer/."""
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(config(model, artifact), encoding="utf-8")
+    (folder / README).write_text(_render("README.md.jinja", **_facts(model)), encoding="utf-8")
+    _write_warmup(model.runtime, folder / WARMUP)
 
 
 def _write_warmup(runtime: RuntimeConfig, folder: Path) -> None:

@@ -7,26 +7,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import llmforge
+from llmforge import native
 
 PACKAGE = "llmforge"
 ROOTS = ("llmforge.triton.backend.model", "llmforge.triton.backend.checks")
 _FOLDER = Path(llmforge.__file__).parent
 
 
-def shipped() -> dict[str, Path]:
+def shipped(*, kernels: bool = False) -> dict[str, Path]:
     """List what `ROOTS` import of llmforge, themselves included, directly or not: path in the repository → file.
 
-    Imports anywhere in a file count, those inside functions too. A package comes with its `__init__`.
+    Imports anywhere in a file count, those inside functions too. A package comes with its `__init__`. With `kernels`,
+    so does the compiled library of llmforge's own operators.
+
+    Raises:
+        EnvironmentLacks: there is no such library here.
     """
     found: dict[str, Path] = {}
     waiting = list(ROOTS)
     while waiting:
         file = _file(waiting.pop())
-        if file is None or (path := (PACKAGE / file.relative_to(_FOLDER)).as_posix()) in found:
+        if file is None or (path := Path(PACKAGE, file.relative_to(_FOLDER)).as_posix()) in found:
             continue
         found[path] = file
         waiting += _imported(file)
         waiting += [".".join((PACKAGE, *parent.parts)) for parent in file.relative_to(_FOLDER).parents]
+    if kernels:
+        library = native.require()
+        found[Path(PACKAGE, library.relative_to(_FOLDER)).as_posix()] = library
     return dict(sorted(found.items()))
 
 
