@@ -141,7 +141,9 @@ class Rewriting:
         weights = self._weights(codes, scales, None, n, k, grid, None)
         name = str(node.name)
         node.name = f"{name}.replaced"
-        [output] = graph.insert(node, "Embedding", [ids, weights], _grid_attributes(n, k, grid), domain=DOMAIN, name=name)
+        [output] = graph.insert(
+            node, "Embedding", [ids, weights], _grid_attributes(n, k, grid), domain=DOMAIN, name=name
+        )
         graph.supersede(rows, output)
         return f"Embedding of {bits} bits, [{n}, {k}]"
 
@@ -244,7 +246,11 @@ def _gate(value: ir.Value, n: int) -> Gate | None:
 def _activated(gate: ir.Value) -> tuple[ir.Value, int] | None:
     readers = [use.node for use in gate.uses()]
     if len(readers) == 1 and readers[0].op_type == "Gelu":
-        return (readers[0].outputs[0], GELU_TANH) if readers[0].attributes.get_string("approximate", "none") == "tanh" else None
+        return (
+            (readers[0].outputs[0], GELU_TANH)
+            if readers[0].attributes.get_string("approximate", "none") == "tanh"
+            else None
+        )
     sigmoid = next((node for node in readers if node.op_type == "Sigmoid"), None)
     product = next((node for node in readers if node.op_type == "Mul"), None)
     if len(readers) != 2 or sigmoid is None or product is None or _only_reader(sigmoid.outputs[0]) is not product:

@@ -231,6 +231,14 @@ def test_logits_that_are_not_finite_are_refused(sampling, bad):
         chooser.choose(logits[1])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_ends_too_early_where_nothing_else_can_come(temperature):
+    logits = np.full(V, -np.inf, np.float32)
+    logits[EOS] = 1
+    chooser = start(Sampling(temperature=temperature, min_tokens=1, stop_token_ids=(EOS,)))
+    assert chooser.choose(logits).token == EOS  # the end, rather than nothing
+
+
 def test_token_ids_outside_of_the_vocabulary_are_refused():
     with pytest.raises(UsageError, match="logit_bias: token id 20; the vocabulary has 20"):
         start(Sampling(logit_bias=((V, 1.0),)))

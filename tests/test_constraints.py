@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +15,7 @@ import pydantic
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from llmforge.errors import EnvironmentLacks, UnsupportedError, UsageError
+from llmforge.errors import EnvironmentLacks, InputError, UnsupportedError, UsageError
 from llmforge.runtime import Sampling
 from llmforge.runtime.chooser import Choosers, TokenChooser
 from llmforge.runtime.constraints import Constraint
@@ -69,7 +70,9 @@ def sentencepiece() -> Tokenizer:
     pieces += [a + b for a, b in merges]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.add_special_tokens(["</s>", "<unk>"])
     return tokenizer
 
@@ -97,6 +100,7 @@ def answer(chooser: TokenChooser, tokenizer, seed: int) -> str:
     while not (tokens and chooser.ends(tokens[-1])):
         assert len(tokens) < LIMIT, tokenizer().decode(tokens)
         tokens.append(chooser.choose(logits(seed, tokens, vocabulary)).token)
+    assert max(tokens) < tokenizer().get_vocab_size()
     return tokenizer().decode(tokens[:-1])
 
 
@@ -203,6 +207,31 @@ def test_answers_with_one_constraint_do_not_share_their_state():
     assert byte_level().id_to_token(second.choose(row).token) == "d"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_leave_nothing_to_a_constraint_are_an_error(temperature):
+    row = np.full(PADDED, -np.inf, np.float32)
+    row[sample().token_to_id("a")] = 1
+    with pytest.raises(InputError, match="-inf to every token that may come next"):
+        start(Sampling(temperature=temperature, constraint=Constraint("regex", "[0-9]"))).choose(row)
+
+
+def test_any_thread_may_start_a_constrained_answer():
+    shared = Choosers(sample(), PADDED, (EOS,))
+    texts: dict[int, str] = {}
+
+    def client(i: int) -> None:
+        constraint = Constraint("regex", f"{i % 3}[a-z]{{3}}")
+        texts[i] = answer(shared.start(Sampling(temperature=1.0, seed=i, constraint=constraint), [1]), sample, i)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 12
+    assert all(re.fullmatch(f"{i % 3}[a-z]{{3}}", text) for i, text in texts.items())
+
+
 @pytest.mark.parametrize(
     ("constraint", "message"),
     [
@@ -213,11 +242,22 @@ def test_answers_with_one_constraint_do_not_share_their_state():
         (Constraint("regex", "("), "regex: .*unclosed group"),
         (Constraint("regex", "a(?=b)"), "regex: .*look-around"),
         (Constraint("grammar", "start: foo"), 'grammar: .*unknown name: "foo"'),
+        (Constraint("grammar", 'start: start "a"'), "grammar: no answer has this form"),
+        (Constraint("regex", r"[^\s\S]"), "regex: no answer has this form"),
+        (Constraint("regex", "a\ud800"), "regex: .*surrogates not allowed"),
+        (Constraint("grammar", "start: " + "(" * 100_000), "grammar: .*too deeply nested"),
+        (Constraint.json_schema({"$ref": "https://example.org/x.json"}), "json_schema: .*retrieving it failed"),
     ],
 )
 def test_a_constraint_that_does_not_compile_is_refused(constraint, message):
     with pytest.raises(UsageError, match=re.compile(message, re.DOTALL)):
         start(Sampling(constraint=constraint))
+
+
+def test_a_refusal_does_not_repeat_all_of_the_constraint():
+    with pytest.raises(UsageError) as raised:
+        start(Sampling(constraint=Constraint("regex", "(" * 10_000)))
+    assert len(str(raised.value)) < 400
 
 
 def test_an_empty_choice_is_refused():

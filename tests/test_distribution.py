@@ -140,6 +140,11 @@ def test_a_tiny_temperature_is_greedy_without_overflow():
         assert draw(logits, Sampling(temperature=temperature), 0.999) == 1
 
 
+def test_a_huge_temperature_is_uniform_over_what_is_allowed():
+    logits = np.array([3, 8, -np.inf, 1], np.float32)
+    assert distribution(logits, Sampling(temperature=1e300)) == {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}
+
+
 @given(logits_of_tokens)
 def test_log_probabilities_are_the_definition(logits):
     whole = math.fsum(math.exp(value) for value in logits.tolist())

@@ -233,4 +233,5 @@ def test_when_the_engine_fails_everybody_hears_of_it(runner, monkeypatch, caplog
     with pytest.raises(Unavailable, match="the engine failed: out of memory"):
         engine.submit(Request(prompt(4), TEN), Received().receive)
     assert "the engine failed" in caplog.text
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
     engine.close()

@@ -93,6 +93,9 @@ def test_what_clients_send(parameters, wanted):
         ({"temperature": "warm"}, "temperature 'warm': wanted a number"),
         ({"temperature": True}, "temperature True: wanted a number"),
         ({"temperature": "nan"}, "temperature nan: wanted a finite number"),
+        ({"temperature": 10**400}, "temperature 1000.*…: wanted a number of 64 bits"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias: a token id stands there twice"),
+        ({"guided_json": "[" * 100_000}, "guided_json '.*…: wanted JSON"),
         ({"top_k": -2}, "top_k -2: wanted 0"),
         ({"ignore_eos": 1}, "ignore_eos 1: wanted true or false"),
         ({"stop": 5}, "stop 5: wanted a string or a list of strings"),
@@ -118,7 +121,8 @@ def test_what_clients_send(parameters, wanted):
         ({"structured_outputs": {"regex": "a", "json": {}}}, "wanted an object with one of json, json_object, regex"),
         ({"structured_outputs": {"xml": "a"}}, "wanted an object with one of json"),
         ({"n": 3}, "n 3: one request gets one answer here"),
-        ({"n": 0}, "n 0: wanted 1 or more"),
+        ({"n": 0}, "n 0: wanted 1 to 128"),
+        ({"n": 10**12}, "n 1000000000000: wanted 1 to 128"),
     ],
 )
 def test_what_is_refused(parameters, message):

@@ -99,6 +99,21 @@ def test_a_text_longer_than_the_memory_keeps_its_beginning(session):
     assert kept.load(text(1, 2), CAPACITY, target, 0) == 0
 
 
+def test_a_beginning_is_forgotten_with_all_that_follows_it(session):
+    kept, cache, target = prefixes(session, 8), filled(session, 1), session.allocate(1, CAPACITY)
+    first, other = text(1, 3), text(3, 2)
+    second = text(2, 4, begins=first[: 2 * BLOCK])
+    for tokens in (first, second, other):
+        kept.store(tokens, cache, 0)
+    kept.forget(first)
+    assert len(kept) == 2
+    assert kept.load(second, CAPACITY, target, 0) == 0
+    assert kept.load(other, CAPACITY, target, 0) == 2 * BLOCK
+    kept.forget(text(9, 1))
+    kept.store(text(4, 6), cache, 0)  # all room is there again
+    assert len(kept) == 8
+
+
 def test_no_block_is_lost_or_found_wrongly_in_a_long_random_life(session):
     kept, random = prefixes(session, 10), np.random.default_rng(0)
     beginnings = [text(seed, 2) for seed in range(4)]

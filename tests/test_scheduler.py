@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from llmforge import probe, targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import onnxruntime as engine
 from llmforge.errors import InputError, Unavailable, UsageError
 from llmforge.runtime import Request, Runner, Sampling
+from llmforge.runtime.chooser import Choosers
 from llmforge.runtime.config import RuntimeConfig, SessionOptions
 from llmforge.runtime.prefix_cache import BLOCK
 from llmforge.runtime.scheduler import Scheduler
@@ -80,7 +83,9 @@ def watched(runner) -> Watched:
 def scheduler(runner: Runner, backend: Any = None, *, slots: int = 3, **options: Any) -> Scheduler[Cache]:
     backend = backend or runner.session
     options = {"max_queue": 10, "step_tokens": CHUNK, "chunk": CHUNK, **options}
-    return Scheduler(backend, backend.allocate(slots, CAPACITY), runner.config, runner.tokenizer, **options)
+    return Scheduler(
+        backend, backend.allocate(slots, CAPACITY), runner.config, runner.tokenizer, runner.choosers, **options
+    )
 
 
 def run(scheduled: Scheduler[Cache]) -> None:
@@ -187,6 +192,19 @@ def test_a_slot_that_was_left_is_filled_by_the_next_and_then_by_the_last(runner,
     assert batches.count(3) == 2 + 1 + 3 + 2
     assert (batches.count(2), batches.count(1)) == (39 - 8, 59 - 39)
     assert scheduled.stats().kv_tokens_used == 0
+
+
+def test_a_prompt_that_is_read_between_rows_that_decode_stays_as_it_is(runner, watched, answers):
+    scheduled = scheduler(runner, watched)
+    requests = [asks(5, 1, 3), asks(6, 2, 30), asks(80, 3, 8)]
+    for i, request in enumerate(requests):
+        scheduled.add(request, answers[i].receive)
+        if i == 1:
+            while not answers[0].ended:
+                scheduled.step()
+    run(scheduled)
+    assert ([16, 9], 1) in watched.taken()  # slot 0 holds 16 tokens of the prompt, and runs beside slot 1
+    assert [answer.tokens for answer in answers[:3]] == [alone(runner, request) for request in requests]
 
 
 def test_decode_steps_are_padded_to_buckets_where_the_backend_has_them(runner, answers):
@@ -354,6 +372,31 @@ def test_a_prompt_that_was_read_before_is_read_from_its_last_block_on(runner, wa
     assert (stats.prompt_tokens, stats.prefill_tokens) == (2 * (3 * BLOCK + 5), 3 * BLOCK + 10)
 
 
+def test_pieces_end_where_they_would_without_a_cached_beginning(runner, watched, answers):
+    scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY, step_tokens=CAPACITY, chunk=40)
+    first = asks(BLOCK + 9, 1, 1)
+    second = Request(first.prompt + prompt(80, 2), Sampling(max_tokens=1))
+    scheduled.add(first, answers[0].receive)
+    run(scheduled)
+    watched.taken()
+    scheduled.add(second, answers[1].receive)
+    run(scheduled)
+    assert watched.taken() == [([BLOCK], 40 - BLOCK), ([40], 40), ([80], 40), ([120], 1)]
+
+
+def test_what_went_wrong_with_a_text_is_not_kept_for_others(runner, watched, answers):
+    scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY)
+    shared = prompt(2 * BLOCK, 1)
+    requests = [Request((*shared, *last), Sampling(max_tokens=2, ignore_eos=True)) for last in ((7, 8), (9, 7), (8, 9))]
+    watched.broken_token = 7
+    for i, request in enumerate(requests):
+        scheduled.add(request, answers[i].receive)
+        run(scheduled)
+    assert all(answer.error is not None for answer in answers[:2])
+    assert answers[2].chunks[-1].usage.cached_tokens == 0
+    assert answers[2].tokens == alone(runner, requests[2])
+
+
 @pytest.mark.parametrize("over", [0, 1, 2])
 def test_two_tokens_of_a_prompt_are_always_read(runner, watched, answers, over):
     scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY)
@@ -405,13 +448,14 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     model, _ = engine.lower(trace(Checkpoint.open(tmp_path)), targets.load("cpu-avx2"))
     session = probe.open_session(model, probe.Weights(), 1)
     vocabulary = session.vocabulary
+    choosers = Choosers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
     config = RuntimeConfig(1, "", CAPACITY, 3, vocabulary, (), None, session.caches, SessionOptions(1, True, {}))
 
     def scheduled(slots: int, chunk: int) -> Scheduler[Cache]:
         speculation = Speculation(PromptLookup(), Payoff(always=True))
         cache = session.allocate(slots, CAPACITY)
         return Scheduler(
-            session, cache, config, None, max_queue=9, step_tokens=chunk, chunk=chunk,
+            session, cache, config, None, choosers, max_queue=9, step_tokens=chunk, chunk=chunk,
             prefix_cache_bytes=PLENTY, speculation=speculation,
         )  # fmt: skip
 

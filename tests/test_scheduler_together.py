@@ -85,6 +85,7 @@ def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
         runner.session.allocate(8, runner.config.max_context),
         runner.config,
         runner.tokenizer,
+        runner.choosers,
         max_queue=REQUESTS,
         step_tokens=2 * CHUNK,
         chunk=CHUNK,

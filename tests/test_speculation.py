@@ -30,7 +30,14 @@ def answered(
 ) -> tuple[list[Received], EngineStats]:
     cache = runner.session.allocate(3, CAPACITY)
     scheduler: Scheduler[Cache] = Scheduler(
-        runner.session, cache, runner.config, runner.tokenizer, max_queue=99, step_tokens=64, speculation=speculation
+        runner.session,
+        cache,
+        runner.config,
+        runner.tokenizer,
+        runner.choosers,
+        max_queue=99,
+        step_tokens=64,
+        speculation=speculation,
     )
     received = [Received() for _ in requests]
     for request, answer in zip(requests, received, strict=True):
@@ -234,6 +241,7 @@ def test_a_scheduler_measures_and_decides(runner, monkeypatch, judge_s, pays):
         runner.session.allocate(1, CAPACITY),
         runner.config,
         runner.tokenizer,
+        runner.choosers,
         max_queue=0,
         step_tokens=64,
         speculation=Speculation(proposer),

@@ -1,6 +1,7 @@
 """The runtime: loads an artifact and generates text. It needs neither torch nor transformers."""
 
 from llmforge.runtime.answer import Ticket
+from llmforge.runtime.constraints import Constraint
 from llmforge.runtime.engine import Engine, EngineOptions
 from llmforge.runtime.request import Chunk, Receiver, Request, TokenLogprob, Usage
 from llmforge.runtime.runner import Runner, Step, load
@@ -9,6 +10,7 @@ from llmforge.runtime.stats import EngineStats
 
 __all__ = [
     "Chunk",
+    "Constraint",
     "Engine",
     "EngineOptions",
     "EngineStats",

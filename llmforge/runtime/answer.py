@@ -85,6 +85,7 @@ class Answer(Ticket):
     times: list[float] = field(default_factory=list)  # when each token was chosen
     drafted: int = 0
     accepted: int = 0
+    failed: bool = False  # what its slot holds is not to be trusted
     cancelled: bool = False  # the one thing that other threads may set
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ class TokenChooser:
         A sampled token takes one number of the answer's stream.
 
         Raises:
-            InputError: logits are NaN or infinite, which no intact engine yields.
+            InputError: logits are NaN or infinite, which no intact engine yields; or -inf for all that may come next.
             UnsupportedError: the constraint became too large at this point of the answer.
         """
         best = int(logits.argmax())  # the first NaN where there is one
@@ -67,10 +67,13 @@ class TokenChooser:
             raise InputError("the engine gave logits that are not finite")
         if self.plain:
             return Choice(best)
-        adjusted = logits if self._as_they_are else self._adjust(logits)
         sampling = self.sampling
-        greedy = sampling.temperature == 0
-        token = int(adjusted.argmax()) if greedy else draw(adjusted, sampling, self._stream.random())
+        adjusted = logits if self._as_they_are else self._adjust(logits)
+        token = int(adjusted.argmax())
+        if adjusted[token] == -np.inf:
+            raise InputError("the engine gave logits of -inf to every token that may come next")
+        if sampling.temperature > 0:
+            token = draw(adjusted, sampling, self._stream.random())
         self._take(token)
         return Choice(token, None if sampling.logprobs is None else _logprob(logits, token, sampling.logprobs))
 

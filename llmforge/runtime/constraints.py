@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Between the tokens of JSON. llguidance's own pattern has no bound: a model that likes white space would never end.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 _KEPT = 64  # compiled constraints
+_SHOWN = 300  # characters of the library's messages
 
 Kind = Literal["json_schema", "regex", "grammar"]
 
@@ -42,8 +43,15 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any]) -> Constraint:
-        """Want JSON that is valid under `schema`, with properties in the schema's order."""
-        return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+        """Want JSON that is valid under `schema`, with properties in the schema's order.
+
+        Raises:
+            UsageError: the schema is nested too deeply.
+        """
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+        except RecursionError as error:
+            raise UsageError("json_schema: nested too deeply") from error
 
     @classmethod
     def json_object(cls) -> Constraint:
@@ -86,9 +94,9 @@ class ConstraintState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("\n")[0]
             raise UnsupportedError(
-                f"the constraint cannot be followed further: {reason}", hint="simplify the constraint"
+                f"the constraint cannot be followed further: {_short(self._matcher.get_error())}",
+                hint="simplify the constraint",
             )
 
 
@@ -137,12 +145,17 @@ class Constraints:
                 case "grammar":
                     grammar = LLMatcher.grammar_from_lark(constraint.text)
         except ValueError as error:
-            raise UsageError(f"{constraint.kind}: {error}") from error
-        limits = LLParserLimits(verbose_errors=False)
+            raise UsageError(f"{constraint.kind}: {_short(str(error))}") from error
+        limits = LLParserLimits(verbose_errors=False)  # the others bound the work of a compilation and of a step
         wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens, limits=limits)
         if wrong:
-            raise UsageError(f"{constraint.kind}: {messages[0]}")
-        return LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+            raise UsageError(f"{constraint.kind}: {_short(messages[0])}")
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():  # nothing can be said first
+            raise UsageError(f"{constraint.kind}: no answer has this form: {_short(first.get_error())}")
+        return matcher
 
     def _read_tokens(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -153,6 +166,11 @@ class Constraints:
             return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocabulary, eos_token=self._eos_token_ids)
         except ValueError as error:
             raise UnsupportedError(f"answers of this tokenizer cannot be constrained: {error}") from error
+
+
+def _short(message: str) -> str:
+    """Cut a message of the library, which quotes what it was given."""
+    return message if len(message) <= _SHOWN else message[:_SHOWN] + "…"
 
 
 def _require_library() -> None:

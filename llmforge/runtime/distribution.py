@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from llmforge.runtime.sampling import Sampling
 
 Floats = NDArray[np.float32]
+Places = NDArray[np.int64]
 
+_LIMITS = np.finfo(np.float32)
 _BLOCK = 128  # numbers that are summed as one; then the 1,187 sums of a vocabulary of 151,936 are cheap to walk
 _LIKELY = 64  # tokens that mostly hold the nucleus of a trained model
-_SAMPLE, _MARGIN = 2048, 48  # weights that show where a border is, and their ranks to each side: 2 deviations
+_SAMPLE, _MARGIN = 2048, 48  # weights that show where a border is, and ranks to each side: two deviations of 23
 _FEW = 1024  # numbers that may be sorted
 _HALVINGS = 24  # of a bracket, in its logarithm: enough to part any two float32; what is left then are equals
 
@@ -29,18 +31,19 @@ def draw(logits: Floats, sampling: Sampling, uniform: float) -> int:
     return place if tokens is None else int(tokens[place])
 
 
-def weigh(logits: Floats, sampling: Sampling) -> tuple[NDArray[np.int64] | None, Floats]:
+def weigh(logits: Floats, sampling: Sampling) -> tuple[Places | None, Floats]:
     """Give the tokens that are left of `logits` [V], ascending (None: all V), and a weight for each, 0 for none.
 
     Weights are probabilities but for a common factor: the most probable token weighs 1. Where equal logits stand on the
     border of top-k or top-p, the lower token ids are taken. `logits` are finite or -inf, not all of them -inf.
     """
     tokens = None
+    # Top-k first: it leaves little to do, and min-p, whose border is the best token's, keeps the same of what is left.
     if 0 < sampling.top_k < len(logits):
         tokens = np.sort(largest(logits, sampling.top_k))
         logits = logits[tokens]
-    # At a temperature that float32 cannot hold, as at the least one that it can, all but the best get -inf.
-    temperature = np.float32(max(sampling.temperature, float(np.finfo(np.float32).tiny)))
+    # Beyond what float32 can hold, as at its limits, either all but the best get -inf, or all get 0.
+    temperature = np.float32(min(max(sampling.temperature, float(_LIMITS.tiny)), float(_LIMITS.max)))
     weights = logits - logits.max()
     with np.errstate(over="ignore", under="ignore"):
         weights /= temperature
@@ -48,35 +51,45 @@ def weigh(logits: Floats, sampling: Sampling) -> tuple[NDArray[np.int64] | None,
     if sampling.min_p > 0:
         weights *= weights >= np.float32(sampling.min_p)
     if sampling.top_p < 1:
-        keep_nucleus(weights, logits, sampling.top_p)
+        places = nucleus(weights, logits, sampling.top_p)
+        tokens, weights = places if tokens is None else tokens[places], weights[places]
     return tokens, weights
 
 
-def keep_nucleus(weights: Floats, logits: Floats, top_p: float) -> None:
-    """Set to 0, in place, all `weights` [n] but the fewest largest whose sum reaches `top_p` of the whole.
+def nucleus(weights: Floats, logits: Floats, top_p: float) -> Places:
+    """Give the places, ascending, of the fewest largest of `weights` [n] whose sum reaches `top_p` of the whole.
 
     `logits` [n] put in order what weighs the same.
     """
     whole = _sum(weights)
-    low, high, above = _nucleus_border(weights, whole, top_p * whole)
-    border = np.flatnonzero((weights >= low) & (weights < high))
-    border = border[np.argsort(-logits[border], kind="stable")]
-    sums = above + weights[border].cumsum(dtype=np.float64)
+    wanted = top_p * whole
+    likely = _border(weights, _LIKELY)
+    places = np.flatnonzero(weights >= likely)
+    mass = float(weights[places].sum(dtype=np.float64))
+    if mass >= wanted:
+        return np.sort(_until(places, weights, logits, wanted))
+    low, high, above = _nucleus_border(weights, whole, wanted, likely, mass)
+    inside = np.flatnonzero((weights >= low) & (weights < high))
     kept = weights >= high
-    kept[border[: np.searchsorted(sums, top_p * whole) + 1]] = True  # up to the first that reaches it
-    weights *= kept
+    kept[_until(inside, weights, logits, wanted - above)] = True
+    return np.flatnonzero(kept)
 
 
-def _nucleus_border(weights: Floats, whole: float, wanted: float) -> tuple[np.float32, np.float32, float]:
+def _until(places: Places, weights: Floats, logits: Floats, wanted: float) -> Places:
+    """Take from `places`, largest first, up to the first with which the sum of weights is at least `wanted`."""
+    places = places[np.argsort(-logits[places], kind="stable")]
+    sums = weights[places].cumsum(dtype=np.float64)
+    return places[: np.searchsorted(sums, wanted) + 1]
+
+
+def _nucleus_border(
+    weights: Floats, whole: float, wanted: float, likely: np.float32, mass: float
+) -> tuple[np.float32, np.float32, float]:
     """Narrow down where the largest of `weights` [n], of sum `whole`, sum up to `wanted`.
 
-    Returns `low`, `high`, and the sum of the weights of at least `high`: it is less than `wanted`, and with the weights
-    from `low` to `high`, which are few, it is not.
+    Those of `likely` and more sum up to `mass`, which is less. Returns `low`, `high`, and the sum of the weights of at
+    least `high`: it is less than `wanted`, and with the weights from `low` to `high`, which are few, it is not.
     """
-    likely = _border(weights, _LIKELY)
-    mass = _sum(weights * (weights >= likely))
-    if mass >= wanted:
-        return likely, np.float32(np.inf), 0.0
     # All weights below `low` sum up to less than `whole - wanted`: the nucleus is above.
     low, high, above = np.float32(min((whole - wanted) / len(weights), float(likely))), likely, mass
     for guess in _guesses(weights, likely, (wanted - mass) / (whole - mass)):
@@ -120,7 +133,7 @@ def invert(weights: Floats, uniform: float) -> int:
     return block * _BLOCK + min(int(place), int(np.flatnonzero(inside)[-1]))
 
 
-def largest(values: Floats, count: int) -> NDArray[np.int64]:
+def largest(values: Floats, count: int) -> Places:
     """Give the places of the `count` largest of `values` [n], largest first, lower places first among equals.
 
     There are fewer where fewer are above -inf.
@@ -130,7 +143,7 @@ def largest(values: Floats, count: int) -> NDArray[np.int64]:
     return places[np.argsort(-values[places], kind="stable")[:count]]
 
 
-def log_probabilities(logits: Floats, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+def log_probabilities(logits: Floats, tokens: Places) -> NDArray[np.float64]:
     """Give the natural log probabilities of some `tokens` [n] in the softmax of `logits` [V]."""
     highest = logits.max()
     with np.errstate(under="ignore"):

@@ -204,6 +204,8 @@ class Engine:
                 self._scheduler.enqueue(answer)
             self._arrivals.clear()
         self._scheduler.fail(failure)
+        with self._wake:
+            self._stats = self._scheduler.stats()
 
 
 class Stream(Iterator[Chunk]):

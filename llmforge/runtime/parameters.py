@@ -90,7 +90,10 @@ def _number(name: str, value: Any) -> float:
             raise _wrong(name, value, "a number") from error
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong(name, value, "a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise _wrong(name, value, "a number of 64 bits") from error
 
 
 def _integer(name: str, value: Any) -> int:
@@ -156,7 +159,7 @@ def _json(name: str, value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _wrong(name, value, "JSON") from error
 
 

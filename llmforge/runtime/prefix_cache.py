@@ -83,6 +83,15 @@ class PrefixCache(Generic[C]):
             path.append(block)
         self._use(path)
 
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Drop the first block of `tokens` and all that follow it, in whatever texts."""
+        first = self._roots.pop(_key(tokens, 0), None)
+        dropped = [] if first is None else [first]
+        for block in dropped:
+            dropped += block.children.values()
+            del self._recency[block]
+            self._free.append(block.row)
+
     def _path(self, tokens: Sequence[int], count: int) -> list[_Block]:
         """Follow the first `count` blocks of `tokens` as far as they are kept."""
         path: list[_Block] = []

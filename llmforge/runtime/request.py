@@ -29,7 +29,7 @@ class Request:
         """Ask `n` times: the same prompt, with a seed for each answer. They share the prompt in the prefix cache.
 
         Raises:
-            UsageError: `n` is less than 1.
+            UsageError: `n` is not 1 to 128.
         """
         return tuple(replace(self, sampling=sampling) for sampling in self.sampling.repeated(n))
 

@@ -12,6 +12,9 @@ from llmforge.errors import UsageError
 from llmforge.runtime.constraints import Constraint
 
 MOST_LOGPROBS = 20  # as OpenAI's `top_logprobs`
+MOST_ANSWERS = 128  # as OpenAI's `n`
+# Every token of every answer is searched for them by the one thread that serves all.
+MOST_STOPS, LONGEST_STOP = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,11 @@ class Sampling:
             raise UsageError(f"top_p {self.top_p}: wanted more than 0, at most 1 (1: all tokens)")
         _within("top_k", self.top_k, 0, math.inf, "0 (all tokens) or more")
         _within("min_p", self.min_p, 0, 1, "0 (all tokens) to 1")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise UsageError(f"repetition_penalty {self.repetition_penalty}: wanted a finite number above 0 (1: none)")
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1: none)")
         _within("presence_penalty", self.presence_penalty, -2, 2, "-2 to 2 (0: none)")
         _within("frequency_penalty", self.frequency_penalty, -2, 2, "-2 to 2 (0: none)")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise UsageError("logit_bias: a token id stands there twice")
         for token, bias in self.logit_bias:
             _within("logit_bias: token id", token, 0, math.inf, "0 or more")
             _within(f"logit_bias of token {token}:", bias, -100, 100, "-100 to 100")
@@ -81,6 +85,8 @@ class Sampling:
             raise UsageError(f"min_tokens {self.min_tokens}: wanted at most max_tokens, which is {self.max_tokens}")
         if not all(self.stop):
             raise UsageError("an empty stop string would end every answer before it begins")
+        if len(self.stop) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in self.stop):
+            raise UsageError(f"stop: wanted at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters")
         for token in self.stop_token_ids:
             _within("stop_token_ids:", token, 0, math.inf, "0 or more")
         if self.logprobs is not None:
@@ -92,10 +98,9 @@ class Sampling:
         """Give the sampling of each of `n` answers to a prompt: the first keeps the seed, the others get derived ones.
 
         Raises:
-            UsageError: `n` is less than 1.
+            UsageError: `n` is not 1 to 128.
         """
-        if n < 1:
-            raise UsageError(f"n {n}: wanted 1 or more")
+        _within("n", n, 1, MOST_ANSWERS, f"1 to {MOST_ANSWERS}")
         others = (np.random.SeedSequence((self.seed, i)).generate_state(1, np.uint64)[0] for i in range(1, n))
         return (self, *(dataclasses.replace(self, seed=int(seed)) for seed in others))
 

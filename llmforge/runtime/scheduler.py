@@ -111,7 +111,9 @@ class Scheduler(Generic[C]):
         self._real = np.zeros(cache.batch, np.int32)
         logits = np.empty((cache.batch, 1, backend.vocabulary), np.float32)
         self._logits = [logits[: n + 1] for n in range(cache.batch)]  # equal steps hand the backend one object
-        self._judged: dict[int, NDArray[np.float32]] = {}
+        most = 0 if self._speculation is None else self._speculation.most
+        judged = np.empty((1, most + 1, backend.vocabulary), np.float32)
+        self._judged = [judged[:, : k + 1] for k in range(most + 1)]  # by guesses
         self._idle_rows = 0
         self._totals: Counter[str] = Counter()
         self._decode_s = self._judge_s = 0.0
@@ -301,8 +303,6 @@ class Scheduler(Generic[C]):
         slot, k = answer.slot, len(guesses)
         assert slot is not None
         assert self._speculation is not None
-        if k not in self._judged:
-            self._judged[k] = np.empty((1, k + 1, self._backend.vocabulary), np.float32)
         ids, past = np.array([[answer.context[-1], *guesses]], np.int64), np.array([answer.held], np.int32)
         view = self._cache.rows(slot, slot + 1)
         (logits,) = self._backend.step(ids, past, view, np.arange(k + 1), out=self._judged[k])
@@ -368,7 +368,7 @@ class Scheduler(Generic[C]):
 
     def _keep(self, answer: Answer, slot: int) -> None:
         """Give the blocks that `answer` has completed in `slot` to the prefix cache."""
-        if self._prefixes is not None and answer.held // BLOCK > answer.kept:
+        if self._prefixes is not None and not answer.failed and answer.held // BLOCK > answer.kept:
             self._prefixes.store(answer.context[: answer.held], self._cache, slot)
             answer.kept = answer.held // BLOCK
 
@@ -382,6 +382,9 @@ class Scheduler(Generic[C]):
         try:
             token, logprob = answer.chooser.choose(logits)
         except ForgeError as error:
+            answer.failed = True
+            if self._prefixes is not None:  # whatever was wrong with this text, it must not spread to others
+                self._prefixes.forget(answer.context)
             self._drop(answer, "error")
             self._hand(answer, error)
             return False

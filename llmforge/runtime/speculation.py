@@ -9,6 +9,8 @@ Decoding"); `DraftModel` asks a smaller model of the same vocabulary (Leviathan 
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol
@@ -126,14 +128,23 @@ class DraftModel(Generic[C]):
         return int(self._backend.step(ids, np.array([past], np.int32), view)[0, 0, : self._vocabulary].argmax())
 
 
-@dataclass
-class _Mean:
-    """A mean that forgets: of about the last ten values."""
+class _Recent:
+    """The last few values of something that is measured."""
 
-    value: float | None = None
+    def __init__(self, *values: float) -> None:
+        self._values: deque[float] = deque(values, maxlen=9)
 
     def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + 0.1 * (value - self.value)
+        self._values.append(value)
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self._values) if self._values else None
+
+    @property
+    def median(self) -> float | None:
+        """What a time is told by: a step that the machine interrupted says nothing about the next one."""
+        return statistics.median(self._values) if self._values else None
 
 
 class Payoff:
@@ -141,7 +152,8 @@ class Payoff:
 
     A step in which `n` answers decode takes `T(n)` seconds and gives `n` tokens. Taking one of them out to judge `k`
     guesses takes `T(n - 1) + V(k)`, and gives `n - 1 + e` tokens, `e` those that an answer got from a judgement so far.
-    Guesses are judged where that is more tokens a second. What is not known yet is measured: `T(n)` first, then `V(k)`.
+    Guesses are judged where that is more tokens a second. What is not known yet is measured: `T(n)` first, then a `V`;
+    for another `k` the nearest one known stands in.
     Answers and machines change, so one time in `PROBE` the other way is taken. `always`: everything is judged.
     """
 
@@ -149,10 +161,10 @@ class Payoff:
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
-        self._decode: dict[int, _Mean] = {}
-        self._judge: dict[int, _Mean] = {}
-        self._gained: dict[Hashable, _Mean] = {}
-        self._any_gained = _Mean()
+        self._decode_s: defaultdict[int, _Recent] = defaultdict(_Recent)  # by answers in the step
+        self._judge_s: defaultdict[int, _Recent] = defaultdict(_Recent)  # by guesses
+        self._gained: dict[Hashable, _Recent] = {}  # tokens of a judgement, by answer
+        self._gained_by_all = _Recent()
         self._since_judged = 0  # times that guesses were left since any were judged
         self._since_decoded = 0  # judgements since a step decoded all its answers together
 
@@ -163,45 +175,38 @@ class Payoff:
         if self._estimate(key, guesses, rows):
             return self._since_decoded < self.PROBE
         self._since_judged += 1
-        return self._since_judged >= self.PROBE and rows in self._decode
+        return self._since_judged >= self.PROBE and self._decode_s[rows].median is not None
 
     def _estimate(self, key: Hashable, guesses: int, rows: int) -> bool:
-        together, judged = self._decode_s(rows), self._judge_s(guesses)
+        together = self._decode_s[rows].median
         if together is None:
             return False
-        if judged is None:
+        if not self._judge_s:
             return True
-        others = 0.0 if rows == 1 else self._decode_s(rows - 1) or together
-        own = self._gained.get(key, self._any_gained).value
-        gained = 1 + guesses / 2 if own is None else min(own, 1 + guesses)
+        nearest = min(self._judge_s, key=lambda known: abs(known - guesses))
+        judged = self._judge_s[nearest].median
+        assert judged is not None
+        others = 0.0 if rows == 1 else self._decode_s[rows - 1].median or together
+        own = self._gained.get(key, self._gained_by_all).mean
+        gained = 1.0 if own is None else min(own, 1 + guesses)
         return (rows - 1 + gained) / (others + judged) > rows / together
 
     def decoded(self, rows: int, seconds: float) -> None:
         """Take note of a step that decoded `rows` answers."""
-        self._decode.setdefault(rows, _Mean()).add(seconds)
+        self._decode_s[rows].add(seconds)
         self._since_decoded = 0
 
     def judged(self, key: Hashable, guesses: int, tokens: int, seconds: float) -> None:
         """Take note that judging `guesses` of the answer `key` gave it `tokens` tokens (1 or more)."""
-        self._judge.setdefault(guesses, _Mean()).add(seconds)
+        self._judge_s[guesses].add(seconds)
         self._since_judged = 0
         self._since_decoded += 1
-        self._any_gained.add(tokens)
-        if key not in self._gained:
-            self._gained[key] = _Mean(self._any_gained.value)
-        self._gained[key].add(tokens)
+        self._gained_by_all.add(tokens)
+        self._gained.setdefault(key, _Recent()).add(tokens)
 
     def forget(self, key: Hashable) -> None:
         """Drop what is known of an answer that has ended."""
         self._gained.pop(key, None)
-
-    def _decode_s(self, rows: int) -> float | None:
-        mean = self._decode.get(rows)
-        return None if mean is None else mean.value
-
-    def _judge_s(self, guesses: int) -> float | None:
-        mean = self._judge.get(guesses)
-        return None if mean is None else mean.value
 
 
 @dataclass
