@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -291,6 +292,21 @@ class TestConventions:
         assert len(entries) == 12
         assert all(entry["token_id"] == entry["top"][0]["token_id"] and entry["logprob"] <= 0 for entry in entries)
         assert all(len(entry["top"]) == 2 for entry in entries)
+
+    def test_the_documented_commands_run(self, server: Server, artifacts: dict[str, Artifact]) -> None:
+        own = artifacts["random"].path / "triton" / "random" / "README.md"
+        documents = [Path(__file__).parents[1] / "docs" / "triton.md", own]
+        lines = [line for file in documents for line in file.read_text().splitlines() if line.startswith("curl ")]
+        assert len(lines) == 7
+        for line in lines:
+            words = shlex.split(line)
+            ports = {"127.0.0.1:8000": server.http, "127.0.0.1:8002": server.metrics_port}
+            for documented, port in ports.items():
+                words = [word.replace(documented, f"127.0.0.1:{port}") for word in words]
+            words = [word.replace("docs-llama-int4", "random") for word in words]
+            done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
+            wanted = "llmforge_output_tokens_total" if "/metrics" in line else '"finish_reason":"'
+            assert wanted in done.stdout, f"{line}: {done.stdout}"
 
 
 class TestRefusals:
