@@ -19,7 +19,7 @@ import llmforge
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.errors import EnvironmentLacks, InputError, RecipeError, UsageError, VersionMismatch
-from llmforge.recipe import ServingSpec
+from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
 from llmforge.runtime.engine import EngineOptions
 from llmforge.triton import repository, sources
@@ -353,7 +353,15 @@ class TestLaunch:
         assert "SERVER_OPTIONS are for the server that --launch starts" in result.stderr
 
 
-def test_serving_in_a_recipe_is_checked() -> None:
+def test_serving_in_a_recipe_is_checked(sample_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "schema: 1\nname: tiny\ntarget: local\nengine: {max_context: 64}\npasses: []\n"
+        f"checkpoint: {sample_checkpoint}\nserving:\n  max_queue: 5\n  triton: {{kinds: cpu}}\n"
+    )
+    with pytest.raises(RecipeError, match=r"recipe.yaml:9:12: serving.triton.kinds: unknown key") as caught:
+        Recipe.load(recipe)
+    assert caught.value.hint == "did you mean 'kind'?"
     with pytest.raises(ValueError, match="`gpus` are of kind gpu, not cpu"):
         ServingSpec.model_validate_json('{"triton": {"kind": "cpu", "gpus": [0]}}')
     with pytest.raises(RecipeError, match=r"--set triton.instances=0: triton.instances: "):

@@ -35,7 +35,7 @@ _DTYPES = {"TYPE_STRING": np.object_, "TYPE_UINT32": np.uint32}
 
 
 @dataclass(eq=False)
-class Answer:
+class Reply:
     """One request of a client, from its arrival to its last response; used by the sending thread alone."""
 
     sender: Any  # pb_utils.InferenceResponseSender
@@ -48,7 +48,7 @@ class Answer:
     ended: bool = False
 
 
-_Item = tuple[Answer, Ticket | Chunk | ForgeError, float]
+_Item = tuple[Reply, Ticket | Chunk | ForgeError, float]
 
 
 class Sender:
@@ -60,8 +60,8 @@ class Sender:
         self._metrics = metrics
         self._died = died
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._open: set[Answer] = set()
-        self._closing = threading.Event()
+        self._open: set[Reply] = set()
+        self._closing, self._drained = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="llmforge-sender")
         self._thread.start()
 
@@ -71,17 +71,19 @@ class Sender:
         Raises:
             UsageError, Unavailable: the engine does not take it; nothing will be sent.
         """
-        answer = Answer(sender, ask, arrived)
-        ticket = self._engine.submit(ask.request, lambda item: self._post(answer, item))
-        self._post(answer, ticket)
+        reply = Reply(sender, ask, arrived)
+        ticket = self._engine.submit(ask.request, lambda item: self._post(reply, item))
+        self._post(reply, ticket)
 
-    def close(self) -> None:
-        """Send what the engine, closed by now, has handed over, and end the thread."""
+    def close(self, timeout_s: float) -> None:
+        """Close the engine, which may answer for `timeout_s` seconds, send what it hands over, and end the thread."""
         self._closing.set()
+        self._engine.close(drain=True, timeout_s=timeout_s)
+        self._drained.set()
         self._thread.join()
 
-    def _post(self, answer: Answer, item: Ticket | Chunk | ForgeError) -> None:
-        self._items.put((answer, item, time.perf_counter()))
+    def _post(self, reply: Reply, item: Ticket | Chunk | ForgeError) -> None:
+        self._items.put((reply, item, time.perf_counter()))
 
     def _run(self) -> None:
         try:
@@ -94,15 +96,14 @@ class Sender:
         polled, told = 0.0, False
         while True:
             items = self._take(POLL_S if self._open else IDLE_S)
-            for answer in dict.fromkeys(self._sort(item) for item in items):
-                self._send(answer)
+            for reply in dict.fromkeys(self._sort(item) for item in items):
+                self._send(reply)
             if (now := time.perf_counter()) - polled >= POLL_S:
                 polled = now
                 self._cancel_abandoned()
-            if self._closing.is_set():
-                if not items:
-                    return
-            elif not told and not self._open and not self._engine.alive:
+            if self._drained.is_set() and not items:
+                return
+            if not (told or self._closing.is_set() or self._open or self._engine.alive):
                 told = True
                 self._died()
 
@@ -116,63 +117,63 @@ class Sender:
         except queue.Empty:
             return items
 
-    def _sort(self, item: _Item) -> Answer:
+    def _sort(self, item: _Item) -> Reply:
         """Put an item to its answer; an error ends it at once."""
-        answer, what, when = item
+        reply, what, when = item
         if isinstance(what, Ticket):
-            answer.ticket = what
+            reply.ticket = what
         elif isinstance(what, ForgeError):
-            self._end(answer)
-            fail(answer.sender, what)
+            self._end(reply)
+            fail(reply.sender, what)
         else:
-            answer.chunks.append(what)
+            reply.chunks.append(what)
             if what.token_id is not None:
-                self._time(answer, when)
-        if not answer.ended:
-            self._open.add(answer)
-        return answer
+                self._time(reply, when)
+        if not reply.ended:
+            self._open.add(reply)
+        return reply
 
-    def _time(self, answer: Answer, when: float) -> None:
-        if answer.last_token is None:
-            self._metrics.first_token(when - answer.arrived)
+    def _time(self, reply: Reply, when: float) -> None:
+        if reply.last_token is None:
+            self._metrics.first_token(when - reply.arrived)
         else:
-            self._metrics.next_token(when - answer.last_token)
-        answer.last_token = when
+            self._metrics.next_token(when - reply.last_token)
+        reply.last_token = when
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, reply: Reply) -> None:
         """Send what is there of an answer, if it is to be sent now."""
-        if answer.ended or not answer.chunks:
+        if reply.ended or not reply.chunks:
             return
-        reason = answer.chunks[-1].finish_reason
-        if reason is None and not (answer.ask.stream and any(chunk.text for chunk in answer.chunks)):
+        reason = reply.chunks[-1].finish_reason
+        if reason is None and not (reply.ask.stream and any(chunk.text for chunk in reply.chunks)):
             return
-        response = pb_utils.InferenceResponse(output_tensors=self._tensors(answer, reason))
-        answer.chunks.clear()
+        response = pb_utils.InferenceResponse(output_tensors=self._tensors(reply, reason))
+        reply.chunks.clear()
         if reason is None:
-            answer.sender.send(response)
+            reply.sender.send(response)
             return
-        self._end(answer)
-        answer.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._end(reply)
+        reply.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def _tensors(self, answer: Answer, reason: str | None) -> list[Any]:
+    def _tensors(self, reply: Reply, reason: str | None) -> list[Any]:
         """Make the outputs of one response from the chunks that no response holds yet."""
-        chunks, usage = answer.chunks, answer.chunks[-1].usage
+        chunks, usage = reply.chunks, reply.chunks[-1].usage
         # The end-of-sequence token is in no chunk, and in the usage.
         tokens = sum(chunk.token_id is not None for chunk in chunks)
-        tokens = usage.output_tokens - answer.output_tokens if usage is not None else tokens
-        answer.output_tokens += tokens
+        tokens = usage.output_tokens - reply.output_tokens if usage is not None else tokens
+        reply.output_tokens += tokens
         text = "".join(chunk.text for chunk in chunks)
         values: dict[TensorSpec, Any] = {
-            signature.TEXT_OUTPUT: answer.ask.before + text,
+            signature.TEXT_OUTPUT: reply.ask.before + text,
             signature.FINISH_REASON: reason or "",
-            signature.NUM_INPUT_TOKENS: len(answer.ask.request.prompt),
+            signature.NUM_INPUT_TOKENS: len(reply.ask.request.prompt),
             signature.NUM_OUTPUT_TOKENS: tokens,
         }
         if usage is not None:
             values[signature.USAGE] = json.dumps(dataclasses.asdict(usage))
         if logprobs := [self._logprob(chunk.logprob) for chunk in chunks if chunk.logprob is not None]:
             values[signature.LOGPROBS] = json.dumps(logprobs, ensure_ascii=False)
-        return [_tensor(spec, value) for spec, value in values.items() if spec.name not in answer.ask.omitted]
+        return [_tensor(spec, value) for spec, value in values.items() if spec.name not in reply.ask.omitted]
 
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         def named(token: int, logprob: float) -> dict[str, Any]:
@@ -181,14 +182,14 @@ class Sender:
         return {**named(entry.token_id, entry.logprob), "top": [named(*each) for each in entry.top]}
 
     def _cancel_abandoned(self) -> None:
-        for answer in self._open:
-            if answer.ticket is not None and answer.sender.is_cancelled():
-                self._engine.cancel(answer.ticket)
+        for reply in self._open:
+            if reply.ticket is not None and reply.sender.is_cancelled():
+                self._engine.cancel(reply.ticket)
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, reply: Reply) -> None:
         """Note that an answer gets its last response; Triton allows no use of its sender after that."""
-        answer.ended = True
-        self._open.discard(answer)
+        reply.ended = True
+        self._open.discard(reply)
 
 
 def fail(sender: Any, error: ForgeError) -> None:

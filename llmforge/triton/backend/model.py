@@ -76,8 +76,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Stop. Triton waits for running answers before it unloads a model; any that are left end as cancelled."""
-        self._engine.close(drain=True, timeout_s=DRAIN_S)
-        self._sender.close()
+        self._sender.close(DRAIN_S)
         self._metrics.close()
 
     def _read(self, request: Any) -> inputs.Ask:
