@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnxruntime
@@ -271,6 +274,26 @@ class TestSettings:
     def test_what_makes_no_sense(self, texts: dict[str, str], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             settings.read({name: {"string_value": text} for name, text in texts.items()})
+
+
+def test_a_gpu_instance_of_a_cpu_engine_is_refused(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the process that Triton makes for a model, of whose module nothing more is needed here."""
+    module = ModuleType("triton_python_backend_utils")
+    vars(module).update(Logger=Mock(), TritonModelException=RuntimeError)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(checks, "numpy_fits", lambda version: None)  # this process is no backend of Triton's
+    for name in ("model", "answers", "metrics"):  # imported with that module, and not to be kept
+        monkeypatch.delitem(sys.modules, f"llmforge.triton.backend.{name}", raising=False)
+    model = importlib.import_module("llmforge.triton.backend.model").TritonPythonModel()
+    arguments = {
+        "model_config": json.dumps({"parameters": {"artifact": {"string_value": "../../.."}}}),
+        "model_instance_kind": "GPU",
+        "model_instance_name": "random_0_0",
+        "model_repository": str(artifact.path / "triton" / "random"),
+        "model_version": "1",
+    }
+    with pytest.raises(RuntimeError, match="says KIND_GPU, and this runtime serves on the CPU\nhint: kind: KIND_CPU"):
+        model.initialize(arguments)
 
 
 def ask(runner: Runner, parameters: dict[str, Any] | None = None, **tensors: Any) -> inputs.Ask:

@@ -23,9 +23,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
 SERVER = ("nvidia-pytriton==0.7.0",)
-# The server's python backend was built for numpy 1. The rest is what llmforge/triton/backend/checks.py names.
-SERVING = ("numpy==1.26.4", "onnxruntime==1.31.1", "tokenizers==0.23.3", "jinja2==3.1.6", "llguidance==1.9.1")
+# What llmforge/triton/backend/checks.py names, in the versions of the whole project; not so numpy, for this server's
+# python backend was built for numpy 1.
+SERVING = ("onnxruntime", "tokenizers", "jinja2", "llguidance")
+NUMPY = "numpy==1.26.4"
 CLIENT = ("tritonclient[grpc]==2.73.0", "protobuf==6.33.6", "grpcio==1.85.1")
 
 
@@ -114,8 +117,15 @@ def _folder(python: str) -> Path:
     if named := os.environ.get("LLMFORGE_TRITON"):
         return Path(named).resolve()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    pins = hashlib.sha256("\n".join((*SERVER, *SERVING, *CLIENT)).encode()).hexdigest()[:12]
+    pins = hashlib.sha256("\n".join((*SERVER, *_serving(), *CLIENT)).encode()).hexdigest()[:12]
     return cache / "llmforge" / f"triton-py{python}-{pins}"
+
+
+def _serving() -> list[str]:
+    """Give the serving packages with the versions that constraints.txt pins."""
+    pins = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if "==" in line]
+    pinned = {pin.partition("==")[0].lower(): pin for pin in pins}
+    return [NUMPY, *(pinned[name] for name in SERVING)]
 
 
 @contextlib.contextmanager
@@ -137,7 +147,7 @@ def _install(folder: Path, python: str) -> None:
     backend = folder / "backends/python"
     shutil.copytree(package / "backends/python", backend)
     shutil.copy2(stub, backend)
-    for name, packages in (("serving", SERVING), ("client", CLIENT)):
+    for name, packages in (("serving", _serving()), ("client", CLIENT)):
         _run([sys.executable, "-m", "venv", str(folder / name)])
         _pip(str(folder / name / "bin/python"), *packages)
 
