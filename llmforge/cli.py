@@ -1,8 +1,8 @@
-"""The command line. Only this module prints.
+"""The command line. Only this module prints, and `cli_serving`, which holds some of its commands.
 
 Exit codes: 0 done, and gates passed; 1 our own bug; 2 usage or recipe; 3 a gate failed; 4 a gate is inconclusive;
 5 bad checkpoint or data; 6 not supported by the target; 7 a pass failed its verification; 8 the environment lacks
-something; 130 interrupted; 141 the reader of standard output went away.
+something; 9 the engine takes no requests; 130 interrupted; 141 the reader of standard output went away.
 
 Commands import what they need when they run, so that `llmforge --help` costs no torch.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge import __version__
-from llmforge.errors import ForgeError, GateFailed, GateInconclusive, InputError, UsageError
+from llmforge import __version__, cli_serving
+from llmforge.errors import ForgeError, GateFailed, GateInconclusive, UsageError
 
 if TYPE_CHECKING:
     from llmforge.report.model import Report
@@ -59,7 +58,7 @@ Exit codes
   1  a bug of llmforge            6  not supported by the target
   2  usage or recipe              7  a pass failed its verification
   3  a gate failed                8  the environment lacks something
-  4  a gate is inconclusive
+  4  a gate is inconclusive       9  the engine takes no requests
 """
 
 
@@ -195,66 +194,10 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
         click.echo(f"verified: {len(opened.manifest.files)} files are what was published")
     record = opened.path / "report" / "report.json"
     if record.is_file():
+        from llmforge.report import model
+
         click.echo()
-        _write_summary(_read_report(record))
-
-
-@cli.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="REPO",
-    help="The model repository, which may hold other models and versions.",
-)  # fmt: skip
-@click.option("--name", help="The model's name; the artifact's unless given.")
-@click.option("--model-version", type=click.IntRange(min=1), default=1, show_default=True, help="The model's version.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE",
-    help="Change how it is served: max_queue=64, triton.instances=2. Keys are those of `serving` in a recipe.",
-)  # fmt: skip
-@click.option("--copy", is_flag=True, help="Copy the engine instead of making hard links.")
-@click.option("--launch", is_flag=True, help="Start the server on it; SERVER_OPTIONS after `--` go to the server.")
-@click.option("--server", type=click.Path(path_type=Path), help="The server's binary; `tritonserver` on PATH if not.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the server.")
-@click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
-@click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
-def triton(
-    artifact: Path,
-    server_options: tuple[str, ...],
-    output: Path,
-    name: str | None,
-    model_version: int,
-    overrides: tuple[str, ...],
-    copy: bool,
-    launch: bool,
-    server: Path | None,
-    host: str,
-    http_port: int,
-    grpc_port: int,
-    metrics_port: int,
-) -> None:
-    """Write a Triton model repository for ARTIFACT that stands alone.
-
-    The last line of standard output is the model's folder, or the server's command line with --launch.
-    """
-    from llmforge.artifact import Artifact, check_name
-    from llmforge.triton import launch as starting
-    from llmforge.triton import repository
-
-    if server_options and not launch:
-        raise UsageError("SERVER_OPTIONS are for the server that --launch starts")
-    binary = starting.find(server) if launch else None
-    opened = Artifact.open(artifact)
-    opened.verify()
-    model = repository.of_artifact(opened, name=check_name(name) if name is not None else None, overrides=overrides)
-    click.echo(str(repository.export(opened, model, output, version=model_version, copy=copy)))
-    if binary is not None:
-        ports = starting.Ports(host, http_port, grpc_port, metrics_port)
-        line = starting.command(binary, output, ports, server_options)
-        click.echo(shlex.join(line))
-        sys.stdout.flush()
-        os.execv(binary, line)
+        _write_summary(model.read(record))
 
 
 @cli.command()
@@ -363,6 +306,11 @@ def schema() -> None:
     _write_json(recipe.schema(registry.ALL))
 
 
+cli.add_command(cli_serving.serve)
+cli.add_command(cli_serving.bench)
+cli.add_command(cli_serving.triton)
+
+
 def main() -> None:
     """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1."""
     try:
@@ -402,19 +350,6 @@ def _stdin() -> str:
 
 def _write_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False))
-
-
-def _read_report(path: Path) -> Report:
-    from pydantic import ValidationError
-
-    from llmforge.report.model import Report
-
-    try:
-        return Report.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(f"{path}: not a report of this version: {where}: {first['msg']}") from error
 
 
 def _write_summary(report: Report) -> None:

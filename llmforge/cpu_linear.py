@@ -96,7 +96,8 @@ class Rewriting:
         """Put Linear in the place of a MatMulNBits and of what it takes over; returns what was done."""
         codes, scales, zero_points = _inputs(node, 4)[1:]
         bias = _input(node, 5)
-        assert codes is not None and scales is not None
+        assert codes is not None
+        assert scales is not None
         n, k = node.attributes.get_int("N"), node.attributes.get_int("K")
         grid = Grid(node.attributes.get_int("bits"), node.attributes.get_int("block_size"), zero_points is None)
         source, norm = self._source(node)
@@ -115,8 +116,9 @@ class Rewriting:
         node.name = f"{name}.replaced"
         [output] = graph.insert(place, "Linear", inputs, attributes, domain=DOMAIN, name=name)
         graph.supersede(last, output)
-        parts = [norm and "RMSNormalization", gate and "gated activation", residual and "residual Add", bias and "bias"]
-        return ", ".join([f"Linear of {grid.bits} bits, [{n}, {k}]", *filter(None, parts)])
+        taken = {"RMSNormalization": norm, "gated activation": gate, "residual Add": residual, "bias": bias}
+        parts = [what for what, value in taken.items() if value is not None]
+        return ", ".join([f"Linear of {grid.bits} bits, [{n}, {k}]", *parts])
 
     def embedding(self, node: ir.Node) -> str | None:
         """Put Embedding in the place of a GatherBlockQuantized of `input_ids`' kind; None where that cannot be."""
@@ -126,16 +128,16 @@ class Rewriting:
         if codes is None or ids is None or scales is None or not (codes.is_initializer() and scales.is_initializer()):
             return None
         shape = graph.dims(codes)
-        if _input(node, 3) is not None or node.attributes.get_int("gather_axis", 0) or shape is None:
+        if _input(node, 3) is not None or node.attributes.get_int("gather_axis", 0) != 0 or shape is None:
             return None
         n, k = int(str(shape[0])), int(np.prod([int(str(dim)) for dim in shape[1:]])) * 8 // bits
         if codes.dtype != ir.DataType.UINT8 or ids.dtype != ir.DataType.INT64 or _grid_obstacle(k, block):
             return None
         grid = Grid(bits, block, True)
         rows = node.outputs[0]
-        uses = rows.uses()
-        if len(uses) == 1 and uses[0].node.op_type == "Reshape":  # of a tied table: blocks become a row
-            rows = uses[0].node.outputs[0]
+        reader = _only_reader(rows)
+        if reader is not None and reader.op_type == "Reshape":  # of a tied table: blocks become a row
+            rows = reader.outputs[0]
         elif len(shape) != 2:
             return None
         weights = self._weights(codes, scales, None, n, k, grid, None)
@@ -196,14 +198,14 @@ class Rewriting:
 
     def _takes_norm(self, node: ir.Node, index: int) -> bool:
         if _selects_rows(node):
-            uses = node.outputs[0].uses()
-            return index == 0 and len(uses) == 1 and uses[0].node in self.ready and uses[0].idx == 0
+            layer = _only_reader(node.outputs[0])
+            return index == 0 and layer in self.ready and layer is not None and layer.inputs[0] is node.outputs[0]
         return index == 0 and node in self.ready
 
 
 @cache
 def _arrangement(n: int, k: int, grid: Grid, gate_first: bool | None) -> Function:
-    """Return the function from codes, scales and zero points of MatMulNBits to groups; one object for equal arguments."""
+    """Return what makes groups of codes, scales and zero points of MatMulNBits; one object for equal arguments."""
 
     def arrange(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         blocks = k // grid.block_size
@@ -290,7 +292,7 @@ def _selects_rows(node: ir.Node) -> bool:
 
 
 def _only_reader(value: ir.Value) -> ir.Node | None:
-    uses = value.uses()
+    uses = list(value.uses())
     return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
 
 

@@ -158,7 +158,9 @@ def quantile_interval(samples: NDArray[np.float64], quantile: float) -> tuple[fl
     """
     ordered = np.sort(samples)
     n, tail = len(ordered), (1 - CONFIDENCE) / 2
-    below = np.cumsum([math.comb(n, k) * quantile**k * (1 - quantile) ** (n - k) for k in range(n + 1)])
+    k = np.arange(1, n + 1)
+    log_odds = np.log((n + 1 - k) / k) + math.log(quantile / (1 - quantile))  # of k and k - 1 samples below
+    below = np.cumsum(np.exp(n * math.log1p(-quantile) + np.concatenate([[0.0], np.cumsum(log_odds)])))
     lowest = int(np.searchsorted(below, tail, side="right"))  # P(count < lowest) <= tail
     highest = int(np.searchsorted(below, 1 - tail, side="left")) + 1  # P(count >= highest) <= tail
     if lowest < 1 or highest > n:

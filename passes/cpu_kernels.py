@@ -56,7 +56,7 @@ class CpuKernels(Pass):
         """
         if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
             raise UnsupportedError(
-                f"{self.name}: target {context.target.name} is no CPU that runs ONNX Runtime, for which the kernels are",
+                f"{self.name}: target {context.target.name} runs no ONNX Runtime on a CPU, which the kernels are for",
                 hint=f"leave {self.name} out of the recipe, or choose a CPU target",
             )
         native.require()

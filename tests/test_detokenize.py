@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -147,6 +147,7 @@ def test_stop_strings_cut_where_a_reader_of_single_characters_finds_the_first(in
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@settings(deadline=None)  # the first example loads the tokenizer
 @given(data=st.data())
 def test_stop_strings_are_found_across_the_borders_of_tokens(tokenizer, data):
     """A stop string cut out of the text itself: in the middle of tokens, of emoji sequences, of byte fallbacks."""
@@ -182,14 +183,14 @@ def test_a_piece_that_may_not_stop_is_text_whatever_it_completes(pieces, stop):
 
 
 def test_stop_strings_take_time_for_new_text_alone():
-    """A thousand times the text takes about a thousand times as long, not a million times."""
+    """Ten times the text takes about ten times as long, not a hundred times."""
 
     def seconds(pieces: int) -> float:
         finder = StopStrings(["\n\nUser:", "x" * 30, "</answer>"])
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(pieces):
             finder.push("so \n\nUse")
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(100)
     assert seconds(40_000) < 40 * max(min(seconds(4000) for _ in range(3)), 1e-4)

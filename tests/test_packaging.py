@@ -55,6 +55,9 @@ def shipped() -> dict[str, Path]:
     return files
 
 
+LIBRARY = "llmforge/native/_kernels.abi3.so"
+
+
 def test_the_symlinks_lead_where_the_mapping_does() -> None:
     for folder in MAPPED:
         link = ROOT / "llmforge" / folder
@@ -72,11 +75,12 @@ def test_the_wheel_holds_every_file_once_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
         assert len(names) == len(set(names))
         content = {name for name in names if ".dist-info/" not in name}
-        assert content == set(expected)
+        assert content == {*expected, LIBRARY}
         for name, path in expected.items():
             assert archive.read(name) == path.read_bytes(), name
     metadata = [name for name in names if name not in content]
     assert all(name.startswith("llmforge-") for name in metadata)
+    assert "-cp311-abi3-" in wheel.name  # the library uses nothing of Python
 
 
 def test_the_wheel_from_the_checkout_is_that_from_the_sdist(source: Path, wheel: Path, tmp_path: Path) -> None:
@@ -126,12 +130,14 @@ def test_the_installed_package_finds_its_passes_targets_and_recipes(installed: P
     code = (
         "import llmforge, llmforge.passes, llmforge.recipes, llmforge.targets\n"
         "print(llmforge.__file__)\n"
-        "print(len(llmforge.passes.ALL), llmforge.targets.load('l4').name, llmforge.targets.local().kind)"
+        "print(len(llmforge.passes.ALL), llmforge.targets.load('l4').name, llmforge.targets.local().kind)\n"
+        "from llmforge import native; print(native.require())"
     )
     done = run(installed, code, tmp_path)
     assert done.returncode == 0, done.stderr
-    file, facts = done.stdout.splitlines()
+    file, facts, library = done.stdout.splitlines()
     assert Path(file).is_relative_to(installed)
+    assert Path(library) == installed / LIBRARY
     from llmforge import passes
 
     assert facts == f"{len(passes.ALL)} l4 cpu"

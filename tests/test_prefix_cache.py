@@ -33,7 +33,14 @@ def text(seed: int, blocks: int, begins: list[int] | None = None) -> list[int]:
     return begins + np.random.default_rng(seed).integers(0, 97, blocks * BLOCK - len(begins)).tolist()
 
 
-def prefixes(session: Session, blocks: int) -> PrefixCache:
+def loaded(kept: PrefixCache[Cache], tokens: list[int], target: Cache, row: int = 0) -> int:
+    """Load what is kept of `tokens` into `row`; return its length."""
+    found = kept.find(tokens)
+    kept.load(tokens[:found], target, row)
+    return found
+
+
+def prefixes(session: Session, blocks: int) -> PrefixCache[Cache]:
     return PrefixCache(session, blocks * session.allocate(1, BLOCK).size_bytes)
 
 
@@ -42,7 +49,7 @@ def test_whole_blocks_come_back_bit_for_bit_into_any_row(session):
     tokens, source, target = text(1, 3), filled(session, 1), session.allocate(3, CAPACITY)
     kept.store([*tokens, 4, 5, 6], source, 0)
     assert len(kept) == 3
-    assert kept.load([*tokens, 9, 9], most=CAPACITY, cache=target, row=1) == 3 * BLOCK
+    assert loaded(kept, [*tokens, 9, 9], target, row=1) == 3 * BLOCK
     for name, buffer in target.buffers.items():
         np.testing.assert_array_equal(buffer[1, :, : 3 * BLOCK], source.buffers[name][0, :, : 3 * BLOCK])
         assert not buffer[1, :, 3 * BLOCK :].any()
@@ -55,10 +62,10 @@ def test_only_what_the_text_shares_from_its_beginning_is_found(session):
     kept.store(tokens, cache, 0)
     target = session.allocate(1, CAPACITY)
     other = [*tokens[: 2 * BLOCK + 5], tokens[2 * BLOCK + 5] + 1, *tokens[2 * BLOCK + 6 :]]
-    assert kept.load(other, CAPACITY, target, 0) == 2 * BLOCK
-    assert kept.load(tokens[BLOCK:], CAPACITY, target, 0) == 0  # the same tokens elsewhere have other keys
-    assert kept.load(tokens, 4 * BLOCK - 1, target, 0) == 3 * BLOCK
-    assert kept.load(tokens[: BLOCK - 1], CAPACITY, target, 0) == 0
+    assert loaded(kept, other, target) == 2 * BLOCK
+    assert loaded(kept, tokens[BLOCK:], target) == 0  # the same tokens elsewhere have other keys
+    assert loaded(kept, tokens[:-1], target) == 3 * BLOCK
+    assert loaded(kept, tokens[: BLOCK - 1], target) == 0
 
 
 def test_texts_share_the_blocks_that_they_begin_with(session):
@@ -69,7 +76,7 @@ def test_texts_share_the_blocks_that_they_begin_with(session):
     kept.store(first, one, 0)
     kept.store(second, two, 0)
     assert len(kept) == 3 + 2
-    assert kept.load(second, CAPACITY, target, 0) == 4 * BLOCK
+    assert loaded(kept, second, target) == 4 * BLOCK
     name = "past_key_values.1.value"
     np.testing.assert_array_equal(target.buffers[name][0, :, :64], one.buffers[name][0, :, :64])
     np.testing.assert_array_equal(target.buffers[name][0, :, 64:128], two.buffers[name][0, :, 64:128])
@@ -80,12 +87,12 @@ def test_the_least_recently_used_goes_first_and_ends_before_beginnings(session):
     old, used, new = text(1, 3), text(2, 3), text(3, 2)
     kept.store(old, cache, 0)
     kept.store(used, cache, 0)
-    assert kept.load(old, CAPACITY, target, 0) == 3 * BLOCK  # now `used` is the older one
+    assert loaded(kept, old, target) == 3 * BLOCK  # now `used` is the older one
     kept.store(new, cache, 0)
     assert len(kept) == 6
-    assert kept.load(new, CAPACITY, target, 0) == 2 * BLOCK
-    assert kept.load(old, CAPACITY, target, 0) == 3 * BLOCK
-    assert kept.load(used, CAPACITY, target, 0) == BLOCK
+    assert loaded(kept, new, target) == 2 * BLOCK
+    assert loaded(kept, old, target) == 3 * BLOCK
+    assert loaded(kept, used, target) == BLOCK
 
 
 def test_a_text_longer_than_the_memory_keeps_its_beginning(session):
@@ -95,8 +102,8 @@ def test_a_text_longer_than_the_memory_keeps_its_beginning(session):
     kept.store(long, cache, 0)
     kept.store(long, cache, 0)
     assert len(kept) == 3
-    assert kept.load(long, CAPACITY, target, 0) == 3 * BLOCK
-    assert kept.load(text(1, 2), CAPACITY, target, 0) == 0
+    assert loaded(kept, long, target) == 3 * BLOCK
+    assert loaded(kept, text(1, 2), target) == 0
 
 
 def test_a_beginning_is_forgotten_with_all_that_follows_it(session):
@@ -107,8 +114,8 @@ def test_a_beginning_is_forgotten_with_all_that_follows_it(session):
         kept.store(tokens, cache, 0)
     kept.forget(first)
     assert len(kept) == 2
-    assert kept.load(second, CAPACITY, target, 0) == 0
-    assert kept.load(other, CAPACITY, target, 0) == 2 * BLOCK
+    assert loaded(kept, second, target) == 0
+    assert loaded(kept, other, target) == 2 * BLOCK
     kept.forget(text(9, 1))
     kept.store(text(4, 6), cache, 0)  # all room is there again
     assert len(kept) == 8
@@ -127,7 +134,7 @@ def test_no_block_is_lost_or_found_wrongly_in_a_long_random_life(session):
         # Each slot holds what tells its text up to there apart: sums of tokens, weighted by place.
         sums = np.cumsum(np.array(tokens) * (1 + np.arange(len(tokens)) % 7))
         cache.buffers[marker][0, :, : len(tokens)] = sums[None, :, None]
-        got = kept.load(tokens, CAPACITY, target, 0)
+        got = loaded(kept, tokens, target)
         np.testing.assert_array_equal(target.buffers[marker][0, 0, :got, 0], sums[:got])
         kept.store(tokens, cache, 0)
         found += got

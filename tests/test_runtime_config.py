@@ -9,13 +9,15 @@ import os
 import onnxruntime
 import pytest
 
-from llmforge.errors import InputError, VersionMismatch
+from llmforge import native
+from llmforge.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.runtime.config import RuntimeConfig, SessionOptions, _quota, physical_cores
 from llmforge.runtime.session import CacheInput, SessionConfig
 
 CONFIG = RuntimeConfig(
-    format=1,
+    format=2,
     onnxruntime=onnxruntime.__version__,
+    kernels=None,
     max_context=128,
     max_batch=4,
     vocabulary=100,
@@ -103,3 +105,13 @@ def test_a_quota_limits_the_cores(tmp_path, content, cpus):
     if content is not None:
         (tmp_path / "cpu.max").write_text(content)
     assert _quota(tmp_path / "cpu.max", 16) == cpus
+
+
+def test_kernels_of_another_version_and_missing_ones_are_refused(monkeypatch):
+    dataclasses.replace(CONFIG, kernels=native.VERSION).check_versions()
+    with pytest.raises(VersionMismatch, match=f"version {native.VERSION + 1} of the CPU kernels"):
+        dataclasses.replace(CONFIG, kernels=native.VERSION + 1).check_versions()
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(EnvironmentLacks, match="not compiled"):
+        dataclasses.replace(CONFIG, kernels=native.VERSION).check_versions()
+    CONFIG.check_versions()  # which needs none

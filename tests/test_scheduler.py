@@ -42,6 +42,7 @@ class Watched:
         self.reuse_obstacle: str | None = self._session.reuse_obstacle
         self.allocate = self._session.allocate
         self.buckets = buckets
+        self.steady_from = 2
         self.steps: list[tuple[list[int], int]] = []
         self.broken_token: int | None = None
 
@@ -397,15 +398,30 @@ def test_what_went_wrong_with_a_text_is_not_kept_for_others(runner, watched, ans
     assert answers[2].tokens == alone(runner, requests[2])
 
 
-@pytest.mark.parametrize("over", [0, 1, 2])
-def test_two_tokens_of_a_prompt_are_always_read(runner, watched, answers, over):
-    scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY)
-    request = asks(2 * BLOCK + over, 1, 2)
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "steady_from", "cached"),
+    [
+        (2 * BLOCK + 2, CAPACITY, 2, 2 * BLOCK),
+        (2 * BLOCK + 1, CAPACITY, 2, BLOCK),  # one token would have a kernel of its own
+        (2 * BLOCK + 1, CAPACITY, 1, 2 * BLOCK),
+        (2 * BLOCK, CAPACITY, 1, BLOCK),  # the last token is always read
+        (2 * BLOCK + 8, CAPACITY, 9, BLOCK),
+        (2 * BLOCK + 9, CAPACITY, 9, 2 * BLOCK),
+        (2 * BLOCK + 1, BLOCK, 9, 2 * BLOCK),  # read in pieces of 32, 32 and 1 without a cache, too
+        (2 * BLOCK + 20, 40, 9, 2 * BLOCK),
+        (2 * BLOCK + 5, 40, 9, 0),  # the last 5 of 69 would differ from 29, and the last 8 of the first 40
+    ],
+)
+def test_what_is_read_behind_a_cached_beginning_has_the_kernels_that_it_has_without(
+    runner, watched, answers, tokens, chunk, steady_from, cached
+):
+    watched.steady_from = steady_from
+    scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY, step_tokens=CAPACITY, chunk=chunk)
+    request = asks(tokens, 1, 2)
     for answer in answers[:2]:
         watched.taken()
         scheduled.add(request, answer.receive)
         run(scheduled)
-    cached = 2 * BLOCK if over == 2 else BLOCK
     assert answers[1].chunks[-1].usage.cached_tokens == cached
     assert watched.taken()[0][0] == [cached]
     assert answers[0].tokens == answers[1].tokens

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmforge.data import read_documents
-from llmforge.runtime import Request, Runner, Sampling
+from llmforge.runtime import Constraint, Request, Runner, Sampling
 from llmforge.runtime.answer import Answer
 from llmforge.runtime.prefix_cache import BLOCK
 from llmforge.runtime.scheduler import Scheduler
@@ -58,19 +58,23 @@ class Client:
 
 
 def clients(texts: Sequence[Sequence[int]], random: np.random.Generator) -> list[Client]:
-    systems = [tuple(text[: int(random.integers(40, 260))]) for text in texts[:6]]
+    systems = [tuple(text[: int(random.integers(40, 180))]) for text in texts[:6]]
     made: list[Client] = []
     arrives = 0
     for i in range(REQUESTS):
         text = texts[int(random.integers(len(texts)))]
-        start, length = int(random.integers(0, 150)), int(random.integers(1, 100))
+        start, length = int(random.integers(0, 150)), int(random.integers(1, 70))
         own = tuple(text[start : start + length])
         prompt = systems[int(random.integers(6))] + own if random.random() < 0.7 else own
         earlier = made[int(random.integers(i))] if i > 20 and random.random() < 0.25 else None
         sampled = {"temperature": 0.8, "top_p": 0.95, "seed": i} if random.random() < 0.3 else {}
+        if i % 7 == 3:
+            sampled |= {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "min_tokens": 1, "logprobs": 2}
+        if i % 19 == 5:
+            sampled |= {"constraint": Constraint("regex", "[a-z ]{5,200}")}
         stop = ("the",) if random.random() < 0.15 else ()
-        ignore_eos = bool(random.random() < 0.5)
-        sampling = Sampling(max_tokens=int(random.integers(1, 40)), stop=stop, ignore_eos=ignore_eos, **sampled)
+        ignore_eos = bool(random.random() < 0.5) and "constraint" not in sampled
+        sampling = Sampling(max_tokens=int(random.integers(1, 32)), stop=stop, ignore_eos=ignore_eos, **sampled)
         arrives += int(random.choice([0, 0, 0, 1, 2, 9]))
         leaves = int(random.integers(0, 12)) if random.random() < 0.15 else None
         made.append(Client(own[:20] if earlier else prompt, sampling, arrives, leaves, earlier))
@@ -120,4 +124,3 @@ def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
     assert stats.accepted_tokens > 50
     assert len(stats.steps) > 4
     assert stats.prefill_tokens + stats.prefix_hit_tokens <= stats.prompt_tokens
-    print(stats, step)

@@ -134,8 +134,9 @@ def test_the_runtime_reads_a_long_prompt_in_pieces_with_the_angles_of_a_long_tex
     zoo_classic.write("phi3-longrope", tmp_path)
     session = probe.open_session(traced(tmp_path), probe.Weights(), threads=1)
     config = RuntimeConfig(
-        format=1,
+        format=2,
         onnxruntime="",
+        kernels=None,
         max_context=64,
         max_batch=1,
         vocabulary=session.vocabulary,

@@ -203,6 +203,7 @@ def build(
     config = RuntimeConfig(
         format=FORMAT,
         onnxruntime=onnxruntime.__version__,
+        kernels=native.VERSION if native.DOMAIN in model.opset_imports else None,
         max_context=spec.max_context,
         max_batch=spec.max_batch,
         vocabulary=session.vocabulary,

@@ -25,6 +25,7 @@ static inline int64_t group_size(const Weights *w) {
     int64_t blocks = w->k / w->block;
     return codes_size(w) + blocks * 4 * LANES + (w->zero_points ? (blocks * LANES + 63) / 64 * 64 : 0);
 }
+static inline int32_t zero_factor(const Weights *w) { return w->zero_points ? -1 : w->bits == 4 ? -8 : -128; }
 static inline int64_t groups_of(const Weights *w) { return (w->n + LANES - 1) / LANES; }
 
 typedef struct Linear {
@@ -42,7 +43,8 @@ enum { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
 typedef struct Rows {
     int8_t *value;  /* [m, k] */
     float *scale;   /* [m, k/block] */
-    int32_t *sum;   /* [m, k/block]: of the values of a block, which zero points are multiplied with */
+    int32_t *sum;   /* [m, k/block]: sum of the values of a block, times `factor` */
+    int32_t factor; /* minus the zero point where all codes have one, else -1 */
 } Rows;
 
 /* One layer's attention over its cache. Strides count elements. */

@@ -1,11 +1,15 @@
-"""Weights as the CPU kernels read them: one byte string a matrix, in the order of the reading (kernels.h, `Weights`)."""
+"""Weights as the CPU kernels read them: one byte string a matrix, in the order of reading (kernels.h, `Weights`)."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.quantization import Grid
+
+_T = TypeVar("_T", bound=np.generic)
 
 LANES = 16  # rows side by side
 ALIGNMENT = 64  # bytes that a group is a multiple of
@@ -37,7 +41,7 @@ def arrange(
     if grid.bits == 4:
         # [group, lane, block, half, vector, column] -> [group, block, half, vector, lane, column]
         halves = padded.reshape(count, LANES, blocks, 2, block // 8, 4).transpose(0, 2, 3, 4, 1, 5)
-        arranged = halves[:, :, 0] | (halves[:, :, 1] << 4)
+        arranged = halves[:, :, 0] | (halves[:, :, 1] << np.uint8(4))
     else:
         arranged = padded.reshape(count, LANES, blocks, block // 4, 4).transpose(0, 2, 3, 1, 4)
     of_rows = _rows(scales.astype(np.float32), count * LANES).reshape(count, LANES, blocks).transpose(0, 2, 1)
@@ -57,5 +61,5 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rows(array: NDArray[np.generic], count: int) -> NDArray[np.generic]:
+def _rows(array: NDArray[_T], count: int) -> NDArray[_T]:
     return np.pad(array, ((0, count - len(array)), (0, 0)))

@@ -132,15 +132,16 @@ static size_t rows_size(int64_t m, int64_t k, int64_t block) {
     return (size_t)(m * k + 63) / 64 * 64 + (size_t)(m * (k / block)) * 8 + 64;
 }
 
-static Rows rows_in(void *memory, int64_t m, int64_t k, int64_t block) {
+static Rows rows_in(void *memory, int64_t m, const Weights *w) {
+    const int64_t k = w->k, block = w->block;
     char *scales = (char *)memory + (m * k + 63) / 64 * 64;
-    return (Rows){memory, (float *)scales, (int32_t *)(scales + m * (k / block) * 4)};
+    return (Rows){memory, (float *)scales, (int32_t *)(scales + m * (k / block) * 4), zero_factor(w)};
 }
 
 static int quantize_rows(LinearWork *work, const Rows *rows, int64_t first, int64_t count) {
     const int64_t k = work->layer.weights.k, block = work->layer.weights.block, blocks = k / block;
     float *normed = scratch(SCRATCH_NORM, (size_t)k * sizeof(float));
-    Rows part = {rows->value + first * k, rows->scale + first * blocks, rows->sum + first * blocks};
+    Rows part = {rows->value + first * k, rows->scale + first * blocks, rows->sum + first * blocks, rows->factor};
     if (!normed) return 0;
     kernels->quantize(work->x + first * k, count, k, block, work->norm, work->epsilon, &part, normed);
     return 1;
@@ -159,7 +160,7 @@ static void linear_unit(void *data, size_t unit) {
     if (work->id) {
         void *memory = scratch(SCRATCH_ROWS, rows_size(work->m, work->layer.weights.k, work->layer.weights.block));
         if (!memory) { work->failed = 1; return; }
-        rows = rows_in(memory, work->m, work->layer.weights.k, work->layer.weights.block);
+        rows = rows_in(memory, work->m, &work->layer.weights);
         if (done != work->id && !quantize_rows(work, &rows, 0, work->m)) { work->failed = 1; return; }
         done = work->id;
     }
@@ -209,7 +210,7 @@ static Status *linear_compute(void *kernel, Context *context) {
     } else {
         void *memory = scratch(SCRATCH_QUERY, rows_size(work.m, w->k, w->block));
         if (!memory) return ort_status(api, STATUS_FAIL, "out of memory");
-        work.rows = rows_in(memory, work.m, w->k, w->block);
+        work.rows = rows_in(memory, work.m, w);
         work.units = work.m < PARALLEL_UNITS ? work.m : PARALLEL_UNITS;
         TRY(run(api, context, quantize_unit, work.units, &work, alone));
     }

@@ -6,10 +6,12 @@ artifact leaves it out.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from llmforge.errors import InputError
 from llmforge.evaluate.latency import Latency
 from llmforge.evaluate.machine import Machine
 from llmforge.evaluate.quality import Quality
@@ -135,6 +137,20 @@ class Report(_Record):
     def to_json(self) -> str:
         """Write the record as JSON, indented, with a final newline."""
         return self.model_dump_json(indent=1) + "\n"
+
+
+def read(path: Path) -> Report:
+    """Read a report that a build wrote.
+
+    Raises:
+        InputError: the file is no report of this version.
+    """
+    try:
+        return Report.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise InputError(f"{path}: not a report of this version: {where}: {first['msg']}") from error
 
 
 def measured(*, quality: Quality | None, latency: Latency | None, engine: EngineRecord) -> dict[str, Estimate]:

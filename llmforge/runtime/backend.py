@@ -56,6 +56,13 @@ class Backend(Protocol[C]):
         """
 
     @property
+    def steady_from(self) -> int:
+        """How many tokens of one row a step must have for the bits of each not to depend on how many there are.
+
+        Kernels for few tokens add in another order than those for many; a step of fewer tokens may differ by rounding.
+        """
+
+    @property
     def reuse_obstacle(self) -> str | None:
         """Why tokens in a row can neither serve another text nor be taken back; None: they can."""
 

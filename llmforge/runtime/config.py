@@ -12,10 +12,11 @@ from typing import Any
 
 import onnxruntime
 
+from llmforge import native
 from llmforge.errors import InputError, VersionMismatch
 from llmforge.runtime.session import CacheInput, SessionConfig
 
-FORMAT = 1
+FORMAT = 2
 FILE = "runtime.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
@@ -43,6 +44,7 @@ class RuntimeConfig:
 
     format: int
     onnxruntime: str  # the version that the engine was built and proved with
+    kernels: int | None  # the version of the CPU kernels (llmforge.native) that the engine needs; null: none
     max_context: int
     max_batch: int
     vocabulary: int
@@ -87,7 +89,16 @@ class RuntimeConfig:
 
         Raises:
             VersionMismatch: always names both versions.
+            EnvironmentLacks: the engine needs the CPU kernels, and they are not compiled here.
         """
+        if self.kernels not in (None, native.VERSION):
+            raise VersionMismatch(
+                f"the artifact was built with version {self.kernels} of the CPU kernels, and this llmforge has version "
+                f"{native.VERSION}",
+                hint="build the artifact again, or run it with the llmforge that built it",
+            )
+        if self.kernels is not None:
+            native.require()
         wanted, installed = self.onnxruntime.split(".")[:2], onnxruntime.__version__.split(".")[:2]
         if wanted != installed:
             raise VersionMismatch(

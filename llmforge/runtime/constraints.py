@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-# Between the tokens of JSON. llguidance's own pattern has no bound: a model that likes white space would never end.
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+# Between the tokens of JSON: a space, or a new line and its indentation. llguidance's own pattern has no bound: a model
+# that likes white space would never end.
+_WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
 _KEPT = 64  # compiled constraints
 _SHOWN = 300  # characters of the library's messages
 

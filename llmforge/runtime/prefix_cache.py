@@ -58,13 +58,16 @@ class PrefixCache(Generic[C]):
     def __len__(self) -> int:
         return len(self._recency)
 
-    def load(self, tokens: Sequence[int], most: int, cache: C, row: int) -> int:
-        """Copy the longest kept beginning of `tokens`, of at most `most` tokens, into `row`; return its length."""
-        path = self._path(tokens, most // BLOCK)
+    def find(self, tokens: Sequence[int]) -> int:
+        """Give the length of the longest beginning of `tokens` that is kept, a multiple of `BLOCK`."""
+        return len(self._path(tokens, len(tokens) // BLOCK)) * BLOCK
+
+    def load(self, tokens: Sequence[int], cache: C, row: int) -> None:
+        """Copy `tokens`, whole blocks that are kept, into `row`."""
+        path = self._path(tokens, len(tokens) // BLOCK)
         for i, block in enumerate(path):
             cache.copy(row, i * BLOCK, self._pool, block.row, 0, BLOCK)
         self._use(path)
-        return len(path) * BLOCK
 
     def store(self, tokens: Sequence[int], cache: C, row: int) -> None:
         """Keep `tokens`, which `row` holds from its first slot on, but for the last ones that fill no block.

@@ -14,8 +14,8 @@ prompt of `L` tokens is read within `ceil(L / chunk)` steps, whatever decodes be
 
 **Nobody's tokens depend on neighbours.** Pieces end at multiples of `chunk` tokens counted from the start of the text,
 wherever they begin and whatever else the step runs, and each answer draws from a random stream of its own. What is left
-are kernels whose sums differ in the last bits with the shape of a step: those of one token and those of several. A
-piece behind a cached prefix has several tokens where the piece without it would have them.
+are kernels whose sums differ in the last bits with the shape of a step: those for few tokens and those for many. What
+is read behind a cached prefix has many tokens where it would have many without (`Scheduler._resume`).
 """
 
 from __future__ import annotations
@@ -344,11 +344,24 @@ class Scheduler(Generic[C]):
         answer.started = self._clock()
         self._totals["prompt"] += tokens
         if self._prefixes is not None:
-            # Two tokens at least are read, as they would be without a prefix: one alone has a kernel of its own.
-            answer.held = answer.cached = self._prefixes.load(answer.context, max(tokens - 2, 0), self._cache, slot)
+            answer.held = answer.cached = self._resume(self._prefixes.find(answer.context), tokens)
+            self._prefixes.load(answer.context[: answer.cached], self._cache, slot)
             answer.kept = answer.cached // BLOCK
             self._totals["query"] += tokens
             self._totals["hit"] += answer.cached
+
+    def _resume(self, kept: int, tokens: int) -> int:
+        """Say where the reading of a prompt of `tokens` begins, of which the first `kept` are in the prefix cache.
+
+        At the last block's end from which the rest of a piece gives the bits that it gives in the whole piece: with as
+        many tokens as that takes, or as the whole piece has. The last token is always read.
+        """
+        for start in range(min(kept, (tokens - 1) // BLOCK * BLOCK), 0, -BLOCK):
+            begin = start // self._chunk * self._chunk
+            end = min(begin + self._chunk, tokens)
+            if end - start >= min(end - begin, self._backend.steady_from):
+                return start
+        return 0
 
     def _read_piece(self, answer: Answer, end: int) -> None:
         slot, start, logits = answer.slot, answer.held, self._logits[0]

@@ -47,6 +47,9 @@ _FED = {
     interface.LOGITS_ROWS,
 }
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
+# ONNX Runtime 1.31 has a kernel for one token, and from two tokens on equal bits (measured, docs/runtime.md). Our own
+# attention has one for up to 8 queries (FEW_QUERIES in native/impl.inc).
+_STEADY_FROM, _STEADY_FROM_OWN = 2, 9
 LOAD_FAILURES = (
     ort_errors.EPFail,
     ort_errors.Fail,
@@ -202,8 +205,8 @@ class Session:
             raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
         self.vocabulary: int = logits.shape[-1]
         self._growing = self._reads_growing_caches(where)
-        # GroupQueryAttention of ONNX Runtime, which alone reads that input: "batch_size must be 1 when sequence_length > 1
-        # and past context is given"
+        # GroupQueryAttention of ONNX Runtime, which alone reads that input: "batch_size must be 1 when
+        # sequence_length > 1 and past context is given"
         self._one_row_continuations = interface.TOTAL_SEQUENCE_LENGTH in self.inputs or (
             interface.ATTENTION_MASK in self.inputs and not self._growing
         )
@@ -215,6 +218,12 @@ class Session:
     def buckets(self) -> None:
         """None: decode steps run exactly the rows that they need (`llmforge.runtime.backend.Backend`)."""
         return None
+
+    @property
+    def steady_from(self) -> int:
+        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
+        own_kernels = interface.SEQLENS_K in self.inputs and interface.TOTAL_SEQUENCE_LENGTH not in self.inputs
+        return _STEADY_FROM_OWN if own_kernels else _STEADY_FROM
 
     @property
     def reuse_obstacle(self) -> str | None:

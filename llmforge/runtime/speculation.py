@@ -19,7 +19,8 @@ import numpy as np
 
 from llmforge.runtime.backend import Backend, C
 
-# Guesses of one step. More pay only where nearly all are right, and each costs about a row of a prefill.
+# Guesses of one step. More pay only where nearly all are right, and each costs about a row of a prefill. With the token
+# before them they are 8, the most for which our own attention adds as it does for one (FEW_QUERIES, native/impl.inc).
 MOST_DRAFTED = 7
 
 

@@ -1,0 +1,8 @@
+"""Measures how an artifact serves: loads, latencies, throughput and goodput."""
+
+from llmforge.bench.figures import Objective
+from llmforge.bench.report import BenchReport, table
+from llmforge.bench.run import Load, run
+from llmforge.bench.sweep import Plan
+
+__all__ = ["BenchReport", "Load", "Objective", "Plan", "run", "table"]

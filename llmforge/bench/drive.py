@@ -1,0 +1,114 @@
+"""Sends a load to whatever answers: a fixed number of requests in flight, or each at its own time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from llmforge.bench.figures import Outcome
+from llmforge.bench.workload import Demand
+from llmforge.errors import ForgeError, UsageError
+from llmforge.runtime.engine import Engine
+from llmforge.runtime.request import Chunk, Request
+from llmforge.runtime.sampling import Sampling
+
+# Threads that wait for answers of an open loop; a request that is due when all of them wait is sent late, and its
+# lateness counts as latency.
+MOST_IN_FLIGHT = 512
+
+Done = Callable[[int], None]  # is told how many requests are done
+
+
+class Subject(Protocol):
+    """Something that answers requests; called from several threads at once."""
+
+    description: str
+
+    def answer(self, demand: Demand, due_s: float) -> Outcome:
+        """Answer one request and wait for its end; `due_s` is when it was due, by `time.perf_counter`."""
+        ...
+
+
+class InProcess:
+    """The engine in this process; times are taken by its own thread as tokens are handed over."""
+
+    def __init__(self, engine: Engine, description: str) -> None:
+        self.description = description
+        self._engine = engine
+
+    def answer(self, demand: Demand, due_s: float) -> Outcome:
+        """Answer greedily, beyond the end of sequence, until all tokens that were asked for are there."""
+        tokens: list[float] = []
+        ended = threading.Event()
+        errors: list[str] = []
+
+        def receive(item: Chunk | ForgeError) -> None:
+            if isinstance(item, ForgeError):
+                errors.append(item.message)
+            elif item.token_id is not None:
+                tokens.append(time.perf_counter())
+            elif item.finish_reason != "length":
+                errors.append(f"ended with {item.finish_reason}")
+            if isinstance(item, ForgeError) or item.finish_reason is not None:
+                ended.set()
+
+        sampling = Sampling(max_tokens=demand.output_tokens, ignore_eos=True)
+        try:
+            self._engine.submit(Request(demand.prompt, sampling), receive)
+        except ForgeError as error:
+            errors.append(error.message)
+            ended.set()
+        ended.wait()
+        return Outcome(
+            sent_s=due_s,
+            token_s=tuple(tokens),
+            ended_s=time.perf_counter(),
+            prompt_tokens=len(demand.prompt),
+            output_tokens=len(tokens),
+            error=errors[0] if errors else None,
+        )
+
+
+def closed_loop(
+    subject: Subject, load: Sequence[Demand], concurrency: int, done: Done = lambda count: None
+) -> list[Outcome]:
+    """Keep `concurrency` requests in flight until the load is sent; return outcomes in the order of the load.
+
+    Raises:
+        UsageError: fewer than one request in flight.
+    """
+    if concurrency < 1:
+        raise UsageError(f"{concurrency} requests in flight: wanted 1 or more")
+    with ThreadPoolExecutor(concurrency, "bench") as pool:
+        futures = [pool.submit(lambda demand: subject.answer(demand, time.perf_counter()), demand) for demand in load]
+        return _gather(futures, done)
+
+
+def open_loop(subject: Subject, load: Sequence[Demand], done: Done = lambda count: None) -> list[Outcome]:
+    """Send each request at its `at_s`, whatever is still in flight; return outcomes in the order of the load.
+
+    Raises:
+        UsageError: a request has no arrival.
+    """
+    if any(demand.at_s is None for demand in load):
+        raise UsageError("a load without arrivals cannot be replayed")
+    with ThreadPoolExecutor(min(len(load), MOST_IN_FLIGHT), "bench") as pool:
+        began = time.perf_counter()
+        futures: list[Future[Outcome]] = []
+        for demand in load:
+            assert demand.at_s is not None  # checked above
+            due = began + demand.at_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+            futures.append(pool.submit(subject.answer, demand, due))
+        return _gather(futures, done)
+
+
+def _gather(futures: list[Future[Outcome]], done: Done) -> list[Outcome]:
+    outcomes = []
+    for future in futures:
+        outcomes.append(future.result())
+        done(len(outcomes))
+    return outcomes

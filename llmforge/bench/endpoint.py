@@ -1,0 +1,119 @@
+"""A client of OpenAI-compatible endpoints for `llmforge bench --url`: as little as times need, no retries."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from llmforge.bench.figures import Outcome
+from llmforge.bench.workload import Demand
+from llmforge.errors import EnvironmentLacks, UsageError
+
+TIMEOUT_S = 600.0  # for a byte to arrive
+
+
+class Endpoint:
+    """`POST /v1/completions` of one server, streamed, with prompts as token ids.
+
+    Servers must take `prompt` as token ids and `ignore_eos`, as `llmforge serve` and vLLM do. Each request has a
+    connection of its own, which counts into its TTFT.
+    """
+
+    def __init__(self, url: str, model: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(
+                f"{url!r} is not an address: wanted http://HOST:PORT", hint="for example http://127.0.0.1:8000"
+            )
+        self._secure, self._netloc = parts.scheme == "https", parts.netloc
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self.model = model or self._first_model()
+        self.description = f"{self.model} at {url}"
+
+    def answer(self, demand: Demand, due_s: float) -> Outcome:
+        """Answer one request and wait for its end; each event with text counts as one arrival."""
+        arrivals: list[float] = []
+        usage: dict[str, Any] = {}
+        error = None
+        try:
+            for event in self._events(demand):
+                if "error" in event:
+                    error = _message(event)
+                elif any(choice.get("text") for choice in event.get("choices", ())):
+                    arrivals.append(time.perf_counter())
+                usage = event.get("usage") or usage
+        except (OSError, http.client.HTTPException, ValueError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        output = usage.get("completion_tokens", len(arrivals))
+        if error is None and output != demand.output_tokens:
+            error = f"{output} tokens; asked: {demand.output_tokens}"
+        return Outcome(
+            sent_s=due_s,
+            token_s=tuple(arrivals),
+            ended_s=time.perf_counter(),
+            prompt_tokens=usage.get("prompt_tokens", len(demand.prompt)),
+            output_tokens=output,
+            error=error,
+        )
+
+    def _events(self, demand: Demand) -> Iterator[dict[str, Any]]:
+        """Yield the events of one streamed answer; one with `error` where the server refuses."""
+        body = {
+            "model": self.model,
+            "prompt": list(demand.prompt),
+            "max_tokens": demand.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        connection = self._connect()
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", f"{self._base}/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                yield {"error": f"HTTP {response.status}: {_message(_json(response.read()))}"}
+                return
+            for line in response:
+                if line.startswith(b"data:") and (data := line[len(b"data:") :].strip()) != b"[DONE]":
+                    yield json.loads(data)
+        finally:
+            connection.close()
+
+    def _first_model(self) -> str:
+        connection = self._connect()
+        try:
+            connection.request("GET", f"{self._base}/v1/models")
+            response = connection.getresponse()
+            models = _json(response.read()).get("data")
+        except (OSError, http.client.HTTPException) as error:
+            raise EnvironmentLacks(
+                f"{self._netloc}: does not answer: {error}", hint="is the server running?"
+            ) from error
+        finally:
+            connection.close()
+        if not models:
+            raise EnvironmentLacks(f"{self._netloc}: HTTP {response.status} and no model at {self._base}/v1/models")
+        return str(models[0]["id"])
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._netloc, timeout=TIMEOUT_S)
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return {"error": data.decode("utf-8", "replace")[:200]}
+    return value if isinstance(value, dict) else {"error": str(value)[:200]}
+
+
+def _message(event: dict[str, Any]) -> str:
+    error = event.get("error", event)
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,160 @@
+"""One `llmforge bench`: from what was asked for to a report."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmforge import __version__
+from llmforge.bench.drive import InProcess, Subject
+from llmforge.bench.endpoint import Endpoint
+from llmforge.bench.report import BenchReport, EngineRecord, Point
+from llmforge.bench.sweep import Plan, Progress, Setting, measure, replay, utilization
+from llmforge.bench.workload import Demand, Encode, Prompts, RandomPrompts, TextPrompts, longest, read_trace
+from llmforge.data import read_documents
+from llmforge.errors import UsageError
+from llmforge.evaluate import machine
+from llmforge.evaluate.footprint import Footprint
+from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.engine import Engine, EngineOptions
+from llmforge.runtime.runner import read_tokenizer
+from llmforge.runtime.stats import EngineStats
+
+NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
+SEVERAL_A_STEP = "MBU: not known, because speculation gives several tokens a step"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Which requests are sent: every concurrency or rate with every length, or a trace of arrivals.
+
+    `data` is a JSON Lines file whose text prompts are cut from; None: random tokens.
+    """
+
+    concurrency: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
+    trace: Path | None = None
+    prompt_tokens: tuple[int, ...] = (128,)
+    output_tokens: tuple[int, ...] = (64,)
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.concurrency, self.rates, self.trace))) != 1:
+            raise UsageError("wanted one of concurrencies, rates and a trace of arrivals")
+        if min((*self.concurrency, *self.prompt_tokens, *self.output_tokens), default=1) < 1:
+            raise UsageError("concurrencies, prompt and output tokens: wanted whole numbers, 1 or more")
+
+    def settings(self) -> list[Setting]:
+        """List the points of the sweep: lengths in the outer loop."""
+        lengths = itertools.product(self.prompt_tokens, self.output_tokens)
+        return [
+            Setting(prompt, output, concurrency=concurrency, rate=rate)
+            for prompt, output in lengths
+            for concurrency, rate in [*((c, None) for c in self.concurrency), *((None, r) for r in self.rates)]
+        ]
+
+    def describe(self, prefix_tokens: int) -> str:
+        """Say in words where prompts are from."""
+        source = "random tokens" if self.data is None else f"text of {self.data.name}"
+        if self.trace is not None:
+            return f"arrivals of {self.trace.name}; prompts without a text: {source}"
+        shared = f", the first {prefix_tokens} tokens shared" if prefix_tokens else ""
+        return f"prompts: {source}{shared}"
+
+
+def run(
+    artifact: Path,
+    name: str,
+    load: Load,
+    plan: Plan,
+    *,
+    objective: str | None = None,
+    url: str | None = None,
+    footprint: Footprint | None = None,
+    threads: int | None = None,
+    options: EngineOptions | None = None,
+    progress: Progress = lambda done, total: None,
+) -> BenchReport:
+    """Measure the engine of `artifact`, or the OpenAI-compatible endpoint at `url`, which serves the same tokenizer.
+
+    `name` says what runs; `objective` is the text that `plan.objective` was read from. `threads` and `options` are
+    those of the engine in this process.
+
+    Raises:
+        InputError: the artifact cannot be used.
+        UsageError: a prompt and its answer do not fit the context.
+        DataError: a file of prompts or arrivals cannot be used.
+    """
+    config = RuntimeConfig.read(artifact / "engine" / FILE)
+    tokenizer = read_tokenizer(artifact / "tokenizer" / "tokenizer.json")
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    prompts = _prompts(load, encode, config.vocabulary)
+    trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=plan.seed)
+    _check_lengths(load, trace, config.max_context)
+
+    def points_of(subject: Subject) -> list[Point]:
+        if trace is None:
+            return measure(subject, load.settings(), prompts, plan, progress)
+        return [replay(subject, trace, plan.objective, progress)]
+
+    record: EngineRecord | None = None
+    notes: tuple[str, ...] = ()
+    if url is not None:
+        subject: Subject = Endpoint(url)
+        points = points_of(subject)
+    else:
+        with Engine.load(artifact, options, threads) as engine:
+            subject = InProcess(engine, name)
+            points = points_of(subject)
+            stats = engine.stats()
+        record, notes = _record(stats, config.session.resolve(threads).threads), stats.notes
+        if footprint is None:
+            notes = (*notes, NO_FOOTPRINT)
+        elif record.drafted_tokens:
+            notes = (*notes, SEVERAL_A_STEP)
+        else:
+            points = utilization(points, footprint, slots=record.slots, threads=record.threads)
+    return BenchReport(
+        llmforge=__version__,
+        subject=subject.description,
+        machine=machine.describe(),
+        engine=record,
+        workload=load.describe(plan.prefix_tokens),
+        warmup=plan.warmup,
+        seed=plan.seed,
+        objective=objective,
+        points=tuple(points),
+        notes=notes,
+    )
+
+
+def _prompts(load: Load, encode: Encode, vocabulary: int) -> Prompts:
+    if load.data is None:
+        return RandomPrompts(vocabulary)
+    ids = [token for document in read_documents(load.data) for token in encode(document.text)]
+    return TextPrompts(tuple(ids), str(load.data))
+
+
+def _check_lengths(load: Load, trace: Sequence[Demand] | None, max_context: int) -> None:
+    needed = max(load.prompt_tokens) + max(load.output_tokens) if trace is None else longest(trace)
+    if needed > max_context:
+        raise UsageError(
+            f"a prompt and its answer have {needed} tokens together; this artifact takes at most {max_context}",
+            hint="ask for shorter ones, or build with a larger engine.max_context",
+        )
+
+
+def _record(stats: EngineStats, threads: int) -> EngineRecord:
+    looked_up = stats.prefix_query_tokens
+    return EngineRecord(
+        threads=threads,
+        slots=stats.slots,
+        prefix_hit_share=stats.prefix_hit_tokens / looked_up if looked_up else None,
+        drafted_tokens=stats.drafted_tokens,
+        accepted_tokens=stats.accepted_tokens,
+    )

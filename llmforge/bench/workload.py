@@ -1,0 +1,168 @@
+"""Loads for a server: which prompts arrive when, and how long their answers are. Equal seeds give equal loads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.errors import DataError, UsageError
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One request of a load: a prompt of token ids, and the number of tokens that its answer shall have.
+
+    `at_s` is its arrival, in seconds after the load begins; None in a closed loop, where it waits for its turn.
+    """
+
+    prompt: tuple[int, ...]
+    output_tokens: int
+    at_s: float | None = None
+
+
+class Prompts(Protocol):
+    """A source of prompts."""
+
+    def take(self, length: int, rng: np.random.Generator) -> tuple[int, ...]:
+        """Make the next prompt of `length` token ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class RandomPrompts:
+    """Token ids drawn from the whole vocabulary: no two prompts share a beginning that a cache could keep."""
+
+    vocabulary: int
+
+    def take(self, length: int, rng: np.random.Generator) -> tuple[int, ...]:
+        """Draw `length` token ids."""
+        return tuple(rng.integers(0, self.vocabulary, length).tolist())
+
+
+@dataclass(frozen=True)
+class TextPrompts:
+    """Windows of a text, from places drawn at random."""
+
+    ids: tuple[int, ...]
+    where: str  # the file that the text is from
+
+    def take(self, length: int, rng: np.random.Generator) -> tuple[int, ...]:
+        """Cut `length` token ids out of the text.
+
+        Raises:
+            DataError: the text is shorter.
+        """
+        if length > len(self.ids):
+            raise DataError(
+                f"{self.where}: {len(self.ids)} tokens; a prompt of {length} was asked for",
+                hint="give more text, or shorter prompts",
+            )
+        start = int(rng.integers(0, len(self.ids) - length + 1))
+        return self.ids[start : start + length]
+
+
+def demands(
+    prompts: Prompts,
+    count: int,
+    *,
+    prompt_tokens: int,
+    output_tokens: int,
+    prefix_tokens: int = 0,
+    rate: float | None = None,
+    seed: Sequence[int] = (0,),
+) -> list[Demand]:
+    """Make a load of `count` requests; the first `prefix_tokens` of each prompt are the same in all of them.
+
+    With a `rate`, in requests per second, they arrive as a Poisson process: gaps are exponential, the first request
+    comes at 0.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+    if count < 1 or prompt_tokens < 1 or output_tokens < 1 or not 0 <= prefix_tokens <= prompt_tokens:
+        raise UsageError(
+            f"a load of {count} requests, prompts of {prompt_tokens} tokens, {prefix_tokens} of them shared, answers "
+            f"of {output_tokens}: wanted 1 or more of each, and a shared part no longer than the prompt"
+        )
+    text, clock = (np.random.default_rng([*seed, stream]) for stream in (0, 1))
+    prefix = prompts.take(prefix_tokens, text) if prefix_tokens else ()
+    arrivals = [None] * count if rate is None else poisson(rate, count, clock).tolist()
+    return [Demand(prefix + prompts.take(prompt_tokens - prefix_tokens, text), output_tokens, at) for at in arrivals]
+
+
+def poisson(rate: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw the arrivals of a Poisson process of `rate` per second, in seconds after the first: fp64 [count].
+
+    Raises:
+        UsageError: the rate is not a finite number above 0.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise UsageError(f"rate {rate}: wanted a finite number of requests per second above 0")
+    return np.concatenate([[0.0], rng.exponential(1 / rate, count - 1).cumsum()])
+
+
+def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -> list[Demand]:
+    """Read arrivals from JSON Lines, one request a line:
+    `{"at_s": 0.25, "prompt_tokens": 200, "output_tokens": 50}`, or `"prompt": "text"` in the place of its length.
+
+    Prompts of a given length are taken from `prompts`. Lines are in order of arrival. Blank lines are skipped.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or a line is not such an object; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8") from error
+    rng = np.random.default_rng(seed)
+    made: list[Demand] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        entry = _entry(line, where)
+        at = float(entry["at_s"])
+        if made and made[-1].at_s is not None and at < made[-1].at_s:
+            raise DataError(f"{where}: at_s {at:g} comes after {made[-1].at_s:g}", hint="sort the lines by at_s")
+        prompt = tuple(encode(entry["prompt"])) if "prompt" in entry else prompts.take(entry["prompt_tokens"], rng)
+        made.append(Demand(prompt, entry["output_tokens"], at))
+    if not made:
+        raise DataError(f"{path}: holds no request")
+    return made
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
+    wanted = 'wanted {"at_s": seconds, "prompt_tokens": count or "prompt": text, "output_tokens": count}'
+    if not isinstance(entry, dict):
+        raise DataError(f"{where}: {type(entry).__name__}; {wanted}")
+    if set(entry) not in ({"at_s", "prompt_tokens", "output_tokens"}, {"at_s", "prompt", "output_tokens"}):
+        raise DataError(f"{where}: has {', '.join(sorted(entry)) or 'nothing'}; {wanted}")
+    at = entry["at_s"]
+    if type(at) not in (int, float) or not math.isfinite(at) or at < 0:
+        raise DataError(f"{where}: at_s is {json.dumps(at)}; wanted a finite number of seconds, 0 or more")
+    if not isinstance(entry.get("prompt", "text"), str) or not entry.get("prompt", "text"):
+        raise DataError(f"{where}: prompt is {json.dumps(entry['prompt'])}; wanted a text that is not empty")
+    for name in ("prompt_tokens", "output_tokens"):
+        if name in entry and (type(entry[name]) is not int or entry[name] < 1):
+            raise DataError(f"{where}: {name} is {json.dumps(entry[name])}; wanted a whole number, 1 or more")
+    return entry
+
+
+def longest(load: Sequence[Demand]) -> int:
+    """Tell how many tokens the longest prompt and answer of a load have together."""
+    return max(len(demand.prompt) + demand.output_tokens for demand in load)

@@ -1,0 +1,124 @@
+"""The answers to one call, from the engine's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from starlette.concurrency import run_in_threadpool
+
+from llmforge.errors import ForgeError, Unavailable
+from llmforge.runtime.answer import Ticket
+from llmforge.runtime.engine import Engine
+from llmforge.runtime.request import Chunk
+from llmforge.serve.metrics import ServerMetrics
+from llmforge.serve.protocol import Call
+from llmforge.serve.replies import AnswerTimeout
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What the engine handed over for one choice, and when."""
+
+    index: int
+    content: Chunk | ForgeError
+    time_s: float
+
+
+class Answers:
+    """Submits the requests of a call and yields their chunks as they come, each with the index of its choice.
+
+    What a slow reader has not taken yet waits here: at most the tokens that its answers may have. The engine never
+    waits for anybody.
+    """
+
+    def __init__(self, engine: Engine, call: Call, metrics: ServerMetrics) -> None:
+        self._engine = engine
+        self._requests = call.requests
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[_Item | None] = asyncio.Queue()  # None: look whether anybody reads on
+        self._tickets: list[Ticket] = []
+        self._open = set(range(len(call.requests)))
+        self.abandoned = False
+        self._submitted = 0.0
+        self._last: dict[int, float] = {}  # when the last token of each choice was chosen
+
+    async def submit(self) -> None:
+        """Hand all requests to the engine, or none; in a thread, for the form of an answer may take long to compile.
+
+        Raises:
+            UsageError: a request makes no sense.
+            Unavailable: the engine takes no more.
+        """
+        taken_on = False
+        self._submitted = time.perf_counter()
+        try:
+            await run_in_threadpool(self._submit)
+            taken_on = True
+        except ForgeError as error:
+            self._metrics.refused(error)
+            raise
+        finally:
+            if not taken_on:
+                self.abandon()
+
+    def _submit(self) -> None:
+        for index, request in enumerate(self._requests):
+            self._tickets.append(self._engine.submit(request, functools.partial(self._receive, index)))
+
+    def abandon(self) -> None:
+        """Cancel what has not ended: nobody reads on. May be called again."""
+        if not self._open:
+            return
+        self.abandoned = True
+        for index, ticket in enumerate(self._tickets):
+            if index in self._open:
+                self._engine.cancel(ticket)
+                self._metrics.ended("cancelled", time.perf_counter() - self._submitted)
+        self._open.clear()
+        self._items.put_nowait(None)
+
+    async def batches(self) -> AsyncGenerator[list[tuple[int, Chunk]], None]:
+        """Yield the chunks that have come since the last time, until all answers have ended or are abandoned.
+
+        Raises:
+            ForgeError: an answer failed, or was cut short by a deadline or the server's end; the others are cancelled.
+        """
+        try:
+            while self._open and not self.abandoned:
+                items = [await self._items.get()]
+                while not self._items.empty():
+                    items.append(self._items.get_nowait())
+                if not self.abandoned:
+                    yield [self._chunk(item) for item in items if item is not None]
+        finally:
+            self.abandon()
+
+    def _chunk(self, item: _Item) -> tuple[int, Chunk]:
+        """Count an item, and raise it if it is an error."""
+        if isinstance(item.content, ForgeError):
+            self._open.discard(item.index)
+            self._metrics.failed()
+            raise item.content
+        chunk = item.content
+        if chunk.token_id is not None:
+            self._metrics.token(item.time_s - self._last.get(item.index, self._submitted), item.index not in self._last)
+            self._last[item.index] = item.time_s
+        if chunk.finish_reason is not None:
+            self._open.discard(item.index)
+            self._metrics.ended(chunk.finish_reason, item.time_s - self._submitted)
+        if chunk.finish_reason == "timeout":
+            raise AnswerTimeout("the answer was not complete by its deadline", hint="ask for fewer tokens")
+        if chunk.finish_reason == "cancelled":
+            raise Unavailable("the server is shutting down")
+        return item.index, chunk
+
+    def _receive(self, index: int, item: Chunk | ForgeError) -> None:
+        """Take an item in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended, nobody reads
+            self._loop.call_soon_threadsafe(self._items.put_nowait, _Item(index, item, time.perf_counter()))

@@ -1,0 +1,224 @@
+"""The HTTP side: a Starlette application over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from llmforge.errors import ForgeError, Unavailable, UsageError
+from llmforge.runtime.engine import Engine
+from llmforge.runtime.request import Chunk, Usage
+from llmforge.runtime.runner import Runner
+from llmforge.serve.answers import Answers
+from llmforge.serve.metrics import ServerMetrics
+from llmforge.serve.protocol import Call, chat_call, encode_messages, text_call
+from llmforge.serve.replies import Writer, error_body, status
+from llmforge.serve.token_bytes import TokenBytes
+
+MAX_BODY_BYTES = 16 * 2**20  # far above a context's worth of text
+RETRY_AFTER_S = 1  # a queue that is full moves within about this time
+CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody reads it
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+Parse = Callable[[Any, Runner, str], Call]
+
+
+def create_app(engine: Engine, model: str) -> Starlette:
+    """Make the application: OpenAI's endpoints over `engine`, whose model is called `model`.
+
+    The engine stays the caller's: the application neither starts nor closes it.
+    """
+    server = _Server(engine, model)
+    routes = [
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/v1/chat/completions", functools.partial(server.answer, chat_call), methods=["POST"]),
+        Route("/v1/completions", functools.partial(server.answer, text_call), methods=["POST"]),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/health", server.health),
+        Route("/ready", server.ready),
+        Route("/metrics", server.metrics_text),
+    ]
+    return Starlette(routes=routes, exception_handlers={ForgeError: _refusal})
+
+
+class _TooLarge(UsageError):
+    """A body is larger than this server reads."""
+
+
+class _NotJson(UsageError):
+    """A body does not say that it is JSON."""
+
+
+class _Server:
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+        self._created = int(time.time())
+        self._metrics = ServerMetrics(engine)
+        self._token_bytes = TokenBytes(engine.runner.tokenizer)
+
+    async def answer(self, parse: Parse, http: HttpRequest) -> Response | EventStream:
+        # Templates and tokenizers take their time with long prompts; others' streams go on meanwhile.
+        try:
+            call = await run_in_threadpool(parse, await _body(http), self._engine.runner, self._model)
+        except ForgeError as error:
+            self._metrics.refused(error)
+            raise
+        answers = Answers(self._engine, call, self._metrics)
+        await answers.submit()
+        writer = Writer(call, self._token_bytes)
+        if call.stream:
+            return EventStream(_events(answers, writer, call), answers)
+        chunks: list[list[Chunk]] = [[] for _ in call.requests]
+        async with _watched(http.receive, answers):
+            async for batch in answers.batches():
+                for index, chunk in batch:
+                    chunks[index].append(chunk)
+        if answers.abandoned:
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(writer.whole(chunks))
+
+    async def models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
+        if name != self._model:
+            error = UsageError(f"model {name!r} is not served here; this is {self._model!r}")
+            return JSONResponse(error_body(error), 404)
+        return JSONResponse(self._description())
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Give the token ids of `prompt` (a text) or of `messages` under the chat template, as vLLM does."""
+        body, runner = await _body(http), self._engine.runner
+        if not isinstance(body, dict) or (("prompt" in body) == ("messages" in body)):
+            raise UsageError("wanted an object with prompt (a text) or messages, not both")
+        if "messages" in body:
+            ids = await run_in_threadpool(encode_messages, body["messages"], runner)
+        elif isinstance(body["prompt"], str):
+            ids = await run_in_threadpool(runner.encode, body["prompt"])
+        else:
+            raise UsageError("prompt: wanted a text")
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": runner.config.max_context})
+
+    async def health(self, http: HttpRequest) -> Response:
+        """Say whether the engine lives."""
+        return (
+            JSONResponse({"status": "ok"})
+            if self._engine.alive
+            else _refusal(http, Unavailable("the engine has ended"))
+        )
+
+    async def ready(self, http: HttpRequest) -> Response:
+        """Say whether a request would be taken on now."""
+        return await self.health(http)
+
+    async def metrics_text(self, http: HttpRequest) -> Response:
+        return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "llmforge",
+            "max_model_len": self._engine.runner.config.max_context,
+        }
+
+
+class EventStream:
+    """A response of server-sent events that ends its answers when the client leaves."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], answers: Answers) -> None:
+        self._events = events
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, as ASGI wants it."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        async with _watched(receive, self._answers), contextlib.aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _events(answers: Answers, writer: Writer, call: Call) -> AsyncGenerator[bytes, None]:
+    """Write the events of a stream; an error in its middle is an event, too."""
+    usages: dict[int, Usage] = {}
+    try:
+        async with contextlib.aclosing(answers.batches()) as batches:
+            async for batch in batches:
+                for index, chunk in batch:
+                    if chunk.usage is not None:
+                        usages[index] = chunk.usage
+                pieces = [piece for index, chunk in batch if (piece := writer.piece(index, chunk)) is not None]
+                if pieces:
+                    yield b"".join(map(_event, pieces))
+        if call.include_usage and len(usages) == len(call.requests):
+            yield _event(writer.usage_piece([usages[index] for index in range(len(call.requests))]))
+    except ForgeError as error:
+        yield _event(error_body(error))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@contextlib.asynccontextmanager
+async def _watched(receive: Receive, answers: Answers) -> AsyncIterator[None]:
+    """Abandon the answers if the client leaves, and at the end in any case."""
+    watch = asyncio.create_task(_wait_for_the_end(receive, answers))
+    try:
+        yield
+    finally:
+        answers.abandon()
+        watch.cancel()
+
+
+async def _wait_for_the_end(receive: Receive, answers: Answers) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answers.abandon()
+
+
+async def _body(http: HttpRequest) -> Any:
+    """Read a JSON body of bounded size.
+
+    That its content type must say JSON keeps web pages out: a browser lets any page send other types to a server on
+    loopback, and asks this server first for JSON.
+    """
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise _NotJson(
+            "the body's content type must be application/json", hint="curl: -H 'Content-Type: application/json'"
+        )
+    data = bytearray()
+    async for piece in http.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise _TooLarge(f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the body is no JSON: {error}") from error
+
+
+def _refusal(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ForgeError)
+    code = 413 if isinstance(error, _TooLarge) else 415 if isinstance(error, _NotJson) else status(error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, Unavailable) else None
+    return JSONResponse(error_body(error), code, headers)

@@ -1,0 +1,100 @@
+"""What the server tells Prometheus: https://prometheus.io/docs/instrumenting/exposition_formats/.
+
+What the Triton model tells too has the same names there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from llmforge.errors import ForgeError, Unavailable
+from llmforge.runtime.engine import Engine
+
+# Bounds in seconds, about two a factor of five: from a small model's step to a long prompt on a slow machine.
+_GAP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+_WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+class ServerMetrics:
+    """Figures of one server, in a registry of its own; those of the engine are read from it at every scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self._answers = Counter(
+            "llmforge_answers", "Answers that ended, by reason", ["finish_reason"], registry=registry
+        )
+        self._first = Histogram(
+            "llmforge_time_to_first_token_seconds",
+            "From the request to its first token",
+            registry=registry,
+            buckets=_FIRST,
+        )
+        self._gap = Histogram(
+            "llmforge_inter_token_latency_seconds", "Between two tokens of an answer", registry=registry, buckets=_GAP
+        )
+        self._whole = Histogram(
+            "llmforge_request_seconds", "From the request to its end", registry=registry, buckets=_WHOLE
+        )
+        registry.register(_EngineCollector(engine))
+
+    def token(self, seconds: float, first: bool) -> None:
+        """Count a token that came `seconds` after the one before it, or after the request if it is the first."""
+        (self._first if first else self._gap).observe(seconds)
+
+    def ended(self, finish_reason: str, seconds: float) -> None:
+        """Count an answer that ended."""
+        self._answers.labels(finish_reason).inc()
+        self._whole.observe(seconds)
+
+    def failed(self) -> None:
+        """Count an answer that ended with an error."""
+        self._answers.labels("error").inc()
+
+    def refused(self, error: ForgeError) -> None:
+        """Count a call that was not taken on: "refused" where there is no place, "invalid" where it makes no sense."""
+        self._answers.labels("refused" if isinstance(error, Unavailable) else "invalid").inc()
+
+    def exposition(self) -> bytes:
+        """Write all figures in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    """Reads the engine's own figures."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield gauges of what goes on, and counters of what was done."""
+        stats = self._engine.stats()
+        gauges = {
+            "requests_running": ("Requests whose answers are made", stats.running),
+            "requests_waiting": ("Requests that wait for a slot", stats.waiting),
+            "slots": ("Requests that can run at once", stats.slots),
+            "kv_tokens_used": ("Tokens that running requests hold in the KV cache", stats.kv_tokens_used),
+            "kv_tokens_capacity": ("Tokens that the KV cache has room for", stats.kv_tokens_capacity),
+            "prefix_tokens_used": ("Tokens that the prefix cache holds", stats.prefix_tokens_used),
+            "prefix_tokens_capacity": ("Tokens that the prefix cache has room for", stats.prefix_tokens_capacity),
+        }
+        counters = {
+            "prompt_tokens": ("Tokens of prompts taken up", stats.prompt_tokens),
+            "output_tokens": ("Tokens chosen", stats.output_tokens),
+            "prefix_query_tokens": ("Prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),
+            "prefix_hit_tokens": ("Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
+            "drafted_tokens": ("Tokens that speculation proposed", stats.drafted_tokens),
+            "accepted_tokens": ("Proposed tokens that stood", stats.accepted_tokens),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"llmforge_{name}", text, value=value)
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"llmforge_{name}", text, value=value)
+        steps = CounterMetricFamily("llmforge_decode_steps", "Decode steps, by number of rows", labels=["rows"])
+        for rows, count in sorted(stats.steps.items()):
+            steps.add_metric([str(rows)], count)
+        yield steps

@@ -1,0 +1,181 @@
+"""OpenAI's requests, read: from the body of a call to what the engine is asked. No HTTP here.
+
+Shapes: https://platform.openai.com/docs/api-reference/chat and …/completions, as of 2026. Parameters that OpenAI does
+not know (`top_k`, `min_p`, `ignore_eos`, …) have vLLM's names; `llmforge.runtime.parameters` reads them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmforge.errors import InputError, UsageError
+from llmforge.runtime.parameters import samplings_of
+from llmforge.runtime.request import Request
+from llmforge.runtime.runner import Runner
+
+Kind = Literal["chat", "text"]
+
+MAX_CHOICES = 128  # answers to one call, over all its prompts; OpenAI's own bound on `n`
+TEXT_MAX_TOKENS = 16  # OpenAI's default of /v1/completions
+TEMPERATURE = 1.0  # OpenAI's default, of both
+
+# What clients send along that changes no answer.
+_IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
+_OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of /v1/chat/completions or /v1/completions.
+
+    `requests` are what the engine is asked, the `n` answers to a prompt side by side; a request's index is that of its
+    choice.
+    """
+
+    kind: Kind
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    requests: tuple[Request, ...]
+    n: int
+    stream: bool
+    include_usage: bool  # a stream ends with a chunk of token counts
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log probabilities were asked for."""
+        return self.requests[0].sampling.logprobs is not None
+
+
+class UnknownModel(UsageError):
+    """A call names a model that is not served here."""
+
+
+def chat_call(body: Any, runner: Runner, model: str) -> Call:
+    """Read the body of a call to /v1/chat/completions.
+
+    Raises:
+        UsageError: the body makes no sense; says what, and what is allowed.
+    """
+    fields = _fields(body, model)
+    return _call("chat", [encode_messages(fields.get("messages"), runner)], fields, {})
+
+
+def text_call(body: Any, runner: Runner, model: str) -> Call:
+    """Read the body of a call to /v1/completions.
+
+    Raises:
+        UsageError: the body makes no sense; says what, and what is allowed.
+    """
+    fields = _fields(body, model)
+    prompts = [runner.encode(each) if isinstance(each, str) else each for each in texts(fields.get("prompt"))]
+    return _call("text", prompts, fields, {"max_tokens": TEXT_MAX_TOKENS})
+
+
+def encode_messages(value: Any, runner: Runner) -> list[int]:
+    """Make the prompt of a conversation.
+
+    Raises:
+        UsageError: the messages make no sense, or the chat template refuses them.
+    """
+    checked = messages(value)
+    try:
+        return runner.encode_chat(checked)
+    except InputError as error:  # of the template, on these messages: the caller's fault
+        raise UsageError(error.message, hint=error.hint) from error
+
+
+def messages(value: Any) -> list[dict[str, Any]]:
+    """Check the messages of a conversation; content in parts of text is joined by line breaks.
+
+    Raises:
+        UsageError: they are no list of objects with `role` and `content`, or hold something other than text.
+    """
+    if not isinstance(value, list) or not value:
+        raise UsageError('messages: wanted a list of {"role": …, "content": …}, not empty')
+    return [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise UsageError(f'{where}: wanted an object {{"role": …, "content": …}}')
+    content = value.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise UsageError(f"{where}: a part of its content is no text; this server reads text alone")
+        content = "\n".join(map(str, parts))
+    if not isinstance(content, str):
+        raise UsageError(f"{where}: content is {type(content).__name__}; wanted a text, or a list of parts of text")
+    return {**value, "content": content}
+
+
+def texts(value: Any) -> list[str | list[int]]:
+    """Check `prompt`: a text, a list of texts, a list of token ids, or a list of such lists.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_ids(value):
+            return [value]
+        if all(isinstance(each, str) or _is_ids(each) for each in value):
+            return list(value)
+    raise UsageError("prompt: wanted a text, a list of texts, a list of token ids, or a list of such lists, not empty")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _fields(body: Any, model: str) -> dict[str, Any]:
+    """Take what a body says, less what is null (as if it were not there) or changes no answer."""
+    if not isinstance(body, dict):
+        raise UsageError("the body is no JSON object")
+    fields = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    if fields.get("model", model) != model:
+        raise UnknownModel(f"model {fields['model']!r} is not served here; this is {model!r}")
+    return {**fields, "model": model}
+
+
+def _call(kind: Kind, prompts: Sequence[Sequence[int]], fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> Call:
+    stream, include_usage = _stream(fields)
+    given = {name: value for name, value in fields.items() if name not in _OWN}
+    samplings = samplings_of({"temperature": TEMPERATURE, **defaults, **given})
+    if len(prompts) * len(samplings) > MAX_CHOICES:
+        raise UsageError(
+            f"{len(prompts)} prompts, n {len(samplings)}: wanted at most {MAX_CHOICES} answers to one call"
+        )
+    return Call(
+        kind=kind,
+        id=("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12),
+        created=int(time.time()),
+        model=fields["model"],
+        requests=tuple(Request(tuple(prompt), sampling) for prompt in prompts for sampling in samplings),
+        n=len(samplings),
+        stream=stream,
+        include_usage=include_usage,
+    )
+
+
+def _stream(fields: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Read whether to stream, and whether the stream ends with token counts."""
+    stream, options = fields.get("stream", False), fields.get("stream_options", {})
+    if not isinstance(stream, bool):
+        raise UsageError(f"stream {stream!r}: wanted true or false")
+    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
+        raise UsageError(f"stream_options {options!r}: wanted an object of include_usage alone")
+    include_usage = options.get("include_usage", False)
+    if not isinstance(include_usage, bool):
+        raise UsageError(f"include_usage {include_usage!r}: wanted true or false")
+    if options and not stream:
+        raise UsageError("stream_options without stream", hint="give stream: true as well")
+    return stream, include_usage

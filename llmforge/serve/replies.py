@@ -1,0 +1,143 @@
+"""OpenAI's replies, written: whole answers, pieces of a stream, and errors. No HTTP here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llmforge.errors import ForgeError, Unavailable, UsageError
+from llmforge.runtime.request import Chunk, TokenLogprob, Usage
+from llmforge.serve.protocol import Call, UnknownModel
+from llmforge.serve.token_bytes import TokenBytes
+
+
+class AnswerTimeout(ForgeError):
+    """An answer was not complete by its deadline."""
+
+
+def status(error: ForgeError) -> int:
+    """Give the HTTP status of an error."""
+    match error:
+        case UnknownModel():
+            return 404
+        case UsageError():
+            return 400
+        case Unavailable():
+            return 503
+        case AnswerTimeout():
+            return 504
+    return 500
+
+
+def error_body(error: ForgeError) -> dict[str, Any]:
+    """Write an error as OpenAI does."""
+    kinds = {
+        400: ("invalid_request_error", None),
+        404: ("invalid_request_error", "model_not_found"),
+        503: ("server_overloaded", "unavailable"),
+        504: ("timeout", "timeout"),
+    }
+    kind, code = kinds.get(status(error), ("server_error", None))
+    message = error.message if error.hint is None else f"{error.message} ({error.hint})"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class Writer:
+    """Writes the replies to one call; `token_bytes` names the tokens of log probabilities."""
+
+    def __init__(self, call: Call, token_bytes: TokenBytes) -> None:
+        self._call = call
+        self._bytes = token_bytes
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}  # of the text of each choice, in characters, where tokens are named
+
+    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """Write one chunk of choice `index` as an event of a stream; None where it says nothing."""
+        logprobs = self._logprobs(index, [chunk])
+        if not (chunk.text or chunk.finish_reason or logprobs):
+            return None
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        if self._call.kind == "text":
+            choice["text"] = chunk.text
+        else:
+            delta = {"content": chunk.text} if chunk.text else {}
+            choice["delta"] = delta if index in self._begun else {"role": "assistant", "content": "", **delta}
+            self._begun.add(index)
+        reply = self._reply("chat.completion.chunk" if self._call.kind == "chat" else "text_completion", [choice])
+        return {**reply, "usage": None} if self._call.include_usage else reply
+
+    def usage_piece(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """Write the event of token counts that ends a stream."""
+        reply = self._reply("chat.completion.chunk" if self._call.kind == "chat" else "text_completion", [])
+        return {**reply, "usage": self._usage(usages)}
+
+    def whole(self, answers: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
+        """Write the reply to a call that is not streamed, from the chunks of each choice."""
+        choices, usages = [], []
+        for index, chunks in enumerate(answers):
+            text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
+            assert last.usage is not None
+            usages.append(last.usage)
+            choice = {
+                "index": index,
+                "logprobs": self._logprobs(index, chunks),
+                "finish_reason": last.finish_reason,
+            }
+            if self._call.kind == "text":
+                choice["text"] = text
+            else:
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choices.append(choice)
+        reply = self._reply("chat.completion" if self._call.kind == "chat" else "text_completion", choices)
+        return {**reply, "usage": self._usage(usages)}
+
+    def _reply(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        call = self._call
+        return {"id": call.id, "object": kind, "created": call.created, "model": call.model, "choices": choices}
+
+    def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """Count tokens: those of a prompt once, however many answers it has."""
+        prompts = usages[:: self._call.n]
+        prompt, output = sum(each.prompt_tokens for each in prompts), sum(each.output_tokens for each in usages)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
+        }
+
+    def _logprobs(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
+        if not self._call.logprobs:
+            return None
+        known = [chunk.logprob for chunk in chunks if chunk.logprob is not None]
+        if self._call.kind == "chat":
+            return {"content": [self._chat_logprob(each) for each in known], "refusal": None} if known else None
+        return self._text_logprobs(index, known) if known else None
+
+    def _chat_logprob(self, token: TokenLogprob) -> dict[str, Any]:
+        return {
+            **self._named(token.token_id, token.logprob),
+            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in token.top],
+        }
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes.of(token_id)
+        return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
+
+    def _text_logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        names = [_text(self._bytes.of(token.token_id)) for token in tokens]
+        offsets = []
+        for name in names:
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(name)
+        return {
+            "tokens": names,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{_text(self._bytes.of(id_)): value for id_, value in token.top} for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _text(data: bytes) -> str:
+    """Name a token by its text; bytes that are no UTF-8 by themselves show as U+FFFD."""
+    return data.decode("utf-8", "replace")
