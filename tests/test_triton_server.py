@@ -352,7 +352,7 @@ class TestRefusals:
             (answer,) = server.ask("random", {"inputs": {"text_input": text("a")}})
         assert reply.status in (400, 503)  # this server's `generate` answers every error of a model with 400
         assert "the queue is full" in reply.json["error"]
-        assert answer["error"]["status"] == "StatusCode.UNAVAILABLE"
+        assert "the queue is full" in answer["error"]["message"]
         assert server.wait_for("random", requests_running=0, requests_waiting=0) < 2.0
         server.wait_for(
             "random",
@@ -439,6 +439,24 @@ class TestEnds:
             assert last["finish_reason"] == "length"
             assert json.loads(last["usage"])["output_tokens"] == 2500
             assert server.process.wait(30) == 0
+
+    def test_a_full_queue_has_the_status_unavailable(
+        self, env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
+    ) -> None:
+        """Triton 2.51 tells statuses where a header asks for them, and may crash when that stream is closed."""
+        body = {"text_input": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        request = {"inputs": {"text_input": text("a")}, "headers": {"triton_grpc_error": "true"}}
+        options = ("--set", "max_queue=0")
+        with (
+            launched(env, artifacts["random"].path, tmp_path / "repository", options=options) as server,
+            contextlib.ExitStack() as held,
+        ):
+            for _ in range(SLOTS):
+                held.enter_context(server.open("/v2/models/random/generate_stream", body, wait=False))
+            server.wait_for("random", requests_running=SLOTS)
+            (answer,) = server.ask("random", request)
+        assert answer["error"]["status"] == "StatusCode.UNAVAILABLE"
+        assert "the queue is full" in answer["error"]["message"]
 
     def test_a_dead_engine_fails_every_request_and_ends_the_server(
         self, env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path

@@ -1,7 +1,8 @@
 """NVIDIA's gRPC client, run in its own environment: JSON in on standard input, JSON out.
 
-In: `{"url", "model", "requests": [{"inputs": {name: [datatype, values]}, "parameters": {}, "cancel_after": n}]}`; each
-request goes out at once, over a stream of its own, and is cancelled after `cancel_after` responses.
+In: `{"url", "model", "requests": [{"inputs": {name: [datatype, values]}, "parameters", "timeout_us", "headers",
+"cancel_after"}]}`; each request goes out at once, over a stream of its own, and is cancelled after `cancel_after`
+responses.
 Out, for each: `{"responses": [{output: value}], "final": bool, "error": {"status", "message"}, "seconds": float}`.
 
 Or `{"config": text}`: parse config.pbtxt by Triton's own schema; out: what it says, as JSON.
@@ -58,7 +59,7 @@ def ask(url: str, model: str, request: dict[str, Any], out: dict[str, Any]) -> N
             done.set()
 
     with grpc.InferenceServerClient(url) as client:
-        client.start_stream(callback=receive, headers={"triton_grpc_error": "true"})  # statuses, not texts alone
+        client.start_stream(callback=receive, headers=request.get("headers"))
         client.async_stream_infer(
             model,
             tensors(request["inputs"]),

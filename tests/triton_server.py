@@ -141,19 +141,20 @@ def launched(
     artifact: Path,
     repository: Path,
     *server_options: str,
+    options: Sequence[str] = (),
     serving: Path | None = None,
     ready: bool = True,
 ) -> Iterator[Server]:
     """Run `llmforge triton ARTIFACT -o REPOSITORY --launch`, and wait until the server is ready, or has ended.
 
-    The models run in the environment `serving`, else the usual one.
+    `options` are those of `llmforge triton`. The models run in the environment `serving`, else the usual one.
     """
     ports = free_ports(3)
     names = ("--http-port", "--grpc-port", "--metrics-port")
     # Triton's python backend lets models import from the server's working directory, which is not to be this checkout.
     program = f"import os; from llmforge.cli import main; os.chdir({str(repository.parent)!r}); main()"
     command: list[str | Path] = [sys.executable, "-c", program, "triton", artifact]
-    command += ["-o", repository, "--launch", "--server", env.server]
+    command += ["-o", repository, "--launch", "--server", env.server, *options]
     command += [word for name, port in zip(names, ports, strict=True) for word in (name, str(port))]
     log = repository.parent / f"{repository.name}.log"
     with log.open("wb") as stream:
