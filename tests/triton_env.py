@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +65,15 @@ class TritonEnv:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, libraries))
         return environment
 
-    def options(self) -> list[str]:
-        """Options that this server needs because it lies in an unusual place, and has no GPU."""
+    def options(self, shared_memory: str) -> list[str]:
+        """Options that this server needs because it lies in an unusual place, is one of many, and has no GPU.
+
+        `shared_memory` begins the names of what it shares with its models' processes.
+        """
         return [
             f"--backend-directory={self.folder / 'backends'}",
             f"--cache-directory={self.server.parent.parent / 'caches'}",
-            f"--backend-config=python,shm-region-prefix-name=llmforge{os.getpid()}x{time.monotonic_ns()}",
+            f"--backend-config=python,shm-region-prefix-name={shared_memory}",
             "--allow-gpu-metrics=false",
             "--pinned-memory-pool-byte-size=0",
         ]

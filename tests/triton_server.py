@@ -157,9 +157,10 @@ def launched(
     command += ["-o", repository, "--launch", "--server", env.server, *options]
     command += [word for name, port in zip(names, ports, strict=True) for word in (name, str(port))]
     log = repository.parent / f"{repository.name}.log"
+    shared_memory = f"llmforge{os.getpid()}x{time.monotonic_ns()}"
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [*command, "--", *env.options(), *server_options],
+            [*command, "--", *env.options(shared_memory), *server_options],
             stdout=stream,
             stderr=stream,
             env=env.environment(serving),
@@ -176,6 +177,8 @@ def launched(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for left in Path("/dev/shm").glob(f"{shared_memory}*"):  # by a server that crashed
+            left.unlink()
 
 
 def _wait(server: Server, *, ready: bool) -> None:
@@ -185,7 +188,12 @@ def _wait(server: Server, *, ready: bool) -> None:
             assert not ready, server.log.read_text()
             return
         with contextlib.suppress(OSError, http.client.HTTPException):
-            if server.request("/v2/health/ready").status == 200:
+            # Metrics are served last.
+            statuses = [
+                server.request("/v2/health/ready").status,
+                server.request("/metrics", port=server.metrics_port).status,
+            ]
+            if statuses == [200, 200]:
                 assert ready, "the server is ready, and should have refused"
                 return
         time.sleep(0.1)
