@@ -172,18 +172,18 @@ class TestAnswers:
         assert usage["ttft_ms"] > 0
 
     def test_a_stream_over_http_adds_up_to_the_answer(self, server: Server) -> None:
-        whole = server.generate("random", text_input="Tell me", max_tokens=40, ignore_eos=True).json
-        pieces = server.generate_stream("random", text_input="Tell me", max_tokens=40, ignore_eos=True)
+        whole = server.generate("random", text_input="Tell me", max_tokens=400, ignore_eos=True).json
+        pieces = server.generate_stream("random", text_input="Tell me", max_tokens=400, ignore_eos=True)
         assert len(pieces) > 2
         assert text_of(pieces) == whole["text_output"]
-        assert sum(piece["num_output_tokens"] for piece in pieces) == 40
+        assert sum(piece["num_output_tokens"] for piece in pieces) == 400
         assert {piece["num_input_tokens"] for piece in pieces} == {whole["num_input_tokens"]}
         assert [piece["finish_reason"] for piece in pieces] == [""] * (len(pieces) - 1) + ["length"]
         assert ["usage" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
     def test_a_stream_over_grpc_is_the_same_and_ends_with_the_final_flag(self, server: Server) -> None:
-        whole = server.generate("random", text_input="Tell me", max_tokens=40, ignore_eos=True).json
-        inputs = {"text_input": text("Tell me"), "max_tokens": ["INT32", [40]], "stream": ["BOOL", [True]]}
+        whole = server.generate("random", text_input="Tell me", max_tokens=400, ignore_eos=True).json
+        inputs = {"text_input": text("Tell me"), "max_tokens": ["INT32", [400]], "stream": ["BOOL", [True]]}
         (answer,) = server.ask("random", {"inputs": inputs, "parameters": {"ignore_eos": True}})
         assert answer["error"] is None
         assert answer["final"]
@@ -217,19 +217,19 @@ class TestAnswers:
         assert sequential == alone[:8]
 
     def test_characters_are_never_broken_in_a_stream(self, server: Server, runners: dict[str, Runner]) -> None:
-        expected = said(runners["scripted"], "x", max_tokens=200, ignore_eos=True)
+        expected = said(runners["scripted"], "x", max_tokens=900, ignore_eos=True)
         assert SCRIPT in expected
         for pieces in (
-            server.generate_stream("scripted", text_input="x", max_tokens=200, ignore_eos=True),
+            server.generate_stream("scripted", text_input="x", max_tokens=900, ignore_eos=True),
             server.ask(
                 "scripted",
                 {
                     "inputs": {"text_input": text("x"), "stream": ["BOOL", [True]]},
-                    "parameters": {"max_tokens": 200, "ignore_eos": True},
+                    "parameters": {"max_tokens": 900, "ignore_eos": True},
                 },
             )[0]["responses"],
         ):
-            assert len(pieces) > 5
+            assert len(pieces) > 2
             assert text_of(pieces) == expected
             assert all("\N{REPLACEMENT CHARACTER}" not in piece["text_output"] for piece in pieces[:-1])
 
