@@ -204,14 +204,21 @@ def test_footprint_counts_a_tied_embedding_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op_type", "index"),
-    [("GatherBlockQuantized", 0), ("GatherBlockQuantized", 2), ("RotaryEmbedding", 1), ("GroupQueryAttention", 8)],
+    ("domain", "op_type", "index"),
+    [
+        ("com.microsoft", "GatherBlockQuantized", 0),
+        ("com.microsoft", "GatherBlockQuantized", 2),
+        ("", "RotaryEmbedding", 1),
+        ("com.microsoft", "GroupQueryAttention", 8),
+        ("llmforge.cpu", "GroupQueryAttention", 5),
+        ("llmforge.cpu", "Embedding", 1),
+    ],
 )
-def test_footprint_leaves_out_tables_of_which_rows_are_read(op_type: str, index: int) -> None:
+def test_footprint_leaves_out_tables_of_which_rows_are_read(domain: str, op_type: str, index: int) -> None:
     table, norm = (ir.val(name, ir.DataType.FLOAT, [8], const_value=ir.tensor([0.0] * 8)) for name in ("table", "norm"))
     inputs: list[ir.Value | None] = [None] * 9
-    inputs[index], inputs[4] = table, norm
-    node = ir.Node("", op_type, inputs)
+    inputs[index], inputs[6] = table, norm
+    node = ir.Node(domain, op_type, inputs)
     model = ir.Model(ir.Graph([], node.outputs, nodes=[node], initializers=[table, norm]), ir_version=10)
     assert footprint.count(model, artifact_bytes=1).weight_bytes_per_token == 32
 

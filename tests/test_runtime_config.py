@@ -49,8 +49,8 @@ def test_what_is_written_is_read(tmp_path):
         ({"session": {"threads": None, "optimize": 1, "entries": {}}}, "session: optimize is 1; wanted bool"),
         ({"session": {"threads": None, "optimize": True, "entries": {"a": 1}}}, "session: entries is"),
         ({"session": []}, r"session is \[\]"),
-        ({"speculation": 3}, "unknown speculation; known: format, onnxruntime, max_context"),
-        ({"format": 2}, "format 2; this llmforge reads format 1"),
+        ({"speculation": 3}, "unknown speculation; known: format, onnxruntime, kernels, max_context"),
+        ({"format": 3}, "format 3; this llmforge reads format 2"),
     ],
 )
 def test_wrong_entries_are_refused(tmp_path, change, message):

@@ -12,12 +12,13 @@ from llmforge.routing import share_read
 
 # Inputs of which an operator reads a few rows: embeddings with their scales and zero points, tables of cos and sin.
 _LOOKED_UP = {
-    "Gather": {0},
-    "GatherBlockQuantized": {0, 2, 3},
-    "RotaryEmbedding": {1, 2},
-    "GroupQueryAttention": {4, 5, 7, 8},  # 4 and 5: of llmforge.cpu; those of ONNX Runtime are no initializers
-    "GroupQueryAttentionInt8": {4, 5},
-    "Embedding": {1},
+    ("", "Gather"): {0},
+    ("", "RotaryEmbedding"): {1, 2},
+    ("com.microsoft", "GatherBlockQuantized"): {0, 2, 3},
+    ("com.microsoft", "GroupQueryAttention"): {7, 8},
+    ("llmforge.cpu", "Embedding"): {1},
+    ("llmforge.cpu", "GroupQueryAttention"): {4, 5},
+    ("llmforge.cpu", "GroupQueryAttentionInt8"): {4, 5},
 }
 
 
@@ -57,7 +58,7 @@ def count(model: ir.Model, artifact_bytes: int) -> Footprint:
 
 def _only_looked_up(value: ir.Value) -> bool:
     uses = value.uses()
-    return bool(uses) and all(index in _LOOKED_UP.get(node.op_type, ()) for node, index in uses)
+    return bool(uses) and all(index in _LOOKED_UP.get((node.domain, node.op_type), ()) for node, index in uses)
 
 
 def _bytes(dtype: ir.DataType, dims: list[int | ir.SymbolicDim]) -> int:
