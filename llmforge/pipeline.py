@@ -27,7 +27,6 @@ from llmforge import (
     gates,
     graph,
     interface,
-    native,
     options,
     passes,
     plan,
@@ -292,11 +291,10 @@ class _Job:
         )
         engines.write_tokenizer(self.checkpoint, staging / "tokenizer")
         self.notes += [f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)]
-        kernels = any(node.domain == native.DOMAIN for node in lowered.graph.all_nodes())
-        self._write_triton(engine, staging / repository.FOLDER, kernels=kernels)
+        self._write_triton(engine, staging / repository.FOLDER)
         return engine
 
-    def _write_triton(self, engine: engines.Engine, folder: Path, *, kernels: bool) -> None:
+    def _write_triton(self, engine: engines.Engine, folder: Path) -> None:
         """Write the model repository that serves the engine from where it lies."""
         model = repository.Model(
             self.recipe.name,
@@ -305,7 +303,7 @@ class _Job:
             engine.config,
             made_of={"checkpoint": f"{self.checkpoint.path.name} {self.checkpoint.digest}"},
         )
-        repository.write(model, folder / self.recipe.name, kernels=kernels)
+        repository.write(model, folder / self.recipe.name)
 
     def measure(self, staging: Path, engine: engines.Engine, model: ir.Model) -> _Evidence:
         """Measure the engine as it ships, loaded by the runtime that serves it, beside the checkpoint."""

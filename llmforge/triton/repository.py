@@ -76,15 +76,15 @@ class Model:
     made_of: Mapping[str, str]  # for the README: what, and which
 
 
-def write(model: Model, folder: Path, *, kernels: bool = False) -> None:
-    """Write the model's folder inside an artifact; with `kernels` its engine needs llmforge's own operators.
+def write(model: Model, folder: Path) -> None:
+    """Write the model's folder inside an artifact.
 
     Raises:
-        EnvironmentLacks: it does, and they are not compiled here.
+        EnvironmentLacks: the engine needs llmforge's own operators, and they are not compiled here.
     """
     _write_shared(model, folder, IN_ARTIFACT)
     own = folder / "1"
-    for path, source in sources.shipped(kernels=kernels).items():
+    for path, source in sources.shipped(kernels=model.runtime.kernels is not None).items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, own / path)
     (own / "model.py").write_text(_MODEL, encoding="utf-8")
