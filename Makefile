@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROMPT ?= If the file does not exist,
 
-.PHONY: help quickstart test test-slow lint types contracts check clean
+.PHONY: help quickstart test test-slow triton lint types contracts check clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -22,10 +22,13 @@ quickstart: $(VENV)/.runtime  ## Build recipes/quickstart.yaml and generate from
 	echo; echo "The report: $$artifact/report/report.html"
 
 test: $(VENV)/.dev  ## Run the tests, less those that take minutes
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 test-slow: $(VENV)/.dev  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+triton: $(VENV)/.dev  ## Prepare the Triton server that tests start, in the user's cache (tests/triton_env.py)
+	$(BIN)/python tests/triton_env.py
 
 lint: $(VENV)/.dev  ## Check style and format
 	$(BIN)/ruff check .

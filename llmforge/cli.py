@@ -308,6 +308,7 @@ def schema() -> None:
 
 cli.add_command(cli_serving.serve)
 cli.add_command(cli_serving.bench)
+cli.add_command(cli_serving.triton)
 
 
 def main() -> None:

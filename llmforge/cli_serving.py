@@ -1,7 +1,9 @@
-"""The commands `serve` and `bench`. Like all commands they import what they need when they run."""
+"""The commands `serve`, `bench` and `triton`. Like all commands they import what they need when they run."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +209,64 @@ def bench(
         click.echo(report.to_json(), nl=False)
     else:
         _print(measuring.table(report))
+
+
+@click.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="REPO",
+    help="The model repository, which may hold other models and versions.",
+)  # fmt: skip
+@click.option("--name", help="The model's name; the artifact's unless given.")
+@click.option("--model-version", type=click.IntRange(min=1), default=1, show_default=True, help="The model's version.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE",
+    help="Change how it is served: max_queue=64, triton.instances=2. Keys are those of `serving` in a recipe.",
+)  # fmt: skip
+@click.option("--copy", is_flag=True, help="Copy the engine instead of making hard links.")
+@click.option("--launch", is_flag=True, help="Start the server on it; SERVER_OPTIONS after `--` go to the server.")
+@click.option("--server", type=click.Path(path_type=Path), help="The server's binary; `tritonserver` on PATH if not.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the server.")
+@click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
+@click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
+def triton(
+    artifact: Path,
+    server_options: tuple[str, ...],
+    output: Path,
+    name: str | None,
+    model_version: int,
+    overrides: tuple[str, ...],
+    copy: bool,
+    launch: bool,
+    server: Path | None,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+) -> None:
+    """Write a Triton model repository for ARTIFACT that stands alone.
+
+    The last line of standard output is the model's folder, or the server's command line with --launch.
+    """
+    from llmforge.artifact import Artifact, check_name
+    from llmforge.triton import launch as starting
+    from llmforge.triton import repository
+
+    if server_options and not launch:
+        raise UsageError("SERVER_OPTIONS are for the server that --launch starts")
+    binary = starting.find(server) if launch else None
+    opened = Artifact.open(artifact)
+    opened.verify()
+    model = repository.of_artifact(opened, name=check_name(name) if name is not None else None, overrides=overrides)
+    click.echo(str(repository.export(opened, model, output, version=model_version, copy=copy)))
+    if binary is not None:
+        ports = starting.Ports(host, http_port, grpc_port, metrics_port)
+        line = starting.command(binary, output, ports, server_options)
+        click.echo(shlex.join(line))
+        sys.stdout.flush()
+        os.execv(binary, line)
 
 
 def _refuse_given(beside: str, *names: str) -> None:

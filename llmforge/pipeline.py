@@ -56,6 +56,7 @@ from llmforge.targets import Target
 from llmforge.text import Window
 from llmforge.trace import trace
 from llmforge.transform import Context, Numerics, Pass
+from llmforge.triton import repository
 from llmforge.verify import Verifier
 from llmforge.verify_trace import verify_trace
 
@@ -276,7 +277,7 @@ class _Job:
         return [pool[i].ids for i in picked]
 
     def build_engine(self, model: ir.Model, staging: Path) -> engines.Engine:
-        """Lower `model` and write the engine and the tokenizer."""
+        """Lower `model` and write the engine, the tokenizer and the model repository."""
         self.progress.stage("Build engine")
         lowered, changes = engines.lower(model, self.target)
         self.notes += [f"lowering: {change.node}: {change.what}" for change in changes.rewritten]
@@ -290,7 +291,19 @@ class _Job:
         )
         engines.write_tokenizer(self.checkpoint, staging / "tokenizer")
         self.notes += [f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)]
+        self._write_triton(engine, staging / repository.FOLDER)
         return engine
+
+    def _write_triton(self, engine: engines.Engine, folder: Path) -> None:
+        """Write the model repository that serves the engine from where it lies."""
+        model = repository.Model(
+            self.recipe.name,
+            self.target.kind,
+            self.recipe.serving,
+            engine.config,
+            made_of={"checkpoint": f"{self.checkpoint.path.name} {self.checkpoint.digest}"},
+        )
+        repository.write(model, folder / self.recipe.name)
 
     def measure(self, staging: Path, engine: engines.Engine, model: ir.Model) -> _Evidence:
         """Measure the engine as it ships, loaded by the runtime that serves it, beside the checkpoint."""

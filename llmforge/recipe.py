@@ -98,6 +98,53 @@ class ValidationSpec(_Section):
     latency: LatencySpec | None = None
 
 
+class TritonSpec(_Section):
+    """The model's place in a Triton Inference Server."""
+
+    kind: Literal["cpu", "gpu", "model"] | None = Field(
+        default=None, description="KIND_… of `instance_group`; not set: what the target is"
+    )
+    instances: int = Field(default=1, ge=1, le=64, description="processes, each with weights and KV cache of its own")
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), description="devices of kind gpu; none: all")
+    versions: int | None = Field(
+        default=1, ge=1, description="how many of the model's newest versions are served; null: all"
+    )
+
+
+class ServingSpec(_Section):
+    """How the engine is served; what is not set is the runtime's default."""
+
+    max_queue: int | None = Field(default=None, ge=0, description="requests that wait; one more is refused")
+    step_tokens: int | None = Field(default=None, ge=1, description="token budget of one step of the engine")
+    prefix_cache_bytes: int | None = Field(
+        default=None, ge=0, description="bound of what is kept of texts for later ones that begin alike; 0: nothing"
+    )
+    speculation: Literal["off", "prompt-lookup"] | None = Field(
+        default=None, description="tokens guessed from the text itself, where that pays"
+    )
+    timeout_s: float | None = Field(default=None, gt=0, description="deadline of requests that have none")
+    triton: TritonSpec = Field(default_factory=TritonSpec)
+
+    @model_validator(mode="after")
+    def _gpus_have_a_kind(self) -> Self:
+        if self.triton.gpus and self.triton.kind in ("cpu", "model"):
+            raise ValueError(f"`gpus` are of kind gpu, not {self.triton.kind}")
+        return self
+
+    def changed(self, overrides: Sequence[str]) -> ServingSpec:
+        """Apply overrides, `KEY.KEY=VALUE` with values in YAML.
+
+        Raises:
+            RecipeError, UsageError: one names nothing that could be set, or a value that is not allowed.
+        """
+        source, schema = Source(Path("serving"), self.model_dump(mode="json")), self.model_json_schema()
+        apply(overrides, source, schema)
+        try:
+            return ServingSpec.model_validate_json(json.dumps(source.data))
+        except ValidationError as error:
+            raise collect(describe(error, source, schema)) from None
+
+
 class GateSpec(_Section):
     """The bounds of one metric; at least one of them."""
 
@@ -133,6 +180,7 @@ class Recipe(_Section):
     passes: tuple[PassSpec, ...] = Field(description="what is done to the graph, in order")
     validation: ValidationSpec = Field(default_factory=ValidationSpec)
     gates: dict[Metric, GateSpec] = Field(default_factory=dict, description="bounds that the artifact must keep")
+    serving: ServingSpec = Field(default_factory=ServingSpec)
 
     _source: Source = PrivateAttr()
 

@@ -1,0 +1,1 @@
+"""Triton Inference Server: the model repository of an artifact, and what runs inside the server."""

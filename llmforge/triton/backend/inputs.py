@@ -1,0 +1,147 @@
+"""What a client's tensors and parameters ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.errors import UsageError
+from llmforge.runtime.parameters import sampling_of
+from llmforge.runtime.request import Request
+from llmforge.runtime.runner import Runner
+from llmforge.triton.backend import signature
+from llmforge.triton.backend.signature import TensorSpec
+
+# Parameters of a request that Triton and its clients use between themselves.
+_TRITON_PREFIX = "triton_"
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A client's request: what the engine is asked, and how the answer is wanted.
+
+    `before` stands before the answer. `omitted` outputs are not sent.
+    """
+
+    request: Request
+    stream: bool
+    before: str
+    omitted: frozenset[str]
+
+
+def read(tensors: Tensors, parameters: Mapping[str, Any], timeout_s: float | None, runner: Runner) -> Ask:
+    """Read a request: `tensors` by name, [1, n] each, and its `parameters`.
+
+    Raises:
+        UsageError, InputError: the request makes no sense; says which input is wrong.
+    """
+    stream = bool(_one(tensors, signature.STREAM, default=False))
+    switches = (signature.RETURN_INPUT_TOKENS, signature.RETURN_OUTPUT_TOKENS, signature.RETURN_FINISH_REASON)
+    omitted = {spec.name.removeprefix("return_") for spec in switches if not _one(tensors, spec, default=True)}
+    prompt = _prompt(tensors, runner)
+    sampling = sampling_of(_sampling(tensors, parameters))
+    before = _before(tensors, stream=stream)
+    return Ask(Request(tuple(prompt), sampling, timeout_s), stream, before, frozenset(omitted))
+
+
+def _prompt(tensors: Tensors, runner: Runner) -> list[int]:
+    kinds = (signature.TEXT_INPUT, signature.MESSAGES, signature.INPUT_IDS)
+    given = [spec for spec in kinds if spec.name in tensors]
+    if len(given) != 1:
+        names = ", ".join(spec.name for spec in kinds)
+        raise UsageError(f"a request has one of {names}; this one has {', '.join(s.name for s in given) or 'none'}")
+    (spec,) = given
+    if spec is signature.TEXT_INPUT:
+        return runner.encode(_text(tensors, spec))
+    if spec is signature.MESSAGES:
+        return runner.encode_chat(_messages(_text(tensors, spec)))
+    ids: list[int] = tensors[spec.name].reshape(-1).tolist()
+    return ids
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    messages = _json(text, signature.MESSAGES.name)
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise UsageError("messages: wanted a JSON list of objects with role and content, at least one")
+    return messages
+
+
+def _before(tensors: Tensors, *, stream: bool) -> str:
+    """Give what stands before the answer: nothing, unless the client wants its own text to be repeated there."""
+    if _one(tensors, signature.EXCLUDE_INPUT, default=True):
+        return ""
+    if stream or signature.TEXT_INPUT.name not in tensors:
+        raise UsageError("exclude_input_in_output: false needs text_input, and no stream")
+    return _text(tensors, signature.TEXT_INPUT)
+
+
+def _sampling(tensors: Tensors, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather parameters of sampling from the three places where clients put them; each may be given once."""
+    gathered: dict[str, Any] = {}
+    for place, values in (
+        ("an input", dict(_sampling_tensors(tensors))),
+        (signature.SAMPLING_PARAMETERS.name, _sampling_parameters(tensors)),
+        ("a parameter", {name: value for name, value in parameters.items() if not name.startswith(_TRITON_PREFIX)}),
+    ):
+        if twice := sorted(gathered.keys() & values.keys()):
+            raise UsageError(f"{', '.join(twice)}: given twice, the second time as {place}")
+        gathered |= values
+    return gathered
+
+
+def _sampling_tensors(tensors: Tensors) -> Iterator[tuple[str, Any]]:
+    for spec in signature.SAMPLING:
+        if spec.name not in tensors:
+            continue
+        if spec.length == -1:
+            yield spec.name, [_decoded(value, spec) for value in tensors[spec.name].reshape(-1).tolist()]
+            continue
+        value = _one(tensors, spec)
+        # 0.7 arrives as the fp32 number next to it; what the client wrote is the shortest decimal that stands for it.
+        yield spec.name, float(str(value)) if isinstance(value, np.float32) else value.item()
+
+
+def _sampling_parameters(tensors: Tensors) -> dict[str, Any]:
+    if signature.SAMPLING_PARAMETERS.name not in tensors:
+        return {}
+    name = signature.SAMPLING_PARAMETERS.name
+    values = _json(_text(tensors, signature.SAMPLING_PARAMETERS), name)
+    if not isinstance(values, dict):
+        raise UsageError(f"{name}: wanted a JSON object of names and values")
+    return values
+
+
+def _json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: not JSON: {error}") from error
+
+
+def _text(tensors: Tensors, spec: TensorSpec) -> str:
+    return _decoded(_one(tensors, spec), spec)
+
+
+def _decoded(value: Any, spec: TensorSpec) -> str:
+    """Read a string of Triton, which is bytes."""
+    try:
+        return str(value) if isinstance(value, str) else bytes(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{spec.name}: byte {error.start} is not UTF-8") from error
+
+
+def _one(tensors: Tensors, spec: TensorSpec, default: Any = None) -> Any:
+    """Give the only element of a tensor, or `default` where the client did not send it."""
+    if spec.name not in tensors:
+        return default
+    flat = tensors[spec.name].reshape(-1)
+    if len(flat) != 1:
+        raise UsageError(f"{spec.name}: {len(flat)} values; wanted one")
+    return flat[0]

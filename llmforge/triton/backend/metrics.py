@@ -1,0 +1,136 @@
+"""What the model tells Triton's metrics endpoint, beside Triton's own counters.
+
+Each update is a message to the server's process, so that they are gathered here and reported by a thread of their own,
+`PERIOD_S` apart; no answer waits for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from llmforge.runtime.stats import EngineStats
+
+PERIOD_S = 0.5
+# Seconds. A first token takes as long as its prompt is, a later one as long as a step.
+TTFT_BUCKETS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
+ITL_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5]
+
+TTFT = "llmforge_time_to_first_token_seconds"
+ITL = "llmforge_inter_token_latency_seconds"
+HISTOGRAMS = {
+    TTFT: ("From the arrival of a request to its first token", TTFT_BUCKETS),
+    ITL: ("Between two tokens of an answer", ITL_BUCKETS),
+}
+# Counters and gauges, each a field of the engine's statistics.
+COUNTERS = {
+    "llmforge_prompt_tokens_total": ("Tokens of the prompts of admitted requests", "prompt_tokens"),
+    "llmforge_output_tokens_total": ("Tokens chosen", "output_tokens"),
+    "llmforge_prefix_query_tokens_total": ("Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
+    "llmforge_prefix_hit_tokens_total": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
+    "llmforge_drafted_tokens_total": ("Tokens that speculation proposed", "drafted_tokens"),
+    "llmforge_accepted_tokens_total": ("Tokens that speculation proposed and that stood", "accepted_tokens"),
+}
+GAUGES = {
+    "llmforge_requests_running": ("Requests whose answers are made", "running"),
+    "llmforge_requests_waiting": ("Requests that wait for a slot", "waiting"),
+    "llmforge_kv_tokens_used": ("Tokens that the KV cache holds", "kv_tokens_used"),
+    "llmforge_kv_tokens_capacity": ("Tokens that the KV cache can hold", "kv_tokens_capacity"),
+    "llmforge_prefix_tokens_used": ("Tokens that the prefix cache holds", "prefix_tokens_used"),
+    "llmforge_prefix_tokens_capacity": ("Tokens that the prefix cache can hold", "prefix_tokens_capacity"),
+}
+ANSWERS = "llmforge_answers_total"  # by finish_reason: the engine's, and "refused" for requests that it did not take
+REFUSED = "refused"
+
+
+class _Total:
+    """A counter of Triton that follows a total of ours: Triton's only take increments."""
+
+    def __init__(self, counter: Any) -> None:
+        self._counter = counter
+        self._reported = 0
+
+    def reach(self, total: int) -> None:
+        if total > self._reported:
+            self._counter.increment(total - self._reported)
+            self._reported = total
+
+
+class Metrics:
+    """Reports to Triton; `labels` tell the model's instances apart."""
+
+    def __init__(self, stats: Callable[[], EngineStats], labels: Mapping[str, str]) -> None:
+        self._stats = stats
+        self._labels = dict(labels)
+        self._times_s: dict[str, list[float]] = {name: [] for name in HISTOGRAMS}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        # Triton drops a family that nobody holds.
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
+        for name, (description, buckets) in HISTOGRAMS.items():
+            self._add(name, description, pb_utils.MetricFamily.HISTOGRAM, buckets=buckets)
+        for name, (description, _) in COUNTERS.items():
+            self._add(name, description, pb_utils.MetricFamily.COUNTER)
+        self._totals = {name: _Total(self._metrics[name]) for name in COUNTERS}
+        for name, (description, _) in GAUGES.items():
+            self._add(name, description, pb_utils.MetricFamily.GAUGE)
+        self._families[ANSWERS] = pb_utils.MetricFamily(
+            name=ANSWERS, description="Answers that ended, by reason", kind=pb_utils.MetricFamily.COUNTER
+        )
+        self._answers: dict[str, _Total] = {}
+        self._refused = 0
+        self.report()
+        self._thread = threading.Thread(target=self._run, name="llmforge-metrics")
+        self._thread.start()
+
+    def first_token(self, seconds: float) -> None:
+        """Note the time to a first token."""
+        with self._lock:
+            self._times_s[TTFT].append(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """Note the time between two tokens."""
+        with self._lock:
+            self._times_s[ITL].append(seconds)
+
+    def refused(self) -> None:
+        """Note that a request was not taken on."""
+        with self._lock:
+            self._refused += 1
+
+    def report(self) -> None:
+        """Send Triton what was gathered, and the engine's statistics."""
+        with self._lock:
+            observed, self._times_s = self._times_s, {name: [] for name in HISTOGRAMS}
+            refused = self._refused
+        for name, times_s in observed.items():
+            for seconds in times_s:
+                self._metrics[name].observe(seconds)
+        stats = self._stats()
+        for reason, count in {**stats.finished, REFUSED: refused}.items():
+            if reason not in self._answers:
+                labels = {**self._labels, "finish_reason": reason}
+                self._answers[reason] = _Total(self._families[ANSWERS].Metric(labels=labels))
+            self._answers[reason].reach(count)
+        for name, (_, attribute) in COUNTERS.items():
+            self._totals[name].reach(getattr(stats, attribute))
+        for name, (_, attribute) in GAUGES.items():
+            self._metrics[name].set(getattr(stats, attribute))
+
+    def close(self) -> None:
+        """Report once more, and stop."""
+        self._closing.set()
+        self._thread.join()
+        self.report()
+
+    def _add(self, name: str, description: str, kind: Any, **options: Any) -> None:
+        self._families[name] = family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+        self._metrics[name] = family.Metric(labels=self._labels, **options)
+
+    def _run(self) -> None:
+        while not self._closing.wait(PERIOD_S):
+            self.report()

@@ -1,0 +1,96 @@
+"""The model that Triton's python backend loads: requests in, the runtime's engine, answers out.
+
+`execute` validates and hands over, and returns at once: the engine batches what runs, whatever Triton passes together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from llmforge.errors import EnvironmentLacks, ForgeError
+from llmforge.runtime.engine import Engine
+from llmforge.runtime.session import PROVIDER
+from llmforge.triton.backend import checks, inputs, settings, signature
+from llmforge.triton.backend.answers import Sender, fail
+from llmforge.triton.backend.metrics import Metrics
+
+DRAIN_S = 5.0
+
+
+class TritonPythonModel:
+    """The interface that Triton asks for."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Hold config.pbtxt to the tensors and the transaction policy that this code has, and add what it lacks."""
+        config.set_max_batch_size(1)
+        config.set_model_transaction_policy({"decoupled": True})
+        for spec in signature.INPUTS:
+            config.add_input({"name": spec.name, "data_type": spec.data_type, "dims": [spec.length], "optional": True})
+        for spec in signature.OUTPUTS:
+            config.add_output({"name": spec.name, "data_type": spec.data_type, "dims": [spec.length]})
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the artifact and start to serve; Triton takes requests when this returns."""
+        pb_utils.Logger.log_info(f"llmforge: loading {args['model_instance_name']}")
+        try:
+            checks.numpy_fits(np.__version__)
+            config = json.loads(args["model_config"])
+            wanted = settings.read(config["parameters"])
+            if args["model_instance_kind"] == "GPU" and PROVIDER == "CPUExecutionProvider":
+                raise EnvironmentLacks(
+                    "instance_group of config.pbtxt says KIND_GPU, and this runtime serves on the CPU",
+                    hint="kind: KIND_CPU",
+                )
+            folder = Path(args["model_repository"], args["model_version"], wanted.artifact)
+            self._engine = Engine.load(folder.resolve(), wanted.engine, wanted.threads)
+        except ForgeError as error:
+            raise pb_utils.TritonModelException(f"llmforge: {error}") from error
+        for note in self._engine.stats().notes:
+            pb_utils.Logger.log_warn(f"llmforge: {note}")
+        names = {"model": "model_name", "version": "model_version", "instance": "model_instance_name"}
+        labels = {label: args[name] for label, name in names.items()}
+        self._metrics = Metrics(self._engine.stats, labels)
+        self._sender = Sender(self._engine, self._metrics, _end_server)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take on requests; their answers come later, from the sender's thread."""
+        for request in requests:
+            arrived = time.perf_counter()
+            sender = request.get_response_sender()
+            try:
+                self._sender.submit(self._read(request), sender, arrived)
+            except ForgeError as error:
+                self._metrics.refused()
+                fail(sender, error)
+
+    def finalize(self) -> None:
+        """Stop. Triton waits for running answers before it unloads a model; any that are left end as cancelled."""
+        self._sender.close(DRAIN_S)
+        self._metrics.close()
+
+    def _read(self, request: Any) -> inputs.Ask:
+        # Copied: Triton takes the memory back when `execute` returns.
+        tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+        parameters = json.loads(request.parameters() or "{}")
+        timeout_us = request.timeout()
+        return inputs.read(tensors, parameters, timeout_us / 1e6 if timeout_us else None, self._engine.runner)
+
+
+def _end_server() -> None:
+    """End the server's process, in an orderly way, after the engine died and every request has got its error.
+
+    Without it the server would go on to call itself ready, and refuse everything; whoever watches it starts it anew.
+    """
+    pb_utils.Logger.log_error("llmforge: the engine failed; ending the server")
+    os.kill(os.getppid(), signal.SIGTERM)

@@ -1,0 +1,56 @@
+"""The `parameters` of config.pbtxt that this model reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmforge.errors import UsageError
+from llmforge.runtime.engine import EngineOptions
+
+# Read by Triton's python backend itself.
+_TRITONS_OWN = ("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the model serves.
+
+    `artifact` is the folder that holds engine/ and tokenizer/, relative to that of model.py. `threads` overrides those
+    of the engine. `engine` options that are not given are the runtime's own.
+    """
+
+    artifact: str
+    threads: int | None = None
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
+
+
+def read(parameters: Mapping[str, Mapping[str, str]]) -> Settings:
+    """Read settings from the model's configuration: `{name: {"string_value": text}}`.
+
+    Raises:
+        UsageError: a parameter is unknown, missing, or not what it has to be.
+    """
+    texts = {name: value["string_value"] for name, value in parameters.items() if name not in _TRITONS_OWN}
+    own = {f.name: str(f.type) for f in dataclasses.fields(Settings) if f.name != "engine"}
+    options = {f.name: str(f.type) for f in dataclasses.fields(EngineOptions)}
+    if unknown := sorted(texts.keys() - own.keys() - options.keys()):
+        raise UsageError(
+            f"config.pbtxt: unknown parameters {', '.join(unknown)}; known: {', '.join([*own, *options])}",
+            hint="make the model repository again with the llmforge that built the artifact",
+        )
+    if "artifact" not in texts:
+        raise UsageError("config.pbtxt: the parameter artifact is missing")
+    engine = EngineOptions(**{name: _value(name, texts[name], kind) for name, kind in options.items() if name in texts})
+    return Settings(**{name: _value(name, texts[name], own[name]) for name in own if name in texts}, engine=engine)
+
+
+def _value(name: str, text: str, annotation: str) -> Any:
+    """Read `text` as what a field's annotation, as written above, stands for."""
+    kind = annotation.removesuffix(" | None")
+    try:
+        return {"int": int, "float": float}.get(kind, str)(text)
+    except ValueError as error:
+        raise UsageError(f"config.pbtxt: parameter {name} is {text!r}; wanted {kind}") from error

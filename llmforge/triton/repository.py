@@ -1,0 +1,233 @@
+"""Writes a Triton model repository: into an artifact as it is built, or out of one to where a server reads it.
+
+::
+
+    <name>/config.pbtxt        tensors, instances, versions, how the engine serves
+           README.md           launch line, versions, clients
+           warmup/             the request that runs before the model is ready
+           1/model.py          five lines over the package beside it
+             llmforge/         the runtime, as it was when the artifact was measured
+             requirements.txt  what the serving environment needs
+             __pycache__   an empty file: no bytecode stands beside the sources that the manifest vouches for
+             engine/ tokenizer/    not inside an artifact, which has them already
+
+A server can read the repository inside an artifact where it lies: its model.py finds the engine there. `export` makes
+one that stands alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+
+from llmforge import targets
+from llmforge.artifact import Artifact
+from llmforge.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.recipe import ServingSpec
+from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.triton import sources
+from llmforge.triton.backend import checks, signature
+
+FOLDER = "triton"  # in an artifact
+CONFIG = "config.pbtxt"
+README = "README.md"
+WARMUP = "warmup"
+IN_ARTIFACT = "../../.."  # from the model's version to the folder with engine/ and tokenizer/
+ALONE = "."
+CARRIED = ("engine", "tokenizer")
+WARMUP_TOKENS = 32
+PARTIAL = ".partial-"
+
+_MODEL = '''\
+"""What Triton loads: llmforge's model, from the package beside this file."""
+
+import sys
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from llmforge.triton.backend import checks  # noqa: E402
+
+checks.environment()  # before anything is imported that this environment may lack
+
+from llmforge.triton.backend.model import TritonPythonModel  # noqa: E402
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a repository says about its model; `kind` is the device of the target, where `serving` names none."""
+
+    name: str
+    kind: str  # cpu or gpu
+    serving: ServingSpec
+    runtime: RuntimeConfig
+    made_of: Mapping[str, str]  # for the README: what, and which
+
+
+def write(model: Model, folder: Path) -> None:
+    """Write the model's folder inside an artifact.
+
+    Raises:
+        EnvironmentLacks: the engine needs llmforge's own operators, and they are not compiled here.
+    """
+    _write_shared(model, folder, IN_ARTIFACT)
+    own = folder / "1"
+    for path, source in sources.shipped(kernels=model.runtime.kernels is not None).items():
+        (own / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, own / path)
+    (own / "model.py").write_text(_MODEL, encoding="utf-8")
+    (own / "__pycache__").touch()  # a file, so that Python neither writes bytecode into an artifact nor reads any there
+    (own / "requirements.txt").write_text(requirements(model.runtime), encoding="utf-8")
+
+
+def config(model: Model, artifact: str) -> str:
+    """Render config.pbtxt."""
+    serving, triton = model.serving, model.serving.triton
+    options = serving.model_dump(exclude={"triton"}, exclude_none=True)
+    parameters = {"artifact": artifact, **options}
+    return _render(
+        "config.pbtxt.jinja",
+        name=model.name,
+        inputs=signature.INPUTS,
+        outputs=signature.OUTPUTS,
+        kind=f"KIND_{triton.kind or model.kind}".upper(),
+        instances=triton.instances,
+        gpus=triton.gpus,
+        versions=triton.versions,
+        parameters={key: str(value) for key, value in parameters.items()},
+        warmup_tokens=_warmup_tokens(model.runtime),
+    )
+
+
+def requirements(runtime: RuntimeConfig) -> str:
+    """List what the serving environment needs, as pip reads it."""
+    lines = [
+        f"{name}>={oldest}" if oldest is not None else f"{name}=={runtime.onnxruntime}"
+        for name, oldest in checks.NEEDED.items()
+    ]
+    constraints = ["# For answers of a given form: JSON schemas, regular expressions, grammars.", *checks.OPTIONAL]
+    return "\n".join(["# A Triton older than 24.11 needs numpy<2 as well.", *lines, *constraints]) + "\n"
+
+
+def of_artifact(artifact: Artifact, *, name: str | None = None, overrides: Sequence[str] = ()) -> Model:
+    """Describe the model of a published artifact, under its own name or `name`; `overrides` change `serving`.
+
+    Raises:
+        InputError: the artifact carries no model repository.
+        UsageError: an override names nothing that could be set, or a value that is not allowed.
+    """
+    manifest = artifact.manifest
+    if not (artifact.path / FOLDER / manifest.name).is_dir():
+        raise InputError(
+            f"{artifact.path}: the artifact has no {FOLDER}/{manifest.name}", hint="build it again with this llmforge"
+        )
+    return Model(
+        name=name or manifest.name,
+        kind=targets.load(manifest.target).kind,
+        serving=ServingSpec.model_validate_json(json.dumps(manifest.recipe["serving"])).changed(overrides),
+        runtime=RuntimeConfig.read(artifact.path / "engine" / FILE),
+        made_of={"artifact": f"{manifest.name} {manifest.version}", "content": manifest.content_digest},
+    )
+
+
+def export(artifact: Artifact, model: Model, repository: Path, *, version: int = 1, copy: bool = False) -> Path:
+    """Write `model` into `repository`, standing alone, as version `version`; return the model's folder.
+
+    The runtime is the artifact's own copy, not that of the llmforge which exports. Engine and tokenizer are hard links
+    where the file system allows them, unless `copy`. A server that watches the repository sees a version all at once.
+
+    Raises:
+        UsageError: the model has that version already.
+        EnvironmentLacks: the repository cannot be written.
+    """
+    final = repository / model.name
+    if (final / str(version)).exists():
+        raise UsageError(
+            f"{final / str(version)} exists, and a version never changes", hint="give another --model-version or --name"
+        )
+    partial = repository / f"{PARTIAL}{secrets.token_hex(4)}"
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+        _write_shared(model, partial, ALONE)
+        own = partial / str(version)
+        shutil.copytree(artifact.path / FOLDER / artifact.manifest.name / "1", own)
+        for name in CARRIED:
+            shutil.copytree(artifact.path / name, own / name, copy_function=shutil.copy2 if copy else _link)
+        _move(partial, final, version)
+    except OSError as error:
+        raise EnvironmentLacks(f"{repository}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def _move(partial: Path, final: Path, version: int) -> None:
+    """Give a finished model its name; where the model exists, its new version, then what all versions share."""
+    if not final.exists():
+        partial.rename(final)
+        return
+    (partial / str(version)).rename(final / str(version))
+    shutil.rmtree(final / WARMUP, ignore_errors=True)
+    for name in (WARMUP, README, CONFIG):
+        (partial / name).rename(final / name)
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(source, target)
+    return target
+
+
+def _write_shared(model: Model, folder: Path, artifact: str) -> None:
+    """Write what all versions of a model share; `artifact` leads from a version to engine/ and tokenizer/."""
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(config(model, artifact), encoding="utf-8")
+    (folder / README).write_text(_render("README.md.jinja", **_facts(model)), encoding="utf-8")
+    _write_warmup(model.runtime, folder / WARMUP)
+
+
+def _write_warmup(runtime: RuntimeConfig, folder: Path) -> None:
+    folder.mkdir()
+    ids = np.arange(_warmup_tokens(runtime), dtype="<i8") % runtime.vocabulary
+    (folder / "prompt").write_bytes(ids.tobytes())
+    (folder / "max_tokens").write_bytes(np.array([2], "<i4").tobytes())
+
+
+def _warmup_tokens(runtime: RuntimeConfig) -> int:
+    return min(WARMUP_TOKENS, runtime.max_context - 2) or 1
+
+
+def _facts(model: Model) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "made_of": model.made_of,
+        "python": ".".join(map(str, checks.PYTHON)),
+        "runtime": model.runtime,
+        "requirements": requirements(model.runtime),
+        "inputs": signature.INPUTS,
+    }
+
+
+def _render(template: str, **values: object) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("llmforge.triton", ""),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quoted"] = json.dumps
+    return environment.get_template(template).render(**values)

@@ -1,0 +1,57 @@
+"""The source files that a model repository carries: the runtime that was measured is the one that serves."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import llmforge
+from llmforge import native
+
+PACKAGE = "llmforge"
+ROOTS = ("llmforge.triton.backend.model", "llmforge.triton.backend.checks")
+_FOLDER = Path(llmforge.__file__).parent
+
+
+def shipped(*, kernels: bool = False) -> dict[str, Path]:
+    """List what `ROOTS` import of llmforge, themselves included, directly or not: path in the repository → file.
+
+    Imports anywhere in a file count, those inside functions too. A package comes with its `__init__`. With `kernels`,
+    so does the compiled library of llmforge's own operators.
+
+    Raises:
+        EnvironmentLacks: there is no such library here.
+    """
+    found: dict[str, Path] = {}
+    waiting = list(ROOTS)
+    while waiting:
+        file = _file(waiting.pop())
+        if file is None or (path := Path(PACKAGE, file.relative_to(_FOLDER)).as_posix()) in found:
+            continue
+        found[path] = file
+        waiting += _imported(file)
+        waiting += [".".join((PACKAGE, *parent.parts)) for parent in file.relative_to(_FOLDER).parents]
+    if kernels:
+        library = native.require()
+        found[Path(PACKAGE, library.relative_to(_FOLDER)).as_posix()] = library
+    return dict(sorted(found.items()))
+
+
+def _file(module: str) -> Path | None:
+    """Find the file of a module of llmforge; None for a name that is none, such as a function's."""
+    base = _FOLDER.joinpath(*module.split(".")[1:])
+    return next((file for file in (base / "__init__.py", base.with_suffix(".py")) if file.is_file()), None)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Yield the names under llmforge that a file imports: modules, and what might be one."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import"
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name for name in names if name == PACKAGE or name.startswith(PACKAGE + "."))
