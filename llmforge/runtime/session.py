@@ -10,6 +10,8 @@ the buffers and its new slots are copied back, in every step. It runs here to be
 
 from __future__ import annotations
 
+import math
+import mmap
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -270,7 +272,7 @@ class Session:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
-        buffers = {c.name: np.zeros((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
+        buffers = {c.name: _reserve((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
         buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in self.states}
         return Cache(batch, capacity, buffers)
 
@@ -403,6 +405,16 @@ class Session:
         out[...] = logits
         for buffer, present in zip(cache.buffers.values(), presents, strict=True):
             store_grown(buffer, present, past_lengths)
+
+
+def _reserve(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """Make an array of zeros that takes a page of memory when it is first written there, and no sooner.
+
+    `np.zeros` asks the kernel for huge pages, so that a few tokens of every head would take the memory of many.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def grown(buffers: Mapping[str, NDArray[Any]], past_lengths: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
