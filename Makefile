@@ -56,10 +56,12 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	$(PIP) install -c constraints.txt torch
 	touch $@
 
-$(VENV)/.runtime: pyproject.toml constraints.txt $(VENV)/.torch
+KERNELS := $(wildcard llmforge/native/*.[ch] llmforge/native/*.inc)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e '.[cpu]'
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.torch
+$(VENV)/.dev: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e '.[cpu,dev]'
 	touch $@ $(VENV)/.runtime

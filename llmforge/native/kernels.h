@@ -39,11 +39,13 @@ typedef struct Linear {
 /* With an activation f, groups alternate between gate and up, and an output is f(gate)·up. */
 enum { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
 
-/* Rows of activations as int8, one scale a block of columns: x ≈ value·scale. */
+/* Rows of activations as int8, one scale a block of columns: x ≈ value·scale. Rows stand in tiles, as many as a kernel
+ * multiplies at a time, the last tile with what is left; a tile holds four columns of each of its rows in turn, so that
+ * they are read in one stream. */
 typedef struct Rows {
-    int8_t *value;  /* [m, k] */
-    float *scale;   /* [m, k/block] */
-    int32_t *sum;   /* [m, k/block]: sum of the values of a block, times `factor` */
+    int8_t *value;  /* tiles of [k/4, rows of the tile, 4] */
+    float *scale;   /* tiles of [k/block, rows of the tile] */
+    int32_t *sum;   /* as `scale`: sum of the values of a block, times `factor` */
     int32_t factor; /* minus the zero point where all codes have one, else -1 */
 } Rows;
 
@@ -69,9 +71,10 @@ typedef struct Attention {
 
 typedef struct Kernels {
     const char *name;
-    /* Quantize `count` rows of x [k], each after RMSNorm with weights `gamma` where that is not NULL. */
-    void (*quantize)(const float *x, int64_t count, int64_t k, int64_t block, const float *gamma, float epsilon,
-                     const Rows *rows, float *scratch);
+    /* Quantize rows `first` … `last - 1` of x [m, k], each after RMSNorm with weights `gamma` where that is not NULL;
+     * `normed` is a place for k fp32. */
+    void (*quantize)(const float *x, int64_t m, int64_t first, int64_t last, int64_t k, int64_t block, const float *gamma,
+                     float epsilon, const Rows *rows, float *normed);
     /* Compute groups `first` … `last - 1` (pairs stay together) of a layer for `m` rows. */
     void (*linear)(const Linear *layer, const Rows *rows, int64_t m, int64_t first, int64_t last);
     /* Copy row `row` of the weights, dequantized, to y [k]. */

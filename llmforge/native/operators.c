@@ -138,19 +138,18 @@ static Rows rows_in(void *memory, int64_t m, const Weights *w) {
     return (Rows){memory, (float *)scales, (int32_t *)(scales + m * (k / block) * 4), zero_factor(w)};
 }
 
-static int quantize_rows(LinearWork *work, const Rows *rows, int64_t first, int64_t count) {
-    const int64_t k = work->layer.weights.k, block = work->layer.weights.block, blocks = k / block;
-    float *normed = scratch(SCRATCH_NORM, (size_t)k * sizeof(float));
-    Rows part = {rows->value + first * k, rows->scale + first * blocks, rows->sum + first * blocks, rows->factor};
+static int quantize_rows(LinearWork *work, const Rows *rows, int64_t first, int64_t last) {
+    const Weights *w = &work->layer.weights;
+    float *normed = scratch(SCRATCH_NORM, (size_t)w->k * sizeof(float));
     if (!normed) return 0;
-    kernels->quantize(work->x + first * k, count, k, block, work->norm, work->epsilon, &part, normed);
+    kernels->quantize(work->x, work->m, first, last, w->k, w->block, work->norm, work->epsilon, rows, normed);
     return 1;
 }
 
 static void quantize_unit(void *data, size_t unit) {
     LinearWork *work = data;
     int64_t first = work->m * (int64_t)unit / work->units, last = work->m * ((int64_t)unit + 1) / work->units;
-    if (!quantize_rows(work, &work->rows, first, last - first)) work->failed = 1;
+    if (!quantize_rows(work, &work->rows, first, last)) work->failed = 1;
 }
 
 static void linear_unit(void *data, size_t unit) {
