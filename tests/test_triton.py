@@ -57,7 +57,8 @@ class TestRepository:
         artifact.verify()
         own = artifact.path / "triton" / "random"
         assert files(own) >= {
-            "config.pbtxt", "README.md", "warmup/prompt", "warmup/max_tokens", "1/model.py", "1/requirements.txt",
+            "config.pbtxt", "README.md", "warmup/prompt", "warmup/sampling_parameters",
+            "1/model.py", "1/requirements.txt",
             "1/llmforge/runtime/engine.py", "1/llmforge/triton/backend/model.py",
         }  # fmt: skip
         assert not any(path.startswith("1/engine") for path in files(own))

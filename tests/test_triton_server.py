@@ -430,6 +430,8 @@ class TestEnds:
         self, env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
     ) -> None:
         with launched(env, artifacts["random"].path, tmp_path / "repository") as server:
+            warmed = server.settled("random")
+            assert (warmed["llmforge_prompt_tokens_total"], warmed["llmforge_output_tokens_total"]) == (32, 2)
             body = {"text_input": "a", "max_tokens": 2500, "ignore_eos": True, "stream": True}
             with server.open("/v2/models/random/generate_stream", body) as response:
                 response.readline()

@@ -8,7 +8,7 @@
            1/model.py          five lines over the package beside it
              llmforge/         the runtime, as it was when the artifact was measured
              requirements.txt  what the serving environment needs
-             __pycache__   an empty file: no bytecode stands beside the sources that the manifest vouches for
+             __pycache__       an empty file: no bytecode stands beside the sources that the manifest vouches for
              engine/ tokenizer/    not inside an artifact, which has them already
 
 A server can read the repository inside an artifact where it lies: its model.py finds the engine there. `export` makes
@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import shutil
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +205,8 @@ def _write_warmup(runtime: RuntimeConfig, folder: Path) -> None:
     folder.mkdir()
     ids = np.arange(_warmup_tokens(runtime), dtype="<i8") % runtime.vocabulary
     (folder / "prompt").write_bytes(ids.tobytes())
-    (folder / "max_tokens").write_bytes(np.array([2], "<i4").tobytes())
+    sampling = json.dumps({"max_tokens": 2, "ignore_eos": True}).encode()
+    (folder / "sampling_parameters").write_bytes(struct.pack("<I", len(sampling)) + sampling)
 
 
 def _warmup_tokens(runtime: RuntimeConfig) -> int:
