@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -471,6 +472,19 @@ class TestEnds:
             assert all(answer["error"] or answer["responses"][-1]["finish_reason"] for answer in answers)
             assert server.process.wait(30) == 0
             assert "the engine failed; ending the server" in server.log.read_text()
+
+    def test_a_killed_server_leaves_no_process_behind(
+        self, env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
+    ) -> None:
+        with launched(env, artifacts["random"].path, tmp_path / "repository") as server:
+            body = {"text_input": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+            with server.open("/v2/models/random/generate_stream", body) as response:
+                response.readline()
+                children = psutil.Process(server.process.pid).children(recursive=True)
+                assert children
+                server.process.kill()
+                _, alive = psutil.wait_procs(children, timeout=15)
+        assert alive == []
 
     @pytest.mark.parametrize("lack", ["onnxruntime", "numpy", "packages"])
     def test_what_does_not_fit_is_refused_in_plain_words(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from llmforge.triton.backend.answers import Sender, fail
 from llmforge.triton.backend.metrics import Metrics
 
 DRAIN_S = 5.0
+WATCH_S = 1.0
 
 
 class TritonPythonModel:
@@ -62,6 +64,7 @@ class TritonPythonModel:
         labels = {label: args[name] for label, name in names.items()}
         self._metrics = Metrics(self._engine.stats, labels)
         self._sender = Sender(self._engine, self._metrics, _end_server)
+        threading.Thread(target=_end_with, args=[os.getppid()], name="llmforge-watch", daemon=True).start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take on requests; their answers come later, from the sender's thread."""
@@ -85,6 +88,13 @@ class TritonPythonModel:
         parameters = json.loads(request.parameters() or "{}")
         timeout_us = request.timeout()
         return inputs.read(tensors, parameters, timeout_us / 1e6 if timeout_us else None, self._engine.runner)
+
+
+def _end_with(server: int) -> None:
+    """End this process when the server's ends without a word: its calls into the server would never return."""
+    while os.getppid() == server:
+        time.sleep(WATCH_S)
+    os._exit(1)
 
 
 def _end_server() -> None:
