@@ -70,6 +70,7 @@ class SessionConfig:
     threads: int
     optimize: bool = True  # False: the graph runs as it is written, with no fusion by ONNX Runtime
     entries: Mapping[str, str] = field(default_factory=dict)  # `session.*` and `mlas.*` configuration entries
+    profile: str | None = None  # beginning of the path of a trace of every operator; see `Session.end_profile`
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class Session:
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL  # a decoder is a chain: nothing runs beside it
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if config.optimize else levels.ORT_DISABLE_ALL
+        if config.profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, config.profile
         for key, value in config.entries.items():
             options.add_session_config_entry(key, value)
         native.register(options)
@@ -275,6 +278,10 @@ class Session:
         buffers = {c.name: _reserve((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
         buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in self.states}
         return Cache(batch, capacity, buffers)
+
+    def end_profile(self) -> Path:
+        """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
+        return Path(self._session.end_profiling())
 
     def step(
         self,
