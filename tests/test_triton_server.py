@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -500,9 +501,13 @@ class TestEnds:
         else:
             message = "has no jinja2, onnxruntime, tokenizers"
             serving = env.folder / "client"
-        with launched(env, path, tmp_path / "repository", serving=serving, ready=False) as server:
-            assert server.process.wait(30) == 1
-            assert message in server.log.read_text()
+        for attempt in range(3):
+            with launched(env, path, tmp_path / f"repository{attempt}", serving=serving, ready=False) as server:
+                status = server.process.wait(30)
+            if status != -signal.SIGABRT:  # how Triton 2.51 itself now and then takes a failed load on busy cores
+                break
+        assert status == 1
+        assert message in server.log.read_text()
 
 
 def other_onnxruntime(artifact: Artifact, folder: Path) -> Path:
