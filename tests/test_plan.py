@@ -27,7 +27,7 @@ from . import zoo
 TARGET = targets.load("cpu-avx2")
 ENGINE = EngineSpec(max_context=64, threads=1)
 FOLDER = Path(__file__).parents[1] / "recipes"
-ALL = ("fp32", "genai", "int4-rtn", "int8", "optimum", "quickstart")
+ALL = ("cpu", "fp32", "genai", "int4-rtn", "int8", "optimum", "quickstart")
 
 # type → recipe → why it is refused; recipes that are not named are not
 LATENT = "heads of keys have 24 channels and those of values 12"
@@ -35,7 +35,12 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "llama": {},
     "llama-wide-heads-llama3-rope": {"optimum": "would feed caches that do not fit"},
     "gpt-neox": {},
-    "deepseek-v2": {"genai": LATENT, "quickstart": LATENT, "optimum": "would feed caches that do not fit"},
+    "deepseek-v2": {
+        "cpu": LATENT,
+        "genai": LATENT,
+        "quickstart": LATENT,
+        "optimum": "would feed caches that do not fit",
+    },
     "qwen3-5": dict.fromkeys(("genai", "optimum", "quickstart"), "keeps a state of fixed size"),
     "mixtral": {"optimum": "would feed caches that do not fit"},
 }

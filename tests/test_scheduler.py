@@ -465,7 +465,7 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     session = probe.open_session(model, probe.Weights(), 1)
     vocabulary = session.vocabulary
     choosers = Choosers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
-    config = RuntimeConfig(1, "", CAPACITY, 3, vocabulary, (), None, session.caches, SessionOptions(1, True, {}))
+    config = RuntimeConfig(2, "", None, CAPACITY, 3, vocabulary, (), None, session.caches, SessionOptions(1, True, {}))
 
     def scheduled(slots: int, chunk: int) -> Scheduler[Cache]:
         speculation = Speculation(PromptLookup(), Payoff(always=True))
