@@ -201,7 +201,7 @@ def main() -> None:
         print(json.dumps(serve(args.artifact, args.prompts, args.tokens, args.repetitions, args.threads)))
         return
     with tempfile.TemporaryDirectory() as temporary:
-        work = args.work or Path(temporary)
+        work = (args.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
         checkpoint = make_checkpoint(args.shape, work) if args.shape else args.checkpoint.resolve()
         write_recipe(work / "recipe.yaml", checkpoint, args)

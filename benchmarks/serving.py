@@ -324,6 +324,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     import build as building
 
+    args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     checkpoint = args.checkpoint or building.make_checkpoint(args.shape, args.work)
     vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]

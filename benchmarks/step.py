@@ -112,11 +112,10 @@ def main() -> None:
             print(f"  {ms:9.2f} ms  {name}")
         print(f"  {sum(shares.values()):9.2f} ms  all operators, while profiled")
         if tokens == 1:
-            print(
-                f"  {through_engine(args.artifact, args.threads, context, batch):9.2f} ms  a token through the engine"
-            )
-            if (size := bytes_read(args.artifact, context, batch)) is not None:
-                print(f"  {size / bandwidth * 1e3:9.2f} ms  to read {size / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s")
+            served = through_engine(args.artifact, args.threads, context, batch)
+            print(f"  {served:9.2f} ms  a token through the engine")
+            size = bytes_read(engine, context, batch)
+            print(f"  {size / bandwidth * 1e3:9.2f} ms  to read {size / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":

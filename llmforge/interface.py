@@ -9,7 +9,7 @@ The interface passes put `attention_mask` in their place, which is what runtimes
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,20 +98,26 @@ def feeds(
     Caches that grow hold each row's past at their end (`growing`), others at their beginning.
     """
     sequence, longest = ids.shape[1], int(past_lengths.max(initial=0))
-    slots = np.arange(longest + sequence)[None]
-    first = (longest - past_lengths)[:, None] if growing else np.zeros((len(ids), 1), np.int64)
-    held = (slots >= first) & (slots < first + past_lengths[:, None] + sequence)
     own = np.full(len(ids), sequence, np.int32) if lengths is None else lengths.astype(np.int32)
-    known: dict[str, NDArray[np.generic]] = {
-        INPUT_IDS: np.ascontiguousarray(ids, np.int64),
-        POSITION_IDS: past_lengths.astype(np.int64)[:, None] + np.arange(sequence)[None],
-        PAST_LENGTHS: past_lengths.astype(np.int32),
-        LENGTHS: own,
-        TEXT_LENGTHS: (past_lengths + own if text_lengths is None else text_lengths).astype(np.int64),
-        SEQLENS_K: (past_lengths + sequence - 1).astype(np.int32),
-        TOTAL_SEQUENCE_LENGTH: np.array(longest + sequence, np.int32),
-        ATTENTION_MASK: held.astype(np.int64),
+
+    def mask() -> NDArray[np.generic]:
+        slots = np.arange(longest + sequence)[None]
+        first = (longest - past_lengths)[:, None] if growing else np.zeros((len(ids), 1), np.int64)
+        held = (slots >= first) & (slots < first + past_lengths[:, None] + sequence)
+        return np.asarray(held, np.int64)
+
+    # Made only where a graph takes them: a decode step waits for this.
+    known: dict[str, Callable[[], NDArray[np.generic]]] = {
+        INPUT_IDS: lambda: np.ascontiguousarray(ids, np.int64),
+        POSITION_IDS: lambda: past_lengths.astype(np.int64)[:, None] + np.arange(sequence)[None],
+        PAST_LENGTHS: lambda: past_lengths.astype(np.int32),
+        LENGTHS: lambda: own,
+        TEXT_LENGTHS: lambda: (past_lengths + own if text_lengths is None else text_lengths).astype(np.int64),
+        SEQLENS_K: lambda: (past_lengths + sequence - 1).astype(np.int32),
+        TOTAL_SEQUENCE_LENGTH: lambda: np.array(longest + sequence, np.int32),
+        ATTENTION_MASK: mask,
     }
+    made = {name: make() for name, make in known.items() if name in names}
     if rows is not None:
-        known[LOGITS_ROWS] = np.ascontiguousarray(rows, np.int64)
-    return {name: value for name, value in known.items() if name in names or name == LOGITS_ROWS}
+        made[LOGITS_ROWS] = np.ascontiguousarray(rows, np.int64)
+    return made

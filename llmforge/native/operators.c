@@ -8,7 +8,7 @@
 #include "ort_abi.h"
 
 #define DOMAIN "llmforge.cpu"
-#define PARALLEL_UNITS 128      /* pieces that a step is cut into at most; ONNX Runtime gives each thread neighbours */
+#define PARALLEL_UNITS 128      /* that the work of an operator is cut into at most */
 #define INLINE_MACS (256 * 1024) /* below that many multiplications, waking a thread costs more than it saves */
 #define SHARED_ROWS 2           /* up to that many rows, every thread quantizes them itself: cheaper than a second wake */
 #define LARGEST_DIM 1024

@@ -26,6 +26,8 @@ enum { STATUS_FAIL = 1, STATUS_INVALID_ARGUMENT = 2 };
 enum { TYPE_FLOAT = 1, TYPE_UINT8 = 2, TYPE_INT8 = 3, TYPE_INT32 = 6, TYPE_INT64 = 7 };
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
+enum { PIECES = 16 }; /* of work that are handed out one by one, so that a thread that was held up delays nobody */
+
 /* Each wrapper calls one entry of the table; a status that is not NULL is an error and is handed on. */
 #define CALL(api, position, type) ((type)(api)->function[position])
 
@@ -70,11 +72,11 @@ static inline Status *ort_output(
     return CALL(api, 91, Status * (*)(Context *, size_t, const int64_t *, size_t, Value **))(
         context, index, dims, rank, value);
 }
-/* Call `work(data, i)` for every i below `total`; each thread gets a contiguous range of them. */
+/* Call `work(data, i)` for every i below `total`, in up to 16 pieces of neighbours that threads take as they get free. */
 static inline Status *ort_parallel(
     const Api *api, const Context *context, void (*work)(void *, size_t), size_t total, void *data) {
     return CALL(api, 274, Status * (*)(const Context *, void (*)(void *, size_t), size_t, size_t, void *))(
-        context, work, total, 0, data);
+        context, work, total, total < PIECES ? total : PIECES, data);
 }
 
 typedef struct CustomOp {
