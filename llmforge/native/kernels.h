@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #define LANES 16 /* rows of weights that stand side by side in one group */
+#define LARGEST_DIM 1024 /* channels of a head */
 
 /* Weights of one linear layer, quantized to 4 or 8 bits in blocks of columns: groups of 16 rows, one after the other. A
  * group holds, for every block of columns in turn, its codes; then for every block 16 fp32 scales; then, where there are
@@ -82,8 +83,8 @@ typedef struct Kernels {
     /* Norm and rotate the queries of tokens `first` … `last - 1` of a row and of one key/value head, write its keys and
      * values to the cache. */
     void (*attention_prepare)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
-    /* Attend for queries `first` … `last - 1` of a row and of one key/value head. */
-    void (*attention)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
+    /* Attend for queries `first` … `last - 1` of a row and of one key/value head; 0: out of memory, nothing was written. */
+    int (*attention)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
 } Kernels;
 
 extern const Kernels kernels_generic;

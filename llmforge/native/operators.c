@@ -11,7 +11,6 @@
 #define PARALLEL_UNITS 128      /* that the work of an operator is cut into at most */
 #define INLINE_MACS (256 * 1024) /* below that many multiplications, waking a thread costs more than it saves */
 #define SHARED_ROWS 2           /* up to that many rows, every thread quantizes them itself: cheaper than a second wake */
-#define LARGEST_DIM 1024
 #define MAX_RANK 8
 
 #define TRY(expression)                             \
@@ -268,12 +267,11 @@ typedef struct AttentionWork {
     Attention a;
     int64_t pieces; /* of a row's tokens */
     int64_t piece;  /* tokens of one */
+    atomic_int failed;
 } AttentionWork;
 
 static void split(const AttentionWork *work, size_t unit, int64_t *batch, int64_t *head, int64_t *first, int64_t *last) {
-    /* Pieces of one row are neighbours of other heads: the last pieces, which see most keys, spread over the threads. */
-    int64_t rows = work->a.batch * work->a.kv_heads, row = (int64_t)unit / work->pieces;
-    (void)rows;
+    const int64_t row = (int64_t)unit / work->pieces;
     *batch = row / work->a.kv_heads;
     *head = row % work->a.kv_heads;
     *first = (int64_t)unit % work->pieces * work->piece;
@@ -288,8 +286,9 @@ static void prepare_unit(void *data, size_t unit) {
 
 static void attention_unit(void *data, size_t unit) {
     int64_t batch, head, first, last;
-    split(data, unit, &batch, &head, &first, &last);
-    kernels->attention(&((AttentionWork *)data)->a, batch, head, first, last);
+    AttentionWork *work = data;
+    split(work, unit, &batch, &head, &first, &last);
+    if (!kernels->attention(&work->a, batch, head, first, last)) work->failed = 1;
 }
 
 static void whole_unit(void *data, size_t unit) { /* one token a row: no other unit's keys are needed */
@@ -350,9 +349,13 @@ static Status *attention_compute(void *kernel, Context *context) {
     work.piece = a->sequence < 64 ? a->sequence : 64;
     work.pieces = (a->sequence + work.piece - 1) / work.piece;
     const int64_t units = a->batch * a->kv_heads * work.pieces;
-    if (work.pieces == 1) return run(api, context, whole_unit, units, &work, alone);
-    TRY(run(api, context, prepare_unit, units, &work, alone));
-    return run(api, context, attention_unit, units, &work, alone);
+    if (work.pieces == 1) {
+        TRY(run(api, context, whole_unit, units, &work, alone));
+    } else {
+        TRY(run(api, context, prepare_unit, units, &work, alone));
+        TRY(run(api, context, attention_unit, units, &work, alone));
+    }
+    return work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : NULL;
 }
 
 /* ---- registration ------------------------------------------------------------------------------------------------- */
