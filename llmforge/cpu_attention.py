@@ -28,12 +28,12 @@ class _Normed(NamedTuple):
 
 def obstacle(node: ir.Node) -> str | None:
     """Say why `node`, a GroupQueryAttention, cannot become one of `llmforge.cpu`; None where it can."""
-    past = _input(node, _PAST_KEY)
+    past = graph.operand(node, _PAST_KEY)
     head = graph.dims(past)[3] if past is not None and len(graph.dims(past) or ()) == 4 else None  # type: ignore[index]
     if not isinstance(head, int) or head % HEAD_MULTIPLE or head > LARGEST_HEAD:
         return f"heads have {head} channels; the kernel wants a multiple of {HEAD_MULTIPLE}, at most {LARGEST_HEAD}"
     for index in (_POSITIONS, _BIAS, _QUERY_NORM, _KEY_NORM):
-        if _input(node, index) is not None:
+        if graph.operand(node, index) is not None:
             return f"input {index} of GroupQueryAttention is not known to the kernel"
     for name in ("smooth_softmax", "sliding_window_cache"):
         if node.attributes.get_int(name, 0) > 0:
@@ -43,7 +43,7 @@ def obstacle(node: ir.Node) -> str | None:
     assert past is not None
     if past.dtype not in (ir.DataType.FLOAT, ir.DataType.INT8):
         return f"caches are {past.dtype}; the kernel reads fp32 and int8"
-    query = _input(node, _QUERY)
+    query = graph.operand(node, _QUERY)
     if query is None or query.dtype != ir.DataType.FLOAT:
         return "it does not compute in fp32"
     types = {node.attributes.get_string(name, "NONE") for name in ("k_quant_type", "v_quant_type")}
@@ -76,11 +76,11 @@ def lower(model: ir.Model, node: ir.Node) -> str:
         past_key,
         past_value,
         node.inputs[_LENGTHS],
-        *(_input(node, index) if rotates else None for index in (_COS, _SIN)),
-        *(_input(node, index) if int8 else None for index in (_KEY_SCALE, _VALUE_SCALE)),
+        *(graph.operand(node, index) if rotates else None for index in (_COS, _SIN)),
+        *(graph.operand(node, index) if int8 else None for index in (_KEY_SCALE, _VALUE_SCALE)),
         query.weight,
         key.weight,
-        _input(node, _SINK),
+        graph.operand(node, _SINK),
     ]
     name = str(node.name)
     node.name = f"{name}.replaced"
@@ -94,7 +94,7 @@ def lower(model: ir.Model, node: ir.Node) -> str:
 
 def _packed(node: ir.Node, widths: tuple[int, int, int], dim: int) -> tuple[ir.Value, _Normed, _Normed]:
     """Find query, key and value side by side, and the norms of heads that the kernel takes over."""
-    query, key, value = (_input(node, index) for index in (_QUERY, _KEY, _VALUE))
+    query, key, value = (graph.operand(node, index) for index in (_QUERY, _KEY, _VALUE))
     assert query is not None
     if key is None or value is None:
         return query, _Normed(query, None, 0.0), _Normed(query, None, 0.0)
@@ -136,7 +136,3 @@ def _only(value: ir.Value | None, op_type: str) -> ir.Node | None:
     if node is None or value is None or (node.domain, node.op_type) != ("", op_type) or len(value.uses()) != 1:
         return None
     return node
-
-
-def _input(node: ir.Node, index: int) -> ir.Value | None:
-    return node.inputs[index] if index < len(node.inputs) else None

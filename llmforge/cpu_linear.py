@@ -67,7 +67,7 @@ class Rewriting:
 
     model: ir.Model
     ready: frozenset[ir.Node]
-    _arranged: dict[tuple[ir.Value, int | None], ir.Value] = field(default_factory=dict)
+    _arranged: dict[tuple[ir.Value, bool | None], ir.Value] = field(default_factory=dict)
 
     def separate_norms(self) -> None:
         """Write SkipSimplifiedLayerNormalization in front of linear layers as Add and RMSNormalization.
@@ -76,7 +76,7 @@ class Rewriting:
         """
         for node in list(self.model.graph):
             operator = (node.domain, node.op_type)
-            if operator != (MICROSOFT, "SkipSimplifiedLayerNormalization") or _input(node, 3) is not None:
+            if operator != (MICROSOFT, "SkipSimplifiedLayerNormalization") or graph.operand(node, 3) is not None:
                 continue
             if not self._only_layers_read(node.outputs[0]) or any(value.uses() for value in node.outputs[1:3]):
                 continue
@@ -95,7 +95,7 @@ class Rewriting:
     def linear(self, node: ir.Node) -> str:
         """Put Linear in the place of a MatMulNBits and of what it takes over; returns what was done."""
         codes, scales, zero_points = _inputs(node, 4)[1:]
-        bias = _input(node, 5)
+        bias = graph.operand(node, 5)
         assert codes is not None
         assert scales is not None
         n, k = node.attributes.get_int("N"), node.attributes.get_int("K")
@@ -128,7 +128,7 @@ class Rewriting:
         if codes is None or ids is None or scales is None or not (codes.is_initializer() and scales.is_initializer()):
             return None
         shape = graph.dims(codes)
-        if _input(node, 3) is not None or node.attributes.get_int("gather_axis", 0) != 0 or shape is None:
+        if graph.operand(node, 3) is not None or node.attributes.get_int("gather_axis", 0) != 0 or shape is None:
             return None
         n, k = int(str(shape[0])), int(np.prod([int(str(dim)) for dim in shape[1:]])) * 8 // bits
         if codes.dtype != ir.DataType.UINT8 or ids.dtype != ir.DataType.INT64 or _grid_obstacle(k, block):
@@ -305,12 +305,8 @@ def _rank(value: ir.Value) -> int:
     return len(value.shape) if value.shape is not None else 0
 
 
-def _input(node: ir.Node, index: int) -> ir.Value | None:
-    return node.inputs[index] if index < len(node.inputs) else None
-
-
 def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
-    return [_input(node, index) for index in range(count)]
+    return [graph.operand(node, index) for index in range(count)]
 
 
 def _grid_attributes(n: int, k: int, grid: Grid) -> dict[str, Any]:

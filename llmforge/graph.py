@@ -36,6 +36,11 @@ def dims(value: ir.Value) -> tuple[int | str | None, ...] | None:
     return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
 
 
+def operand(node: ir.Node, index: int) -> ir.Value | None:
+    """Return input `index` of `node`; None where it is left out."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
 def initializer(owner: ir.Model | ir.Graph, name: str, data: NDArray[np.generic] | ir.TensorProtocol) -> ir.Value:
     """Register `data` under `name` and return its value; the same data under the same name is shared.
 
