@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from llmforge.errors import ForgeError, Unavailable
 from llmforge.runtime.engine import Engine
+from llmforge.runtime.stats import COUNTERS, GAUGES
 
 # Bounds in seconds, about two a factor of five: from a small model's step to a long prompt on a slow machine.
 _GAP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -73,27 +74,11 @@ class _EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield gauges of what goes on, and counters of what was done."""
         stats = self._engine.stats()
-        gauges = {
-            "requests_running": ("Requests whose answers are made", stats.running),
-            "requests_waiting": ("Requests that wait for a slot", stats.waiting),
-            "slots": ("Requests that can run at once", stats.slots),
-            "kv_tokens_used": ("Tokens that running requests hold in the KV cache", stats.kv_tokens_used),
-            "kv_tokens_capacity": ("Tokens that the KV cache has room for", stats.kv_tokens_capacity),
-            "prefix_tokens_used": ("Tokens that the prefix cache holds", stats.prefix_tokens_used),
-            "prefix_tokens_capacity": ("Tokens that the prefix cache has room for", stats.prefix_tokens_capacity),
-        }
-        counters = {
-            "prompt_tokens": ("Tokens of prompts taken up", stats.prompt_tokens),
-            "output_tokens": ("Tokens chosen", stats.output_tokens),
-            "prefix_query_tokens": ("Prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),
-            "prefix_hit_tokens": ("Prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
-            "drafted_tokens": ("Tokens that speculation proposed", stats.drafted_tokens),
-            "accepted_tokens": ("Proposed tokens that stood", stats.accepted_tokens),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"llmforge_{name}", text, value=value)
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"llmforge_{name}", text, value=value)
+        slots = ("Requests that can run at once", "slots")
+        for name, (text, field) in {**GAUGES, "llmforge_slots": slots}.items():
+            yield GaugeMetricFamily(name, text, value=getattr(stats, field))
+        for name, (text, field) in COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(stats, field))
         steps = CounterMetricFamily("llmforge_decode_steps", "Decode steps, by number of rows", labels=["rows"])
         for rows, count in sorted(stats.steps.items()):
             steps.add_metric([str(rows)], count)

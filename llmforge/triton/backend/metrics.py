@@ -12,7 +12,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from llmforge.runtime.stats import EngineStats
+from llmforge.runtime.stats import COUNTERS, GAUGES, EngineStats
 
 PERIOD_S = 0.5
 # Seconds. A first token takes as long as its prompt is, a later one as long as a step.
@@ -24,23 +24,6 @@ ITL = "llmforge_inter_token_latency_seconds"
 HISTOGRAMS = {
     TTFT: ("From the arrival of a request to its first token", TTFT_BUCKETS),
     ITL: ("Between two tokens of an answer", ITL_BUCKETS),
-}
-# Counters and gauges, each a field of the engine's statistics.
-COUNTERS = {
-    "llmforge_prompt_tokens_total": ("Tokens of the prompts of admitted requests", "prompt_tokens"),
-    "llmforge_output_tokens_total": ("Tokens chosen", "output_tokens"),
-    "llmforge_prefix_query_tokens_total": ("Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
-    "llmforge_prefix_hit_tokens_total": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
-    "llmforge_drafted_tokens_total": ("Tokens that speculation proposed", "drafted_tokens"),
-    "llmforge_accepted_tokens_total": ("Tokens that speculation proposed and that stood", "accepted_tokens"),
-}
-GAUGES = {
-    "llmforge_requests_running": ("Requests whose answers are made", "running"),
-    "llmforge_requests_waiting": ("Requests that wait for a slot", "waiting"),
-    "llmforge_kv_tokens_used": ("Tokens that the KV cache holds", "kv_tokens_used"),
-    "llmforge_kv_tokens_capacity": ("Tokens that the KV cache can hold", "kv_tokens_capacity"),
-    "llmforge_prefix_tokens_used": ("Tokens that the prefix cache holds", "prefix_tokens_used"),
-    "llmforge_prefix_tokens_capacity": ("Tokens that the prefix cache can hold", "prefix_tokens_capacity"),
 }
 ANSWERS = "llmforge_answers_total"  # by finish_reason: the engine's, and "refused" for requests that it did not take
 REFUSED = "refused"
