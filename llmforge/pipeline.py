@@ -24,6 +24,7 @@ from llmforge import (
     calibration,
     data,
     dialect,
+    engines,
     gates,
     graph,
     interface,
@@ -36,8 +37,8 @@ from llmforge import (
 )
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
-from llmforge.engines import interop
-from llmforge.engines import onnxruntime as engines
+from llmforge.engines import Engine, interop
+from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.errors import UnsupportedError
 from llmforge.evaluate import footprint, latency, machine, quality
 from llmforge.evaluate.baseline import Baseline
@@ -82,7 +83,8 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     job = _Job(recipe, out, progress or Silent())
     job.progress.stage("Check recipe, target and data")
     steps = recipe.instantiate(passes.ALL)
-    job.target.require_engine(recipe.engine.backend)
+    engines.for_target(recipe.engine.backend, job.target)
+    job.target.require_here()
     job.check_data()
     with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
         job.progress.stage("Trace")
@@ -276,25 +278,27 @@ class _Job:
         picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
         return [pool[i].ids for i in picked]
 
-    def build_engine(self, model: ir.Model, staging: Path) -> engines.Engine:
+    def build_engine(self, model: ir.Model, staging: Path) -> Engine:
         """Lower `model` and write the engine, the tokenizer and the model repository."""
         self.progress.stage("Build engine")
-        lowered, changes = engines.lower(model, self.target)
+        builder = engines.for_target(self.recipe.engine.backend, self.target)
+        lowered, changes = builder.lower(model, self.target, self.recipe.engine)
         self.notes += [f"lowering: {change.node}: {change.what}" for change in changes.rewritten]
-        engine = engines.build(
+        engine = builder.build(
             lowered,
             staging / "engine",
             spec=self.recipe.engine,
+            target=self.target,
             eos_token_ids=self.checkpoint.eos_token_ids,
             bos_token_id=self.checkpoint.bos_token_id,
             progress=self.progress,
         )
-        engines.write_tokenizer(self.checkpoint, staging / "tokenizer")
+        write_tokenizer(self.checkpoint, staging / "tokenizer")
         self.notes += [f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)]
         self._write_triton(engine, staging / repository.FOLDER)
         return engine
 
-    def _write_triton(self, engine: engines.Engine, folder: Path) -> None:
+    def _write_triton(self, engine: Engine, folder: Path) -> None:
         """Write the model repository that serves the engine from where it lies."""
         model = repository.Model(
             self.recipe.name,
@@ -305,7 +309,7 @@ class _Job:
         )
         repository.write(model, folder / self.recipe.name)
 
-    def measure(self, staging: Path, engine: engines.Engine, model: ir.Model) -> _Evidence:
+    def measure(self, staging: Path, engine: Engine, model: ir.Model) -> _Evidence:
         """Measure the engine as it ships, loaded by the runtime that serves it, beside the checkpoint."""
         spec = self.recipe.validation
         if spec.quality is None and spec.latency is None:
@@ -334,7 +338,7 @@ class _Job:
         )
 
     def _latency(
-        self, runner: Runner, baseline: Baseline, engine: engines.Engine, model: ir.Model, load_seconds: float
+        self, runner: Runner, baseline: Baseline, engine: Engine, model: ir.Model, load_seconds: float
     ) -> Latency | None:
         spec = self.recipe.validation.latency
         if spec is None:
@@ -358,7 +362,7 @@ class _Job:
         resolved: dict[str, object],
         done: tuple[records.PassRecord, ...],
         statistics: Statistics | None,
-        engine: engines.Engine,
+        engine: Engine,
         evidence: _Evidence,
     ) -> Report:
         """Write down everything, and judge the gates."""

@@ -6,7 +6,6 @@ The same model and options give the same bytes: nothing of the machine, of paths
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
@@ -18,6 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as registry
 
 from llmforge import dialect, folding, graph, native
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines import Engine
 from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
@@ -49,18 +49,8 @@ class _Writable(Protocol):
     def tofile(self, file: BinaryIO) -> None: ...
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What was built, for the report."""
-
-    folder: Path
-    config: RuntimeConfig
-    nodes: int
-    size_bytes: int  # all files together
-
-
-def lower(model: ir.Model, target: Target) -> tuple[ir.Model, Changes]:
-    """Rewrite what the passes left into operators that ONNX Runtime runs on the CPU.
+def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tuple[ir.Model, Changes]:
+    """Rewrite what the passes left into operators that ONNX Runtime runs on the CPU; `spec` changes nothing.
 
     Operators of the canonical dialect are expanded to standard ONNX, but for LinearAttention, which ONNX Runtime has a
     kernel for; `MatMul(x, Transpose(W))` of a tied head becomes FusedMatMul(x, W), so that the file holds the embedding
@@ -182,9 +172,10 @@ def build(
     spec: EngineSpec,
     eos_token_ids: Sequence[int],
     bos_token_id: int | None,
+    target: Target | None = None,
     progress: Progress | None = None,
 ) -> Engine:
-    """Write a lowered `model` into `folder` (created), load it once, and run it.
+    """Write a lowered `model` into `folder` (created), load it once, and run it; `target` changes nothing.
 
     Weights stream one tensor at a time: memory grows with the largest tensor, not with the model.
 
