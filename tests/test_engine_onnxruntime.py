@@ -139,7 +139,7 @@ def test_small_tensors_of_the_checkpoint_are_written_into_the_model(tmp_path, mo
 def test_runtime_json_says_how_to_run(tmp_path):
     built = build(decoder(int8_cache=True), tmp_path)
     data = json.loads((tmp_path / "runtime.json").read_text())
-    assert data["format"] == 2
+    assert data["format"] == 3
     assert data["kernels"] is None
     assert data["onnxruntime"] == onnxruntime.__version__
     assert (data["max_context"], data["max_batch"], data["vocabulary"]) == (64, 3, 97)
