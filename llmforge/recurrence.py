@@ -173,7 +173,14 @@ class Recurrence(Builder):
         some = self._shared(("some", rank), lambda: self._first("Greater", [past_lengths, none]))
         axes = self._constant(f"axes_to_{rank - 1}", [*range(1, rank)])
         some = self._shared(("some by", rank), lambda: self._first("Unsqueeze", [some, axes]))
-        return self._add(node, "Where", [some, past, self._constant("zero_float", np.float32(0))])
+        return self._add(node, "Where", [some, past, self._zero(past)])
+
+    def _zero(self, like: ir.Value) -> ir.Value:
+        """0 in the dtype of `like`, fp32 where that is not known."""
+        dtype = ir.DataType.FLOAT if like.dtype is None else like.dtype
+        if dtype == ir.DataType.FLOAT:
+            return self._constant("zero_float", np.float32(0))
+        return self._constant(f"zero_{dtype.name.lower()}", np.zeros((), dtype.numpy())[()])
 
     def _column(self, lengths: ir.Value) -> ir.Value:
         """int64 [B, 1]: the real tokens of each row."""

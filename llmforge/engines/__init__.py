@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from llmforge.transform import Changes
 
 # (backend, kind of target) → the module that builds. Imported when it is chosen: each has needs of its own.
-_BUILDERS = {("onnxruntime", "cpu"): "llmforge.engines.onnxruntime"}
+_BUILDERS = {
+    ("onnxruntime", "cpu"): "llmforge.engines.onnxruntime",
+    ("onnxruntime", "gpu"): "llmforge.engines.cuda",
+}
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-import onnx
 import onnx_ir as ir
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from llmforge.errors import UnsupportedError, VerificationError
+from llmforge.errors import VerificationError
 
 FILE = "cuda_kernels.json"
 
@@ -77,6 +76,11 @@ class Kernels:
         since = _since(node, opset)
         return [kernel for kernel in self.table.get((node.domain, node.op_type), ()) if kernel.covers(since)]
 
+    def runs(self, node: ir.Node, opset: int, dtypes: Mapping[ir.Value, ir.DataType]) -> bool:
+        """Say whether one of them takes the types of the node's inputs and outputs."""
+        signature = _signature(node, _since(node, opset), dtypes)
+        return any(_fits(kernel, signature) for kernel in self.of(node, opset))
+
 
 @functools.cache
 def cuda() -> Kernels:
@@ -106,14 +110,14 @@ def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.Data
         if (node.domain, node.op_type) == ("", "Constant") or node.op_identifier() in model.functions:
             continue
         opset = model.opset_imports.get(node.domain, 1)
-        known = kernels.of(node, opset)
-        signature = _signature(node, _since(node, opset), dtypes)
-        if any(_fits(kernel, signature) for kernel in known):
+        if kernels.runs(node, opset, dtypes):
             continue
+        known = kernels.of(node, opset)
         if not known:
             yield node, "no kernel"
             continue
         # Only what the kernels constrain: the reader sees what differs.
+        signature = _signature(node, _since(node, opset), dtypes)
         asked = {name: dtype for name, dtype in signature.items() if any(name in kernel.types for kernel in known)}
         have = "; ".join(map(str, known))
         given = ", ".join(f"{name} {dtype}" for name, dtype in sorted(asked.items()))
@@ -179,7 +183,9 @@ def _infer_control_flow(node: ir.Node, body: ir.Graph, dtypes: dict[ir.Value, ir
 def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) -> None:
     schema = _schemas().get((node.domain, node.op_type, _since(node, opset)))
     if schema is None:
-        raise VerificationError(f"node {node.name}: ONNX Runtime has no operator {node.domain}::{node.op_type} ({opset})")
+        raise VerificationError(
+            f"node {node.name}: ONNX Runtime has no operator {node.domain}::{node.op_type} ({opset})"
+        )
     bound: dict[str, ir.DataType] = {}
     for index, value in enumerate(node.inputs):
         if value is None:
@@ -196,7 +202,9 @@ def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) 
         dtypes[value] = _output(node, schema, parameter.typeStr, bound)
 
 
-def _output(node: ir.Node, schema: native.schemadef.OpSchema, kind: str, bound: Mapping[str, ir.DataType]) -> ir.DataType:
+def _output(
+    node: ir.Node, schema: native.schemadef.OpSchema, kind: str, bound: Mapping[str, ir.DataType]
+) -> ir.DataType:
     if node.op_type in _BY_ATTRIBUTE and not node.domain:
         name, default = _BY_ATTRIBUTE[node.op_type]
         attribute = node.attributes.get(name)
@@ -209,11 +217,15 @@ def _output(node: ir.Node, schema: native.schemadef.OpSchema, kind: str, bound: 
         return ir.DataType.FLOAT if attribute is None else attribute.as_tensor().dtype
     if kind in bound:
         return bound[kind]
-    allowed = next((list(item.allowed_type_strs) for item in schema.type_constraints if item.type_param_str == kind), [kind])
+    allowed = next(
+        (list(item.allowed_type_strs) for item in schema.type_constraints if item.type_param_str == kind), [kind]
+    )
     names = [name.removeprefix("tensor(").removesuffix(")") for name in allowed]
     if len(names) == 1 and names[0] in _DTYPES:
         return _DTYPES[names[0]]
-    raise VerificationError(f"node {node.name}: the type of an output of {node.op_type} does not follow from its inputs")
+    raise VerificationError(
+        f"node {node.name}: the type of an output of {node.op_type} does not follow from its inputs"
+    )
 
 
 def _since(node: ir.Node, opset: int) -> int:

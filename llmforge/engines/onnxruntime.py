@@ -47,18 +47,24 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tu
     if target.kind != "cpu":
         raise UnsupportedError(f"target {target.name} is a {target.kind}; this engine runs on CPUs")
     changes = Changes()
+    lowered, changes.rewritten = expand(model)
+    check_operators(lowered)
+    return lowered, changes
+
+
+def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
+    """Clone `model` in operators that ONNX Runtime has kernels for on any of its providers, and list what changed."""
     canonical = [node for node in model.graph.all_nodes() if node.domain == LLMFORGE]
-    changes.rewritten += [Rewritten(str(node.name), _becomes(node)) for node in canonical]
+    rewritten = [Rewritten(str(node.name), _becomes(node)) for node in canonical]
     lowered = model.clone()
     recurrence = Recurrence(lowered)
     for node in [node for node in lowered.graph if _has_kernel(node)]:
         recurrence.call_kernel(node)
     lowered = dialect.expand(lowered) if canonical else lowered
-    changes.rewritten += fuse_transposed_weights(lowered)
+    rewritten += fuse_transposed_weights(lowered)
     if folded := folding.fold(lowered):
-        changes.rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
-    check_operators(lowered)
-    return lowered, changes
+        rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
+    return lowered, rewritten
 
 
 def _has_kernel(node: ir.Node) -> bool:
