@@ -1,7 +1,8 @@
 """Read the onnxruntime-gpu wheel on a machine without a GPU: its kernels, and where it would place a graph's nodes.
 
     python benchmarks/cuda_wheel.py kernels [--write]     the CUDA provider's kernels, as llmforge holds them
-    python benchmarks/cuda_wheel.py place MODEL [--sm 90] [--option NAME=VALUE]    as JSON
+    python benchmarks/cuda_wheel.py rehearse ENGINE [--sm 90]    load ENGINE, a folder with model.onnx and runtime.json,
+                                                                take a prefill and every captured step: JSON
 
 The wheel's own CUDA provider is loaded over stand-ins for the CUDA libraries: `cuda_stand_in.c` for what it asks of a
 device, and functions that do nothing for the rest. So ONNX Runtime itself lists kernels, checks types, assigns nodes,
@@ -157,6 +158,93 @@ def _list_kernels() -> None:
     _leave({"kernels": rows})
 
 
+def rehearse(wheel: Path, engine: Path, sm: int) -> dict[str, Any]:
+    """Load `engine` on a device that claims `sm`, and take a prefill and every step that runtime.json captures.
+
+    Returns:
+        providers: nodes by provider; captured: graph id → captures and replays of two steps; forbidden: calls during a
+        capture that CUDA would refuse; attention: the kernel of each GroupQueryAttention, prefill and decode.
+    """
+    debug = {"STAND_IN_SM": str(sm), "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
+    result: dict[str, Any] = inside(wheel, ["_rehearse", str(engine)], debug)
+    return result
+
+
+def _rehearse(engine: Path) -> None:
+    """Inside the wheel: the work of `rehearse`."""
+    import ctypes
+
+    import onnxruntime as ort
+
+    config = json.loads((engine / "runtime.json").read_text(encoding="utf-8"))
+    options = ort.SessionOptions()
+    options.log_severity_level, options.log_verbosity_level = 0, 0  # tells where nodes are placed
+    for key, value in config["session"]["entries"].items():
+        options.add_session_config_entry(key, value)
+    session = ort.InferenceSession(
+        str(engine / "model.onnx"), options, providers=[(PROVIDER, dict(config["provider_options"]))]
+    )
+    device = ctypes.CDLL("libcudart.so.13")
+    device.stand_in_first_forbidden.restype = ctypes.c_char_p
+    steps = _Steps(ort, session, config)
+    print("\nPREFILL", flush=True)
+    steps.run(1, min(8, config["max_context"] - 1), min(8, config["max_context"] - 1), -1)
+    print("\nDECODE", flush=True)
+    captured = {}
+    captures = (config["graphs"] or {"captures": []})["captures"]
+    for capture in captures:
+        before = device.stand_in_captures(), device.stand_in_replays()
+        for _ in range(2):
+            steps.run(capture["batch"], 1, capture["length"], capture["id"])
+        after = device.stand_in_captures(), device.stand_in_replays()
+        captured[capture["id"]] = [after[0] - before[0], after[1] - before[1]]
+    if not captures:
+        steps.run(config["max_batch"], 1, config["max_context"], -1)
+    calls = device.stand_in_forbidden()
+    _leave({"captured": captured, "forbidden": calls, "first_forbidden": device.stand_in_first_forbidden().decode()})
+
+
+class _Steps:
+    """Runs steps with inputs, caches and logits in device memory, as the runtime does."""
+
+    def __init__(self, ort: Any, session: Any, config: dict[str, Any]) -> None:
+        self.ort, self.session, self.config = ort, session, config
+        self.held: dict[tuple[Any, ...], Any] = {}
+
+    def run(self, batch: int, tokens: int, length: int, graph: int) -> None:
+        """Run `batch` rows of `tokens` each, after which the longest row holds `length`."""
+        sizes = {"batch": batch, "sequence": tokens, "rows": 1}
+        binding = self.session.io_binding()
+        for value in self.session.get_inputs():
+            if value.name == "total_sequence_length":
+                import numpy as np
+
+                binding.bind_cpu_input(value.name, np.array(length, np.int32))
+            else:
+                binding.bind_ortvalue_input(value.name, self._value(value, sizes))
+        presents = {value.name: value for value in self.session.get_outputs()}
+        for name, value in presents.items():
+            past = name.replace("present.", "past_key_values.", 1)
+            inputs = {value.name: value for value in self.session.get_inputs()}
+            binding.bind_ortvalue_output(name, self._value(inputs.get(past, value), sizes))
+        run = self.ort.RunOptions()
+        run.add_run_config_entry("gpu_graph_id", str(graph))
+        self.session.run_with_iobinding(binding, run)
+
+    def _value(self, value: Any, sizes: dict[str, int]) -> Any:
+        """Return device memory for `value`, the same for the same shape."""
+        capacity = self.config["max_context"]
+        shape = [dim if isinstance(dim, int) else sizes.get(dim, capacity) for dim in value.shape]
+        key = (value.name, *shape)
+        if key not in self.held:
+            kind = _ELEMENTS[value.type.removeprefix("tensor(").removesuffix(")")]
+            self.held[key] = self.ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, "cuda", 0)
+        return self.held[key]
+
+
+_ELEMENTS = {"float": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16}  # TensorProto
+
+
 def _leave(result: dict[str, Any]) -> None:
     """Print `result` and end without the destructors of libraries, which expect a device."""
     print(json.dumps(result), flush=True)
@@ -165,12 +253,20 @@ def _leave(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["kernels", "_kernels"])
+    parser.add_argument("command", choices=["kernels", "rehearse", "_kernels", "_rehearse"])
+    parser.add_argument("engine", type=Path, nargs="?", help="of rehearse")
+    parser.add_argument("--sm", type=int, default=90, help="compute capability that the device of rehearse claims")
     parser.add_argument("--wheel", type=Path, default=CACHE, help="folder that pip installs the wheel into")
     parser.add_argument("--write", action="store_true", help=f"write {DATA.name} instead of printing it")
     arguments = parser.parse_args()
     if arguments.command == "_kernels":
         _list_kernels()
+    elif arguments.command == "_rehearse":
+        _rehearse(arguments.engine)
+    elif arguments.command == "rehearse":
+        result = rehearse(install(arguments.wheel), arguments.engine, arguments.sm)
+        print(json.dumps({key: value for key, value in result.items() if key != "log"}, indent=2))
+        return
     text = dump(kernels(install(arguments.wheel)))
     if arguments.write:
         DATA.write_text(text, encoding="utf-8")
