@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from llmforge import element_types, graph
+from llmforge import element_types
 from llmforge.derived import Derived, to_fp32
 
 FLOAT = ir.DataType.FLOAT
