@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SIZE = 1008, GLOBAL = 288, SHARED = 296, WARP = 308, THREADS = 320, MAJOR = 360, MINOR = 364, PROCESSORS = 384 };
-enum { SHARED_OF_PROCESSOR = 624, SHARED_OPTIN = 632 };
+enum { SIZE = 1008, GLOBAL = 288, SHARED = 296, WARP = 308, THREADS = 320, GRID = 336, MAJOR = 360, MINOR = 364 };
+enum { PROCESSORS = 384, SHARED_OF_PROCESSOR = 624, SHARED_OPTIN = 632 };
 static const size_t MEMORY = 80ul << 30;
 
 static int capturing, captures, replays, forbidden;
@@ -40,6 +40,7 @@ int cudaGetDeviceProperties(char *prop, int device) {
   *(size_t *)(prop + SHARED_OPTIN) = 99 << 10;
   *(int *)(prop + WARP) = 32;
   *(int *)(prop + THREADS) = 1024;
+  for (int axis = 0; axis < 3; axis++) ((int *)(prop + GRID))[axis] = axis ? 65535 : 2147483647;
   *(int *)(prop + MAJOR) = sm() / 10;
   *(int *)(prop + MINOR) = sm() % 10;
   *(int *)(prop + PROCESSORS) = 108;
@@ -58,12 +59,24 @@ int cudaDeviceGetAttribute(int *value, int attribute, int device) {
   return 0;
 }
 
+static int nothing_to_encode(void) { return 0; }
+int cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version, unsigned long long flags,
+                                     int *status) {
+  *function = (void *)nothing_to_encode; /* cuTensorMapEncodeTiled, of experts on SM 90 */
+  if (status) *status = 0;
+  return 0;
+}
 int cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
 int cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 const char *cudaGetErrorString(int error) { return "stand-in"; }
 const char *cudaGetErrorName(int error) { return "stand-in"; }
 
-static int take(void **address, size_t size) { *address = calloc(1, size + 256); return *address ? 0 : 2; }
+static int take(void **address, size_t size) { /* aligned as CUDA aligns: to 256 bytes */
+  size_t whole = (size + 511) & ~(size_t)255;
+  *address = aligned_alloc(256, whole);
+  if (*address) memset(*address, 0, whole);
+  return *address ? 0 : 2;
+}
 int cudaMalloc(void **address, size_t size) { forbid("cudaMalloc"); return take(address, size); }
 int cudaMallocHost(void **address, size_t size) { forbid("cudaMallocHost"); return take(address, size); }
 int cudaHostAlloc(void **address, size_t size, unsigned flags) { forbid("cudaHostAlloc"); return take(address, size); }
@@ -80,6 +93,11 @@ int cudaStreamSynchronize(void *stream) { return forbid("cudaStreamSynchronize")
 int cudaEventSynchronize(void *event) { return forbid("cudaEventSynchronize"); }
 
 static char made;
+int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int size, size_t shared,
+                                                           unsigned flags) {
+  *blocks = 1;
+  return 0;
+}
 int cudaStreamBeginCapture(void *stream, int mode) { capturing = 1; return 0; }
 int cudaStreamEndCapture(void *stream, void **graph) { capturing = 0; captures++; *graph = &made; return 0; }
 int cudaStreamIsCapturing(void *stream, int *status) { *status = capturing; return 0; }

@@ -63,6 +63,8 @@ def stand_ins(wheel: Path, folder: Path) -> Path:
         plain = _UNVERSIONED.get(name)
         wanted = {symbol.partition("@")[0] for symbol in symbols if symbol.endswith(f"@{name}")}
         wanted |= {symbol for symbol in symbols if plain and re.match(plain, symbol)}
+        if name.startswith("libcudnn."):  # asked for by name when an operator needs it
+            wanted |= _cudnn(wheel / "onnxruntime" / "capi" / "libonnxruntime_providers_cuda.so")
         _compile(folder, name, wanted, own if name.startswith("libcudart.") else "")
     return folder
 
@@ -71,9 +73,20 @@ def _output(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def _cudnn(library: Path) -> set[str]:
+    """List the functions of cuDNN that `library` names."""
+    return {name.decode() for name in re.findall(rb"\0(cudnn[A-Z]\w+)(?=\0)", library.read_bytes())}
+
+
 def _compile(folder: Path, name: str, symbols: Iterable[str], own: str) -> None:
     """Compile one library; TensorRT's functions return an object whose methods return 0."""
     result = "&object" if name.startswith("libnvinfer.") else "0"
+    if name.startswith("libcudnn."):
+        own = "unsigned long cudnnGetVersion(void) { return 91900; }\n" + "".join(
+            f"int {symbol}(void **made) {{ static char object; *made = &object; return 0; }}\n"
+            for symbol in sorted(symbols)
+            if symbol.startswith("cudnnCreate")
+        )
     lines = [
         own,
         "static void *nothing(void) { return 0; }",
@@ -165,7 +178,11 @@ def rehearse(wheel: Path, engine: Path, sm: int) -> dict[str, Any]:
         providers: nodes by provider; captured: graph id → captures and replays of two steps; forbidden: calls during a
         capture that CUDA would refuse; attention: the kernel of each GroupQueryAttention, prefill and decode.
     """
-    debug = {"STAND_IN_SM": str(sm), "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
+    debug = {
+        "STAND_IN_SM": str(sm),
+        "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1",
+        "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "0",  # cuDNN itself, which is not there, says which shapes it takes
+    }
     result: dict[str, Any] = inside(wheel, ["_rehearse", str(engine)], debug)
     return result
 
