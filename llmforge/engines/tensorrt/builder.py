@@ -91,7 +91,7 @@ def _config(library: Library, builder: Any, sm: str, profiles: Sequence[Profile]
 
 
 def _timing_cache(library: Library, config: Any, timings: bytes | None) -> Any:
-    """Give the builder what it timed before. TensorRT-RTX times nothing: its kernels are chosen when a plan is loaded."""
+    """Give the builder what was timed before. TensorRT-RTX times nothing: a GPU chooses as it loads a plan."""
     if library.ahead_of_time:
         return None
     cache = config.create_timing_cache(timings or b"")

@@ -1,4 +1,4 @@
-"""The two Python modules that build plans: `tensorrt` and `tensorrt_rtx`. Neither is imported before it is asked for."""
+"""The two Python modules that build plans, `tensorrt` and `tensorrt_rtx`: imported when they are asked for."""
 
 from __future__ import annotations
 

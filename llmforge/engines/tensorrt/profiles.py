@@ -48,9 +48,7 @@ def of(model: ir.Model, spec: EngineSpec) -> tuple[Profile, Profile]:
     rows = min(LOGITS_CHUNK, chunk)
     return (
         _profile(model, "prefill", batch=(1, 1, 1), sequence=(1, chunk, chunk), rows=(1, 1, rows)),
-        _profile(
-            model, "decode", batch=(1, spec.max_batch, spec.max_batch), sequence=(1, 1, 1), rows=(1, 1, 1)
-        ),
+        _profile(model, "decode", batch=(1, spec.max_batch, spec.max_batch), sequence=(1, 1, 1), rows=(1, 1, 1)),
     )
 
 

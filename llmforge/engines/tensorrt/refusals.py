@@ -43,7 +43,7 @@ class Feature(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Where a feature builds: from compute capability `least_sm` on, or nowhere (None); why not below, and what to do."""
+    """Where a feature builds: from compute capability `least_sm` on, or nowhere (None); why, and what to do."""
 
     least_sm: int | None
     reason: str
@@ -61,8 +61,12 @@ TABLE: dict[Feature, Rule] = {
     Feature.FP8: Rule(89, "the device has no fp8 arithmetic", "quantize weights to int4 or int8"),
     Feature.FP4: Rule(100, "the device has no fp4 arithmetic", "quantize weights to int4 or fp8"),
     Feature.E8M0: Rule(None, "the ONNX parser reads no e8m0 tensors", "choose a format whose scales are fp16 or fp8"),
-    Feature.ZERO_POINT: Rule(None, "weights are symmetric: a zero point other than 0 is rejected", "quantize symmetrically"),
-    Feature.FP32_ATTENTION: Rule(None, "no fused attention kernel computes in fp32", "add `lower-precision: {dtype: fp16}`"),
+    Feature.ZERO_POINT: Rule(
+        None, "weights are symmetric: a zero point other than 0 is rejected", "quantize symmetrically"
+    ),
+    Feature.FP32_ATTENTION: Rule(
+        None, "no fused attention kernel computes in fp32", "add `lower-precision: {dtype: fp16}`"
+    ),
     Feature.HEAD_DIM: Rule(
         None, "fused attention kernels exist for 16 to 256 channels a head, in multiples of 8", "use another engine"
     ),
@@ -106,7 +110,7 @@ def features(model: ir.Model) -> Iterator[tuple[Feature, str]]:
         yield from ((feature, f"node {node.name}") for feature in _of_node(node))
         values += node.outputs
     for value in values:
-        if (feature := _BY_DTYPE.get(value.dtype)) is not None:
+        if value.dtype is not None and (feature := _BY_DTYPE.get(value.dtype)) is not None:
             yield feature, f"tensor {value.name}"
 
 
