@@ -37,7 +37,7 @@ from llmforge import (
 )
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
-from llmforge.engines import Engine, interop
+from llmforge.engines import Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.errors import UnsupportedError
 from llmforge.evaluate import footprint, latency, machine, quality
@@ -80,11 +80,10 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     Raises:
         ForgeError: anything that keeps the artifact from being built; nothing that looks finished is left behind.
     """
-    job = _Job(recipe, out, progress or Silent())
+    job = Job(recipe, out, progress or Silent())
     job.progress.stage("Check recipe, target and data")
     steps = recipe.instantiate(passes.ALL)
-    engines.for_target(recipe.engine.backend, job.target)
-    job.target.require_here()
+    job.check_host()
     job.check_data()
     with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
         job.progress.stage("Trace")
@@ -100,7 +99,8 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         evidence = job.measure(staging, engine, model)
         resolved = recipe.resolved(steps)
         version = artifact.version_of(artifact.content_digest(staging, resolved))
-        report = job.report(version, resolved, done, statistics, engine, evidence)
+        record = job.engine_record(staging / "engine", engine, evidence)
+        report = job.report(version, resolved, done, statistics, record, evidence)
         job.progress.stage("Publish")
         (staging / artifact.REPORT).mkdir()
         render.write(report, staging / artifact.REPORT)
@@ -110,22 +110,23 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             checkpoint=job.checkpoint.digest,
             target=job.target.name,
             verdict=report.verdict.value,
-            requires=engine.config.requires,
+            requires=engine.config.requires if engine is not None else {},
         )
     return BuildResult(out / recipe.name / published.manifest.version, report)  # as `out` was given, not resolved
 
 
 @dataclass(frozen=True)
-class _Evidence:
+class Evidence:
     """What was measured on the shipped engine."""
 
     quality: Quality | None
     latency: Latency | None
     baseline: str | None  # what it was held against, in words
+    unmeasured: str | None = None  # why nothing was, where the recipe asks for it
 
 
 @dataclass
-class _Job:
+class Job:
     """The inputs of one build, opened once, and the stages that use them."""
 
     recipe: Recipe
@@ -137,27 +138,33 @@ class _Job:
 
     @cached_property
     def target(self) -> Target:
+        """The deployment device."""
         return targets.load(self.recipe.target)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
+        """What is built from."""
         return Checkpoint.open(self.recipe.checkpoint)
 
     @cached_property
     def threads(self) -> int:
+        """Threads of everything that is run here."""
         return self.recipe.engine.threads or physical_cores()
 
     @cached_property
     def calibration_documents(self) -> list[Document]:
+        """What passes may see."""
         return data.read_documents(self.recipe.calibration.data) if self.recipe.calibration else []
 
     @cached_property
     def evaluation_documents(self) -> list[Document]:
+        """What quality is measured on."""
         spec = self.recipe.validation.quality
         return data.read_documents(spec.data) if spec else []
 
     @cached_property
     def calibration_windows(self) -> list[Window]:
+        """The sample that calibration reads."""
         spec = self.recipe.calibration
         assert spec is not None  # Recipe.instantiate has seen to it
         pool = text.windows(
@@ -167,12 +174,24 @@ class _Job:
 
     @cached_property
     def evaluation_windows(self) -> list[Window]:
+        """All of the evaluation text, in windows."""
         spec = self.recipe.validation.quality
         if spec is None:
             return []
         return text.windows(
             self.checkpoint.tokenizer, self.evaluation_documents, spec.context, self.checkpoint.bos_token_id
         )
+
+    def check_host(self) -> None:
+        """Refuse what no engine is built for, and what this machine does not build unless that is deferred."""
+        builder = engines.for_target(self.recipe.engine.backend, self.target)
+        if not self.recipe.engine.deferred:
+            builder.require_host(self.target, self.recipe.engine)
+        elif self.target.kind == "cpu":
+            raise UnsupportedError(
+                f"an engine for target {self.target.name}, a CPU, is built here and now: nothing is deferred",
+                hint="leave `deferred` out of the recipe, and --defer",
+            )
 
     def check_data(self) -> None:
         """Read both texts, and refuse evaluation on what calibration has seen."""
@@ -278,12 +297,24 @@ class _Job:
         picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
         return [pool[i].ids for i in picked]
 
-    def build_engine(self, model: ir.Model, staging: Path) -> Engine:
-        """Lower `model` and write the engine, the tokenizer and the model repository."""
+    def build_engine(self, model: ir.Model, staging: Path) -> Engine | None:
+        """Lower `model` and write the engine, the tokenizer and the model repository; None where that is deferred."""
         self.progress.stage("Build engine")
         builder = engines.for_target(self.recipe.engine.backend, self.target)
         lowered, changes = builder.lower(model, self.target, self.recipe.engine)
         self.notes += [f"lowering: {change.node}: {change.what}" for change in changes.rewritten]
+        write_tokenizer(self.checkpoint, staging / "tokenizer")
+        if self.recipe.engine.deferred:
+            pending.write(
+                lowered,
+                staging / "engine",
+                spec=self.recipe.engine,
+                target=self.target,
+                eos_token_ids=self.checkpoint.eos_token_ids,
+                bos_token_id=self.checkpoint.bos_token_id,
+                progress=self.progress,
+            )
+            return None
         engine = builder.build(
             lowered,
             staging / "engine",
@@ -293,12 +324,14 @@ class _Job:
             bos_token_id=self.checkpoint.bos_token_id,
             progress=self.progress,
         )
-        write_tokenizer(self.checkpoint, staging / "tokenizer")
-        self.notes += [f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)]
-        self._write_triton(engine, staging / repository.FOLDER)
+        self.notes += [
+            *engine.notes,
+            *(f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)),
+        ]
+        self.write_triton(engine, staging)
         return engine
 
-    def _write_triton(self, engine: Engine, folder: Path) -> None:
+    def write_triton(self, engine: Engine, staging: Path) -> None:
         """Write the model repository that serves the engine from where it lies."""
         model = repository.Model(
             self.recipe.name,
@@ -307,20 +340,24 @@ class _Job:
             engine.config,
             made_of={"checkpoint": f"{self.checkpoint.path.name} {self.checkpoint.digest}"},
         )
-        repository.write(model, folder / self.recipe.name)
+        repository.write(model, staging / repository.FOLDER / self.recipe.name)
 
-    def measure(self, staging: Path, engine: Engine, model: ir.Model) -> _Evidence:
+    def measure(self, staging: Path, engine: Engine | None, model: ir.Model) -> Evidence:
         """Measure the engine as it ships, loaded by the runtime that serves it, beside the checkpoint."""
         spec = self.recipe.validation
         if spec.quality is None and spec.latency is None:
             self.notes.append("nothing was measured: the recipe asks for no validation")
-            return _Evidence(None, None, None)
+            return Evidence(None, None, None)
+        if engine is None:
+            return Evidence(None, None, None, "the engine is built later, on its GPU")
+        if (reason := engines.why_not_run(self.target)) is not None:
+            return Evidence(None, None, None, reason)
         self.progress.stage("Load engine and baseline")
         began = time.perf_counter()
         runner = load_runner(staging, threads=self.threads)
         load_seconds = time.perf_counter() - began
         baseline = Baseline(self.checkpoint, threads=self.threads)
-        return _Evidence(
+        return Evidence(
             self._quality(runner, baseline),
             self._latency(runner, baseline, engine, model, load_seconds),
             baseline.description,
@@ -356,28 +393,36 @@ class _Job:
             progress=self.progress.advance,
         )
 
+    def engine_record(self, folder: Path, engine: Engine | None, evidence: Evidence) -> records.EngineRecord:
+        """Write down what is in the engine's `folder`."""
+        plan = engine is not None and engine.config.plan is not None
+        return records.EngineRecord(
+            backend=self.recipe.engine.backend,
+            files=tuple(
+                records.EngineFile(name=file.name, size_bytes=file.stat().st_size) for file in sorted(folder.iterdir())
+            ),
+            session={} if engine is None or plan else dataclasses.asdict(engine.config.session),
+            facts={} if engine is None else dict(engine.facts),
+            pending=engine is None,
+            unmeasured=evidence.unmeasured,
+        )
+
+    def judge(self, engine: records.EngineRecord, evidence: Evidence) -> tuple[gates.GateResult, ...]:
+        """Decide the gates on what was measured; the size of what is no engine yet is none."""
+        measured = records.measured(quality=evidence.quality, latency=evidence.latency, engine=engine)
+        return gates.judge(self.recipe.gates, measured, unmeasured=evidence.unmeasured)
+
     def report(
         self,
         version: str,
         resolved: dict[str, object],
         done: tuple[records.PassRecord, ...],
         statistics: Statistics | None,
-        engine: Engine,
-        evidence: _Evidence,
+        engine: records.EngineRecord,
+        evidence: Evidence,
     ) -> Report:
         """Write down everything, and judge the gates."""
-        engine_record = records.EngineRecord(
-            backend=self.recipe.engine.backend,
-            files=tuple(
-                records.EngineFile(name=file.name, size_bytes=file.stat().st_size)
-                for file in sorted(engine.folder.iterdir())
-            ),
-            session=dataclasses.asdict(engine.config.session),
-        )
-        results = gates.judge(
-            self.recipe.gates,
-            records.measured(quality=evidence.quality, latency=evidence.latency, engine=engine_record),
-        )
+        results = self.judge(engine, evidence)
         return Report(
             name=self.recipe.name,
             version=version,
@@ -389,7 +434,7 @@ class _Job:
             latency=evidence.latency,
             checkpoint=self._checkpoint_record(),
             target=records.TargetRecord(name=self.target.name, title=self.target.title, kind=self.target.kind),
-            engine=engine_record,
+            engine=engine,
             passes=done,
             calibration=self._calibration_record(statistics),
             notes=tuple(self.notes),

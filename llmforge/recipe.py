@@ -61,6 +61,10 @@ class EngineSpec(_Section):
     threads: int | None = Field(
         default=None, ge=1, le=4096, description="threads of a CPU engine; not set: one for each physical core"
     )
+    deferred: bool = Field(
+        default=False,
+        description="publish the lowered graph, and build the engine later, on its GPU: `llmforge build --finish`",
+    )
 
 
 class CalibrationSpec(_Section):
