@@ -5,9 +5,6 @@ This module alone owns verification after each pass, timing, and the record of w
 
 from __future__ import annotations
 
-import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +22,7 @@ from llmforge import (
     data,
     dialect,
     engines,
+    evidence,
     gates,
     graph,
     interface,
@@ -40,17 +38,13 @@ from llmforge.data import Document
 from llmforge.engines import Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.errors import UnsupportedError
-from llmforge.evaluate import footprint, latency, machine, quality
-from llmforge.evaluate.baseline import Baseline
-from llmforge.evaluate.latency import Latency, Subject
-from llmforge.evaluate.quality import Quality
+from llmforge.evaluate import machine
+from llmforge.evidence import Clock, Evidence
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
 from llmforge.report import render
 from llmforge.report.model import Report
-from llmforge.runtime import Runner
-from llmforge.runtime import load as load_runner
 from llmforge.runtime.config import physical_cores
 from llmforge.statistics import Demand, Statistics
 from llmforge.targets import Target
@@ -80,7 +74,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     Raises:
         ForgeError: anything that keeps the artifact from being built; nothing that looks finished is left behind.
     """
-    job = Job(recipe, out, progress or Silent())
+    job = _Job(recipe, out, progress or Silent())
     job.progress.stage("Check recipe, target and data")
     steps = recipe.instantiate(passes.ALL)
     job.check_host()
@@ -96,11 +90,11 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         statistics = job.calibrate(model, demands, layers)
         done = job.transform(model, steps, statistics)
         engine = job.build_engine(model, staging)
-        evidence = job.measure(staging, engine, model)
+        found = job.measure(staging, engine, model)
         resolved = recipe.resolved(steps)
         version = artifact.version_of(artifact.content_digest(staging, resolved))
-        record = job.engine_record(staging / "engine", engine, evidence)
-        report = job.report(version, resolved, done, statistics, record, evidence)
+        record = found.engine_record(recipe.engine.backend, staging / "engine", engine)
+        report = job.report(version, resolved, done, statistics, record, found)
         job.progress.stage("Publish")
         (staging / artifact.REPORT).mkdir()
         render.write(report, staging / artifact.REPORT)
@@ -115,56 +109,48 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     return BuildResult(out / recipe.name / published.manifest.version, report)  # as `out` was given, not resolved
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What was measured on the shipped engine."""
-
-    quality: Quality | None
-    latency: Latency | None
-    baseline: str | None  # what it was held against, in words
-    unmeasured: str | None = None  # why nothing was, where the recipe asks for it
+def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
+    """Cut the text that quality is measured on into windows; [] where the recipe asks for none."""
+    spec = recipe.validation.quality
+    if spec is None:
+        return []
+    documents = data.read_documents(spec.data)
+    return text.windows(checkpoint.tokenizer, documents, spec.context, checkpoint.bos_token_id)
 
 
 @dataclass
-class Job:
+class _Job:
     """The inputs of one build, opened once, and the stages that use them."""
 
     recipe: Recipe
     out: Path
     progress: Progress
     notes: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
-    cpu_began: float = field(default_factory=lambda: _cpu_seconds())
+    clock: Clock = field(default_factory=Clock)
 
     @cached_property
     def target(self) -> Target:
-        """The deployment device."""
         return targets.load(self.recipe.target)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """What is built from."""
         return Checkpoint.open(self.recipe.checkpoint)
 
     @cached_property
     def threads(self) -> int:
-        """Threads of everything that is run here."""
         return self.recipe.engine.threads or physical_cores()
 
     @cached_property
     def calibration_documents(self) -> list[Document]:
-        """What passes may see."""
         return data.read_documents(self.recipe.calibration.data) if self.recipe.calibration else []
 
     @cached_property
     def evaluation_documents(self) -> list[Document]:
-        """What quality is measured on."""
         spec = self.recipe.validation.quality
         return data.read_documents(spec.data) if spec else []
 
     @cached_property
     def calibration_windows(self) -> list[Window]:
-        """The sample that calibration reads."""
         spec = self.recipe.calibration
         assert spec is not None  # Recipe.instantiate has seen to it
         pool = text.windows(
@@ -174,13 +160,7 @@ class Job:
 
     @cached_property
     def evaluation_windows(self) -> list[Window]:
-        """All of the evaluation text, in windows."""
-        spec = self.recipe.validation.quality
-        if spec is None:
-            return []
-        return text.windows(
-            self.checkpoint.tokenizer, self.evaluation_documents, spec.context, self.checkpoint.bos_token_id
-        )
+        return evaluation_windows(self.recipe, self.checkpoint)
 
     def check_host(self) -> None:
         """Refuse what no engine is built for, and what this machine does not build unless that is deferred."""
@@ -328,89 +308,27 @@ class Job:
             *engine.notes,
             *(f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)),
         ]
-        self.write_triton(engine, staging)
+        made_of = {"checkpoint": f"{self.checkpoint.path.name} {self.checkpoint.digest}"}
+        served = repository.Model(self.recipe.name, self.target.kind, self.recipe.serving, engine.config, made_of)
+        repository.write(served, staging / repository.FOLDER / self.recipe.name)
         return engine
 
-    def write_triton(self, engine: Engine, staging: Path) -> None:
-        """Write the model repository that serves the engine from where it lies."""
-        model = repository.Model(
-            self.recipe.name,
-            self.target.kind,
-            self.recipe.serving,
-            engine.config,
-            made_of={"checkpoint": f"{self.checkpoint.path.name} {self.checkpoint.digest}"},
-        )
-        repository.write(model, staging / repository.FOLDER / self.recipe.name)
-
     def measure(self, staging: Path, engine: Engine | None, model: ir.Model) -> Evidence:
-        """Measure the engine as it ships, loaded by the runtime that serves it, beside the checkpoint."""
+        """Measure the engine as it ships, where this machine runs it."""
         spec = self.recipe.validation
         if spec.quality is None and spec.latency is None:
             self.notes.append("nothing was measured: the recipe asks for no validation")
-            return Evidence(None, None, None)
-        if engine is None:
-            return Evidence(None, None, None, "the engine is built later, on its GPU")
-        if (reason := engines.why_not_run(self.target)) is not None:
-            return Evidence(None, None, None, reason)
-        self.progress.stage("Load engine and baseline")
-        began = time.perf_counter()
-        runner = load_runner(staging, threads=self.threads)
-        load_seconds = time.perf_counter() - began
-        baseline = Baseline(self.checkpoint, threads=self.threads)
-        return Evidence(
-            self._quality(runner, baseline),
-            self._latency(runner, baseline, engine, model, load_seconds),
-            baseline.description,
-        )
-
-    def _quality(self, runner: Runner, baseline: Baseline) -> Quality | None:
-        if self.recipe.validation.quality is None:
-            return None
-        self.progress.stage("Measure quality")
-        return quality.compare(
-            self.evaluation_windows,
-            baseline.logits,
-            lambda ids: runner.logits(ids.tolist()),
-            progress=self.progress.advance,
-        )
-
-    def _latency(
-        self, runner: Runner, baseline: Baseline, engine: Engine, model: ir.Model, load_seconds: float
-    ) -> Latency | None:
-        spec = self.recipe.validation.latency
-        if spec is None:
-            return None
-        self.progress.stage("Measure latency")
-        return latency.measure(
-            Subject.of_runner(runner, description=_describe(runner, self.threads), load_seconds=load_seconds),
-            Subject.of_baseline(baseline),
-            footprint.count(model, engine.size_bytes),
-            prompt_tokens=spec.prompt_tokens,
-            output_tokens=spec.output_tokens,
-            repetitions=spec.repetitions,
-            vocabulary=runner.config.vocabulary,
+        return evidence.measure(
+            staging,
+            engine,
+            model,
+            spec=spec,
+            target=self.target,
+            checkpoint=self.checkpoint,
+            windows=self.evaluation_windows,
             threads=self.threads,
-            progress=self.progress.advance,
+            progress=self.progress,
         )
-
-    def engine_record(self, folder: Path, engine: Engine | None, evidence: Evidence) -> records.EngineRecord:
-        """Write down what is in the engine's `folder`."""
-        plan = engine is not None and engine.config.plan is not None
-        return records.EngineRecord(
-            backend=self.recipe.engine.backend,
-            files=tuple(
-                records.EngineFile(name=file.name, size_bytes=file.stat().st_size) for file in sorted(folder.iterdir())
-            ),
-            session={} if engine is None or plan else dataclasses.asdict(engine.config.session),
-            facts={} if engine is None else dict(engine.facts),
-            pending=engine is None,
-            unmeasured=evidence.unmeasured,
-        )
-
-    def judge(self, engine: records.EngineRecord, evidence: Evidence) -> tuple[gates.GateResult, ...]:
-        """Decide the gates on what was measured; the size of what is no engine yet is none."""
-        measured = records.measured(quality=evidence.quality, latency=evidence.latency, engine=engine)
-        return gates.judge(self.recipe.gates, measured, unmeasured=evidence.unmeasured)
 
     def report(
         self,
@@ -419,30 +337,26 @@ class Job:
         done: tuple[records.PassRecord, ...],
         statistics: Statistics | None,
         engine: records.EngineRecord,
-        evidence: Evidence,
+        found: Evidence,
     ) -> Report:
         """Write down everything, and judge the gates."""
-        results = self.judge(engine, evidence)
+        results = found.judge(self.recipe.gates, engine)
         return Report(
             name=self.recipe.name,
             version=version,
             created=datetime.now(UTC).replace(microsecond=0).isoformat(),
             verdict=gates.overall(results),
             gates=results,
-            quality=evidence.quality,
-            quality_baseline=evidence.baseline,
-            latency=evidence.latency,
+            quality=found.quality,
+            quality_baseline=found.baseline,
+            latency=found.latency,
             checkpoint=self._checkpoint_record(),
             target=records.TargetRecord(name=self.target.name, title=self.target.title, kind=self.target.kind),
             engine=engine,
             passes=done,
             calibration=self._calibration_record(statistics),
             notes=tuple(self.notes),
-            build=records.BuildRecord(
-                seconds=time.perf_counter() - self.began,
-                cpu_seconds=_cpu_seconds() - self.cpu_began,
-                peak_rss_bytes=_peak_rss_bytes(),
-            ),
+            build=self.clock.record(),
             machine=machine.describe(),
             versions=artifact.tool_versions(),
             recipe=resolved,
@@ -470,18 +384,3 @@ class Job:
             samples=statistics.samples,
             tokens=statistics.tokens,
         )
-
-
-def _describe(runner: Runner, threads: int) -> str:
-    return f"llmforge runtime, ONNX Runtime {runner.config.onnxruntime}, {threads} threads"
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _peak_rss_bytes() -> int:
-    """Largest resident set of this process so far; the unit of ru_maxrss is KiB, on macOS bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -20,7 +20,7 @@ from llmforge.errors import InputError
 from llmforge.progress import Progress
 from llmforge.recipe import EngineSpec
 from llmforge.runtime import entries
-from llmforge.runtime.config import DATA_FILE, MODEL_FILE, PENDING_FILE
+from llmforge.runtime.config import MODEL_FILE, PENDING_FILE
 from llmforge.targets import Target
 
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""The engine for TensorRT and TensorRT-RTX: `model.plan`, `plan.json`, which says what it was built from, `runtime.json`.
+"""The engine for TensorRT and TensorRT-RTX: `model.plan`, `runtime.json`, and `plan.json`, what it was built from.
 
 Nothing here loads a plan, which takes a GPU: what is proven without one is that the builder accepted the graph for the
 target's compute capability, and what `layers` asserts.
@@ -24,8 +24,17 @@ from llmforge.engines.tensorrt.profiles import Profile
 from llmforge.errors import EnvironmentLacks
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, PLAN_FILE
-from llmforge.runtime.config import DeviceFacts, PlanFacts, RuntimeConfig, SessionOptions
+from llmforge.runtime.config import (
+    DATA_FILE,
+    FILE,
+    FORMAT,
+    MODEL_FILE,
+    PLAN_FILE,
+    DeviceFacts,
+    PlanFacts,
+    RuntimeConfig,
+    SessionOptions,
+)
 from llmforge.runtime.signature import ELEMENTS, CacheInput
 from llmforge.targets import Target
 from llmforge.transform import Changes
