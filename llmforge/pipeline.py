@@ -110,7 +110,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             checkpoint=job.checkpoint.digest,
             target=job.target.name,
             verdict=report.verdict.value,
-            requires={"onnxruntime": engine.config.onnxruntime},
+            requires=engine.config.requires,
         )
     return BuildResult(out / recipe.name / published.manifest.version, report)  # as `out` was given, not resolved
 
