@@ -15,7 +15,8 @@ import onnxruntime
 from llmforge import native
 from llmforge.errors import InputError, VersionMismatch
 from llmforge.runtime import entries
-from llmforge.runtime.session import CacheInput, SessionConfig
+from llmforge.runtime.session import SessionConfig
+from llmforge.runtime.signature import CacheInput
 
 FORMAT = 3
 FILE = "runtime.json"
