@@ -121,7 +121,7 @@ CASTS: Mapping[ir.DataType, Function] = {
 
 
 def cast(tensor: ir.TensorProtocol, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
-    """Give `tensor` in another dtype of `CASTS`, rounded to nearest even, lazily.
+    """Give `tensor` in another dtype of `CASTS`, rounded to nearest even, lazily but for what is in memory.
 
     What it is made of stays seen: a stored matrix is one still, and so are its parts where several are side by side.
     A checkpoint that stores `dtype` is read as it is: fp32 in between holds all its numbers.
@@ -133,18 +133,21 @@ def cast(tensor: ir.TensorProtocol, dtype: ir.DataType, name: str) -> ir.TensorP
         return Derived(side_by_side, parts, dtype, tensor.shape, name)
     if isinstance(tensor, Stored):
         return _cast_stored(tensor, dtype, name)
+    if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
+        return ir.Tensor(_cast_named(tensor.numpy(), dtype, name), dtype=dtype, name=name)
     return Derived(CASTS[dtype], [tensor], dtype, ir.Shape(tensor.shape.numpy()), name)
+
+
+def _cast_named(array: NDArray[Any], dtype: ir.DataType, name: str) -> NDArray[Any]:
+    try:
+        return array if array.dtype == dtype.numpy() else CASTS[dtype]([array])
+    except OverflowError as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def _cast_stored(tensor: Stored, dtype: ir.DataType, name: str) -> Stored:
     def stored() -> NDArray[Any]:
-        array = tensor.stored()
-        if array.dtype == dtype.numpy():
-            return array
-        try:
-            return CASTS[dtype]([array])
-        except OverflowError as error:
-            raise CheckpointError(f"{name}: {error}") from error
+        return _cast_named(tensor.stored(), dtype, name)
 
     def read() -> ir.TensorProtocol:
         array = stored()

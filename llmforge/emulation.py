@@ -8,6 +8,7 @@ as kernels for GPUs do. A number beyond the largest of fp16 becomes infinite in 
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge import element_types
@@ -15,6 +16,7 @@ from llmforge.derived import Derived, to_fp32
 
 FLOAT = ir.DataType.FLOAT
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+_SMALL_BYTES = 1024
 # Operators that move numbers and make none: what they read is rounded already.
 _MOVES = {
     *("Reshape", "Transpose", "Split", "Concat", "Slice", "Gather", "GatherND", "GatherElements", "Expand"),
@@ -84,8 +86,10 @@ def _round(node: ir.Node, value: ir.Value, dtype: ir.DataType) -> None:
     owner.insert_after(node, [down, back])
 
 
-def widened(tensor: ir.TensorProtocol, name: str) -> Derived:
-    """Hold the numbers of `tensor` in fp32, lazily."""
+def widened(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """Hold the numbers of `tensor` in fp32: lazily, but for small constants, which ONNX Runtime wants to see."""
+    if tensor.nbytes < _SMALL_BYTES and not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
+        return ir.Tensor(tensor.numpy().astype(np.float32), name=name)
     return Derived(to_fp32, [tensor], FLOAT, ir.Shape(tensor.shape.numpy()), name)
 
 

@@ -91,7 +91,7 @@ class Expansion:
         x, ids, weights = self._flat(x), self._flat(ids), self._flat(weights)  # [T, H], [T, top_k], [T, top_k]
         chosen = self._outer("Unique", [self._outer("Reshape", [ids, self._constant("all", [-1])])], {"sorted": 1})
         count = self._outer("Squeeze", [self._outer("Shape", [chosen])])
-        start = self._outer("Expand", [self._constant("zero_float", np.float32(0)), self._outer("Shape", [x])])
+        start = self._outer("Expand", [self._number(0.0), self._outer("Shape", [x])])
         going = self._constant("true", np.bool_(True))
         body = self._iteration(x, ids, weights, chosen)
         loop = ir.Node("", "Loop", [count, going, start], [ir.AttrGraph("body", body)], name=f"{self.node.name}/Loop")
@@ -104,7 +104,7 @@ class Expansion:
         name = f"{self.node.name}/expert"
         index = ir.Value(name=f"{name}.index", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
         going = ir.Value(name=f"{name}.condition", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
-        before = ir.Value(name=f"{name}.sum", shape=ir.Shape([None, None]), type=ir.TensorType(ir.DataType.FLOAT))
+        before = ir.Value(name=f"{name}.sum", shape=ir.Shape([None, None]), type=ir.TensorType(self._dtype))
         column = self._constant("axis_1", [1])
 
         expert = self._inner("Gather", [chosen, index])
@@ -117,7 +117,7 @@ class Expansion:
         rows = self._inner("Unsqueeze", [tokens, column])
         after = self._inner("ScatterND", [before, rows, h], {"reduction": "add"})
         again = self._inner("Identity", [going])
-        for output, kind in ((again, ir.DataType.BOOL), (after, ir.DataType.FLOAT)):
+        for output, kind in ((again, ir.DataType.BOOL), (after, self._dtype)):
             output.type = ir.TensorType(kind)
         again.shape, after.shape = ir.Shape([]), ir.Shape([None, None])
         return ir.Graph([index, going, before], [again, after], nodes=self.body, name=name)
@@ -179,8 +179,16 @@ class Expansion:
         width = _width(x)
         return self._outer("Reshape", [x, self._constant(f"flat_{width}", [-1, width])])
 
+    @property
+    def _dtype(self) -> ir.DataType:
+        """What the experts compute in: the dtype of their matrices."""
+        dtype = self._input(3).dtype
+        assert dtype is not None, f"{self.node.name}: the matrices of its experts have no dtype"
+        return dtype
+
     def _number(self, value: float) -> ir.Value:
-        return self._constant(f"number_{value}", np.float32(value))
+        suffix = "" if self._dtype == ir.DataType.FLOAT else f"_{self._dtype.name.lower()}"
+        return self._constant(f"number_{value}{suffix}", np.array(value, self._dtype.numpy())[()])
 
     def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)

@@ -138,7 +138,7 @@ class Weights:
         """Return the values of `tensor`; a lazy one is computed the first time."""
         key = id(emulation.origin(tensor))
         if key not in self._arrays:  # the tensor is kept, too: its id cannot go to another
-            self._arrays[key] = tensor, np.ascontiguousarray(self.values(tensor))
+            self._arrays[key] = tensor, np.asarray(self.values(tensor), order="C")  # keeps scalars without axes
         return self._arrays[key][1]
 
     def values(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
