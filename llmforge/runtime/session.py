@@ -118,36 +118,20 @@ class Session:
         *,
         initializers: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = _LOG_ERRORS
-        options.intra_op_num_threads = config.threads
-        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL  # a decoder is a chain: nothing runs beside it
-        levels = ort.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if config.optimize else levels.ORT_DISABLE_ALL
-        if config.profile is not None:
-            options.enable_profiling, options.profile_file_prefix = True, config.profile
-        for key, value in config.entries.items():
-            options.add_session_config_entry(key, value)
+        options = session_options(config)
         native.register(options)
         if initializers:
             held = [ort.OrtValue.ortvalue_from_numpy(np.asarray(value, order="C")) for value in initializers.values()]
             options.add_external_initializers(list(initializers), held)
             self._held = held  # ONNX Runtime keeps pointers into them
         where = str(model) if isinstance(model, Path) else "the model in memory"
-        try:
-            self._session = ort.InferenceSession(
-                model if isinstance(model, bytes) else str(model), options, providers=[PROVIDER]
-            )
-        except ort_errors.NoSuchFile as error:
-            raise InputError(f"{where}: a file is missing: {error}") from error
-        except LOAD_FAILURES as error:
-            raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
+        self._session = open_graph(model, options, [PROVIDER], where)
         graph = self._session
         inputs = [*graph.get_inputs(), *graph.get_overridable_initializers()]
         self.signature = signature = Signature.of(inputs, graph.get_outputs(), where)
-        foreign = [each for each in (*signature.caches, *signature.states) if not ELEMENTS[each.dtype].on_hosts]
-        if foreign:
-            raise UnsupportedError(f"{where}: {foreign[0].name} is {foreign[0].dtype}, which no kernel for CPUs reads")
+        for name, dtype in signature.cache_types.items():
+            if not ELEMENTS[dtype].on_hosts:
+                raise UnsupportedError(f"{where}: {name} is {dtype}, which no kernel for CPUs reads")
         self.inputs, self.outputs, self.vocabulary = signature.inputs, signature.outputs, signature.vocabulary
         self.caches, self.states = signature.caches, signature.states
         self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
@@ -156,6 +140,16 @@ class Session:
     def buckets(self) -> None:
         """None: decode steps run exactly the rows that they need (`llmforge.runtime.backend.Backend`)."""
         return None
+
+    @property
+    def longest_step(self) -> None:
+        """None: a step may have any number of tokens."""
+        return None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing: whatever was asked for is done."""
+        return ()
 
     @property
     def steady_from(self) -> int:
@@ -174,6 +168,10 @@ class Session:
         buffers = {c.name: _reserve((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
         buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in self.states}
         return Cache(batch, capacity, buffers)
+
+    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+        """Make an array for `out` of `step`."""
+        return np.empty(shape, np.float32)
 
     def end_profile(self) -> Path:
         """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
@@ -259,6 +257,31 @@ class Session:
         out[...] = logits
         for buffer, present in zip(cache.buffers.values(), presents, strict=True):
             store_grown(buffer, present, past_lengths)
+
+
+def session_options(config: SessionConfig) -> ort.SessionOptions:
+    """Make ONNX Runtime's own options of ours."""
+    options = ort.SessionOptions()
+    options.log_severity_level = _LOG_ERRORS
+    options.intra_op_num_threads = config.threads
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL  # a decoder is a chain: nothing runs beside it
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if config.optimize else levels.ORT_DISABLE_ALL
+    if config.profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, config.profile
+    for key, value in config.entries.items():
+        options.add_session_config_entry(key, value)
+    return options
+
+
+def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequence[Any], where: str) -> Any:
+    """Open an inference session; raises what `Session` raises."""
+    try:
+        return ort.InferenceSession(model if isinstance(model, bytes) else str(model), options, providers=providers)
+    except ort_errors.NoSuchFile as error:
+        raise InputError(f"{where}: a file is missing: {error}") from error
+    except LOAD_FAILURES as error:
+        raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
 
 
 def _reserve(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

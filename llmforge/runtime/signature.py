@@ -136,6 +136,11 @@ class Signature:
         )
 
     @property
+    def cache_types(self) -> dict[str, str]:
+        """The type of the elements of each cache and state, by the name of its input."""
+        return {each.name: each.dtype for each in self.caches} | {each.name: each.dtype for each in self.states}
+
+    @property
     def gives_all_rows(self) -> bool:
         """Whether every token gets logits: the graph takes no choice of rows."""
         return interface.LOGITS_ROWS not in self.inputs
