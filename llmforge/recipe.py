@@ -68,6 +68,10 @@ class EngineSpec(_Section):
         default="require",
         description="decode steps on a GPU as CUDA graphs; require: each, or the engine fails; allow: those that can be",
     )
+    deferred: bool = Field(
+        default=False,
+        description="publish the lowered graph, and build the engine later, on its GPU: `llmforge build --finish`",
+    )
 
     @model_validator(mode="after")
     def _batches_reach_the_largest(self) -> Self:

@@ -22,7 +22,8 @@ from llmforge.runtime.config import (
     _quota,
     physical_cores,
 )
-from llmforge.runtime.session import CacheInput, SessionConfig
+from llmforge.runtime.session import SessionConfig
+from llmforge.runtime.signature import CacheInput
 
 CONFIG = RuntimeConfig(
     format=3,

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmforge.errors import UnsupportedError
+from llmforge.errors import EnvironmentLacks, UnsupportedError
+from llmforge.runtime.device import require_cuda
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _BUILDERS = {
     ("onnxruntime", "cpu"): "llmforge.engines.onnxruntime",
     ("onnxruntime", "gpu"): "llmforge.engines.cuda",
+    ("tensorrt", "gpu"): "llmforge.engines.tensorrt.engine",
+    ("tensorrt-rtx", "gpu"): "llmforge.engines.tensorrt.engine",
 }
 
 
@@ -37,10 +40,15 @@ class Engine:
     config: RuntimeConfig
     nodes: int
     size_bytes: int  # all files together
+    facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, in words
+    notes: tuple[str, ...] = ()  # what a reader should know of this build
 
 
 class Builder(Protocol):
     """What a module that builds engines offers."""
+
+    def require_host(self, target: Target, spec: EngineSpec, /) -> None:
+        """Return if this machine builds the engine; EnvironmentLacks says what it has not."""
 
     def lower(self, model: ir.Model, target: Target, spec: EngineSpec, /) -> tuple[ir.Model, Changes]:
         """Rewrite what the passes left into what the engine runs; the given model is left alone.
@@ -81,3 +89,17 @@ def for_target(backend: Backend, target: Target) -> Builder:
             hint="choose another `engine: {backend: …}`, or `target: local`",
         )
     return cast(Builder, importlib.import_module(module))
+
+
+def why_not_run(target: Target) -> str | None:
+    """Say why this machine cannot run what is built for `target`; None where it can."""
+    try:
+        if target.kind == "cpu":
+            target.require_here()
+            return None
+        found = require_cuda()
+    except EnvironmentLacks as error:
+        return error.message
+    if str(found.sm) != target.sm:
+        return f"the CUDA device here, {found.name}, is SM{found.sm}, and target {target.name} is SM{target.sm}"
+    return None

@@ -33,6 +33,15 @@ LLMFORGE = "llmforge"
 TOKENIZER_FILES = ("tokenizer.json", *chat.SPECIAL_TOKEN_FILES)
 
 
+def require_host(target: Target, spec: EngineSpec) -> None:
+    """Return if this machine has the target's instruction set: an engine is run as it is built.
+
+    Raises:
+        EnvironmentLacks: it has not, or ONNX Runtime is not installed.
+    """
+    target.require_here()
+
+
 def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tuple[ir.Model, Changes]:
     """Rewrite what the passes left into operators that ONNX Runtime runs on the CPU; `spec` changes nothing.
 
