@@ -12,13 +12,13 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmforge import graph, interface
-from llmforge.engines import Engine, cuda_graphs, kernels, onnx_file
+from llmforge.engines import Engine, cuda_graphs, kernels, onnx_file, require_device
 from llmforge.engines import onnxruntime as standard
 from llmforge.errors import UnsupportedError
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, DeviceFacts, RuntimeConfig, SessionOptions
-from llmforge.runtime.session import CacheInput
+from llmforge.runtime.signature import CacheInput
 from llmforge.targets import Target
 from llmforge.transform import Changes, Rewritten, Skipped
 
@@ -37,6 +37,17 @@ FAST_COLUMNS: Mapping[int, int] = {4: 64, 8: 32}  # bits → N is a multiple of
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 
 check_context = standard.check_context
+
+
+def require_host(target: Target, spec: EngineSpec) -> None:
+    """Return if the GPU of `target` is at hand, which proves kernels and recorded steps.
+
+    Raises:
+        EnvironmentLacks: it is not.
+        UnsupportedError: onnxruntime-gpu has no code for it.
+    """
+    require_code(target)
+    require_device(target, "an engine for ONNX Runtime's CUDA provider is proven on the GPU that runs it")
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
