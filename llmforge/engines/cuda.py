@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge import graph, interface
-from llmforge.engines import Engine, cuda_graphs, kernels, onnx_file
+from llmforge.engines import Engine, cuda_attention, cuda_graphs, kernels, onnx_file, why_not_run
 from llmforge.engines import onnxruntime as standard
-from llmforge.errors import UnsupportedError
+from llmforge.errors import EnvironmentLacks, UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, DeviceFacts, RuntimeConfig, SessionOptions
-from llmforge.runtime.session import CacheInput
+from llmforge.runtime.cuda import DeviceSession
+from llmforge.runtime.device import require_cuda
+from llmforge.runtime.signature import CacheInput
 from llmforge.targets import Target
 from llmforge.transform import Changes, Rewritten, Skipped
 
@@ -34,6 +37,7 @@ _HALF = frozenset({FLOAT16, BFLOAT16})
 # contrib_ops/cuda/quantization/matmul_nbits.cc, CheckFpAIntBEligibility, with USE_COMPACT_FPA_INTB_GEMM.
 FAST_BLOCK = 32
 FAST_COLUMNS: Mapping[int, int] = {4: 64, 8: 32}  # bits → N is a multiple of
+EXPERT_WIDTH, SMALLEST_EXPERT_BLOCK = 64, 32
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 
 check_context = standard.check_context
@@ -61,9 +65,24 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += _widen(lowered)
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in slower(lowered)]
     check(lowered, target)
+    _refuse(lowered, sm)
     cuda_graphs.require(lowered, spec)
-    del sm
     return lowered, changes
+
+
+def require_host(target: Target, spec: EngineSpec) -> None:
+    """Return if this machine has the target's GPU: an engine is loaded, and its steps are captured, as it is built.
+
+    Raises:
+        EnvironmentLacks: it has not.
+        UnsupportedError: the wheel has no code for the target.
+    """
+    require_code(target)
+    if (reason := why_not_run(target)) is not None:
+        raise EnvironmentLacks(
+            f"the engine of target {target.name} is proved on its GPU as it is built: {reason}",
+            hint="set `engine: {deferred: true}`, or give --defer, and `llmforge build --finish ARTIFACT` on that host",
+        )
 
 
 def require_code(target: Target) -> int:
@@ -106,6 +125,33 @@ def check(model: ir.Model, target: Target) -> None:
         if attention
         else "choose passes whose operators the target runs",
     )
+
+
+def _refuse(model: ir.Model, sm: int) -> None:
+    """Refuse what the provider takes when it loads the graph and refuses when it runs it."""
+    found = [(node, cuda_attention.obstacle(attention, sm)) for node, attention in cuda_attention.of(model)]
+    found += [(node, _experts_obstacle(node)) for node in model.graph if _is(node, "QMoE")]
+    for node, reason in found:
+        if reason is not None:
+            raise UnsupportedError(
+                f"{node.op_type} {node.name} on CUDA: {reason}",
+                hint="leave quantize-kv-cache out of the recipe, or choose another target"
+                if node.op_type == "GroupQueryAttention"
+                else "exclude the experts from quantize-weights, and fuse them with fuse-experts",
+            )
+
+
+def _experts_obstacle(node: ir.Node) -> str | None:
+    """Say what the CUDA kernel of QMoE refuses of `node` (onnxruntime 1.31, moe_quantization.cc, seen to refuse)."""
+    widths = [graph.dims(value) if value is not None else None for value in (node.inputs[5], node.inputs[2])]
+    bits, block = node.attributes.get_int("expert_weight_bits"), node.attributes.get_int("block_size")
+    for name, dims in zip(("inner", "hidden"), widths, strict=True):
+        size = dims[2] * 8 // bits if dims is not None and isinstance(dims[2], int) else 0
+        if size % EXPERT_WIDTH:
+            return f"the {name} width of its experts is {size}, and must be a multiple of {EXPERT_WIDTH}"
+    if graph.operand(node, 11) is not None and block < SMALLEST_EXPERT_BLOCK:
+        return f"zero points want blocks of {SMALLEST_EXPERT_BLOCK} or more, and these have {block}"
+    return None
 
 
 def _split_biases(model: ir.Model) -> list[Rewritten]:
@@ -162,7 +208,7 @@ def _obstacle(node: ir.Node, *, without_bias: bool = False) -> str | None:
 
 
 def _name_layouts(model: ir.Model) -> list[Rewritten]:
-    """Tell QMoE that its codes are [E, N, K·bits/8] as they stand; without a word CUDA takes them for reordered ones."""
+    """Tell QMoE that its codes are [E, N, K·bits/8] as they stand: without a word, CUDA takes them for reordered."""
     rewritten = []
     for node in model.graph:
         if _is(node, "QMoE"):
@@ -221,22 +267,51 @@ def build(
     bos_token_id: int | None,
     progress: Progress | None = None,
 ) -> Engine:
-    """Write a lowered `model` into `folder` (created) with what a session on `target` is told.
-
-    No session is made, here or on a GPU: `llmforge.runtime` proves the engine when it loads it.
+    """Write a lowered `model` into `folder` (created), load it on the target's GPU, run it and capture its steps.
 
     Raises:
+        EnvironmentLacks: this machine has not that GPU.
         UnsupportedError: a node has no kernel, `spec.max_context` is more than the rotary tables reach, or the device
             has not the memory for what the engine needs.
+        VerificationError: a step that must be captured is not, or logits are not finite.
     """
+    require_host(target, spec)
     check(model, target)
     check_context(model, spec.max_context)
     config = configure(model, spec=spec, target=target, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
+    write(model, folder, config, progress)
+    session = DeviceSession(
+        folder / MODEL_FILE,
+        config.session.resolve(),
+        require_cuda(),
+        provider_options=config.provider_options,
+        buckets=config.buckets,
+        graphs=config.graphs,
+    )
+    notes = prove(session, config)
+    size_bytes = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE, FILE))
+    return Engine(folder, config, graph.nodes(model), size_bytes, notes=notes)
+
+
+def write(model: ir.Model, folder: Path, config: RuntimeConfig, progress: Progress | None = None) -> None:
+    """Write `model.onnx`, its data and `runtime.json` into `folder` (created)."""
     folder.mkdir(parents=True, exist_ok=True)
     onnx_file.write(model, folder, progress or Silent())
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    size_bytes = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE, FILE))
-    return Engine(folder, config, graph.nodes(model), size_bytes)
+
+
+def prove(session: DeviceSession, config: RuntimeConfig) -> tuple[str, ...]:
+    """Capture the planned steps, read two tokens and generate on from them; return notes on what is not captured.
+
+    Raises:
+        VerificationError: a step that must be captured is not, or logits are not finite.
+    """
+    cache = session.allocate(config.max_batch, config.max_context)
+    for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: config.max_context - 1]:
+        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache.rows(0, 1))
+        if not np.isfinite(logits).all():
+            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
+    return session.notes
 
 
 def configure(
@@ -285,12 +360,16 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
     """Choose how ONNX Runtime runs the graph.
 
     - `session.disable_cpu_ep_fallback`: a node that the CUDA provider does not take fails the load, and is not moved to
-      the CPU in silence.
+      the CPU in silence. Not where the graph computes with shapes: ONNX Runtime does that on the host by choice.
     - `session.use_device_allocator_for_initializers`: weights lie outside of the arena, which never shrinks.
     - `ep.cuda.fpa_intb_gemm`, with the rows that its kernels are chosen for before anything is captured: only where a
       product is fit for it.
     """
-    entries = {"session.disable_cpu_ep_fallback": "1", "session.use_device_allocator_for_initializers": "1"}
+    on_host = any((node.domain, node.op_type) == ("", "Shape") for node in model.graph.all_nodes())
+    entries = {
+        "session.disable_cpu_ep_fallback": "0" if on_host else "1",
+        "session.use_device_allocator_for_initializers": "1",
+    }
     if any(_is(node, "MatMulNBits") and _obstacle(node) is None for node in model.graph):
         entries |= {FAST_ENTRY: "1", FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *_PREFILL_ROWS})))}
     return SessionOptions(threads=1, optimize=True, entries=entries)
