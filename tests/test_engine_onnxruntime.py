@@ -14,6 +14,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines import onnx_file
 from llmforge.engines import onnxruntime as engine
 from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.recipe import EngineSpec
@@ -124,7 +125,7 @@ def test_large_tensors_lie_aligned_in_the_order_of_their_names_and_small_ones_in
 
 def test_small_tensors_of_the_checkpoint_are_written_into_the_model(tmp_path, monkeypatch):
     """They are ranges of a file elsewhere, whose path must not get into the artifact."""
-    monkeypatch.setattr(engine, "INLINE_BELOW_BYTES", 1 << 20)
+    monkeypatch.setattr(onnx_file, "INLINE_BELOW_BYTES", 1 << 20)
     model = decoder()
     cos = model.graph.initializers["cos"]
     held, file = cos.const_value.numpy(), tmp_path / "model.safetensors"

@@ -13,7 +13,7 @@ from typing import Literal
 import onnxruntime
 
 from llmforge import native
-from llmforge.errors import InputError, VersionMismatch
+from llmforge.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.runtime import entries
 from llmforge.runtime.session import SessionConfig
 from llmforge.runtime.signature import CacheInput
@@ -23,6 +23,7 @@ FILE = "runtime.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
+PENDING_FILE = "pending.json"  # stands in an engine's folder until the engine is built (llmforge.engines.pending)
 
 # What runs an engine: ONNX Runtime's CPU or CUDA provider, or a plan in TensorRT or TensorRT-RTX.
 Provider = Literal["cpu", "cuda", "tensorrt", "tensorrt-rtx"]
@@ -129,10 +130,16 @@ class RuntimeConfig:
 
         Raises:
             InputError: the file is missing, is no JSON, or has unknown, missing or wrong entries.
+            EnvironmentLacks: the engine is pending: it is built on another machine.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
+            if (path.parent / PENDING_FILE).is_file():
+                raise EnvironmentLacks(
+                    f"{path.parent.parent}: the engine of this artifact is not built yet: there is nothing to run",
+                    hint=f"`llmforge build --finish {path.parent.parent}`, on a host with its GPU",
+                ) from error
             raise InputError(f"{path} is missing: {path.parent.parent} is not an artifact") from error
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
             raise InputError(f"{path}: not a JSON file: {error}") from error
