@@ -82,7 +82,7 @@ def make(bench: Bench, operator: str, dtype: ir.DataType) -> ir.Value:
                 of("q", B, 4, S, D),
                 of("k", B, 2, C, D),
                 of("v", B, 2, C, D),
-                bench.given("mask", ir.DataType.BOOL, B, 1, S, C),
+                bench.given(f"mask.{name}", ir.DataType.BOOL, B, 1, S, C),
             ],
             scale=0.125,
         ),

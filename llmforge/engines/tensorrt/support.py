@@ -1,8 +1,8 @@
 """The operators that a lowered graph may hold, with the dtypes that they were seen to build with.
 
-Every row was seen with TensorRT-RTX 1.7.1, ahead of time, on SM75, 80, 86, 89 and 120: tests build each operator with
-each of its dtypes, those aside that `refusals` keeps from a compute capability, and the lowered graphs of the model zoo.
-What does not stand here is refused at plan time, whether TensorRT might take it or not.
+Every row was seen with TensorRT-RTX 1.7.1, ahead of time: tests build each operator with each of its dtypes for SM75,
+80, 86, 89 and 120, those aside that `refusals` keeps from one, and the lowered graphs of the model zoo. What does not
+stand here is refused at plan time, whether TensorRT might take it or not.
 """
 
 from __future__ import annotations
