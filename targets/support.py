@@ -12,6 +12,7 @@ from typing import Literal
 
 Backend = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
 Dtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
+Role = Literal["compute", "weights", "kv"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Support:
     why: Mapping[Dtype, str] = field(default_factory=dict)
     verified: bool = False  # read off the package, or seen when an engine was built or refused
 
-    def refusal(self, dtype: Dtype, role: Literal["compute", "weights", "kv"]) -> str | None:
+    def refusal(self, dtype: Dtype, role: Role) -> str | None:
         """Say why `dtype` cannot be used in `role`; None where it can."""
         allowed: frozenset[Dtype] = getattr(self, role)
         if dtype in allowed:
@@ -73,7 +74,7 @@ _CPU = Support(
     compute=frozenset({"fp32"}),
     weights=frozenset({"fp32", "int8", "int4"}),
     kv=frozenset({"fp32", "int8"}),
-    why={dtype: "CPU engines compute in fp32, or in int8 on int8 and int4 weights" for dtype in ("fp16", "bf16")},
+    why=dict.fromkeys(("fp16", "bf16"), "CPU engines compute in fp32, or in int8 on int8 and int4 weights"),
     verified=True,
 )
 
@@ -81,11 +82,11 @@ _CPU = Support(
 def _onnxruntime(sm: str) -> Support:
     """GroupQueryAttention, MatMulNBits and their caches on CUDA (kernel registry of onnxruntime-gpu 1.31.1)."""
     half = _HALF - {"bf16"} if sm == "75" else _HALF
-    eight: frozenset[Dtype] = frozenset({"fp8"}) if int(sm) >= 89 else frozenset()
+    eight: tuple[Dtype, ...] = ("fp8",) if int(sm) >= 89 else ()
     return Support(
         compute=half,
         weights=half | {"int8", "int4"},
-        kv=half | {"int8", "int4"} | eight,
+        kv=frozenset({*half, "int8", "int4", *eight}),
         why={
             "fp32": "GroupQueryAttention on CUDA takes fp16 and bf16",
             "fp8": "onnxruntime would dequantize fp8 weights before every product",
@@ -96,7 +97,7 @@ def _onnxruntime(sm: str) -> Support:
 
 
 def _tensorrt(sm: str, *, verified: bool) -> Support:
-    """Per capability: what TensorRT-RTX 1.7 built and refused; TensorRT 11 is taken to do the same, and SM 9.0, 10.0."""
+    """What TensorRT-RTX 1.7 built and refused by capability; TensorRT 11 is taken to do the same."""
     half = _HALF - {"bf16"} if sm == "75" else _HALF
     weights: set[Dtype] = {*half, "int8"}
     why: dict[Dtype, str] = {"fp32": "fused attention takes fp16 and bf16"}
