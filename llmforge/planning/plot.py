@@ -18,7 +18,7 @@ from llmforge.report.figures import significant
 SUFFIXES = (".svg", ".html")
 _WIDTH, _HEIGHT = 820.0, 420.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80.0, 30.0, 62.0, 52.0  # margins
-_APART = 14.0  # that labels keep from each other
+_APART = 22.0  # that labels keep from each other
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,10 @@ class Dot:
 
 @dataclass(frozen=True)
 class Roof:
-    """A ceiling of bandwidth and one of operations, as a broken line, and the label of its level."""
+    """A ceiling of bandwidth and one of operations, as a broken line, and its label."""
 
     points: str
     label: str
-    x: float
-    y: float
     kind: str  # "peak" or "reached"
 
 
@@ -142,16 +140,15 @@ def _roof(kind: str, bandwidth: float, rate: float, axes: _Axes) -> Roof:
     start = max(10.0**axes.first, 10.0**axes.low / bandwidth)
     corners = ((start, bandwidth * start), (rate / bandwidth, rate), (10.0**axes.last, rate))
     points = " ".join(f"{axes.x(intensity):.1f},{axes.y(value):.1f}" for intensity, value in corners)
-    label = f"{kind}: {significant(rate / 1e12)} T operations/s, {significant(bandwidth / 1e9)} GB/s"
-    below = kind == "reached"
-    return Roof(points, label, _WIDTH - _RIGHT - 6, axes.y(rate) + (15 if below else -7), kind)
+    label = f"{kind}: {significant(rate / 1e12, 4)} T operations/s, {significant(bandwidth / 1e9, 4)} GB/s"
+    return Roof(points, label, kind)
 
 
 def _dot(kind: str, label: str, step: Step, axes: _Axes, others: Sequence[Dot]) -> Dot:
     """Place a step and its label, below the dot unless another label is there."""
     rate = step.operations / step.seconds
     x, y = axes.x(step.intensity), axes.y(rate)
-    free = all(math.hypot(x - other.x, y - other.y) >= _APART for other in others)
+    free = all(math.hypot(x - other.x, y - other.y) >= _APART for other in others if other.label)
     title = (
         f"{kind} {label}: {significant(rate / 1e12)} T operations/s, {significant(step.intensity)} operations a byte, "
         f"bound by {step.bound}"

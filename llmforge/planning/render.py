@@ -31,7 +31,6 @@ class Planned:
 
 def comparison(planned: Sequence[Planned]) -> RenderableType:
     """Set targets side by side, one line each."""
-    workload = planned[0].plan.workload
     table = Table(title=_workload(planned[0].plan), title_justify="left", title_style="dim")
     table.add_column("target")
     table.add_column("dtypes")
@@ -49,7 +48,7 @@ def comparison(planned: Sequence[Planned]) -> RenderableType:
             *_times(plan, decoded),
             *_prices(plan),
         )
-    return Group(Text(f"{_model(planned[0].plan)}"), table, Text(f"{workload.batch} at once", style="dim"))
+    return Group(Text(_model(planned[0].plan)), table)
 
 
 def details(planned: Planned) -> RenderableType:
