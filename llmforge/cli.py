@@ -307,6 +307,7 @@ def schema() -> None:
 
 
 cli.add_command(cli_planning.plan)
+cli.add_command(cli_planning.doctor)
 cli.add_command(cli_serving.serve)
 cli.add_command(cli_serving.bench)
 cli.add_command(cli_serving.triton)
