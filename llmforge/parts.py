@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from llmforge import dialect, graph, interface, native, probe
+from llmforge import dialect, emulation, graph, interface, native, probe
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.errors import UnsupportedError
 from llmforge.runtime.session import CACHE_DTYPES, LOAD_FAILURES, PROVIDER, grown, store_grown
@@ -145,7 +145,7 @@ class Part:
 
     def __init__(self, model: ir.Model, weights: probe.Weights, threads: int) -> None:
         shapes = {str(value.name): graph.dims(value) for value in (*model.graph.inputs, *model.graph.outputs)}
-        executable = dialect.expand(model)
+        executable = dialect.expand(emulation.emulate(model))
         fuse_transposed_weights(executable)
         options = ort.SessionOptions()
         options.log_severity_level = _LOG_ERRORS

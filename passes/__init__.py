@@ -5,6 +5,7 @@ from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.genai_interface import GenaiInterface
+from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
@@ -21,6 +22,7 @@ ALL: tuple[type[Pass], ...] = (
     QuantizeWeights,
     FuseExperts,
     QuantizeKvCache,
+    LowerPrecision,
     CpuKernels,
     GenaiInterface,
     OptimumInterface,

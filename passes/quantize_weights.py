@@ -56,7 +56,7 @@ from pydantic.dataclasses import dataclass
 from llmforge import graph, interface, moe_kernels, quantized, routing
 from llmforge import linear as linears
 from llmforge.derived import by_output
-from llmforge.errors import CheckpointError, UnsupportedError
+from llmforge.errors import CheckpointError
 from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, reordered, rtn, stack
 from llmforge.statistics import Demand, Statistics, WeightDemand
 from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
@@ -119,14 +119,9 @@ class QuantizeWeights(Pass):
         """Rewrite every linear layer, the embedding and the head of `model`.
 
         Raises:
-            UnsupportedError: the target is no CPU with ONNX Runtime, whose operators these are.
+            UnsupportedError: the target has no ONNX Runtime, whose operators these are.
         """
-        if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
-            raise UnsupportedError(
-                f"{self.name}: target {context.target.name} is no CPU that runs ONNX Runtime; what this pass writes is "
-                "made for those",
-                hint=f"leave {self.name} out of the recipe, or choose a CPU target",
-            )
+        context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
         rewriting = _Rewriting(self, model, context.statistics, {} if self.routers else routing.routers(model))
         on_rows = _on_selected_rows(model)
         for node in list(model.graph):
