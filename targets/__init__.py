@@ -91,6 +91,7 @@ class Target(BaseModel):
 
     name: str
     title: str
+    like: str | None = None  # in the file of a machine: the target here that engines for it are built for
     kind: Literal["cpu", "gpu"]
     isa: Isa | None = None
     sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None  # compute capability without the dot, "89"
@@ -117,6 +118,11 @@ class Target(BaseModel):
             if (reason := unsupported(backend, self.sm)) is not None:
                 raise ValueError(f"`engines` cannot hold {backend}: {reason}")
         return self
+
+    @property
+    def known_as(self) -> str:
+        """The name of a target in this folder, by which artifacts know it everywhere."""
+        return self.like or self.name
 
     def support(self, backend: Backend) -> Support:
         """Return the dtypes that an engine of `backend` takes here.
@@ -230,6 +236,9 @@ def read(path: Path) -> Target:
         UsageError: the file does not describe a target.
     """
     content = located_yaml.read(path).data
+    like = content.get("like") if isinstance(content, dict) else None
+    if like is not None and like not in names():
+        raise UsageError(f"{path}: `like` is {like!r}; wanted one of {', '.join(names())}")
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …")
     try:

@@ -44,7 +44,7 @@ _HALF: frozenset[Dtype] = frozenset({"fp16", "bf16"})
 _NO_BF16 = "SM 7.5 has no bf16 arithmetic, which came with SM 8.0"
 
 # TensorRT-RTX 1.7: built for every capability, without a GPU, and refused where it says so. INT4 weights are
-# dequantized in blocks of 128 without zero points; IKVCacheUpdate takes 16-bit caches, ScatterND int8 ones.
+# dequantized in blocks of 128 without zero points; caches are updated in place, which takes 16 bits.
 RTX_CAPABILITIES = ("75", "80", "86", "89", "120")
 # SASS that the onnxruntime-gpu 1.31.1 wheel holds; it has no PTX, so that nothing else runs.
 ORT_CAPABILITIES = ("75", "80", "86", "89", "90", "120")
@@ -113,7 +113,7 @@ def _tensorrt(sm: str, *, verified: bool) -> Support:
         weights.add("fp4")
     else:
         why["fp4"] = f"SM {_dotted(sm)} has no fp4 arithmetic, which came with SM 10.0"
-    return Support(half, frozenset(weights), half | {"int8"}, why, verified)
+    return Support(half, frozenset(weights), half, why, verified)
 
 
 def _dotted(sm: str) -> str:

@@ -1,7 +1,7 @@
 """Ceilings of a CPU, measured: memory bandwidth by threads, and the rates of matrix products.
 
-Bandwidth is that of reading a working set larger than the caches (`evaluate.machine.read_bandwidth`). Rates are those of
-the kernels that engines run: ONNX Runtime's product of fp32 matrices, and its product of int8 activations with int8
+Bandwidth is that of reading a working set larger than the caches (`evaluate.machine.read_bandwidth`). Rates are those
+of the kernels that engines run: ONNX Runtime's product of fp32 matrices, and its product of int8 activations with int8
 weights (`MatMulNBits`, 8 bits, accuracy_level 4) or, where they are compiled and faster, llmforge's own.
 """
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from llmforge import native
 from llmforge.evaluate.machine import read_bandwidth
-from llmforge.passes import CpuKernels
+from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.targets import local
 from llmforge.transform import Budget, Context
 
@@ -132,7 +132,7 @@ def _model(
     rows: int,
     inner: int,
     columns: int,
-    weights: Mapping[str, ir.Tensor],
+    weights: Mapping[str, ir.Tensor[Any]],
     attributes: Mapping[str, int],
 ) -> ir.Model:
     """Make a model of one node, from x [1, rows, inner] to y [1, rows, columns]."""

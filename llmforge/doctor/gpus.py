@@ -5,6 +5,7 @@ Nothing here was run on a GPU by this project yet: detection and measurements ar
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 import subprocess
@@ -85,8 +86,8 @@ def _listed(command: str) -> list[Gpu]:
 def _bound() -> list[Gpu]:
     """Ask the CUDA runtime; containers often have it without nvidia-smi."""
     try:
-        from cuda.bindings import runtime
-    except ImportError:  # no such package, or no driver library
+        runtime = _runtime()
+    except EnvironmentLacks:
         return []
     error, count = runtime.cudaGetDeviceCount()
     if int(error) != 0:
@@ -100,16 +101,27 @@ def _bound() -> list[Gpu]:
     return found
 
 
+def _runtime() -> Any:
+    """Return the bindings of the CUDA runtime, which is of no type that is known here.
+
+    Raises:
+        EnvironmentLacks: there is no such package, or no library that it could bind.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        raise EnvironmentLacks(
+            f"cuda.bindings cannot be imported: {error}", hint="pip install 'llmforge[cuda]'"
+        ) from error
+
+
 def copy_bandwidth(gpu: Gpu) -> float:
     """Copy 1 GiB on the device, again and again: bytes read and written in a second.
 
     Raises:
         EnvironmentLacks: cuda-bindings is missing, or CUDA refuses.
     """
-    try:
-        from cuda.bindings import runtime
-    except ImportError as error:
-        raise EnvironmentLacks("cuda-bindings is not installed", hint="pip install 'llmforge[cuda]'") from error
+    runtime = _runtime()
 
     def call(name: str, *arguments: Any) -> Any:
         code, *results = getattr(runtime, name)(*arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
+from typing import cast
 
 from ruamel.yaml import YAML
 
@@ -13,7 +14,7 @@ from llmforge.doctor.ceilings import Ceilings
 from llmforge.doctor.gpus import Gpu
 from llmforge.errors import UnsupportedError, UsageError
 from llmforge.evaluate.machine import Machine
-from llmforge.targets import Figure, Target
+from llmforge.targets import Figure, Rate, Share, Target
 
 _DIGITS = 4  # of a measured figure
 
@@ -27,12 +28,13 @@ def of_cpu(name: str, machine: Machine, ceilings: Ceilings, day: str) -> Target:
         name=name,
         title=machine.cpu,
         kind="cpu",
+        like=local.name,
         isa=local.isa,
         cores=machine.cores,
         memory_gb=_figure(machine.memory_bytes / 1e9, by),
         bandwidth_gbs=_figure(ceilings.bandwidth[widest] / 1e9, f"{by}, {widest} threads reading"),
         rates={
-            dtype: _figure(rate / 1e12, f"{by}, {ceilings.threads} threads, {ceilings.kernels[dtype]}")
+            cast(Rate, dtype): _figure(rate / 1e12, f"{by}, {ceilings.threads} threads, {ceilings.kernels[dtype]}")
             for dtype, rate in ceilings.rates.items()
         },
         engines=local.engines,
@@ -55,21 +57,22 @@ def of_gpu(name: str, gpu: Gpu, bandwidth: float, rates: Mapping[str, float], da
             hint="write its file by hand, after one of its generation",
         )
     known, by = targets.load(gpu.target), f"measured by llmforge doctor on {day}"
+    measured: dict[Rate, Figure] = {
+        cast(Rate, dtype): _figure(rate / 1e12, f"{by}, a large product") for dtype, rate in rates.items()
+    }
     reached = {
+        "like": known.name,
         "bandwidth_gbs": _figure(bandwidth / 1e9, f"{by}, a copy, bytes read and written"),
         "memory_gb": _figure(gpu.memory_bytes / 1e9, f"{by}, as the driver reports it"),
-        "rates": {
-            **known.rates,
-            **{dtype: _figure(rate / 1e12, f"{by}, a large product") for dtype, rate in rates.items()},
-        },
+        "rates": {**known.rates, **measured},
     }
-    # The shares of `targets.achieved` are those of data sheets; of a measured ceiling a decoder reaches more.
-    shares = {
-        "bandwidth": _figure(
-            min(1.0, known.share("bandwidth").value * _peak(known) / bandwidth),
-            "the same GB/s as of the data sheet's, of what was measured",
-        ),
+    # The default shares are of data sheets' figures; a decoder reaches more of what was measured.
+    assert known.bandwidth_gbs is not None  # of every GPU
+    shares: dict[Share, Figure] = {
+        "bandwidth": _rebased(known, "bandwidth", known.bandwidth_gbs.value * 1e9, bandwidth)
     }
+    if "fp16" in rates:
+        shares["matrix_16"] = _rebased(known, "matrix_16", known.rates["fp16"].value * 1e12, rates["fp16"])
     return known.model_copy(update={"name": name, "title": gpu.title, **reached, "achieved": shares})
 
 
@@ -85,7 +88,6 @@ def write(target: Target, path: Path) -> None:
     text = StringIO()
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = None  # a figure on one line
-    yaml.sort_base_mapping_type_on_output = False
     yaml.width = 200
     yaml.dump(content, text)
     try:
@@ -98,6 +100,8 @@ def _figure(value: float, source: str) -> Figure:
     return Figure(value=float(f"{value:.{_DIGITS}g}"), source=source, verified=True)
 
 
-def _peak(target: Target) -> float:
-    assert target.bandwidth_gbs is not None  # of a GPU
-    return target.bandwidth_gbs.value * 1e9
+def _rebased(known: Target, share: Share, peak: float, measured: float) -> Figure:
+    """Turn a share of the data sheet's `peak` into one of what was `measured`; at most all of it."""
+    taken = known.share(share)
+    value = min(1.0, taken.value * peak / measured)
+    return Figure(value=float(f"{value:.{_DIGITS}g}"), source=f"{taken.source}, of what was measured", verified=False)
