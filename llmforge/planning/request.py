@@ -121,6 +121,7 @@ def _intent(recipe: Recipe) -> _Intent:
     spec, calibration = recipe.engine, recipe.calibration
     instances: dict[str, Any] = {each.name: each for each in recipe.instantiate(passes.ALL)}
     weights = instances.get("quantize-weights")
+    solved = weights is not None and weights.method == "gptq"
     cache, precision = instances.get("quantize-kv-cache"), instances.get("lower-precision")
     return _Intent(
         backend=spec.backend,
@@ -132,7 +133,7 @@ def _intent(recipe: Recipe) -> _Intent:
         embedding=_embedding(weights),
         block=None if weights is None else weights.block_size,
         symmetric=True if weights is None else weights.symmetric,
-        calibration_tokens=0 if calibration is None else calibration.samples * calibration.length,
+        calibration_tokens=calibration.samples * calibration.length if calibration is not None and solved else 0,
     )
 
 
