@@ -194,12 +194,18 @@ def memory(shape: Shape, target: Target, scheme: Scheme, workload: Workload, ran
 
 def largest_batch(shape: Shape, target: Target, scheme: Scheme, context: int, ranks: int = 1) -> int:
     """Find the largest number of sequences of `context` tokens that fit; 0 where not one does."""
-    one = memory(shape, target, scheme, Workload(context, 0, 1), ranks)
-    free = one.capacity - one.needed
-    if free < 0:
+
+    def fits(batch: int) -> bool:
+        return memory(shape, target, scheme, Workload(context, 0, batch), ranks).fits
+
+    if not fits(1):
         return 0
-    logits = 4 * shape.vocabulary
-    return 1 + free // (one.cache + logits)
+    one = memory(shape, target, scheme, Workload(context, 0, 1), ranks)
+    low, high = 1, 2 + (one.capacity - one.needed) // max(one.cache, 1)  # activations leave no more
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _activations(shape: Shape, scheme: Scheme, tokens: int, batch: int) -> int:
