@@ -102,7 +102,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             staging,
             recipe=resolved,
             checkpoint=job.checkpoint.digest,
-            target=job.target.name,
+            target=job.target.known_as,
             verdict=report.verdict.value,
             requires=engine.config.requires if engine is not None else {},
         )
@@ -130,7 +130,7 @@ class _Job:
 
     @cached_property
     def target(self) -> Target:
-        return targets.load(self.recipe.target)
+        return targets.find(self.recipe.target)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
