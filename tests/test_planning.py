@@ -400,5 +400,3 @@ def test_the_coefficients_give_back_what_they_were_measured_on() -> None:
     build = building.predict(qwen, int4, "onnxruntime")
     assert build.cpu_s == pytest.approx(41, rel=0.1)
     assert build.memory_bytes == pytest.approx(1.495e9, rel=0.2)
-
-
