@@ -160,7 +160,7 @@ def _facts(chosen: Library, record: PlanRecord, config: RuntimeConfig) -> dict[s
         "library": f"{chosen.title} {record.source.version}",
         "compute capability": f"SM{record.source.sm}",
         "profiles": "; ".join(profiles_said),
-        "attention": f"{record.layers.get('ATTENTION_INPUT', 0)} fused, none taken apart",
+        "attention": f"{record.layers.get('ATTENTION_INPUT', 0)} in fused kernels, none that the builder took apart",
         "layers": ", ".join(f"{count} {kind}" for kind, count in record.layers.items()),
         "memory": f"{config.device.memory_bytes / 1e9:.3f} GB of weights and KV cache, and activations",
         "plan": f"{record.size_bytes:,} bytes, SHA-256 {record.sha256}",
