@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmforge import channels, graph, probe, targets
-from llmforge.errors import UnsupportedError, VerificationError
-from llmforge.passes import PackQkv, QuantizeChannels, QuantizeWeights
+from llmforge.errors import DataError, UnsupportedError, VerificationError
+from llmforge.passes import LowerPrecision, PackQkv, QuantizeChannels, QuantizeWeights
+from llmforge.statistics import InputRangeDemand, Statistics
 from llmforge.transform import Budget, Context
 from llmforge.verify import Verifier
 
@@ -167,6 +168,69 @@ def test_other_quantized_layers_are_left_alone() -> None:
     QuantizeWeights(budget=LOOSE, symmetric=True, method="rtn", embedding_bits=16).run(model, RTX)
     changes = quantize().run(model, RTX)
     assert [each.node for each in changes.rewritten] == ["logits_node"]
+
+
+# --- what the layers read --------------------------------------------------------------------------------------------
+
+
+def measured(model: ir.Model, text: NDArray[np.int64]) -> dict[str, float]:
+    """Return the largest magnitude that each linear of a layer reads on `text`, by parameter name."""
+    linears = {
+        graph.sources(node.inputs[1])[0]: str(node.inputs[0].name)
+        for node in graphs.find(model, "MatMul")
+        if node.inputs[0] is not None and node.inputs[1] is not None and graph.sources(node.inputs[1])
+    }
+    run = probe.cut("text", [text], [(len(text),)])
+    session = probe.open_session(model, probe.Weights(), 1, expose=list(linears.values()))
+    read = probe.observe(session, run, 0, sorted(set(linears.values())))
+    return {parameter: float(np.abs(read[x]).max()) for parameter, x in linears.items()}
+
+
+def with_ranges(inputs: dict[str, float]) -> Context:
+    return Context(RTX.target, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_inputs_are_rounded_once_for_all_their_readers(dtype: str, tmp_path: Path) -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    text = np.random.default_rng(0).integers(0, 96, 24)
+    peaks = measured(model, text)
+    verifier = Verifier(model, folder=tmp_path, texts=[text], threads=1)
+    step = quantize(dtype=dtype, activations="static")
+    changes = step.run(model, with_ranges(peaks))
+    proof = verifier.check(step, model, changes)
+    assert proof.kld_mean is not None
+    assert 0 < proof.kld_mean < 0.02
+    # read by: q, k and v; o; gate and up; down. The head reads what it read.
+    assert len(graphs.find(model, "QuantizeLinear")) == 4
+    scales = {node.inputs[1].const_value.numpy().item() for node in graphs.find(model, "QuantizeLinear")}  # type: ignore[union-attr]
+    assert scales == {np.float32(peak / (127 if dtype == "int8" else 448)).item() for peak in peaks.values()}
+    said = {change.node: change.what for change in changes.rewritten}
+    assert said["l0_q_node"].endswith(", and what it reads")
+    assert not said["logits_node"].endswith(", and what it reads")
+
+
+def test_half_precision_leaves_no_cast_between_codes_and_product() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    quantize(activations="static").run(model, with_ranges(measured(model, np.arange(24))))
+    LowerPrecision(budget=LOOSE, dtype="fp16").run(model, RTX)
+    for product in graphs.find(model, "MatMul")[:-1]:
+        makers = [value.producer() for value in product.inputs if value is not None]
+        assert [maker.op_type for maker in makers if maker] == ["DequantizeLinear"] * 2
+    assert {node.inputs[1].dtype for node in graphs.find(model, "QuantizeLinear") if node.inputs[1]} == {
+        ir.DataType.FLOAT16
+    }
+
+
+def test_inputs_that_are_always_0_have_no_scale() -> None:
+    context = with_ranges({"model.layers.0.self_attn.q_proj.weight": 0.0})
+    with pytest.raises(DataError, match="ranges to 0 on the calibration text"):
+        quantize(activations="static").run(graphs.llama(), context)
+
+
+def test_calibration_is_asked_for_ranges_only_where_they_are_used() -> None:
+    assert quantize().demands() == ()
+    assert quantize(activations="static").demands() == (InputRangeDemand(),)
 
 
 def test_a_device_without_the_dtype_is_refused() -> None:

@@ -20,6 +20,7 @@ from llmforge.engines.tensorrt.build_log import BuildLog
 from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeWeights
 from llmforge.progress import Silent
 from llmforge.recipe import EngineSpec
+from llmforge.statistics import Statistics
 from llmforge.transform import Budget, Context, Pass
 
 from . import graphs, tensorrt_operators
@@ -63,7 +64,10 @@ def test_every_row_of_the_table_builds(sm: str, tmp_path: Path) -> None:
 def decoder(*steps: Pass, target: str = "rtx-4090") -> ir.Model:
     """A decoder whose matrices are most of it, lowered."""
     sizes = graphs.Llama(hidden=256, heads=8, kv_heads=8, head_dim=32, mlp=4096, vocabulary=8192)
-    model, context = graphs.llama(sizes), Context(targets.load(target))
+    model = graphs.llama(sizes)
+    names = [name for value in model.graph.initializers.values() for name in graph.sources(value)]
+    inputs = {name: 4.0 for name in names if ".layers." in name}
+    context = Context(targets.load(target), Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
     for step in steps:
         transform.run(step, model, context)
     return lower.lower(model, context.target, SPEC)[0]
@@ -93,6 +97,7 @@ FORMS: dict[str, tuple[Pass, ...]] = {
     "fp16": (HALF,),
     "int4": (*PACKED, INT4, HALF),
     "int8": (*PACKED, QuantizeChannels(budget=LOOSE, dtype="int8"), HALF),
+    "fp8 both": (*PACKED, QuantizeChannels(budget=LOOSE, dtype="fp8", activations="static"), HALF),
     "fp8": (*PACKED, QuantizeChannels(budget=LOOSE, dtype="fp8"), HALF),
 }
 
@@ -109,7 +114,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], BuildLog]
     return of
 
 
-@pytest.mark.parametrize(("form", "sm"), [("int4", "89"), ("int8", "75"), ("int8", "80"), ("fp8", "89")])
+@pytest.mark.parametrize(
+    ("form", "sm"), [("int4", "89"), ("int8", "75"), ("int8", "80"), ("fp8", "89"), ("fp8 both", "120")]
+)
 def test_plans_hold_weights_as_they_are_stored(
     form: str, sm: str, plain: Callable[[str], BuildLog], tmp_path: Path
 ) -> None:
