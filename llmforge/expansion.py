@@ -181,6 +181,8 @@ class _Expansion(Builder):
             none, hidden = self._constant("visible", np.float32(0)), self._constant("hidden", HIDDEN_SLOT)
             bias = self._add(node, "Where", [mask, none, hidden])  # [B, 1, S, C]
             by_head = self._add(node, "Expand", [bias, self._constant(f"by_head_{heads}", [1, heads, 1, 1])])
+        if sinks.dtype != ir.DataType.FLOAT:  # masks are fp32, whatever attention computes in
+            sinks = self._add(node, "Cast", [sinks], {"to": int(ir.DataType.FLOAT)})
         column = self._add(node, "Reshape", [sinks, self._constant(f"column_{heads}", [1, heads, 1, 1])])
         start, end = self._constant("slice_0", [0]), self._constant("slice_1", [1])
         like = self._add(node, "Slice", [by_head, start, end, self._constant("axis_3", [3])])  # [B, H, S, 1]

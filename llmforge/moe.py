@@ -72,11 +72,11 @@ def expand(model: ir.Model, node: ir.Node, prefix: str) -> ir.Value:
     An iteration takes one expert's matrices and the tokens that chose it, and adds what it makes of them: memory is
     that of one expert, and a decode step reads no more than top_k experts a row. `prefix` names constants.
     """
-    return _Expansion(model, node, prefix).result()
+    return Expansion(model, node, prefix).result()
 
 
 @dataclass
-class _Expansion:
+class Expansion:
     """One expansion; comments give shapes: T tokens, of which one expert gets n."""
 
     model: ir.Model
@@ -91,7 +91,7 @@ class _Expansion:
         x, ids, weights = self._flat(x), self._flat(ids), self._flat(weights)  # [T, H], [T, top_k], [T, top_k]
         chosen = self._outer("Unique", [self._outer("Reshape", [ids, self._constant("all", [-1])])], {"sorted": 1})
         count = self._outer("Squeeze", [self._outer("Shape", [chosen])])
-        start = self._outer("Expand", [self._constant("zero_float", np.float32(0)), self._outer("Shape", [x])])
+        start = self._outer("Expand", [self._number(0.0), self._outer("Shape", [x])])
         going = self._constant("true", np.bool_(True))
         body = self._iteration(x, ids, weights, chosen)
         loop = ir.Node("", "Loop", [count, going, start], [ir.AttrGraph("body", body)], name=f"{self.node.name}/Loop")
@@ -104,7 +104,7 @@ class _Expansion:
         name = f"{self.node.name}/expert"
         index = ir.Value(name=f"{name}.index", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
         going = ir.Value(name=f"{name}.condition", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
-        before = ir.Value(name=f"{name}.sum", shape=ir.Shape([None, None]), type=ir.TensorType(ir.DataType.FLOAT))
+        before = ir.Value(name=f"{name}.sum", shape=ir.Shape([None, None]), type=ir.TensorType(self._dtype))
         column = self._constant("axis_1", [1])
 
         expert = self._inner("Gather", [chosen, index])
@@ -117,7 +117,7 @@ class _Expansion:
         rows = self._inner("Unsqueeze", [tokens, column])
         after = self._inner("ScatterND", [before, rows, h], {"reduction": "add"})
         again = self._inner("Identity", [going])
-        for output, kind in ((again, ir.DataType.BOOL), (after, ir.DataType.FLOAT)):
+        for output, kind in ((again, ir.DataType.BOOL), (after, self._dtype)):
             output.type = ir.TensorType(kind)
         again.shape, after.shape = ir.Shape([]), ir.Shape([None, None])
         return ir.Graph([index, going, before], [again, after], nodes=self.body, name=name)
@@ -129,7 +129,7 @@ class _Expansion:
         return y if biases is None else self._inner("Add", [y, self._inner("Gather", [biases, expert])])
 
     def _between(self, h: ir.Value) -> ir.Value:
-        """Gate or activate: [n, 2·I or I] → [n, I]."""
+        """Gate or activate: [..., 2·I or I] → [..., I]."""
         numbers = {name: attribute.value for name, attribute in self.node.attributes.items()}
         if not numbers["gated"]:
             return self._activate(h, numbers)
@@ -147,7 +147,7 @@ class _Expansion:
         first, second, step = (0, 1, 2) if interleaved else (0, width // 2, 1)
 
         def columns(start: int, end: int) -> ir.Value:
-            places = [self._constant(f"at_{place}", [place]) for place in (start, end, 1, step)]
+            places = [self._constant(f"at_{place}", [place]) for place in (start, end, -1, step)]
             return self._inner("Slice", [h, *places])
 
         return columns(first, width if interleaved else second), columns(second, width)
@@ -179,10 +179,18 @@ class _Expansion:
         width = _width(x)
         return self._outer("Reshape", [x, self._constant(f"flat_{width}", [-1, width])])
 
-    def _number(self, value: float) -> ir.Value:
-        return self._constant(f"number_{value}", np.float32(value))
+    @property
+    def _dtype(self) -> ir.DataType:
+        """What the experts compute in: the dtype of their matrices."""
+        dtype = self._input(3).dtype
+        assert dtype is not None, f"{self.node.name}: the matrices of its experts have no dtype"
+        return dtype
 
-    def _constant(self, name: str, value: int | list[int] | np.generic) -> ir.Value:
+    def _number(self, value: float) -> ir.Value:
+        suffix = "" if self._dtype == ir.DataType.FLOAT else f"_{self._dtype.name.lower()}"
+        return self._constant(f"number_{value}{suffix}", np.array(value, self._dtype.numpy())[()])
+
+    def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
         own = f"{self.prefix}.moe_{name}"
         return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import dialect, graph, transform
+from llmforge import dialect, engines, graph, transform
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import interop
-from llmforge.engines import onnxruntime as engines
 from llmforge.errors import UnsupportedError
 from llmforge.quantization import QuantizedMatrix
 from llmforge.recipe import EngineSpec
@@ -42,7 +41,7 @@ def rehearse(
             finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph.
     """
     rehearsed = model.clone()
-    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model)))
+    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -61,8 +60,9 @@ def rehearse(
             )
         else:
             idle |= {fact: f"{step.name} left every node alone: {_reason(changes)}" for fact in step.provides}
-    lowered, _ = engines.lower(rehearsed, target)
-    engines.check_context(lowered, spec.max_context)
+    builder = engines.for_target(spec.backend, target)
+    lowered, _ = builder.lower(rehearsed, target, spec)
+    builder.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
 
 
@@ -86,6 +86,11 @@ def _ranges(model: ir.Model) -> dict[int, KvRange]:
         for layer, parts in shapes.items()
         if len(parts) == 2
     }
+
+
+def _peaks(model: ir.Model) -> dict[str, float]:
+    """Stand in for the ranges of what every linear reads."""
+    return {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Fixed inputs that graphs are compared on, and how a graph is run on them.
 
-A graph runs as it is written: ONNX Runtime's own optimizations are off, canonical operators are expanded, and the
-initializers are handed over in memory, so that no file is written and a tensor that two graphs share is read once.
+A graph runs as it is written: ONNX Runtime's own optimizations are off, canonical operators are expanded, fp16 and bf16
+are emulated in fp32 (`llmforge.emulation`), and the initializers are handed over in memory, so that no file is written
+and a tensor that two graphs share is read once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import dialect, graph, interface
+from llmforge import dialect, emulation, graph, interface
 from llmforge.runtime.session import Session, SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
@@ -135,9 +136,10 @@ class Weights:
 
     def array(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
         """Return the values of `tensor`; a lazy one is computed the first time."""
-        if id(tensor) not in self._arrays:  # the tensor is kept, too: its id cannot go to another
-            self._arrays[id(tensor)] = tensor, np.ascontiguousarray(self.values(tensor))
-        return self._arrays[id(tensor)][1]
+        key = id(emulation.origin(tensor))
+        if key not in self._arrays:  # the tensor is kept, too: its id cannot go to another
+            self._arrays[key] = tensor, np.asarray(self.values(tensor), order="C")  # keeps scalars without axes
+        return self._arrays[key][1]
 
     def values(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
         """Read `tensor`."""
@@ -163,7 +165,7 @@ def open_session(model: ir.Model, weights: Weights, threads: int, expose: Sequen
     Raises:
         UnsupportedError: ONNX Runtime refuses the graph.
     """
-    executable = dialect.expand(model)
+    executable = dialect.expand(emulation.emulate(model))
     if expose:
         wanted = set(expose) - {value.name for value in executable.graph.outputs}
         values = [value for node in executable.graph for value in node.outputs if value.name in wanted]

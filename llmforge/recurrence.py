@@ -164,7 +164,7 @@ class Recurrence(Builder):
         self, node: ir.Node, decay: ir.Value, beta: ir.Value, lengths: ir.Value
     ) -> tuple[ir.Value, ir.Value]:
         """Let a padded token keep the state as it is: decay exp(0), rate 0."""
-        real, zero = self._real(lengths), self._constant("zero_float", np.float32(0))
+        real, zero = self._real(lengths), self._zero(decay)
         return self._add(node, "Where", [real, decay, zero]), self._add(node, "Where", [real, beta, zero])
 
     def _start(self, node: ir.Node, past: ir.Value, past_lengths: ir.Value, rank: int) -> ir.Value:
@@ -173,7 +173,12 @@ class Recurrence(Builder):
         some = self._shared(("some", rank), lambda: self._first("Greater", [past_lengths, none]))
         axes = self._constant(f"axes_to_{rank - 1}", [*range(1, rank)])
         some = self._shared(("some by", rank), lambda: self._first("Unsqueeze", [some, axes]))
-        return self._add(node, "Where", [some, past, self._constant("zero_float", np.float32(0))])
+        return self._add(node, "Where", [some, past, self._zero(past)])
+
+    def _zero(self, like: ir.Value) -> ir.Value:
+        """A scalar of the dtype of `like`."""
+        dtype = like.dtype or ir.DataType.FLOAT
+        return self._constant(f"zero_{dtype.name.lower()}", np.zeros((), dtype.numpy())[()])
 
     def _column(self, lengths: ir.Value) -> ir.Value:
         """int64 [B, 1]: the real tokens of each row."""

@@ -16,6 +16,12 @@ _EXPERTS: Mapping[tuple[str, str], range] = {
     ("com.microsoft", "MoE"): range(2, 8),
     ("com.microsoft", "QMoE"): range(2, 14),
 }
+# Operators of experts: the inputs that choose and weigh them; input 0 is what they read.
+_CHOICES: Mapping[tuple[str, str], tuple[int, ...]] = {
+    MOE: (1, 2),
+    ("com.microsoft", "MoE"): (1,),
+    ("com.microsoft", "QMoE"): (1, 14),
+}
 _READ_AT_MOST = 4096  # elements of a constant that are looked at: a number for each expert, not a matrix
 
 _NEVER = {"Sigmoid", "Softmax", "Softplus", "Exp", "Abs", "Relu"}  # whatever they read
@@ -27,16 +33,15 @@ _AS_ALL = {"Add", "Mul", "Div", "Concat"}  # where no input is
 
 
 def routers(model: ir.Model) -> dict[ir.Node, ir.Node]:
-    """Map every node of a router to the `llmforge::MoE` that it chooses experts for.
+    """Map every node of a router to the `llmforge::MoE`, or what a pass made of it, that it chooses experts for.
 
-    A router is what `expert_ids` and `expert_weights` depend on and the tokens `x`, which the experts read, do not.
+    A router is what the choice and the weights of experts depend on and the tokens, which the experts read, do not.
     """
     found: dict[ir.Node, ir.Node] = {}
     for node in model.graph:
-        if (node.domain, node.op_type) == MOE:
-            x, ids, weights = node.inputs[:3]
-            behind = _ancestors([x])
-            found |= dict.fromkeys(_ancestors([ids, weights], behind), node)
+        if choices := _CHOICES.get((node.domain, node.op_type)):
+            behind = _ancestors(node.inputs[:1])
+            found |= dict.fromkeys(_ancestors((graph.operand(node, index) for index in choices), behind), node)
     return found
 
 

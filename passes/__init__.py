@@ -5,9 +5,11 @@ from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.genai_interface import GenaiInterface
+from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
+from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.transform import Pass
@@ -19,8 +21,10 @@ ALL: tuple[type[Pass], ...] = (
     PackGateUp,
     FlashAttention,
     QuantizeWeights,
+    QuantizeChannels,
     FuseExperts,
     QuantizeKvCache,
+    LowerPrecision,
     CpuKernels,
     GenaiInterface,
     OptimumInterface,

@@ -30,7 +30,8 @@ def headline(report: Report) -> str:
         return "Built; the recipe has no gates"
     if report.verdict is Verdict.PASS:
         return "The gate passed" if len(verdicts) == 1 else f"All {len(verdicts)} gates passed"
-    what = "failed" if report.verdict is Verdict.FAIL else "undecided: its data cannot tell"
+    unknown = "the engine was not run" if report.engine.unmeasured else "its data cannot tell"
+    what = "failed" if report.verdict is Verdict.FAIL else f"undecided: {unknown}"
     return f"{verdicts.count(report.verdict)} of {len(verdicts)} gates {what}"
 
 
@@ -40,10 +41,15 @@ def key_figures(report: Report) -> list[KeyFigure]:
     bits = weight_bits(report)
     notes = (f"{share} of the checkpoint", *(() if bits is None else (f"{bits:.2f} bits a weight",)))
     return [
-        KeyFigure("Size", figures.size(report.engine.size_bytes), notes),
+        KeyFigure("To build" if report.engine.pending else "Size", figures.size(report.engine.size_bytes), notes),
         *(_quality(report.quality) if report.quality else ()),
         *(_latency(report.latency) if report.latency else ()),
     ]
+
+
+def unmeasured(report: Report) -> str:
+    """Say why there are no figures."""
+    return report.engine.unmeasured or "the recipe asks for none"
 
 
 def weight_bits(report: Report) -> float | None:

@@ -1,0 +1,195 @@
+"""Compute in fp16 or bf16, with weights and caches stored so.
+
+    y = MatMul(x, W)                 stays, with x, W and y in the dtype
+    p = Softmax(x)                   becomes  p = Softmax(Cast(x)), in fp32
+    logits = MatMul(x, W)            becomes  logits = Cast(MatMul(x, W)): fp32, of the rows that were asked for
+
+Every floating-point initializer that a node in half precision reads is stored in it: a lazy tensor, rounded to nearest
+when it is written; a checkpoint of that dtype is stored as it is. Caches of keys, values and convolutions take and give
+the dtype; int8 caches stay, and so do their scales, fp32 [1] or [1, kv_heads, 1, head_dim].
+
+Fires for every graph of the dialect in fp32, with whatever passes before it wrote: packed and fused layers,
+com.microsoft::GroupQueryAttention, MatMulNBits, MoE and QMoE, whose scales follow the activations. In half precision
+compute matrix products, attention, experts, rotary embedding, norms (whose sums are fp32: `stash_type` 1), convolutions
+and what is pointwise between them.
+
+What stays in fp32, behind Casts, is listed in `llmforge.precision`: routers, states of recurrent layers with their
+rates, softmax, exponentials and powers in plain operators, angles and scales made of positions, what is behind the head
+(soft caps of logits), and with `head: fp32` the head itself, its weight included.
+
+Comes after `fuse-norms`, `pack-qkv`, `pack-gate-up`, `flash-attention`, `quantize-weights`, `fuse-experts` and
+`quantize-kv-cache`, which read fp32 graphs. Refused where the target does not compute in the dtype.
+
+Numerics: lossy, within the budget of the recipe, measured in an fp32 twin that rounds as the graph does
+(`llmforge.emulation`). A weight or an activation beyond 65504, where fp16 ends, is an error and never an infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass as record
+from dataclasses import field
+from typing import Annotated, ClassVar, Literal
+
+import onnx_ir as ir
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from llmforge import derived, element_types, graph, interface, precision
+from llmforge.errors import UnsupportedError
+from llmforge.targets import Target
+from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+
+FLOAT = ir.DataType.FLOAT
+_DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+_FP32_ONLY = "llmforge.cpu"  # the domain of operators that compute in fp32 alone
+
+
+@dataclass(frozen=True)
+class LowerPrecision(Pass):
+    """Compute in fp16 or bf16, with weights and caches stored so."""
+
+    name: ClassVar[str] = "lower-precision"
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+    provides: ClassVar[frozenset[str]] = frozenset({"precision"})
+
+    budget: Annotated[Budget, Field(description="what the pass may cost")]
+    dtype: Annotated[
+        Literal["fp16", "bf16"],
+        Field(description="fp16: 11 bits of a number, up to 65504; bf16: 8 bits, the range of fp32"),
+    ]
+    head: Annotated[
+        Literal["same", "fp32"], Field(description="dtype of the layer that makes the logits, and of its weight")
+    ] = "same"
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        """Rewrite all of `model`.
+
+        Raises:
+            UnsupportedError: the target does not compute in the dtype, or the graph is in another half precision.
+        """
+        _require_dtype(context.target, self.dtype)
+        dtype = _DTYPES[self.dtype]
+        element_types.complete(model)
+        changes = Changes()
+        if (held := _half_of(model)) is not None:
+            if held != dtype:
+                raise UnsupportedError(f"{self.name}: the graph computes in {held.name} already, not in {self.dtype}")
+            changes.skipped.append(Skipped(str(model.graph.name), f"it computes in {self.dtype} already"))
+            return changes
+        for node in model.graph:
+            if node.domain == _FP32_ONLY:
+                raise UnsupportedError(
+                    f"{self.name}: {node.op_type} {node.name} computes in fp32 alone",
+                    hint=f"leave {self.name} or cpu-kernels out of the recipe",
+                )
+        assignment = precision.assign(model, head_in_fp32=self.head == "fp32")
+        _Rewriting(model, dtype, assignment).run()
+        for node in assignment.half:
+            if (node.domain, node.op_type) in precision.WORK:
+                changes.rewritten.append(Rewritten(str(node.name), f"in {self.dtype}"))
+        changes.rewritten.sort(key=lambda change: change.node)
+        changes.skipped += [Skipped(str(node.name), reason) for node, reason in assignment.kept.items()]
+        return changes
+
+
+def _require_dtype(target: Target, dtype: Literal["fp16", "bf16"]) -> None:
+    if target.kind == "gpu" and dtype not in target.rates:
+        rates = ", ".join(target.rates)
+        raise UnsupportedError(
+            f"lower-precision: target {target.name} ({target.title}) does not compute in {dtype}; it does in {rates}",
+            hint="set `dtype` to one of these",
+        )
+    if target.kind == "cpu" and dtype == "bf16":
+        raise UnsupportedError(
+            f"lower-precision: ONNX Runtime has no kernels for bf16 on a CPU (target {target.name})",
+            hint="leave lower-precision out of the recipe: a CPU computes in fp32 fastest",
+        )
+
+
+def _half_of(model: ir.Model) -> ir.DataType | None:
+    """Return the half precision of `model`; None where all of it is fp32."""
+    held = [*model.graph.inputs, *model.graph.initializers.values()]
+    return next((value.dtype for value in held if value.dtype in _DTYPES.values()), None)
+
+
+@record(eq=False)
+class _Rewriting:
+    """One run of the pass over one graph."""
+
+    model: ir.Model
+    dtype: ir.DataType
+    assignment: precision.Assignment
+    casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
+
+    @property
+    def suffix(self) -> str:
+        return next(name for name, dtype in _DTYPES.items() if dtype == self.dtype)
+
+    def run(self) -> None:
+        for value in self.model.graph.inputs:
+            if precision.is_float(value) and not precision.keeps_fp32(str(value.name)):
+                value.type = ir.TensorType(self.dtype)
+        for value in list(self.model.graph.initializers.values()):
+            if precision.is_float(value) and not value.is_graph_input():
+                self._store(value)
+        for node in list(self.model.graph):
+            self._rewrite(node)
+        for index, value in enumerate(self.model.graph.outputs):
+            if value.name == interface.LOGITS and value.dtype != FLOAT:
+                self._widen_output(index, value)
+
+    def _wanted(self, node: ir.Node, index: int) -> ir.DataType:
+        """Return the dtype that `node` wants of its floating-point input `index`."""
+        fixed = index in precision.FP32_INPUTS.get((node.domain, node.op_type), ())
+        return self.dtype if node in self.assignment.half and not fixed else FLOAT
+
+    def _store(self, value: ir.Value) -> None:
+        """Store an initializer in the dtype, or a second one beside it where a node in fp32 reads it, too."""
+        readers = [(node, index) for node, index in value.uses() if self._wanted(node, index) == self.dtype]
+        if not readers:
+            return
+        tensor, name = value.const_value, str(value.name)
+        assert tensor is not None
+        if len(readers) == len(value.uses()):
+            value.const_value = derived.cast(tensor, self.dtype, name)
+            value.type = ir.TensorType(self.dtype)
+            return
+        own = f"{name}.{self.suffix}"
+        beside = graph.initializer(self.model, own, derived.cast(tensor, self.dtype, own))
+        if sources := graph.sources(value):
+            graph.set_sources(beside, sources)
+        for node, index in readers:
+            node.replace_input_with(index, beside)
+
+    def _rewrite(self, node: ir.Node) -> None:
+        for index, value in enumerate(node.inputs):
+            if value is not None and precision.is_float(value):
+                wanted = self._wanted(node, index)
+                if value.dtype != wanted and not precision.keeps_fp32(str(value.name)):
+                    node.replace_input_with(index, self._cast(value, wanted, node))
+        if node in self.assignment.half:
+            for value in node.outputs:
+                if precision.is_float(value):
+                    value.type = ir.TensorType(self.dtype)
+
+    def _cast(self, value: ir.Value, dtype: ir.DataType, reader: ir.Node) -> ir.Value:
+        """Return `value` in `dtype`: one Cast for all readers, in front of the first."""
+        if (value, dtype) not in self.casts:
+            suffix = "fp32" if dtype == FLOAT else self.suffix
+            name = f"{value.name}/{suffix}"
+            [cast] = graph.insert(reader, "Cast", [value], {"to": int(dtype)}, name=name)
+            cast.name, cast.type, cast.shape = f"{value.name}.{suffix}", ir.TensorType(dtype), value.shape
+            self.casts[value, dtype] = cast
+        return self.casts[value, dtype]
+
+    def _widen_output(self, index: int, value: ir.Value) -> None:
+        """Give the graph output `value` as fp32 under its name."""
+        maker, name = value.producer(), str(value.name)
+        assert maker is not None
+        cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(FLOAT))], name=f"{name}/fp32")
+        wide = cast.outputs[0]
+        wide.type, wide.shape = ir.TensorType(FLOAT), value.shape
+        self.model.graph.insert_after(maker, cast)
+        self.model.graph.outputs[index] = wide
+        value.name, wide.name = f"{name}.{self.suffix}", name
