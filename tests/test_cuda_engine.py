@@ -37,9 +37,8 @@ SPEC = EngineSpec(max_context=64, max_batch=4)
 BUDGET = Budget(kld_mean=5)
 FORM = Llama(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocabulary=128, bias=True)
 FAST = QuantizeWeights(BUDGET, method="rtn", symmetric=True, embedding_bits=16, accuracy_level=0)
-RANGES = Statistics(
-    0, 0, {}, {n: KvRange(np.full((2, 16), 4, np.float32), np.full((2, 16), 4, np.float32)) for n in (0, 1)}
-)
+PEAKS = np.full((FORM.kv_heads, FORM.head_dim), 4, np.float32)
+RANGES = Statistics(0, 0, {}, {layer: KvRange(PEAKS, PEAKS) for layer in range(FORM.layers)})
 
 
 def prepared(*more: Pass, form: Llama = FORM, dtype: str | None = "fp16", target: str = "h100-sxm") -> ir.Model:
@@ -92,9 +91,8 @@ def test_the_builder_of_gpus_is_found() -> None:
 
 
 def test_a_graph_in_fp32_is_told_what_to_add() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"GroupQueryAttention: no kernel with .*T float,.* it has .*T: bfloat16"
-    ) as caught:
+    found = r"GroupQueryAttention: no kernel with .*T float,.* it has .*T: bfloat16"
+    with pytest.raises(UnsupportedError, match=found) as caught:
         lower(prepared(dtype=None))
     assert "lower-precision" in (caught.value.hint or "")
     assert "(node l0_attention)" in caught.value.message

@@ -19,7 +19,8 @@ def test_a_device_that_cannot_load_an_engine_gets_none() -> None:
     assert "backend: onnxruntime" in (caught.value.hint or "")
 
 
-def test_what_nobody_builds_is_refused() -> None:
+def test_what_nobody_builds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(engines._BUILDERS, ("onnxruntime", "gpu"))
     with pytest.raises(UnsupportedError, match="builds no onnxruntime engine for target l4") as caught:
         engines.for_target("onnxruntime", targets.load("l4"))
     assert caught.value.exit_code == 6

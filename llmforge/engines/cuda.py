@@ -47,8 +47,8 @@ check_context = standard.check_context
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
     """Rewrite what the passes left into operators that ONNX Runtime's CUDA provider runs in the graph's dtypes.
 
-    As for the CPU, and then as `llmforge.engines.cuda_operators` says. What runs on a slower path than it might is listed
-    as skipped, with the reason.
+    As for the CPU, and then as `llmforge.engines.cuda_operators` says. What runs on a slower path than it might is
+    listed as skipped, with the reason.
 
     Raises:
         UnsupportedError: the wheel has no code for the target, a node no kernel, or `spec` wants CUDA graphs of steps

@@ -183,9 +183,8 @@ def _infer_control_flow(node: ir.Node, body: ir.Graph, dtypes: dict[ir.Value, ir
 def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) -> None:
     schema = _schemas().get((node.domain, node.op_type, _since(node, opset)))
     if schema is None:
-        raise VerificationError(
-            f"node {node.name}: ONNX Runtime has no operator {node.domain}::{node.op_type} ({opset})"
-        )
+        operator = f"{node.domain or 'ai.onnx'}::{node.op_type} (opset {opset})"
+        raise VerificationError(f"node {node.name}: ONNX Runtime has no operator {operator}")
     bound: dict[str, ir.DataType] = {}
     for index, value in enumerate(node.inputs):
         if value is None:
