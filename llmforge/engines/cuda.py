@@ -20,10 +20,10 @@ from llmforge.engines import (
     cuda_operators,
     kernels,
     onnx_file,
-    why_not_run,
+    require_device,
 )
 from llmforge.engines import onnxruntime as standard
-from llmforge.errors import EnvironmentLacks, UnsupportedError, VerificationError
+from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, DeviceFacts, RuntimeConfig, SessionOptions
@@ -42,6 +42,17 @@ COMPILED_FOR = (75, 80, 86, 89, 90, 120)
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 
 check_context = standard.check_context
+
+
+def require_host(target: Target, spec: EngineSpec) -> None:
+    """Return if the GPU of `target` is at hand, which proves kernels and recorded steps.
+
+    Raises:
+        EnvironmentLacks: it is not.
+        UnsupportedError: onnxruntime-gpu has no code for it.
+    """
+    require_code(target)
+    require_device(target, "an engine for ONNX Runtime's CUDA provider is proven on the GPU that runs it")
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
@@ -65,21 +76,6 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     _refuse(lowered, sm)
     cuda_graphs.require(lowered, spec)
     return lowered, changes
-
-
-def require_host(target: Target, spec: EngineSpec) -> None:
-    """Return if this machine has the target's GPU: an engine is loaded, and its steps are captured, as it is built.
-
-    Raises:
-        EnvironmentLacks: it has not.
-        UnsupportedError: the wheel has no code for the target.
-    """
-    require_code(target)
-    if (reason := why_not_run(target)) is not None:
-        raise EnvironmentLacks(
-            f"the engine of target {target.name} is proved on its GPU as it is built: {reason}",
-            hint="set `engine: {deferred: true}`, or give --defer, and `llmforge build --finish ARTIFACT` on that host",
-        )
 
 
 def require_code(target: Target) -> int:
