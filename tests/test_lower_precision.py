@@ -288,3 +288,17 @@ def test_passes_that_are_proven_in_fp32_stand_in_front(tmp_path: Path, tiny_chec
     path.write_text("\n".join(lines))
     with pytest.raises(RecipeError, match=r"fuse-norms.*stands behind a pass that lowers the precision"):
         Recipe.load(path).instantiate(ALL)
+
+
+def test_budget_of_a_model_that_is_never_run_whole(tmp_path: Path) -> None:
+    found = []
+    for whole_bytes in (0, 1 << 30):
+        model = graphs.llama()
+        fuse(model)
+        check = Verifier(model, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
+        change = LowerPrecision(LOOSE, "bf16")
+        found.append(check.check(change, model, change.run(model, GPU)).kld_mean)
+    in_pieces, whole = found
+    assert in_pieces is not None
+    assert whole is not None
+    assert 0.3 < in_pieces / whole < 3  # other tokens of the same text
