@@ -85,7 +85,7 @@ class LowerPrecision(Pass):
                 )
             if context.target.kind == "cpu" and (node.domain, node.op_type) == routing.MOE:
                 raise UnsupportedError(
-                    f"{self.name}: {node.name} becomes a Loop that adds in {self.dtype}, for which there is no CPU kernel",
+                    f"{self.name}: {node.name} becomes a Loop that adds in {self.dtype}; no CPU kernel does",
                     hint="put fuse-experts or quantize-weights in front",
                 )
         assignment = precision.assign(model, head_in_fp32=self.head == "fp32")
