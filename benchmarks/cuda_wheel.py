@@ -118,7 +118,8 @@ def kernels(wheel: Path) -> dict[str, Any]:
     """Read the kernels of the CUDA provider: operator → [[first, last or null, {parameter: types}], …]."""
     rows: dict[tuple[str, int, int], list[dict[str, frozenset[str]]]] = defaultdict(list)
     for domain, operator, first, last, types in inside(wheel, ["_kernels"])["kernels"]:
-        if any("(" in kind for kinds in types.values() for kind in kinds):  # of sequences, which no decoder has
+        types = {name: [kind for kind in kinds if "(" not in kind] for name, kinds in types.items()}
+        if not all(types.values()):  # of sequences and optional values alone, which no decoder has
             continue
         key = (f"{domain}::{operator}".removeprefix("::"), first, last)
         rows[key].append({name: frozenset(allowed) for name, allowed in types.items()})
