@@ -71,8 +71,9 @@ def open_unread(name: str, folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def test_every_shipped_recipe_is_in_the_table() -> None:
-    assert sorted(file.stem for file in FOLDER.glob("*.yaml")) == sorted(ALL)
+def test_every_shipped_recipe_for_this_machine_is_in_the_table() -> None:
+    here = [file.stem for file in FOLDER.glob("*.yaml") if Recipe.load(file).target == targets.LOCAL]
+    assert sorted(here) == sorted(ALL)
 
 
 @pytest.mark.parametrize("name", REFUSED)
