@@ -6,6 +6,7 @@ This module alone owns verification after each pass, timing, and the record of w
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -283,6 +284,8 @@ class _Job:
         builder = engines.for_target(self.recipe.engine.backend, self.target)
         lowered, changes = builder.lower(model, self.target, self.recipe.engine)
         self.notes += [f"lowering: {change.node}: {change.what}" for change in changes.rewritten]
+        slower = Counter(skip.reason for skip in changes.skipped)
+        self.notes += [f"lowering: {count} nodes: {reason}" for reason, count in sorted(slower.items())]
         write_tokenizer(self.checkpoint, staging / "tokenizer")
         if self.recipe.engine.deferred:
             pending.write(
