@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -128,7 +129,32 @@ def kernels(wheel: Path) -> dict[str, Any]:
         for types in _merged(alternatives):
             plain = {name: " ".join(sorted(allowed)) for name, allowed in sorted(types.items())}
             operators[operator].append([first, None if last == OPEN_END else last, plain])
-    return {"wheel": WHEEL, "provider": PROVIDER, "read_by": f"benchmarks/{HERE.name}", "kernels": operators}
+    code = machine_code(wheel / "onnxruntime" / "capi" / "libonnxruntime_providers_cuda.so")
+    about = {"wheel": WHEEL, "provider": PROVIDER, "read_by": f"benchmarks/{HERE.name}"}
+    return {**about, "machine_code": code[_ELF], "ptx": code[_PTX], "kernels": operators}
+
+
+_PTX, _ELF = 1, 2  # kinds of an entry of a fatbin
+
+
+def machine_code(library: Path) -> dict[int, list[int]]:
+    """Read for which compute capabilities `library` holds device code, by kind: PTX, or code of one device (ELF).
+
+    A fatbin is 0xBA55ED50, its version and the size of its header (16), the size of all entries; an entry begins with
+    its kind, the size of its header and of itself, and has its compute capability at byte 28.
+    """
+    found: dict[int, set[int]] = {_PTX: set(), _ELF: set()}
+    content, magic = library.read_bytes(), struct.pack("<IHH", 0xBA55ED50, 1, 16)
+    start = content.find(magic)
+    while start >= 0:
+        entry = start + 16
+        end = entry + int(struct.unpack_from("<Q", content, start + 8)[0])
+        while entry < end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", content, entry)
+            found[kind].add(int(struct.unpack_from("<I", content, entry + 28)[0]))
+            entry += header + size
+        start = content.find(magic, end)
+    return {kind: sorted(capabilities) for kind, capabilities in found.items()}
 
 
 def _merged(rows: list[dict[str, frozenset[str]]]) -> list[dict[str, frozenset[str]]]:

@@ -31,7 +31,7 @@ def test_the_record_says_where_it_comes_from() -> None:
 
 def test_the_record_has_the_shape_that_is_documented() -> None:
     data = json.loads(resources.files("llmforge.engines").joinpath(kernels.FILE).read_text(encoding="utf-8"))
-    assert set(data) == {"wheel", "provider", "read_by", "kernels"}
+    assert set(data) == {"wheel", "provider", "read_by", "machine_code", "ptx", "kernels"}
     assert len(data["kernels"]) > 200
     for operator, rows in data["kernels"].items():
         assert operator.rpartition("::")[0] in ("", "com.microsoft")
@@ -39,6 +39,17 @@ def test_the_record_has_the_shape_that_is_documented() -> None:
             assert first >= 1
             assert last is None or last >= first
             assert {kind for kinds in types.values() for kind in kinds.split()} <= TYPES, operator
+
+
+@pytest.mark.parametrize(
+    ("code", "ptx", "sm", "runs"),
+    [([80, 86], [], 89, True), ([80], [], 75, False), ([90], [], 100, False), ([90], [90], 100, True)],
+)
+def test_devices_that_run_the_wheel(code: list[int], ptx: list[int], sm: int, runs: bool) -> None:
+    found = kernels.parse(
+        json.dumps({"wheel": "", "provider": "", "read_by": "", "machine_code": code, "ptx": ptx, "kernels": {}})
+    )
+    assert found.covers(sm) is runs
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,6 @@ from llmforge.transform import Changes, Skipped
 
 VERSION = kernels.cuda().wheel.rpartition("=")[2]
 
-# Machine code in the wheel; there is no PTX that a driver could compile for others (cuobjdump of 1.31.1).
-COMPILED_FOR = (75, 80, 86, 89, 90, 120)
-
 # Session entries of the fast product of 4-bit and 8-bit weights (cuda_operators), in the wheel by these names.
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 
@@ -81,16 +78,14 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
 def require_code(target: Target) -> int:
     """Return the compute capability of `target`, 89, if the wheel has machine code for it.
 
-    Code for 8.6 runs on 8.7 and 8.9; no code runs on another major version.
-
     Raises:
         UnsupportedError: it has not.
     """
     if target.kind != "gpu" or target.sm is None:
         raise UnsupportedError(f"target {target.name} is a {target.kind}; this engine runs on GPUs")
     sm = int(target.sm)
-    if not any(sm // 10 == code // 10 and sm >= code for code in COMPILED_FOR):
-        listed = ", ".join(map(str, COMPILED_FOR))
+    if not kernels.cuda().covers(sm):
+        listed = ", ".join(map(str, kernels.cuda().machine_code))
         raise UnsupportedError(
             f"{kernels.cuda().wheel} has machine code for SM {listed} and nothing that a driver could compile for SM "
             f"{sm} (target {target.name}, {target.title})",
