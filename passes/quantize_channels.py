@@ -113,7 +113,6 @@ class QuantizeChannels(Pass):
         node.replace_input_with(1, wide)
 
 
-
 def _weight(node: ir.Node) -> ir.Value | None:
     """Return the matrix that `node` multiplies by, an initializer or the transpose of one; None where it is neither."""
     weight = node.inputs[1]

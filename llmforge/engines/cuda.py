@@ -41,17 +41,6 @@ FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile
 check_context = standard.check_context
 
 
-def require_host(target: Target, spec: EngineSpec) -> None:
-    """Return if the GPU of `target` is at hand, which proves kernels and recorded steps.
-
-    Raises:
-        EnvironmentLacks: it is not.
-        UnsupportedError: onnxruntime-gpu has no code for it.
-    """
-    require_code(target)
-    require_device(target, "an engine for ONNX Runtime's CUDA provider is proven on the GPU that runs it")
-
-
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
     """Rewrite what the passes left into operators that ONNX Runtime's CUDA provider runs in the graph's dtypes.
 
