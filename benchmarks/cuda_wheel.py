@@ -205,11 +205,13 @@ def rehearse(wheel: Path, engine: Path, sm: int) -> dict[str, Any]:
 
     Returns:
         providers: nodes by provider; captured: graph id → captures and replays of two steps; forbidden: calls during a
-        capture that CUDA would refuse; attention: the kernel of each GroupQueryAttention, prefill and decode.
+        capture that CUDA would refuse; log: what ONNX Runtime printed, of the load, then behind PREFILL and DECODE: a
+        line for each GroupQueryAttention (llmforge.engines.cuda_attention) and each fast product that it ran.
     """
     debug = {
         "STAND_IN_SM": str(sm),
         "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1",
+        "ORT_FPA_INTB_DEBUG": "1",
         "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "0",  # cuDNN itself, which is not there, says which shapes it takes
     }
     result: dict[str, Any] = inside(wheel, ["_rehearse", str(engine)], debug)

@@ -19,7 +19,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import cuda, cuda_attention
+from llmforge.engines import cuda, cuda_attention, cuda_operators
 from llmforge.passes import (
     FlashAttention,
     FuseExperts,
@@ -107,6 +107,7 @@ ENGINES = [
     ("llama-mha-biases", "fp16", (INT4,), 80, True),
     ("llama-tied", "fp16", (QuantizeWeights(BUDGET, method="rtn", bits=8, symmetric=True),), 89, True),
     ("qwen2", "bf16", (QuantizeWeights(BUDGET, method="rtn"), QuantizeKvCache(BUDGET)), 90, True),
+    ("llama-mha-biases", "bf16", (INT4,), 90, True),
     ("gemma2", "fp16", (QuantizeKvCache(BUDGET, granularity="per_tensor"),), 120, True),
     ("gpt-oss", "fp16", (), 90, True),
     ("phimoe", "bf16", (), 86, True),
@@ -136,7 +137,11 @@ def test_engines_load_and_are_captured(
     assert found["captured"] == {"1": [1, 2], "2": [1, 2]}  # captured once; launched by both steps
     assert captured
     assert found["forbidden"] == 0, found["first_forbidden"]
+    fast = [
+        node for node in lowered.graph if node.op_type == "MatMulNBits" and cuda_operators.fast_obstacle(node) is None
+    ]
     prefill, decode = found["log"].partition("PREFILL")[2].split("DECODE", 1)
+    assert prefill.count("[fpA_intB_debug]") == len(fast)
     if any(True for _ in cuda_attention.of(lowered)):
         cuda_attention.check(prefill, lowered, sm, decode=False)
         cuda_attention.check(decode, lowered, sm, decode=True)
