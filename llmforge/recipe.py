@@ -244,7 +244,8 @@ class Recipe(_Section):
     def instantiate(self, registry: Sequence[type[Pass]]) -> tuple[Pass, ...]:
         """Make the passes from their options, and check what holds between them.
 
-        Every fact that a pass requires is provided by an earlier one; a pass with demands has calibration data; a pass
+        Every fact that a pass requires is provided by an earlier one; only exact passes follow the one that lowers the
+        precision; a pass with demands has calibration data; a pass
         with a budget has text to measure it on.
 
         Raises:
@@ -261,6 +262,7 @@ class Recipe(_Section):
                 problems.append(Problem(spec.where, f"passes.{spec.name}", what, meant(spec.name, list(known))))
                 continue
             problems += _missing_facts(spec, cls, facts, registry)
+            problems += _after_precision(spec, cls, facts)
             facts |= cls.provides
             try:
                 made.append(options.make(cls, spec.options))
@@ -422,6 +424,17 @@ def _missing_facts(
             f"passes.{spec.name}",
             f"needs the fact {fact!r}, which no earlier pass of the recipe provides",
             f"put {' or '.join(providers)} before it" if providers else None,
+        )
+
+
+def _after_precision(spec: PassSpec, cls: type[Pass], facts: frozenset[str]) -> Iterator[Problem]:
+    """Refuse passes that are proven in fp32 behind the one that leaves it."""
+    if "precision" in facts and cls.numerics is not Numerics.EXACT:
+        yield Problem(
+            spec.where,
+            f"passes.{spec.name}",
+            "stands behind a pass that lowers the precision; what it does is proven on fp32 graphs",
+            "put it in front",
         )
 
 
