@@ -35,8 +35,10 @@ ANY_COST = Budget(kld_mean=1e9)  # weights are random: what precision costs is m
 FACTS = "facts.json"
 
 
-def steps(precision: str) -> list[Pass]:
+def steps(precision: str, backend: str) -> list[Pass]:
     """Choose the passes that make a graph compute in `precision`; int8 and int4 weights with fp16 activations."""
+    if backend != "onnxruntime":  # which takes the canonical graph as it is
+        return []
     made: list[Pass] = [FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()]
     if precision in ("int8", "int4"):
         bits = int(precision.removeprefix("int"))
@@ -60,7 +62,7 @@ def build(
     shutil.rmtree(folder, ignore_errors=True)
     opened = Checkpoint.open(checkpoint)
     model = trace(opened)
-    made = steps(precision)
+    made = steps(precision, backend)
     if chosen.kind == "gpu" and precision != "fp32":
         dtype = "bf16" if precision == "bf16" else "fp16"
         made.append(passes.LowerPrecision(budget=ANY_COST, dtype=dtype))
