@@ -63,6 +63,14 @@ class _Whole(Exception):
     """Why a linear layer stays whole."""
 
 
+class _PartsBlocks(_Whole):
+    """A quantized layer would be divided within a block of `unit` features."""
+
+    def __init__(self, layer: ir.Node, unit: int) -> None:
+        super().__init__(f"a rank's part would end within a block of {unit} features of {layer.name}")
+        self.unit = unit
+
+
 def plan(model: ir.Model, degree: int) -> ShardPlan:
     """Divide `model`, canonical or fused, among `degree` ranks; it stays as it is, but shapes are completed.
 
@@ -86,8 +94,9 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
         if (node.domain, node.op_type) == MOE:
             planner.moe(node)
     planner.vocabulary()
+    head = _head(model)
     for node in list(model.graph):
-        if is_linear(node) and node is not planner.head:
+        if is_linear(node) and node is not head:
             planner.row(node)
     return planner.result()
 
@@ -178,7 +187,14 @@ class _Planner:
             self._resolve()
             self._check_readers(self.cuts)
         except _Whole as reason:
-            raise UnsupportedError(f"attention {node.name} cannot be divided among ranks: {reason}") from None
+            unit = reason.unit if isinstance(reason, _PartsBlocks) else 0
+            degrees = (
+                allowed(lambda degree: fits(degree) and heads // degree * value % unit == 0, heads) if unit else ""
+            )
+            raise UnsupportedError(
+                f"tensor_parallel is {n}: attention {node.name} cannot be divided: {reason}",
+                hint=f"allowed are {degrees}" if unit else None,
+            ) from None
 
     def moe(self, node: ir.Node) -> None:
         """Divide the inner width of every expert of a layer."""
@@ -289,8 +305,10 @@ class _Planner:
         for reader, index in value.uses():
             if is_linear(reader):
                 unit = reader.attributes.get_int("block_size") if reader.op_type == "MatMulNBits" else 1
-                if index or cut.divided(unit) is None:
-                    raise _Whole(f"a rank's part of {value.name} does not end with a block of {unit} of {reader.name}")
+                if index:
+                    raise _Whole(f"{reader.name} multiplies by {value.name}")
+                if cut.divided(unit) is None:
+                    raise _PartsBlocks(reader, unit)
                 self.rows[reader] = cut
                 continue
             made = reader.outputs[0]
@@ -324,9 +342,7 @@ class _Planner:
             for value in node.inputs:
                 if value is not None and not value.is_initializer() and _size(value, cut.axis, last) == size:
                     yield value, cut
-        elif kind == "RotaryEmbedding" and cut.axis == last:
-            yield first, cut
-        elif kind in _NORMS and cut.axis != last:
+        elif (kind == "RotaryEmbedding" and cut.axis == last) or (kind in _NORMS and cut.axis != last):
             yield first, cut
         elif kind == "Transpose":
             yield first, cut.on(node.attributes["perm"].as_ints()[cut.axis])
@@ -339,7 +355,7 @@ class _Planner:
                 if value is not None and _size(value, cut.axis, last) != 1:
                     yield value, cut
         else:
-            raise _Whole(f"{node.op_type} {node.name} mixes what would be divided")
+            raise _Whole(f"what it reads comes whole from {node.op_type} {node.name}")
 
     def _sections(self, split: ir.Node, held: Sequence[Cut | None], axis: int) -> Cut:
         """Put the cuts of all outputs of a Split behind one another."""
@@ -400,6 +416,8 @@ def _through_reshape(made: ir.Value | None, read: ir.Value | None, cut: Cut) -> 
         return cut.divided(b[3])
     if len(a) == 4 and len(b) == 3 and cut.axis == 2 and isinstance(a[3], int):
         return cut.scaled(a[3])
+    if len(a) == len(b) == 4 and cut.axis == 2 and b[1] == 1 and isinstance(a[3], int):  # [B, 1, S, heads·D]
+        return cut.scaled(a[3], axis=3)
     return None
 
 

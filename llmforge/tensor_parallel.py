@@ -25,7 +25,6 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge import graph as g
-from llmforge import interface
 from llmforge.cuts import Cut, nibbles, shard
 from llmforge.shard_plan import ATTENTION, ShardPlan, features, is_linear, plan
 
@@ -296,13 +295,8 @@ class _Rank:
             assert isinstance(whole, int)
             heads = node.attributes.get_int("num_heads") * cut.size(self.rank) // whole
             node.attributes["num_heads"] = ir.AttrInt64("num_heads", heads)
-        elif kind == "Reshape":
-            dims[cut.axis] = cut.size(self.rank)
-            target = [dim if isinstance(dim, int) else 0 for dim in dims]
-            name = f"rank.shape_{'_'.join(map(str, target))}"
-            node.replace_input_with(1, g.initializer(self.model, name, np.array(target)))
-        elif kind == "Expand":
-            self._fit_expand(node, cut)
+        elif kind == "Reshape" or kind == "Expand":
+            self._fit_shape(node, dims[cut.axis], cut)
         elif kind == "Split":
             self._fit_split(node)
         elif kind not in ("Transpose", "Concat", "Slice", "RMSNormalization", "LayerNormalization"):
@@ -314,15 +308,16 @@ class _Rank:
                 if axis >= 0 and held[axis] == dims[cut.axis]:
                     self._cut_input(node, index, axis, cut)
 
-    def _fit_expand(self, node: ir.Node, cut: Cut) -> None:
+    def _fit_shape(self, node: ir.Node, whole: object, cut: Cut) -> None:
+        """Name the size of a rank's part where the target of Reshape or Expand names the whole."""
         target = node.inputs[1]
         assert target is not None
         assert target.const_value is not None
         sizes = target.const_value.numpy().tolist()
-        if sizes[cut.axis] != 1:
+        if sizes[cut.axis] == whole:
             sizes[cut.axis] = cut.size(self.rank)
-        name = f"rank.expand_{'_'.join(map(str, sizes))}"
-        node.replace_input_with(1, g.initializer(self.model, name, np.array(sizes)))
+            name = f"rank.shape_{'_'.join(map(str, sizes))}"
+            node.replace_input_with(1, g.initializer(self.model, name, np.array(sizes)))
 
     def _fit_split(self, node: ir.Node) -> None:
         last = len(g.dims(node.outputs[0]) or ()) - 1
