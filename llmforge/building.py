@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from llmforge import graph as g
 
@@ -18,21 +20,21 @@ class Builder:
 
     model: ir.Model
 
-    def _constant(self, name: str, value: int | list[int] | np.generic) -> ir.Value:
+    def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
         return g.initializer(self.model, f"{PREFIX}.{name}", array)
 
     def _add(
-        self, node: ir.Node, op_type: str, inputs: list[ir.Value], attributes: dict[str, g.Attribute] | None = None
+        self, node: ir.Node, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
     ) -> ir.Value:
         return g.insert(node, op_type, list(inputs), attributes)[0]
 
     def _first(
-        self, op_type: str, inputs: list[ir.Value], attributes: dict[str, g.Attribute] | None = None
+        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
     ) -> ir.Value:
         """Add a node that every layer may read: behind the last of its inputs, else at the head of the graph."""
         producers = [producer for value in inputs if (producer := value.producer()) is not None]
-        node = ir.Node("", op_type, inputs, ir.convenience.convert_attributes(attributes or {}))
+        node = ir.Node("", op_type, inputs, ir.convenience.convert_attributes(dict(attributes or {})))
         if producers:
             order = {member: index for index, member in enumerate(self.model.graph)}
             self.model.graph.insert_after(max(producers, key=order.__getitem__), node)

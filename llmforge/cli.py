@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from llmforge import __version__, cli_serving
 from llmforge.errors import ForgeError, GateFailed, GateInconclusive, UsageError
@@ -73,10 +74,18 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("artifacts"), show_default=True,
     help="Folder that receives NAME/VERSION.",
+)  # fmt: skip
+@click.option(
+    "--defer", is_flag=True,
+    help="Publish the lowered graph, and build the engine later, on its GPU; the same as --set engine.deferred=true.",
+)  # fmt: skip
+@click.option(
+    "--finish", "pending", type=click.Path(path_type=Path), metavar="ARTIFACT",
+    help="Build the engine that was deferred, as a version beside ARTIFACT. With RECIPE, what it asks for is measured.",
 )  # fmt: skip
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
@@ -85,7 +94,15 @@ def cli() -> None:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON instead of a summary.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
-def build(recipe: Path, out: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> None:
+def build(
+    recipe: Path | None,
+    out: Path,
+    defer: bool,
+    pending: Path | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Build the artifact that RECIPE describes.
 
     Its path is the last line of standard output.
@@ -98,13 +115,23 @@ def build(recipe: Path, out: Path, overrides: tuple[str, ...], as_json: bool, qu
     from llmforge.gates import Verdict
     from llmforge.recipe import Recipe
 
-    loaded = Recipe.load(recipe, overrides)
-    loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
+    if recipe is None and pending is None:
+        raise UsageError("a recipe is missing", hint="llmforge build RECIPE")
+    if pending is not None:
+        _refuse_beside_finish()
+    chosen = (*overrides, "engine.deferred=true") if defer else overrides
+    loaded = None if recipe is None else Recipe.load(recipe, chosen)
+    if loaded is not None:
+        loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
 
-    from llmforge import pipeline
+    from llmforge import finishing, pipeline
 
     with console.progress(quiet=quiet) as progress:
-        result = pipeline.build(loaded, out, progress)
+        if pending is not None:
+            result = finishing.finish(pending, loaded, progress)
+        else:
+            assert loaded is not None
+            result = pipeline.build(loaded, out, progress)
     if as_json:
         _write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
     else:
@@ -318,6 +345,14 @@ def main() -> None:
     except Exception as error:
         error.add_note(_ISSUES)
         raise
+
+
+def _refuse_beside_finish() -> None:
+    """Refuse what says nothing where an engine is finished: it goes beside its artifact, and is not deferred again."""
+    context = click.get_current_context()
+    for name in ("out", "defer"):
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise UsageError(f"--{name} says nothing beside --finish", hint="leave one of them out")
 
 
 def _constraint(json_schema: Path | None, regex: str | None) -> Constraint | None:

@@ -21,7 +21,9 @@ class Verdict(enum.Enum):
 
     PASS = "pass"  # the whole interval lies within the limit
     FAIL = "fail"  # the whole interval lies beyond the limit, or the figure was not measured
-    INCONCLUSIVE = "inconclusive"  # the limit lies within the interval, or there is no interval
+    INCONCLUSIVE = (
+        "inconclusive"  # the limit lies within the interval, there is none, or nothing could be measured here
+    )
     NONE = "none"  # there are no gates
 
 
@@ -39,14 +41,20 @@ class GateResult(BaseModel):
     explanation: str  # one line that begins with the metric
 
 
-def judge(gates: Mapping[Metric, GateSpec], measured: Mapping[str, Estimate]) -> tuple[GateResult, ...]:
-    """Decide every limit; a gate with `min` and `max` gives two results. A figure that is missing or NaN fails."""
+def judge(
+    gates: Mapping[Metric, GateSpec], measured: Mapping[str, Estimate], *, unmeasured: str | None = None
+) -> tuple[GateResult, ...]:
+    """Decide every limit; a gate with `min` and `max` gives two results.
+
+    A figure that is missing or NaN fails, but where nothing could be measured: `unmeasured` says why, and leaves what
+    is missing undecided.
+    """
     results: list[GateResult] = []
     for metric, gate in gates.items():
         if gate.min is not None:
-            results.append(_decide(metric, "min", gate.min, measured.get(metric)))
+            results.append(_decide(metric, "min", gate.min, measured.get(metric), unmeasured))
         if gate.max is not None:
-            results.append(_decide(metric, "max", gate.max, measured.get(metric)))
+            results.append(_decide(metric, "max", gate.max, measured.get(metric), unmeasured))
     return tuple(results)
 
 
@@ -56,8 +64,10 @@ def overall(results: Sequence[GateResult]) -> Verdict:
     return next((v for v in (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS) if v in verdicts), Verdict.NONE)
 
 
-def _decide(metric: str, bound: Literal["min", "max"], limit: float, measured: Estimate | None) -> GateResult:
-    verdict, needed, why = _verdict(bound, limit, measured)
+def _decide(
+    metric: str, bound: Literal["min", "max"], limit: float, measured: Estimate | None, unmeasured: str | None
+) -> GateResult:
+    verdict, needed, why = _verdict(bound, limit, measured, unmeasured)
     return GateResult(
         metric=metric,
         bound=bound,
@@ -69,9 +79,13 @@ def _decide(metric: str, bound: Literal["min", "max"], limit: float, measured: E
     )
 
 
-def _verdict(bound: Literal["min", "max"], limit: float, measured: Estimate | None) -> tuple[Verdict, int | None, str]:
+def _verdict(
+    bound: Literal["min", "max"], limit: float, measured: Estimate | None, unmeasured: str | None
+) -> tuple[Verdict, int | None, str]:
     """Decide one limit: verdict, sample size that would decide, and why."""
     wanted = f"at {'most' if bound == 'max' else 'least'} {_number(limit)}"
+    if measured is None and unmeasured is not None:
+        return Verdict.INCONCLUSIVE, None, f"not measured: {unmeasured}; wanted {wanted}"
     if measured is None:
         return Verdict.FAIL, None, f"not measured; wanted {wanted}"
     value, low, high = measured.value, measured.low, measured.high

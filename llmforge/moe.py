@@ -72,11 +72,11 @@ def expand(model: ir.Model, node: ir.Node, prefix: str) -> ir.Value:
     An iteration takes one expert's matrices and the tokens that chose it, and adds what it makes of them: memory is
     that of one expert, and a decode step reads no more than top_k experts a row. `prefix` names constants.
     """
-    return _Expansion(model, node, prefix).result()
+    return Expansion(model, node, prefix).result()
 
 
 @dataclass
-class _Expansion:
+class Expansion:
     """One expansion; comments give shapes: T tokens, of which one expert gets n."""
 
     model: ir.Model
@@ -129,7 +129,7 @@ class _Expansion:
         return y if biases is None else self._inner("Add", [y, self._inner("Gather", [biases, expert])])
 
     def _between(self, h: ir.Value) -> ir.Value:
-        """Gate or activate: [n, 2·I or I] → [n, I]."""
+        """Gate or activate: [..., 2·I or I] → [..., I]."""
         numbers = {name: attribute.value for name, attribute in self.node.attributes.items()}
         if not numbers["gated"]:
             return self._activate(h, numbers)
@@ -147,7 +147,7 @@ class _Expansion:
         first, second, step = (0, 1, 2) if interleaved else (0, width // 2, 1)
 
         def columns(start: int, end: int) -> ir.Value:
-            places = [self._constant(f"at_{place}", [place]) for place in (start, end, 1, step)]
+            places = [self._constant(f"at_{place}", [place]) for place in (start, end, -1, step)]
             return self._inner("Slice", [h, *places])
 
         return columns(first, width if interleaved else second), columns(second, width)
@@ -190,7 +190,7 @@ class _Expansion:
         suffix = "" if self._dtype == ir.DataType.FLOAT else f"_{self._dtype.name.lower()}"
         return self._constant(f"number_{value}{suffix}", self._dtype.numpy().type(value))
 
-    def _constant(self, name: str, value: int | list[int] | np.generic) -> ir.Value:
+    def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
         own = f"{self.prefix}.moe_{name}"
         return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes

@@ -5,9 +5,6 @@ This module alone owns verification after each pass, timing, and the record of w
 
 from __future__ import annotations
 
-import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +21,8 @@ from llmforge import (
     calibration,
     data,
     dialect,
+    engines,
+    evidence,
     gates,
     graph,
     interface,
@@ -36,20 +35,16 @@ from llmforge import (
 )
 from llmforge.checkpoint import Checkpoint
 from llmforge.data import Document
-from llmforge.engines import interop
-from llmforge.engines import onnxruntime as engines
+from llmforge.engines import Engine, interop, pending
+from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.errors import UnsupportedError
-from llmforge.evaluate import footprint, latency, machine, quality
-from llmforge.evaluate.baseline import Baseline
-from llmforge.evaluate.latency import Latency, Subject
-from llmforge.evaluate.quality import Quality
+from llmforge.evaluate import machine
+from llmforge.evidence import Clock, Evidence
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
 from llmforge.report import render
 from llmforge.report.model import Report
-from llmforge.runtime import Runner
-from llmforge.runtime import load as load_runner
 from llmforge.runtime.config import physical_cores
 from llmforge.statistics import Demand, Statistics
 from llmforge.targets import Target
@@ -82,7 +77,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     job = _Job(recipe, out, progress or Silent())
     job.progress.stage("Check recipe, target and data")
     steps = recipe.instantiate(passes.ALL)
-    job.target.require_engine(recipe.engine.backend)
+    job.check_host()
     job.check_data()
     with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
         job.progress.stage("Trace")
@@ -95,10 +90,11 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         statistics = job.calibrate(model, demands, layers)
         done = job.transform(model, steps, statistics)
         engine = job.build_engine(model, staging)
-        evidence = job.measure(staging, engine, model)
+        found = job.measure(staging, engine, model)
         resolved = recipe.resolved(steps)
         version = artifact.version_of(artifact.content_digest(staging, resolved))
-        report = job.report(version, resolved, done, statistics, engine, evidence)
+        record = found.engine_record(recipe.engine.backend, staging / "engine", engine)
+        report = job.report(version, resolved, done, statistics, record, found)
         job.progress.stage("Publish")
         (staging / artifact.REPORT).mkdir()
         render.write(report, staging / artifact.REPORT)
@@ -108,18 +104,18 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             checkpoint=job.checkpoint.digest,
             target=job.target.name,
             verdict=report.verdict.value,
-            requires={"onnxruntime": engine.config.onnxruntime},
+            requires=engine.config.requires if engine is not None else {},
         )
     return BuildResult(out / recipe.name / published.manifest.version, report)  # as `out` was given, not resolved
 
 
-@dataclass(frozen=True)
-class _Evidence:
-    """What was measured on the shipped engine."""
-
-    quality: Quality | None
-    latency: Latency | None
-    baseline: str | None  # what it was held against, in words
+def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
+    """Cut the text that quality is measured on into windows; [] where the recipe asks for none."""
+    spec = recipe.validation.quality
+    if spec is None:
+        return []
+    documents = data.read_documents(spec.data)
+    return text.windows(checkpoint.tokenizer, documents, spec.context, checkpoint.bos_token_id)
 
 
 @dataclass
@@ -130,8 +126,7 @@ class _Job:
     out: Path
     progress: Progress
     notes: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
-    cpu_began: float = field(default_factory=lambda: _cpu_seconds())
+    clock: Clock = field(default_factory=Clock)
 
     @cached_property
     def target(self) -> Target:
@@ -165,12 +160,18 @@ class _Job:
 
     @cached_property
     def evaluation_windows(self) -> list[Window]:
-        spec = self.recipe.validation.quality
-        if spec is None:
-            return []
-        return text.windows(
-            self.checkpoint.tokenizer, self.evaluation_documents, spec.context, self.checkpoint.bos_token_id
-        )
+        return evaluation_windows(self.recipe, self.checkpoint)
+
+    def check_host(self) -> None:
+        """Refuse what no engine is built for, and what this machine does not build unless that is deferred."""
+        builder = engines.for_target(self.recipe.engine.backend, self.target)
+        if not self.recipe.engine.deferred:
+            builder.require_host(self.target, self.recipe.engine)
+        elif self.target.kind == "cpu":
+            raise UnsupportedError(
+                f"an engine for target {self.target.name}, a CPU, is built here and now: nothing is deferred",
+                hint="leave `deferred` out of the recipe, and --defer",
+            )
 
     def check_data(self) -> None:
         """Read both texts, and refuse evaluation on what calibration has seen."""
@@ -276,80 +277,57 @@ class _Job:
         picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
         return [pool[i].ids for i in picked]
 
-    def build_engine(self, model: ir.Model, staging: Path) -> engines.Engine:
-        """Lower `model` and write the engine, the tokenizer and the model repository."""
+    def build_engine(self, model: ir.Model, staging: Path) -> Engine | None:
+        """Lower `model` and write the engine, the tokenizer and the model repository; None where that is deferred."""
         self.progress.stage("Build engine")
-        lowered, changes = engines.lower(model, self.target)
+        builder = engines.for_target(self.recipe.engine.backend, self.target)
+        lowered, changes = builder.lower(model, self.target, self.recipe.engine)
         self.notes += [f"lowering: {change.node}: {change.what}" for change in changes.rewritten]
-        engine = engines.build(
+        write_tokenizer(self.checkpoint, staging / "tokenizer")
+        if self.recipe.engine.deferred:
+            pending.write(
+                lowered,
+                staging / "engine",
+                spec=self.recipe.engine,
+                target=self.target,
+                eos_token_ids=self.checkpoint.eos_token_ids,
+                bos_token_id=self.checkpoint.bos_token_id,
+                progress=self.progress,
+            )
+            return None
+        engine = builder.build(
             lowered,
             staging / "engine",
             spec=self.recipe.engine,
+            target=self.target,
             eos_token_ids=self.checkpoint.eos_token_ids,
             bos_token_id=self.checkpoint.bos_token_id,
             progress=self.progress,
         )
-        engines.write_tokenizer(self.checkpoint, staging / "tokenizer")
-        self.notes += [f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)]
-        self._write_triton(engine, staging / repository.FOLDER)
+        self.notes += [
+            *engine.notes,
+            *(f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)),
+        ]
+        made_of = {"checkpoint": f"{self.checkpoint.path.name} {self.checkpoint.digest}"}
+        served = repository.Model(self.recipe.name, self.target.kind, self.recipe.serving, engine.config, made_of)
+        repository.write(served, staging / repository.FOLDER / self.recipe.name)
         return engine
 
-    def _write_triton(self, engine: engines.Engine, folder: Path) -> None:
-        """Write the model repository that serves the engine from where it lies."""
-        model = repository.Model(
-            self.recipe.name,
-            self.target.kind,
-            self.recipe.serving,
-            engine.config,
-            made_of={"checkpoint": f"{self.checkpoint.path.name} {self.checkpoint.digest}"},
-        )
-        repository.write(model, folder / self.recipe.name)
-
-    def measure(self, staging: Path, engine: engines.Engine, model: ir.Model) -> _Evidence:
-        """Measure the engine as it ships, loaded by the runtime that serves it, beside the checkpoint."""
+    def measure(self, staging: Path, engine: Engine | None, model: ir.Model) -> Evidence:
+        """Measure the engine as it ships, where this machine runs it."""
         spec = self.recipe.validation
         if spec.quality is None and spec.latency is None:
             self.notes.append("nothing was measured: the recipe asks for no validation")
-            return _Evidence(None, None, None)
-        self.progress.stage("Load engine and baseline")
-        began = time.perf_counter()
-        runner = load_runner(staging, threads=self.threads)
-        load_seconds = time.perf_counter() - began
-        baseline = Baseline(self.checkpoint, threads=self.threads)
-        return _Evidence(
-            self._quality(runner, baseline),
-            self._latency(runner, baseline, engine, model, load_seconds),
-            baseline.description,
-        )
-
-    def _quality(self, runner: Runner, baseline: Baseline) -> Quality | None:
-        if self.recipe.validation.quality is None:
-            return None
-        self.progress.stage("Measure quality")
-        return quality.compare(
-            self.evaluation_windows,
-            baseline.logits,
-            lambda ids: runner.logits(ids.tolist()),
-            progress=self.progress.advance,
-        )
-
-    def _latency(
-        self, runner: Runner, baseline: Baseline, engine: engines.Engine, model: ir.Model, load_seconds: float
-    ) -> Latency | None:
-        spec = self.recipe.validation.latency
-        if spec is None:
-            return None
-        self.progress.stage("Measure latency")
-        return latency.measure(
-            Subject.of_runner(runner, description=_describe(runner, self.threads), load_seconds=load_seconds),
-            Subject.of_baseline(baseline),
-            footprint.count(model, engine.size_bytes),
-            prompt_tokens=spec.prompt_tokens,
-            output_tokens=spec.output_tokens,
-            repetitions=spec.repetitions,
-            vocabulary=runner.config.vocabulary,
+        return evidence.measure(
+            staging,
+            engine,
+            model,
+            spec=spec,
+            target=self.target,
+            checkpoint=self.checkpoint,
+            windows=self.evaluation_windows,
             threads=self.threads,
-            progress=self.progress.advance,
+            progress=self.progress,
         )
 
     def report(
@@ -358,42 +336,27 @@ class _Job:
         resolved: dict[str, object],
         done: tuple[records.PassRecord, ...],
         statistics: Statistics | None,
-        engine: engines.Engine,
-        evidence: _Evidence,
+        engine: records.EngineRecord,
+        found: Evidence,
     ) -> Report:
         """Write down everything, and judge the gates."""
-        engine_record = records.EngineRecord(
-            backend=self.recipe.engine.backend,
-            files=tuple(
-                records.EngineFile(name=file.name, size_bytes=file.stat().st_size)
-                for file in sorted(engine.folder.iterdir())
-            ),
-            session=dataclasses.asdict(engine.config.session),
-        )
-        results = gates.judge(
-            self.recipe.gates,
-            records.measured(quality=evidence.quality, latency=evidence.latency, engine=engine_record),
-        )
+        results = found.judge(self.recipe.gates, engine)
         return Report(
             name=self.recipe.name,
             version=version,
             created=datetime.now(UTC).replace(microsecond=0).isoformat(),
             verdict=gates.overall(results),
             gates=results,
-            quality=evidence.quality,
-            quality_baseline=evidence.baseline,
-            latency=evidence.latency,
+            quality=found.quality,
+            quality_baseline=found.baseline,
+            latency=found.latency,
             checkpoint=self._checkpoint_record(),
             target=records.TargetRecord(name=self.target.name, title=self.target.title, kind=self.target.kind),
-            engine=engine_record,
+            engine=engine,
             passes=done,
             calibration=self._calibration_record(statistics),
             notes=tuple(self.notes),
-            build=records.BuildRecord(
-                seconds=time.perf_counter() - self.began,
-                cpu_seconds=_cpu_seconds() - self.cpu_began,
-                peak_rss_bytes=_peak_rss_bytes(),
-            ),
+            build=self.clock.record(),
             machine=machine.describe(),
             versions=artifact.tool_versions(),
             recipe=resolved,
@@ -421,18 +384,3 @@ class _Job:
             samples=statistics.samples,
             tokens=statistics.tokens,
         )
-
-
-def _describe(runner: Runner, threads: int) -> str:
-    return f"llmforge runtime, ONNX Runtime {runner.config.onnxruntime}, {threads} threads"
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _peak_rss_bytes() -> int:
-    """Largest resident set of this process so far; the unit of ru_maxrss is KiB, on macOS bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import dialect, graph, transform
+from llmforge import dialect, engines, graph, transform
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import interop
-from llmforge.engines import onnxruntime as engines
 from llmforge.errors import UnsupportedError
 from llmforge.quantization import QuantizedMatrix
 from llmforge.recipe import EngineSpec
@@ -61,8 +60,9 @@ def rehearse(
             )
         else:
             idle |= {fact: f"{step.name} left every node alone: {_reason(changes)}" for fact in step.provides}
-    lowered, _ = engines.lower(rehearsed, target)
-    engines.check_context(lowered, spec.max_context)
+    builder = engines.for_target(spec.backend, target)
+    lowered, _ = builder.lower(rehearsed, target, spec)
+    builder.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
 
 

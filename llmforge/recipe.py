@@ -61,6 +61,26 @@ class EngineSpec(_Section):
     threads: int | None = Field(
         default=None, ge=1, le=4096, description="threads of a CPU engine; not set: one for each physical core"
     )
+    decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
+        default=(), description="rows that decode steps on a GPU are padded to; none: powers of two, and max_batch"
+    )
+    cuda_graphs: Literal["require", "allow", "off"] = Field(
+        default="require",
+        description="decode steps on a GPU as CUDA graphs; require: each, or the engine fails; allow: those that can be",
+    )
+    deferred: bool = Field(
+        default=False,
+        description="publish the lowered graph, and build the engine later, on its GPU: `llmforge build --finish`",
+    )
+
+    @model_validator(mode="after")
+    def _batches_reach_the_largest(self) -> Self:
+        batches = self.decode_batches
+        if batches and (list(batches) != sorted(set(batches)) or batches[-1] != self.max_batch):
+            raise ValueError(
+                f"decode_batches is {list(batches)}; wanted numbers that ascend to max_batch, {self.max_batch}"
+            )
+        return self
 
 
 class CalibrationSpec(_Section):

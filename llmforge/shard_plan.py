@@ -36,6 +36,7 @@ _REFUSED: Mapping[tuple[str, str], str] = {
     ("llmforge", "CacheLengths"): "split the graph before the pass that wrote it",
     ("com.microsoft", "MoE"): "split the graph before fuse-experts",
     ("com.microsoft", "QMoE"): "quantized experts are not divided",
+    ("", "DequantizeLinear"): "layers in codes of a channel are not divided; split the graph before quantize-channels",
 }
 _POINTWISE = {
     *("Add", "Sub", "Mul", "Div", "Pow", "Neg", "Sigmoid", "Tanh", "Relu", "Erf", "Exp", "Softplus", "Gelu", "Abs"),
@@ -118,7 +119,7 @@ def features(node: ir.Node) -> tuple[int, int]:
 
 def allowed(fits: Callable[[int], bool], most: int) -> str:
     """List the degrees up to `most` that fit, for a message."""
-    return ", ".join(str(degree) for degree in range(1, most + 1) if fits(degree))
+    return ", ".join(["1", *(str(degree) for degree in range(2, most + 1) if fits(degree))])
 
 
 @dataclass(eq=False)

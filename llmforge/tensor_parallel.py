@@ -6,9 +6,9 @@
     head                by columns of the vocabulary:  logits = AllGather(x·W[:, part r])
     tied embedding      by its rows:  e = AllReduce(W_r[id] where the rank has it, else 0): exact
 
-Each graph keeps the interface of the whole: inputs and outputs have the same names, caches hold the KV heads of the rank
-[batch, kv_heads of the rank, capacity, head_dim], logits are whole on every rank. Two collectives a layer, one for the
-head, one for a tied embedding. Weights are lazy slices of the whole graph's lazy weights: a rank reads its part.
+Each graph keeps the interface of the whole: inputs and outputs have the same names, caches hold the KV heads of the
+rank [batch, kv_heads of the rank, capacity, head_dim], logits are whole on every rank. Two collectives a layer, one for
+the head, one for a tied embedding. Weights are lazy slices of the whole graph's lazy weights: a rank reads its part.
 
 `llmforge::AllReduce` and `llmforge::AllGather` (docs/dialect.md) stand where ranks meet; `docs/tensor-parallelism.md`
 says which engines have them. One graph becomes several, so this is no pass: it comes after all passes, before the

@@ -28,7 +28,6 @@ import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
 from llmforge import graph, moe_kernels
-from llmforge.errors import UnsupportedError
 from llmforge.routing import MOE
 from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -44,13 +43,9 @@ class FuseExperts(Pass):
         """Rewrite every `llmforge::MoE` of `model` that the kernel computes.
 
         Raises:
-            UnsupportedError: the target is no CPU with ONNX Runtime, whose operator this is.
+            UnsupportedError: the target has no ONNX Runtime, whose operator this is.
         """
-        if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
-            raise UnsupportedError(
-                f"{self.name}: target {context.target.name} is no CPU that runs ONNX Runtime, whose kernel this is",
-                hint=f"leave {self.name} out of the recipe, or choose a CPU target",
-            )
+        context.require_onnxruntime(self.name, "MoE is an operator of ONNX Runtime")
         changes = Changes()
         for node in [node for node in model.graph if (node.domain, node.op_type) == MOE]:
             reason = moe_kernels.obstacle(node)

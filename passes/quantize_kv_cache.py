@@ -24,7 +24,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge import graph, interface
-from llmforge.errors import DataError, UnsupportedError
+from llmforge.errors import DataError
 from llmforge.statistics import Demand, KvRange, KvRangeDemand
 from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -57,15 +57,10 @@ class QuantizeKvCache(Pass):
         """Rewrite every GroupQueryAttention of `model`.
 
         Raises:
-            UnsupportedError: the target has no ONNX Runtime on a CPU.
+            UnsupportedError: the target has no ONNX Runtime, whose caches these are.
             DataError: a channel was 0 on all of the calibration text, so that it has no scale.
         """
-        if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
-            raise UnsupportedError(
-                f"{self.name}: target {context.target.name} is no CPU that runs ONNX Runtime; int8 caches are written "
-                "for those",
-                hint=f"leave {self.name} out of the recipe, or choose a CPU target",
-            )
+        context.require_onnxruntime(self.name, "int8 caches are those of its GroupQueryAttention")
         ranges = {} if context.statistics is None else context.statistics.kv
         layers = {interface.past_key(layer): layer for layer in ranges}
         changes = Changes()

@@ -14,6 +14,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines import onnx_file
 from llmforge.engines import onnxruntime as engine
 from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.recipe import EngineSpec
@@ -124,7 +125,7 @@ def test_large_tensors_lie_aligned_in_the_order_of_their_names_and_small_ones_in
 
 def test_small_tensors_of_the_checkpoint_are_written_into_the_model(tmp_path, monkeypatch):
     """They are ranges of a file elsewhere, whose path must not get into the artifact."""
-    monkeypatch.setattr(engine, "INLINE_BELOW_BYTES", 1 << 20)
+    monkeypatch.setattr(onnx_file, "INLINE_BELOW_BYTES", 1 << 20)
     model = decoder()
     cos = model.graph.initializers["cos"]
     held, file = cos.const_value.numpy(), tmp_path / "model.safetensors"
@@ -139,7 +140,7 @@ def test_small_tensors_of_the_checkpoint_are_written_into_the_model(tmp_path, mo
 def test_runtime_json_says_how_to_run(tmp_path):
     built = build(decoder(int8_cache=True), tmp_path)
     data = json.loads((tmp_path / "runtime.json").read_text())
-    assert data["format"] == 2
+    assert data["format"] == 3
     assert data["kernels"] is None
     assert data["onnxruntime"] == onnxruntime.__version__
     assert (data["max_context"], data["max_batch"], data["vocabulary"]) == (64, 3, 97)

@@ -13,9 +13,8 @@ import onnx_ir as ir
 import pytest
 
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import interop
+from llmforge.engines import Engine, interop
 from llmforge.engines import onnxruntime as engines
-from llmforge.engines.onnxruntime import Engine
 from llmforge.errors import UnsupportedError
 from llmforge.passes import FlashAttention, GenaiInterface, OptimumInterface
 from llmforge.recipe import EngineSpec

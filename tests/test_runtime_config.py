@@ -11,11 +11,22 @@ import pytest
 
 from llmforge import native
 from llmforge.errors import EnvironmentLacks, InputError, VersionMismatch
-from llmforge.runtime.config import RuntimeConfig, SessionOptions, _quota, physical_cores
-from llmforge.runtime.session import CacheInput, SessionConfig
+from llmforge.runtime.config import (
+    Capture,
+    DeviceFacts,
+    GraphPlan,
+    PlanFacts,
+    ProfileFacts,
+    RuntimeConfig,
+    SessionOptions,
+    _quota,
+    physical_cores,
+)
+from llmforge.runtime.session import SessionConfig
+from llmforge.runtime.signature import CacheInput
 
 CONFIG = RuntimeConfig(
-    format=2,
+    format=3,
     onnxruntime=onnxruntime.__version__,
     kernels=None,
     max_context=128,
@@ -26,13 +37,35 @@ CONFIG = RuntimeConfig(
     caches=(CacheInput("past_key_values.0.key", "int8", 2, 16),),
     session=SessionOptions(threads=None, optimize=True, entries={"session.x": "1"}),
 )
+CUDA = dataclasses.replace(
+    CONFIG,
+    provider="cuda",
+    provider_options={"arena_extend_strategy": "kSameAsRequested"},
+    buckets=(1, 2, 4),
+    device=DeviceFacts(sm=89, memory_bytes=1 << 30),
+    graphs=GraphPlan("require", (Capture(1, 4, 128), Capture(2, 2, 128))),
+)
+PLAN = dataclasses.replace(
+    CONFIG,
+    onnxruntime=None,
+    provider="tensorrt-rtx",
+    device=DeviceFacts(sm=120, memory_bytes=1 << 30),
+    plan=PlanFacts("tensorrt_rtx", "1.7.1.116", "model.plan", (ProfileFacts("prefill", 1, 512),)),
+)
 
 
-def test_what_is_written_is_read(tmp_path):
+@pytest.mark.parametrize("config", [CONFIG, CUDA, PLAN], ids=lambda config: config.provider)
+def test_what_is_written_is_read(tmp_path, config):
     path = tmp_path / "runtime.json"
-    path.write_text(CONFIG.to_json())
-    assert RuntimeConfig.read(path) == CONFIG
-    CONFIG.check_versions()
+    path.write_text(config.to_json())
+    assert RuntimeConfig.read(path) == config
+    config.check_versions()
+
+
+def test_what_runs_an_engine_is_named_as_pip_knows_it():
+    assert CONFIG.requires == {"onnxruntime": onnxruntime.__version__}
+    assert CUDA.requires == {"onnxruntime-gpu": onnxruntime.__version__}
+    assert PLAN.requires == {"tensorrt-rtx": "1.7.1.116"}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +83,22 @@ def test_what_is_written_is_read(tmp_path):
         ({"session": {"threads": None, "optimize": True, "entries": {"a": 1}}}, "session: entries is"),
         ({"session": []}, r"session is \[\]"),
         ({"speculation": 3}, "unknown speculation; known: format, onnxruntime, kernels, max_context"),
-        ({"format": 3}, "format 3; this llmforge reads format 2"),
+        ({"format": 2}, "format 2; this llmforge reads format 3"),
+        ({"provider": "gpu"}, 'provider is "gpu"; wanted one of cpu, cuda, tensorrt, tensorrt-rtx'),
+        ({"provider_options": {"device_id": 0}}, r"provider_options is {\"device_id\": 0}; wanted Mapping\[str, str\]"),
+        ({"plan": {}}, "plan: file, module, profiles, version missing"),
+        ({"device": {"sm": 89, "memory_bytes": 1}}, "device makes no sense where provider is cpu"),
+        ({"provider": "cuda"}, "device is missing where provider is cuda"),
+        ({"buckets": [4, 2]}, r"buckets is \[4, 2\]; wanted numbers of rows, ascending"),
+        ({"graphs": {"mode": "must", "captures": []}}, 'graphs: mode is "must"; wanted one of require, allow, off'),
+        (
+            {"graphs": {"mode": "off", "captures": [{"id": 1, "batch": 1}]}},
+            r"graphs\.captures\[0\]: length missing",
+        ),
+        (
+            {"graphs": {"mode": "off", "captures": [{"id": 1, "batch": b, "length": 8} for b in (1, 2)]}},
+            "wanted captures with ids of their own",
+        ),
     ],
 )
 def test_wrong_entries_are_refused(tmp_path, change, message):

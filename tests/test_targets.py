@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from pydantic import ValidationError
 
 from llmforge import targets
 from llmforge.errors import EnvironmentLacks, ForgeError, UnsupportedError, UsageError
-from llmforge.targets import Isa, Target
+from llmforge.targets import Isa
 
 AVX2 = {"sse2", "avx", "avx2", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -145,59 +146,40 @@ def test_another_architecture_runs_the_portable_target(monkeypatch: pytest.Monke
     assert targets.local().name == "cpu-generic"
 
 
-def refusal(target: Target, backend: targets.Backend) -> ForgeError:
+def refusal(call: Callable[[], object]) -> ForgeError:
     with pytest.raises(ForgeError) as caught:
-        target.require_engine(backend)
+        call()
     assert caught.value.hint, "a refusal says what to do"
     return caught.value
 
 
 def test_this_machine_builds_for_itself() -> None:
     targets.local().require_engine("onnxruntime")
+    targets.local().require_here()
 
 
 @pytest.mark.parametrize("name", ["cpu-generic", "cpu-avx512-vnni"])
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
 def test_tensorrt_on_a_cpu_is_not_supported(name: str, backend: targets.Backend) -> None:
-    error = refusal(targets.load(name), backend)
+    error = refusal(lambda: targets.load(name).require_engine(backend))
     assert isinstance(error, UnsupportedError)
     assert error.exit_code == 6
     assert "cannot load" in error.message
     assert "onnxruntime" in error.message
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_tensorrt_on_a_gpu_is_not_built_yet_and_says_so(name: str) -> None:
-    error = refusal(targets.load(name), "tensorrt")
-    assert isinstance(error, UnsupportedError)
-    assert error.exit_code == 6
-    assert "TensorRT engines are not built by this version" in error.message
-
-
 def test_tensorrt_rtx_where_it_has_no_code_is_not_supported() -> None:
-    assert "cannot load a tensorrt-rtx engine" in refusal(targets.load("h200"), "tensorrt-rtx").message
-
-
-def test_onnxruntime_on_a_gpu_lacks_its_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "onnxruntime_providers", lambda extra: ["CPUExecutionProvider"])
-    error = refusal(targets.load("l4"), "onnxruntime")
-    assert isinstance(error, EnvironmentLacks)
-    assert error.exit_code == 8
-    assert "onnxruntime-gpu" in error.message
-
-
-def test_onnxruntime_on_a_gpu_is_not_pretended_where_the_provider_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "onnxruntime_providers", lambda extra: ["CUDAExecutionProvider"])
-    error = refusal(targets.load("l4"), "onnxruntime")
-    assert error.exit_code == 6
-    assert "CUDA" in error.message
+    error = refusal(lambda: targets.load("h200").require_engine("tensorrt-rtx"))
+    assert "cannot load a tensorrt-rtx engine" in error.message
+    assert error.hint is not None
+    assert "backend: tensorrt" in error.hint
 
 
 def test_an_engine_is_not_built_where_it_cannot_be_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "detect", lambda: Isa.AVX2)
-    targets.load("cpu-avx2").require_engine("onnxruntime")
-    targets.load("cpu-generic").require_engine("onnxruntime")
-    error = refusal(targets.load("cpu-amx"), "onnxruntime")
+    targets.load("cpu-avx2").require_here()
+    targets.load("cpu-generic").require_here()
+    error = refusal(targets.load("cpu-amx").require_here)
     assert error.exit_code == 8
     assert "amx" in error.message
     assert "avx2" in error.message
@@ -205,6 +187,6 @@ def test_an_engine_is_not_built_where_it_cannot_be_validated(monkeypatch: pytest
 
 def test_a_missing_onnxruntime_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
-    error = refusal(targets.local(), "onnxruntime")
+    error = refusal(targets.local().require_here)
     assert error.exit_code == 8
     assert error.hint == "pip install 'llmforge[cpu]'"

@@ -1,1 +1,118 @@
-"""Engine builders: what a backend loads, written from a lowered graph."""
+"""Engine builders: what a backend loads, written from a lowered graph.
+
+`for_target` chooses the one for a backend and a target; each has the functions of `Builder`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from llmforge.errors import EnvironmentLacks, UnsupportedError
+from llmforge.runtime.device import require_cuda
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from llmforge.progress import Progress
+    from llmforge.recipe import EngineSpec
+    from llmforge.runtime.config import RuntimeConfig
+    from llmforge.targets import Backend, Target
+    from llmforge.transform import Changes
+
+# (backend, kind of target) → the module that builds. Imported when it is chosen: each has needs of its own.
+_BUILDERS = {
+    ("onnxruntime", "cpu"): "llmforge.engines.onnxruntime",
+    ("onnxruntime", "gpu"): "llmforge.engines.cuda",
+    ("tensorrt", "gpu"): "llmforge.engines.tensorrt.engine",
+    ("tensorrt-rtx", "gpu"): "llmforge.engines.tensorrt.engine",
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What was built, for the report."""
+
+    folder: Path
+    config: RuntimeConfig
+    nodes: int
+    size_bytes: int  # all files together
+    facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, in words
+    notes: tuple[str, ...] = ()  # what a reader should know of this build
+
+
+class Builder(Protocol):
+    """What a module that builds engines offers."""
+
+    def require_host(self, target: Target, spec: EngineSpec, /) -> None:
+        """Return if this machine builds the engine; EnvironmentLacks says what it has not."""
+
+    def lower(self, model: ir.Model, target: Target, spec: EngineSpec, /) -> tuple[ir.Model, Changes]:
+        """Rewrite what the passes left into what the engine runs; the given model is left alone.
+
+        No weight is read. Raises UnsupportedError where the engine or the target cannot run it.
+        """
+
+    def check_context(self, model: ir.Model, max_context: int, /) -> None:
+        """Refuse a context that the lowered `model` does not reach."""
+
+    def build(
+        self,
+        model: ir.Model,
+        folder: Path,
+        /,
+        *,
+        spec: EngineSpec,
+        target: Target,
+        eos_token_ids: Sequence[int],
+        bos_token_id: int | None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Write the engine of a lowered `model` into `folder` (created)."""
+
+
+def for_target(backend: Backend, target: Target) -> Builder:
+    """Choose what builds engines of `backend` for `target`; whether this machine can is not asked.
+
+    Raises:
+        UnsupportedError: the target cannot load such an engine, or this version builds none.
+    """
+    target.require_engine(backend)
+    module = _BUILDERS.get((backend, target.kind))
+    if module is None:
+        built = ", ".join(f"{name} for {kind} targets" for name, kind in _BUILDERS)
+        raise UnsupportedError(
+            f"this version builds no {backend} engine for target {target.name} ({target.title}); it builds: {built}",
+            hint="choose another `engine: {backend: …}`, or `target: local`",
+        )
+    return cast(Builder, importlib.import_module(module))
+
+
+def require_device(target: Target, builds: str) -> None:
+    """Return if the GPU of `target` is at hand; `builds` says as a sentence what it is needed for.
+
+    Raises:
+        EnvironmentLacks: it is not.
+    """
+    if (reason := why_not_run(target)) is not None:
+        raise EnvironmentLacks(
+            f"{builds}: {reason}",
+            hint="set `engine: {deferred: true}`, or give --defer, and on that host `llmforge build --finish ARTIFACT`",
+        )
+
+
+def why_not_run(target: Target) -> str | None:
+    """Say why this machine cannot run what is built for `target`; None where it can."""
+    try:
+        if target.kind == "cpu":
+            target.require_here()
+            return None
+        found = require_cuda()
+    except EnvironmentLacks as error:
+        return error.message
+    if str(found.sm) != target.sm:
+        return f"the CUDA device here, {found.name}, is SM{found.sm}, and target {target.name} is SM{target.sm}"
+    return None

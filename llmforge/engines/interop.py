@@ -19,7 +19,8 @@ import onnx_ir as ir
 
 from llmforge import graph, interface
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines.onnxruntime import Engine, write_tokenizer
+from llmforge.engines import Engine
+from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.errors import UnsupportedError
 from llmforge.runtime.config import MODEL_FILE
 

@@ -6,9 +6,7 @@ The same model and options give the same bytes: nothing of the machine, of paths
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 import onnx
@@ -18,6 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as registry
 
 from llmforge import dialect, folding, graph, native
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines import Engine, onnx_file
 from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
@@ -31,36 +30,20 @@ from llmforge.transform import Changes, Rewritten
 MICROSOFT = "com.microsoft"
 LLMFORGE = "llmforge"
 
-# Tensors below this size stay in model.onnx: scales, row defaults, shapes, which shape inference must see as constants.
-INLINE_BELOW_BYTES = 1024
-# Offsets in the data file. 64: a cache line, so that no kernel meets an unaligned float in a mapped file.
-# 4096: a page, so that a large tensor shares none with its neighbours when the file is mapped.
-ALIGNMENT_BYTES = 64
-PAGE_BYTES = 4096
-PAGE_ALIGNED_FROM_BYTES = 1 << 20
-
 TOKENIZER_FILES = ("tokenizer.json", *chat.SPECIAL_TOKEN_FILES)
 
 
-@runtime_checkable
-class _Writable(Protocol):
-    """What tensors of onnx_ir do besides their protocol."""
+def require_host(target: Target, spec: EngineSpec) -> None:
+    """Return if this machine has the target's instruction set: an engine is run as it is built.
 
-    def tofile(self, file: BinaryIO) -> None: ...
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What was built, for the report."""
-
-    folder: Path
-    config: RuntimeConfig
-    nodes: int
-    size_bytes: int  # all files together
+    Raises:
+        EnvironmentLacks: it has not, or ONNX Runtime is not installed.
+    """
+    target.require_here()
 
 
-def lower(model: ir.Model, target: Target) -> tuple[ir.Model, Changes]:
-    """Rewrite what the passes left into operators that ONNX Runtime runs on the CPU.
+def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tuple[ir.Model, Changes]:
+    """Rewrite what the passes left into operators that ONNX Runtime runs on the CPU; `spec` changes nothing.
 
     Operators of the canonical dialect are expanded to standard ONNX, but for LinearAttention, which ONNX Runtime has a
     kernel for; `MatMul(x, Transpose(W))` of a tied head becomes FusedMatMul(x, W), so that the file holds the embedding
@@ -73,18 +56,24 @@ def lower(model: ir.Model, target: Target) -> tuple[ir.Model, Changes]:
     if target.kind != "cpu":
         raise UnsupportedError(f"target {target.name} is a {target.kind}; this engine runs on CPUs")
     changes = Changes()
+    lowered, changes.rewritten = expand(model)
+    check_operators(lowered)
+    return lowered, changes
+
+
+def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
+    """Clone `model` in operators that ONNX Runtime has kernels for on any of its providers, and list what changed."""
     canonical = [node for node in model.graph.all_nodes() if node.domain == LLMFORGE]
-    changes.rewritten += [Rewritten(str(node.name), _becomes(node)) for node in canonical]
+    rewritten = [Rewritten(str(node.name), _becomes(node)) for node in canonical]
     lowered = model.clone()
     recurrence = Recurrence(lowered)
     for node in [node for node in lowered.graph if _has_kernel(node)]:
         recurrence.call_kernel(node)
     lowered = dialect.expand(lowered) if canonical else lowered
-    changes.rewritten += fuse_transposed_weights(lowered)
+    rewritten += fuse_transposed_weights(lowered)
     if folded := folding.fold(lowered):
-        changes.rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
-    check_operators(lowered)
-    return lowered, changes
+        rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
+    return lowered, rewritten
 
 
 def _has_kernel(node: ir.Node) -> bool:
@@ -182,9 +171,10 @@ def build(
     spec: EngineSpec,
     eos_token_ids: Sequence[int],
     bos_token_id: int | None,
+    target: Target | None = None,
     progress: Progress | None = None,
 ) -> Engine:
-    """Write a lowered `model` into `folder` (created), load it once, and run it.
+    """Write a lowered `model` into `folder` (created), load it once, and run it; `target` changes nothing.
 
     Weights stream one tensor at a time: memory grows with the largest tensor, not with the model.
 
@@ -196,7 +186,7 @@ def build(
     check_operators(model)
     check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_model(model, folder, progress or Silent())
+    onnx_file.write(model, folder, progress or Silent())
     options = session_options(spec.threads)
     session = Session(folder / MODEL_FILE, options.resolve())
     _prove(session, spec.max_context)
@@ -263,79 +253,6 @@ def _prove(session: Session, max_context: int) -> None:
         logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache)
         if not np.isfinite(logits).all():
             raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
-
-
-def _write_model(model: ir.Model, folder: Path, progress: Progress) -> None:
-    """Write `model.onnx` and stream its larger initializers, in the order of their names, to `model.onnx.data`."""
-    written = model.clone()
-    _strip(written)
-    initializers = written.graph.initializers
-    large = [name for name in sorted(initializers) if _size_bytes(initializers[name]) >= INLINE_BELOW_BYTES]
-    for name in sorted(set(initializers) - set(large)):
-        tensor = initializers[name].const_value
-        if isinstance(tensor, ir.ExternalTensor):  # of the checkpoint: a path of this machine otherwise
-            initializers[name].const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=name)
-    total = sum(_size_bytes(initializers[name]) for name in large)
-    for name in initializers.keys() - set(large):  # inlined: also what the checkpoint's own file holds in fp32
-        tensor = initializers[name].const_value
-        assert tensor is not None
-        initializers[name].const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
-    done = 0
-    with (folder / DATA_FILE).open("wb") as file:
-        for name in large:
-            value = initializers[name]
-            tensor = value.const_value
-            assert tensor is not None
-            page = tensor.nbytes >= PAGE_ALIGNED_FROM_BYTES
-            offset = _align(file.tell(), PAGE_BYTES if page else ALIGNMENT_BYTES)
-            file.write(bytes(offset - file.tell()))
-            if isinstance(tensor, _Writable):
-                tensor.tofile(file)  # a file is copied piecewise, an array without a second copy
-            else:
-                file.write(tensor.tobytes())
-            if file.tell() - offset != tensor.nbytes:
-                raise VerificationError(
-                    f"initializer {name} declares {tensor.dtype.name} {tensor.shape} and wrote {file.tell() - offset} "
-                    f"bytes instead of {tensor.nbytes}"
-                )
-            value.const_value = ir.ExternalTensor(
-                DATA_FILE,
-                offset,
-                tensor.nbytes,
-                tensor.dtype,
-                shape=ir.Shape(tensor.shape.numpy()),
-                name=name,
-                base_dir=folder,
-            )
-            done += tensor.nbytes
-            progress.advance(done, total)
-    (folder / MODEL_FILE).write_bytes(ir.to_proto(written).SerializeToString(deterministic=True))
-
-
-def _strip(model: ir.Model) -> None:
-    """Drop what no runtime reads and what may differ between two builds: texts, metadata, producers."""
-    model.producer_name, model.producer_version, model.domain, model.doc_string = "llmforge", None, None, None
-    model.metadata_props.clear()
-    model.graph.doc_string = None
-    model.graph.metadata_props.clear()
-    values = [*model.graph.inputs, *model.graph.initializers.values()]
-    for node in model.graph.all_nodes():
-        node.doc_string = None
-        node.metadata_props.clear()
-        values += node.outputs
-    for value in values:
-        value.doc_string = None
-        value.metadata_props.clear()
-
-
-def _size_bytes(value: ir.Value) -> int:
-    if value.const_value is None:
-        raise ValueError(f"initializer {value.name} has no value")
-    return value.const_value.nbytes
-
-
-def _align(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment
 
 
 def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:

@@ -84,6 +84,9 @@ class EngineRecord(_Record):
     backend: str
     files: tuple[EngineFile, ...]
     session: dict[str, Any]  # the options that the runtime sets, as they stand in its configuration
+    facts: dict[str, str] = {}  # what else its builder knows of it, in words
+    pending: bool = False  # the files are what it is built of, later and elsewhere
+    unmeasured: str | None = None  # why it was not run: all that takes its device is unverified; None: it was
 
     @property
     def size_bytes(self) -> int:
@@ -158,5 +161,5 @@ def measured(*, quality: Quality | None, latency: Latency | None, engine: Engine
     return {
         **(quality.estimates() if quality else {}),
         **(latency.estimates() if latency else {}),
-        "size_bytes": Estimate.exact(engine.size_bytes),
+        **({} if engine.pending else {"size_bytes": Estimate.exact(engine.size_bytes)}),
     }

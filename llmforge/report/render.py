@@ -57,7 +57,9 @@ def summary(report: Report) -> RenderableType:
     gates = Table.grid(padding=(0, 2))
     for result in report.gates:
         gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.explanation))
-    notes = (Text(f"note: {note}", "dim") for note in report.notes)
+    unverified = report.engine.unmeasured
+    labels = (Text(f"unverified: it was not run, because {unverified}", "yellow"),) if unverified else ()
+    notes = (*labels, *(Text(f"note: {note}", "dim") for note in report.notes))
     return Group(head, key, *((gates,) if report.gates else ()), *notes)
 
 

@@ -40,10 +40,15 @@ def key_figures(report: Report) -> list[KeyFigure]:
     bits = weight_bits(report)
     notes = (f"{share} of the checkpoint", *(() if bits is None else (f"{bits:.2f} bits a weight",)))
     return [
-        KeyFigure("Size", figures.size(report.engine.size_bytes), notes),
+        KeyFigure("To build" if report.engine.pending else "Size", figures.size(report.engine.size_bytes), notes),
         *(_quality(report.quality) if report.quality else ()),
         *(_latency(report.latency) if report.latency else ()),
     ]
+
+
+def unmeasured(report: Report) -> str:
+    """Say why there are no figures."""
+    return report.engine.unmeasured or "the recipe asks for none"
 
 
 def weight_bits(report: Report) -> float | None:

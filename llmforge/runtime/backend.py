@@ -1,6 +1,7 @@
 """What a scheduler needs of a decoder and of its cache: a small interface, so that other engines can stand behind it.
 
-`llmforge.runtime.session` has the one for ONNX Runtime on the CPU.
+`llmforge.runtime.session` has the one for ONNX Runtime on the CPU, `llmforge.runtime.cuda` the one for its CUDA
+provider, `llmforge.runtime.tensorrt` the one for plans.
 """
 
 from __future__ import annotations
@@ -63,11 +64,22 @@ class Backend(Protocol[C]):
         """
 
     @property
+    def longest_step(self) -> int | None:
+        """Most tokens that a row may run in one step; None: any number, as far as memory reaches."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the decoder does without, though it was asked for, and why."""
+
+    @property
     def reuse_obstacle(self) -> str | None:
         """Why tokens in a row can neither serve another text nor be taken back; None: they can."""
 
     def allocate(self, batch: int, capacity: int) -> C:
-        """Reserve a cache; memory is taken as tokens reach it."""
+        """Reserve a cache; memory is taken as tokens reach it, where the device allows that."""
+
+    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+        """Make an array that `step` fills fastest as its `out`."""
 
     def step(
         self,

@@ -6,20 +6,27 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import onnxruntime
 
 from llmforge import native
-from llmforge.errors import InputError, VersionMismatch
-from llmforge.runtime.session import CacheInput, SessionConfig
+from llmforge.errors import EnvironmentLacks, InputError, VersionMismatch
+from llmforge.runtime import entries
+from llmforge.runtime.session import SessionConfig
+from llmforge.runtime.signature import CacheInput
 
-FORMAT = 2
+FORMAT = 3
 FILE = "runtime.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
+PLAN_FILE = "model.plan"  # what TensorRT deserializes
+PENDING_FILE = "pending.json"  # stands in an engine's folder until the engine is built (llmforge.engines.pending)
+
+# What runs an engine: ONNX Runtime's CPU or CUDA provider, or a plan in TensorRT or TensorRT-RTX.
+Provider = Literal["cpu", "cuda", "tensorrt", "tensorrt-rtx"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +43,68 @@ class SessionOptions:
 
 
 @dataclass(frozen=True)
+class DeviceFacts:
+    """The GPU that an engine wants."""
+
+    sm: int  # compute capability, ten times major plus minor: 89
+    memory_bytes: int  # weights, cache, activations and recorded graphs together
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One decode step that is recorded as a CUDA graph, and replayed for every step that fits into it.
+
+    `batch` rows, of which none holds more than `length` tokens after the step: kernels are chosen by the longest row,
+    which a recorded step cannot tell.
+    """
+
+    id: int  # ONNX Runtime's run option `gpu_graph_id`, 1 or more
+    batch: int
+    length: int
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """Which decode steps are recorded, in the order in which they are warmed up.
+
+    `mode`: require: an engine whose steps are not all recorded does not load; allow: what cannot be recorded runs
+    unrecorded, and is noted; off: nothing is recorded.
+    """
+
+    mode: Literal["require", "allow", "off"]
+    captures: tuple[Capture, ...]
+
+
+@dataclass(frozen=True)
+class ProfileFacts:
+    """One optimization profile of a plan, in the order of the plan's: steps of at most these rows and tokens a row."""
+
+    name: Literal["prefill", "decode"]
+    max_batch: int
+    max_sequence: int
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """A plan of TensorRT, or of TensorRT-RTX: it is loaded by the very version that built it."""
+
+    module: Literal["tensorrt", "tensorrt_rtx"]
+    version: str
+    file: str
+    profiles: tuple[ProfileFacts, ...]
+
+
+@dataclass(frozen=True)
 class RuntimeConfig:
     """Content of `runtime.json`.
 
     `max_context` bounds prompt and answer together, in tokens; `max_batch` bounds the sequences that run at once.
+    A plan of TensorRT has `plan` in place of `onnxruntime`; what runs on a GPU has `device`. `buckets` are the numbers
+    of rows that decode steps are padded to, ascending; none: steps run the rows that they need.
     """
 
     format: int
-    onnxruntime: str  # the version that the engine was built and proved with
+    onnxruntime: str | None  # the version that the engine was built and proved with
     kernels: int | None  # the version of the CPU kernels (llmforge.native) that the engine needs; null: none
     max_context: int
     max_batch: int
@@ -51,7 +112,13 @@ class RuntimeConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     caches: tuple[CacheInput, ...]
-    session: SessionOptions
+    session: SessionOptions  # a plan has no use for them
+    provider: Provider = "cpu"
+    provider_options: Mapping[str, str] = field(default_factory=dict)  # of ONNX Runtime's CUDA provider
+    buckets: tuple[int, ...] = ()
+    device: DeviceFacts | None = None  # null: a CPU
+    graphs: GraphPlan | None = None
+    plan: PlanFacts | None = None
 
     def to_json(self) -> str:
         """Write the file's text: sorted keys, one trailing newline."""
@@ -63,10 +130,16 @@ class RuntimeConfig:
 
         Raises:
             InputError: the file is missing, is no JSON, or has unknown, missing or wrong entries.
+            EnvironmentLacks: the engine is pending: it is built on another machine.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
+            if (path.parent / PENDING_FILE).is_file():
+                raise EnvironmentLacks(
+                    f"{path.parent.parent}: the engine of this artifact is not built yet: there is nothing to run",
+                    hint=f"`llmforge build --finish {path.parent.parent}`, on a host with its GPU",
+                ) from error
             raise InputError(f"{path} is missing: {path.parent.parent} is not an artifact") from error
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
             raise InputError(f"{path}: not a JSON file: {error}") from error
@@ -75,14 +148,31 @@ class RuntimeConfig:
                 f"{path}: format {data.get('format')!r}; this llmforge reads format {FORMAT}",
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
-        top = _entries(cls, data, str(path))
-        caches = [_entries(CacheInput, entry, f"{path}: caches[{i}]") for i, entry in enumerate(top.pop("caches"))]
-        session = _entries(SessionOptions, top.pop("session"), f"{path}: session")
-        return cls(
-            **{**top, "eos_token_ids": tuple(top["eos_token_ids"])},
-            caches=tuple(CacheInput(**cache) for cache in caches),
-            session=SessionOptions(**session),
-        )
+        config = entries.read(cls, data, str(path))
+        config._check_parts(str(path))
+        return config
+
+    def _check_parts(self, where: str) -> None:
+        """Refuse parts that `provider` does not have, and missing ones that it has."""
+        ours, gpu = self.provider in ("cpu", "cuda"), self.provider != "cpu"
+        parts = {"onnxruntime": ours, "plan": not ours, "device": gpu}
+        for name, wanted in parts.items():
+            if (getattr(self, name) is not None) != wanted:
+                state = "is missing" if wanted else "makes no sense"
+                raise InputError(f"{where}: {name} {state} where provider is {self.provider}")
+        if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
+            raise InputError(f"{where}: buckets is {list(self.buckets)}; wanted numbers of rows, ascending")
+        captures = () if self.graphs is None else self.graphs.captures
+        if len({capture.id for capture in captures}) < len(captures) or min((c.id for c in captures), default=1) < 1:
+            raise InputError(f"{where}: graphs: wanted captures with ids of their own, 1 or more")
+
+    @property
+    def requires(self) -> dict[str, str]:
+        """The package that runs the engine, by the name that pip knows, and its version."""
+        if self.plan is not None:
+            return {self.plan.module.replace("_", "-"): self.plan.version}
+        assert self.onnxruntime is not None
+        return {"onnxruntime-gpu" if self.provider == "cuda" else "onnxruntime": self.onnxruntime}
 
     def check_versions(self) -> None:
         """Refuse an ONNX Runtime of another minor release: its contrib operators and kernels change between them.
@@ -99,6 +189,8 @@ class RuntimeConfig:
             )
         if self.kernels is not None:
             native.require()
+        if self.onnxruntime is None:
+            return
         wanted, installed = self.onnxruntime.split(".")[:2], onnxruntime.__version__.split(".")[:2]
         if wanted != installed:
             raise VersionMismatch(
@@ -106,43 +198,6 @@ class RuntimeConfig:
                 f"and {onnxruntime.__version__} is installed",
                 hint=f"pip install 'onnxruntime=={self.onnxruntime}', or build the artifact again",
             )
-
-
-def _entries(kind: Any, data: Any, where: str) -> dict[str, Any]:
-    """Check that `data` has exactly the entries of dataclass `kind`, of the right JSON types; return a copy."""
-    if not isinstance(data, dict):
-        raise InputError(f"{where}: {type(data).__name__}; wanted an object")
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    if unknown := sorted(data.keys() - fields.keys()):
-        raise InputError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(fields)}")
-    if missing := sorted(fields.keys() - data.keys()):
-        raise InputError(f"{where}: {', '.join(missing)} missing")
-    for name, annotation in fields.items():
-        if not _fits(data[name], annotation):
-            raise InputError(f"{where}: {name} is {json.dumps(data[name])}; wanted {annotation}")
-    return dict(data)
-
-
-def _fits(value: Any, annotation: str) -> bool:
-    """Say whether a JSON value is what a field's annotation, as written above, stands for."""
-    match annotation:
-        case "int":
-            return type(value) is int  # not a bool, which Python counts among the integers
-        case "int | None":
-            return value is None or type(value) is int
-        case "str":
-            return isinstance(value, str)
-        case "bool":
-            return isinstance(value, bool)
-        case "tuple[int, ...]":
-            return isinstance(value, list) and all(type(item) is int for item in value)
-        case "Mapping[str, str]":
-            return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-        case "tuple[CacheInput, ...]":
-            return isinstance(value, list)
-        case "SessionOptions":
-            return isinstance(value, dict)
-    raise AssertionError(annotation)
 
 
 def physical_cores() -> int:

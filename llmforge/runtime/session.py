@@ -24,34 +24,17 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge import interface, native
-from llmforge.errors import InputError, UnsupportedError, UsageError
+from llmforge.errors import InputError, UnsupportedError
+from llmforge.runtime.signature import CACHE_TYPES, ELEMENTS, Signature
+from llmforge.runtime.steps import make_feeds, run_step
 
 PROVIDER = "CPUExecutionProvider"
-CACHE_DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(int8)": "int8",
-    "tensor(uint8)": "uint8",  # two int4 values a byte
-}
+CACHE_DTYPES = {key: element.name for key, element in CACHE_TYPES.items() if element.on_hosts}
 
 # Severity 3 = errors only: warning 2 tells at every load that `logits_rows`, an input with a default, is not constant.
 _LOG_ERRORS = 3
-# What `interface.feeds` knows to make.
-_FED = {
-    interface.INPUT_IDS,
-    interface.POSITION_IDS,
-    interface.PAST_LENGTHS,
-    interface.LENGTHS,
-    interface.TEXT_LENGTHS,
-    interface.SEQLENS_K,
-    interface.TOTAL_SEQUENCE_LENGTH,
-    interface.ATTENTION_MASK,
-    interface.LOGITS_ROWS,
-}
-_LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
-# ONNX Runtime 1.31 has a kernel for one token, and from two tokens on equal bits (measured, docs/runtime.md). Our own
-# attention has one for up to 8 queries (FEW_QUERIES in native/impl.inc).
-_STEADY_FROM, _STEADY_FROM_OWN = 2, 9
+_FP8 = "float8_e4m3fn"
+_ONNX_FP8 = 17  # onnx.TensorProto.FLOAT8E4M3FN
 LOAD_FAILURES = (
     ort_errors.EPFail,
     ort_errors.Fail,
@@ -71,25 +54,6 @@ class SessionConfig:
     optimize: bool = True  # False: the graph runs as it is written, with no fusion by ONNX Runtime
     entries: Mapping[str, str] = field(default_factory=dict)  # `session.*` and `mlas.*` configuration entries
     profile: str | None = None  # beginning of the path of a trace of every operator; see `Session.end_profile`
-
-
-@dataclass(frozen=True)
-class CacheInput:
-    """One cache that a graph takes and returns: `dtype` [batch, kv_heads, capacity, head_dim]."""
-
-    name: str
-    dtype: str  # as numpy spells it
-    kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True)
-class StateInput:
-    """One state of fixed size that a graph takes and returns: `dtype` [batch, *dims]."""
-
-    name: str
-    dtype: str  # as numpy spells it
-    dims: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,68 +120,23 @@ class Session:
         *,
         initializers: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = _LOG_ERRORS
-        options.intra_op_num_threads = config.threads
-        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL  # a decoder is a chain: nothing runs beside it
-        levels = ort.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if config.optimize else levels.ORT_DISABLE_ALL
-        if config.profile is not None:
-            options.enable_profiling, options.profile_file_prefix = True, config.profile
-        for key, value in config.entries.items():
-            options.add_session_config_entry(key, value)
+        options = session_options(config)
         native.register(options)
         if initializers:
-            held = [ort.OrtValue.ortvalue_from_numpy(np.asarray(value, order="C")) for value in initializers.values()]
+            held = [ort_value(np.asarray(value, order="C")) for value in initializers.values()]
             options.add_external_initializers(list(initializers), held)
             self._held = held  # ONNX Runtime keeps pointers into them
         where = str(model) if isinstance(model, Path) else "the model in memory"
-        try:
-            self._session = ort.InferenceSession(
-                model if isinstance(model, bytes) else str(model), options, providers=[PROVIDER]
-            )
-        except ort_errors.NoSuchFile as error:
-            raise InputError(f"{where}: a file is missing: {error}") from error
-        except LOAD_FAILURES as error:
-            raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
-        self._read_signature(where)
+        self._session = open_graph(model, options, [PROVIDER], where)
+        graph = self._session
+        inputs = [*graph.get_inputs(), *graph.get_overridable_initializers()]
+        self.signature = signature = Signature.of(inputs, graph.get_outputs(), where)
+        for name, dtype in signature.cache_types.items():
+            if not ELEMENTS[dtype].on_hosts:
+                raise UnsupportedError(f"{where}: {name} is {dtype}, which no kernel for CPUs reads")
+        self.inputs, self.outputs, self.vocabulary = signature.inputs, signature.outputs, signature.vocabulary
+        self.caches, self.states = signature.caches, signature.states
         self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
-
-    def _read_signature(self, where: str) -> None:
-        inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
-        self.inputs: tuple[str, ...] = tuple(value.name for value in inputs)
-        self.outputs: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
-        self.caches: tuple[CacheInput, ...] = tuple(
-            self._cache_input(value, where)
-            for value in inputs
-            if interface.present_of(value.name) != value.name and not interface.is_state(value.name)
-        )
-        self.states: tuple[StateInput, ...] = tuple(
-            self._state_input(value, where)
-            for value in inputs
-            if interface.present_of(value.name) != value.name and interface.is_state(value.name)
-        )
-        logits = next((value for value in self._session.get_outputs() if value.name == interface.LOGITS), None)
-        if interface.INPUT_IDS not in self.inputs or logits is None or not isinstance(logits.shape[-1], int):
-            raise InputError(
-                f"{where}: not a decoder graph: it needs the input {interface.INPUT_IDS} and the output "
-                f"{interface.LOGITS} [batch, rows, vocabulary] with a fixed vocabulary; inputs {list(self.inputs)}, "
-                f"outputs {list(self.outputs)}"
-            )
-        if unknown := set(self.inputs) - _FED - {c.name for c in self.caches} - {s.name for s in self.states}:
-            raise InputError(f"{where}: nothing is known to feed into {', '.join(sorted(unknown))}")
-        if logits.type != "tensor(float)":
-            raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
-        self.vocabulary: int = logits.shape[-1]
-        self._growing = self._reads_growing_caches(where)
-        # GroupQueryAttention of ONNX Runtime, which alone reads that input: "batch_size must be 1 when
-        # sequence_length > 1 and past context is given"
-        self._one_row_continuations = interface.TOTAL_SEQUENCE_LENGTH in self.inputs or (
-            interface.ATTENTION_MASK in self.inputs and not self._growing
-        )
-        self._gives_all_rows = interface.LOGITS_ROWS not in self.inputs
-        # ONNX Runtime refuses to write other rows than these into an array of ours.
-        self._declared_rows = logits.shape[1] if isinstance(logits.shape[1], int) else None
 
     @property
     def buckets(self) -> None:
@@ -225,51 +144,24 @@ class Session:
         return None
 
     @property
+    def longest_step(self) -> None:
+        """None: a step may have any number of tokens."""
+        return None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing: whatever was asked for is done."""
+        return ()
+
+    @property
     def steady_from(self) -> int:
         """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
-        own_kernels = interface.SEQLENS_K in self.inputs and interface.TOTAL_SEQUENCE_LENGTH not in self.inputs
-        return _STEADY_FROM_OWN if own_kernels else _STEADY_FROM
+        return self.signature.steady_from
 
     @property
     def reuse_obstacle(self) -> str | None:
         """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
-        if self.states:
-            return "layers keep a state, which holds a whole text and no part of it"
-        if interface.TEXT_LENGTHS in self.inputs:
-            return "rotary angles of cached keys depend on the length of the whole text"
-        return None
-
-    def _reads_growing_caches(self, where: str) -> bool:
-        """Say whether the caches grow in every step: all or none."""
-        shapes = {value.name: value.shape for value in (*self._session.get_inputs(), *self._session.get_outputs())}
-        growing = {c.name: interface.grows(shapes[c.name], shapes[interface.present_of(c.name)]) for c in self.caches}
-        if any(growing.values()) and not all(growing.values()):
-            fixed = next(name for name, grows in growing.items() if not grows)
-            raise InputError(f"{where}: cache {fixed} keeps its size, and others grow")
-        return any(growing.values())
-
-    def _cache_input(self, value: ort.NodeArg, where: str) -> CacheInput:
-        name, shape = value.name, value.shape
-        if len(shape) != 4 or not (isinstance(shape[1], int) and isinstance(shape[3], int)):
-            raise InputError(
-                f"{where}: cache input {name} has shape {shape}; wanted [batch, kv_heads, capacity, head_dim] with "
-                "fixed kv_heads and head_dim"
-            )
-        if interface.present_of(name) not in self.outputs:
-            raise InputError(f"{where}: cache input {name} has no output {interface.present_of(name)}")
-        if value.type not in CACHE_DTYPES:
-            raise UnsupportedError(f"{where}: cache input {name} is {value.type}; one of {list(CACHE_DTYPES)}")
-        return CacheInput(name, CACHE_DTYPES[value.type], shape[1], shape[3])
-
-    def _state_input(self, value: ort.NodeArg, where: str) -> StateInput:
-        name, dims = value.name, value.shape[1:]
-        if not dims or not all(isinstance(dim, int) for dim in dims):
-            raise InputError(f"{where}: state {name} has shape {value.shape}; wanted [batch, …] with fixed dimensions")
-        if interface.present_of(name) not in self.outputs:
-            raise InputError(f"{where}: state {name} has no output {interface.present_of(name)}")
-        if value.type not in CACHE_DTYPES:
-            raise UnsupportedError(f"{where}: state {name} is {value.type}; one of {list(CACHE_DTYPES)}")
-        return StateInput(name, CACHE_DTYPES[value.type], tuple(dims))
+        return self.signature.reuse_obstacle
 
     def allocate(self, batch: int, capacity: int) -> Cache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""
@@ -278,6 +170,10 @@ class Session:
         buffers = {c.name: _reserve((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
         buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in self.states}
         return Cache(batch, capacity, buffers)
+
+    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+        """Make an array for `out` of `step`."""
+        return np.empty(shape, np.float32)
 
     def end_profile(self) -> Path:
         """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
@@ -312,27 +208,8 @@ class Session:
             UsageError: the tokens do not fit into the cache.
             ValueError: shapes do not agree.
         """
-        if ids.ndim != 2 or ids.shape[0] != cache.batch or ids.shape[1] < 1 or past_lengths.shape != (cache.batch,):
-            raise ValueError(f"ids {ids.shape}, past_lengths {past_lengths.shape}, cache of {cache.batch} rows")
-        longest = int(past_lengths.max()) + ids.shape[1]
-        if longest > cache.capacity or past_lengths.min() < 0:
-            raise UsageError(
-                f"a step of {ids.shape[1]} tokens after {past_lengths.tolist()} does not fit into a cache of "
-                f"{cache.capacity} tokens"
-            )
-        shape = (cache.batch, 1 if rows is None else len(rows), self.vocabulary)
-        if out is None:
-            out = np.empty(shape, np.float32)
-        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
-        if self._one_row_continuations and cache.batch > 1 and ids.shape[1] > 1 and past_lengths.any():
-            for b in range(cache.batch):
-                row = slice(b, b + 1)
-                counts = [None if x is None else x[row] for x in (lengths, text_lengths)]
-                self._run(ids[row], past_lengths[row], cache.rows(b, b + 1), rows, out[row], *counts)
-        else:
-            self._run(ids, past_lengths, cache, rows, out, lengths, text_lengths)
-        return out
+        graph, run = self.signature, self._run_graph
+        return run_step(graph, run, ids, past_lengths, cache, rows, out, lengths, text_lengths)
 
     def read(
         self,
@@ -345,28 +222,9 @@ class Session:
         text_lengths: NDArray[np.integer[Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
-        feeds = self._feeds(ids, past_lengths, rows, lengths, text_lengths)
+        feeds = make_feeds(self.signature, ids, past_lengths, rows, lengths, text_lengths)
         values = self._session.run(list(names), {**feeds, **self._past(cache, past_lengths)})
         return dict(zip(names, values, strict=True))
-
-    def _run(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: Cache,
-        rows: NDArray[np.int64] | None,
-        out: NDArray[np.float32],
-        lengths: NDArray[np.integer[Any]] | None,
-        text_lengths: NDArray[np.integer[Any]] | None,
-    ) -> None:
-        last = rows is None or (ids.shape[1] == 1 and len(rows) == 1)
-        if self._gives_all_rows and not (last and ids.shape[1] == 1):
-            every = np.empty((*ids.shape, self.vocabulary), np.float32)
-            self._run_graph(self._feeds(ids, past_lengths, None, lengths, text_lengths), past_lengths, cache, every)
-            out[...] = every[:, -1:] if rows is None else every[:, rows]
-            return
-        feeds = self._feeds(ids, past_lengths, _LAST_ROW if rows is None else rows, lengths, text_lengths)
-        self._run_graph(feeds, past_lengths, cache, out)
 
     def _run_graph(
         self,
@@ -376,28 +234,17 @@ class Session:
         out: NDArray[np.float32],
     ) -> None:
         """Run the graph on `feeds`; it gives exactly the logits of `out`."""
-        if self._growing:
+        if self.signature.growing:
             self._grow(feeds, past_lengths, cache, out)
             return
         binding = self._bindings.get(cache)
         if binding is None:
             binding = self._bindings[cache] = _Binding(self._session, cache)
-        binding.run(feeds, out, in_place=self._declared_rows in (None, out.shape[1]))
-
-    def _feeds(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        rows: NDArray[np.int64] | None,
-        lengths: NDArray[np.integer[Any]] | None,
-        text_lengths: NDArray[np.integer[Any]] | None,
-    ) -> dict[str, NDArray[Any]]:
-        rows = None if self._gives_all_rows else rows
-        return interface.feeds(self.inputs, ids, past_lengths, rows, lengths, text_lengths, growing=self._growing)
+        binding.run(feeds, out, in_place=self.signature.declared_rows in (None, out.shape[1]))
 
     def _past(self, cache: Cache, past_lengths: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
         """Give the cache inputs: the buffers, or where caches grow each row's past at the end of the longest one's."""
-        return grown(cache.buffers, past_lengths) if self._growing else cache.buffers
+        return grown(cache.buffers, past_lengths) if self.signature.growing else cache.buffers
 
     def _grow(
         self,
@@ -412,6 +259,41 @@ class Session:
         out[...] = logits
         for buffer, present in zip(cache.buffers.values(), presents, strict=True):
             store_grown(buffer, present, past_lengths)
+
+
+def ort_value(array: NDArray[Any]) -> Any:
+    """Hand over an array, whose memory stays in use.
+
+    numpy has no fp8: such an array has a dtype of another package, and goes over as bytes.
+    """
+    if array.dtype.name != _FP8:
+        return ort.OrtValue.ortvalue_from_numpy(array)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint8), _ONNX_FP8)
+
+
+def session_options(config: SessionConfig) -> ort.SessionOptions:
+    """Make ONNX Runtime's own options of ours."""
+    options = ort.SessionOptions()
+    options.log_severity_level = _LOG_ERRORS
+    options.intra_op_num_threads = config.threads
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL  # a decoder is a chain: nothing runs beside it
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if config.optimize else levels.ORT_DISABLE_ALL
+    if config.profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, config.profile
+    for key, value in config.entries.items():
+        options.add_session_config_entry(key, value)
+    return options
+
+
+def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequence[Any], where: str) -> Any:
+    """Open an inference session; raises what `Session` raises."""
+    try:
+        return ort.InferenceSession(model if isinstance(model, bytes) else str(model), options, providers=providers)
+    except ort_errors.NoSuchFile as error:
+        raise InputError(f"{where}: a file is missing: {error}") from error
+    except LOAD_FAILURES as error:
+        raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
 
 
 def _reserve(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

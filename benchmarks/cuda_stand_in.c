@@ -1,0 +1,105 @@
+/* What cuda_wheel.py puts in the place of libcudart: one device whose memory is that of the host, and no computation.
+ *
+ * Everything that is not defined here is a function that returns 0 (success, or no pointer). Launching a kernel is such
+ * a function: buffers keep their zeros. Layout of cudaDeviceProp and numbers of attributes: CUDA 13.0, driver_types.h.
+ * STAND_IN_SM is the compute capability that the device claims, 90 if it is not set.
+ *
+ * Between the begin and the end of a capture, what CUDA forbids there is counted: calls that wait for the device, that
+ * copy or clear memory beside the stream, or that take memory by other means than the stream's pool. */
+#include <stdlib.h>
+#include <string.h>
+
+enum { SIZE = 1008, GLOBAL = 288, SHARED = 296, WARP = 308, THREADS = 320, GRID = 336, MAJOR = 360, MINOR = 364 };
+enum { PROCESSORS = 384, SHARED_OF_PROCESSOR = 624, SHARED_OPTIN = 632 };
+static const size_t MEMORY = 80ul << 30;
+
+static int capturing, captures, replays, forbidden;
+static const char *first_forbidden = "";
+static int forbid(const char *name) {
+  if (capturing && !forbidden++) first_forbidden = name;
+  return 0;
+}
+int stand_in_captures(void) { return captures; }
+int stand_in_replays(void) { return replays; }
+int stand_in_forbidden(void) { return forbidden; }
+const char *stand_in_first_forbidden(void) { return first_forbidden; }
+
+static int sm(void) {
+  const char *text = getenv("STAND_IN_SM");
+  return text ? atoi(text) : 90;
+}
+int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
+int cudaGetDevice(int *device) { *device = 0; return 0; }
+
+int cudaGetDeviceProperties(char *prop, int device) {
+  memset(prop, 0, SIZE);
+  strcpy(prop, "stand-in");
+  *(size_t *)(prop + GLOBAL) = MEMORY;
+  *(size_t *)(prop + SHARED) = 48 << 10;
+  *(size_t *)(prop + SHARED_OF_PROCESSOR) = 100 << 10;
+  *(size_t *)(prop + SHARED_OPTIN) = 99 << 10;
+  *(int *)(prop + WARP) = 32;
+  *(int *)(prop + THREADS) = 1024;
+  for (int axis = 0; axis < 3; axis++) ((int *)(prop + GRID))[axis] = axis ? 65535 : 2147483647;
+  *(int *)(prop + MAJOR) = sm() / 10;
+  *(int *)(prop + MINOR) = sm() % 10;
+  *(int *)(prop + PROCESSORS) = 108;
+  return 0;
+}
+
+int cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  switch (attribute) {
+    case 10: *value = 32; break;        /* warp size */
+    case 16: *value = 108; break;       /* multiprocessors */
+    case 75: *value = sm() / 10; break; /* compute capability */
+    case 76: *value = sm() % 10; break;
+    case 97: *value = 99 << 10; break; /* shared memory of a block, opt-in */
+    default: *value = 48 << 10;
+  }
+  return 0;
+}
+
+static int nothing_to_encode(void) { return 0; }
+int cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version, unsigned long long flags,
+                                     int *status) {
+  *function = (void *)nothing_to_encode; /* cuTensorMapEncodeTiled, of experts on SM 90 */
+  if (status) *status = 0;
+  return 0;
+}
+int cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
+int cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
+const char *cudaGetErrorString(int error) { return "stand-in"; }
+const char *cudaGetErrorName(int error) { return "stand-in"; }
+
+static int take(void **address, size_t size) { /* aligned as CUDA aligns: to 256 bytes */
+  size_t whole = (size + 511) & ~(size_t)255;
+  *address = aligned_alloc(256, whole);
+  if (*address) memset(*address, 0, whole);
+  return *address ? 0 : 2;
+}
+int cudaMalloc(void **address, size_t size) { forbid("cudaMalloc"); return take(address, size); }
+int cudaMallocHost(void **address, size_t size) { forbid("cudaMallocHost"); return take(address, size); }
+int cudaHostAlloc(void **address, size_t size, unsigned flags) { forbid("cudaHostAlloc"); return take(address, size); }
+int cudaFree(void *address) { forbid("cudaFree"); free(address); return 0; }
+int cudaFreeHost(void *address) { forbid("cudaFreeHost"); free(address); return 0; }
+int cudaMemGetInfo(size_t *left, size_t *total) { *left = *total = MEMORY; return 0; }
+
+int cudaMemcpy(void *to, const void *from, size_t size, int kind) { memmove(to, from, size); return forbid("cudaMemcpy"); }
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) { memmove(to, from, size); return 0; }
+int cudaMemset(void *to, int value, size_t size) { memset(to, value, size); return forbid("cudaMemset"); }
+int cudaMemsetAsync(void *to, int value, size_t size, void *stream) { memset(to, value, size); return 0; }
+int cudaDeviceSynchronize(void) { return forbid("cudaDeviceSynchronize"); }
+int cudaStreamSynchronize(void *stream) { return forbid("cudaStreamSynchronize"); }
+int cudaEventSynchronize(void *event) { return forbid("cudaEventSynchronize"); }
+
+static char made;
+int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int size, size_t shared,
+                                                           unsigned flags) {
+  *blocks = 1;
+  return 0;
+}
+int cudaStreamBeginCapture(void *stream, int mode) { capturing = 1; return 0; }
+int cudaStreamEndCapture(void *stream, void **graph) { capturing = 0; captures++; *graph = &made; return 0; }
+int cudaStreamIsCapturing(void *stream, int *status) { *status = capturing; return 0; }
+int cudaGraphInstantiate(void **instance, void *graph, unsigned long long flags) { *instance = &made; return 0; }
+int cudaGraphLaunch(void *instance, void *stream) { replays++; return 0; }

@@ -1,0 +1,1 @@
+"""Engines for TensorRT and TensorRT-RTX: one lowering and one builder for both, whose Python modules are alike."""

@@ -1,0 +1,143 @@
+"""Build a plan from an ONNX file, with either module: TensorRT-RTX ahead of time, TensorRT on the GPU at hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import onnx_ir as ir
+
+from llmforge.engines.tensorrt import layers
+from llmforge.engines.tensorrt.build_log import BuildLog
+from llmforge.engines.tensorrt.library import Library
+from llmforge.engines.tensorrt.profiles import Profile
+from llmforge.errors import UnsupportedError, VerificationError
+
+# Builder flags that are set otherwise than the module does by default. TF32 is on by default, and would round the
+# operands of fp32 products to 10 bits of mantissa: the engine computes what the graph says.
+FLAGS = ("-TF32",)
+
+_NO_FUSED_KERNEL = "Attention operation was not supported by a dedicated kernel"
+_OPERATION = re.compile(r"operation '([^']+)'")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build found out."""
+
+    layers: dict[str, int]  # by type
+    warnings: tuple[str, ...]
+    timings: bytes | None  # the timing cache after the build; None where the module keeps none
+
+
+def build(
+    library: Library,
+    onnx_file: Path,
+    model: ir.Model,
+    plan: Path,
+    *,
+    sm: str,
+    profiles: Sequence[Profile],
+    timings: bytes | None = None,
+) -> Built:
+    """Build the graph of `onnx_file`, which is `model` on disk, for compute capability `sm`, and write it to `plan`.
+
+    Weights are mapped from the data file and the plan is streamed to disk, so that neither is held in memory twice.
+    `timings` is the timing cache to begin with, where the module times kernels.
+
+    Raises:
+        UnsupportedError: the parser or the builder refuses the graph; names the node where it is told.
+        VerificationError: the network is not what the graph says, or a warning means as much.
+    """
+    api, log = library.api, BuildLog()
+    logger = log.logger(api)
+    builder = api.Builder(logger)
+    network = builder.create_network(0)
+    parser = api.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(onnx_file)):
+        raise _refused_by_parser(library, parser, log)
+    _check_log(library, log)
+    counted = layers.count(network)
+    layers.check(counted, layers.decomposable(network, api), model)
+    config = _config(library, builder, sm, profiles)
+    cache = _timing_cache(library, config, timings)
+    with plan.open("wb") as file:
+        done = builder.build_serialized_network_to_stream(network, config, _writer(api, file))
+    if not done:
+        raise _refused_by_builder(library, sm, log)
+    _check_log(library, log)
+    return Built(counted, log.warnings, None if cache is None else bytes(cache.serialize()))
+
+
+def _config(library: Library, builder: Any, sm: str, profiles: Sequence[Profile]) -> Any:
+    api = library.api
+    config = builder.create_builder_config()
+    for flag in FLAGS:
+        config.clear_flag(getattr(api.BuilderFlag, flag.removeprefix("-")))
+    if library.ahead_of_time:
+        # Not set, fp8 and fp4 pass on every device without a word.
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(library.compute_capability(sm), 0)
+    for wanted in profiles:
+        profile = builder.create_optimization_profile()
+        for name, (low, best, high) in wanted.shapes.items():
+            profile.set_shape(name, low, best, high)
+        if config.add_optimization_profile(profile) < 0:
+            raise VerificationError(f"{library.title} rejects the optimization profile {wanted.name}: {wanted.shapes}")
+    return config
+
+
+def _timing_cache(library: Library, config: Any, timings: bytes | None) -> Any:
+    """Give the builder what was timed before. TensorRT-RTX times nothing: a GPU chooses as it loads a plan."""
+    if library.ahead_of_time:
+        return None
+    cache = config.create_timing_cache(timings or b"")
+    config.set_timing_cache(cache, ignore_mismatch=False)
+    return cache
+
+
+def _writer(api: Any, file: BinaryIO) -> Any:
+    class Writer(api.IStreamWriter):  # type: ignore[misc]  # the class is known when the module is
+        def __init__(self) -> None:
+            api.IStreamWriter.__init__(self)  # pybind11 wants it called in this way
+
+        def write(self, data: Any) -> int:
+            return file.write(data)
+
+    return Writer()
+
+
+def _check_log(library: Library, log: BuildLog) -> None:
+    if log.fatal_warnings:
+        raise VerificationError(
+            f"{library.title} {library.version} would compute something else than the graph says: "
+            f"{'; '.join(log.fatal_warnings)}"
+        )
+
+
+def _refused_by_parser(library: Library, parser: Any, log: BuildLog) -> UnsupportedError:
+    errors = [parser.get_error(i) for i in range(parser.num_errors)]
+    if not errors:
+        return UnsupportedError(f"{library.title} {library.version} parses no such graph: {'; '.join(log.errors)}")
+    first = errors[0]
+    where = f"node {first.node_name()} ({first.node_operator()})" if first.node_name() else "the graph"
+    return UnsupportedError(
+        f"{library.title} {library.version} rejects {where}: {' '.join(first.desc().split())}",
+        hint="leave out the pass that makes it, or choose another engine",
+    )
+
+
+def _refused_by_builder(library: Library, sm: str, log: BuildLog) -> UnsupportedError:
+    said = log.errors or ["it gives no reason"]
+    what = "; ".join(dict.fromkeys(" ".join(line.split()) for line in said))
+    named = _OPERATION.search(what)
+    where = f", node {named[1]}" if named else ""
+    if _NO_FUSED_KERNEL in what:
+        what = "no fused attention kernel exists for an attention of the graph, and none may be taken apart"
+    return UnsupportedError(
+        f"{library.title} {library.version} builds no engine for SM{sm}{where}: {what}",
+        hint="choose other passes, or another engine or target",
+    )

@@ -1,0 +1,203 @@
+"""The engine for TensorRT and TensorRT-RTX: `model.plan`, `runtime.json`, and `plan.json`, what it was built from.
+
+Nothing here loads a plan, which takes a GPU: what is proven without one is that the builder accepted the graph for the
+target's compute capability, and what `layers` asserts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+
+from llmforge import graph, interface
+from llmforge.engines import Engine, onnx_file, require_device
+from llmforge.engines.onnxruntime import check_context
+from llmforge.engines.tensorrt import builder, library, plan_file, profiles, refusals
+from llmforge.engines.tensorrt import lower as lowering
+from llmforge.engines.tensorrt.library import Library
+from llmforge.engines.tensorrt.plan_cache import PlanCache, default_folder
+from llmforge.engines.tensorrt.plan_file import PlanRecord, Source
+from llmforge.engines.tensorrt.profiles import Profile
+from llmforge.progress import Progress, Silent
+from llmforge.recipe import EngineSpec
+from llmforge.runtime.config import (
+    DATA_FILE,
+    FILE,
+    FORMAT,
+    MODEL_FILE,
+    PLAN_FILE,
+    DeviceFacts,
+    PlanFacts,
+    RuntimeConfig,
+    SessionOptions,
+)
+from llmforge.runtime.signature import ELEMENTS, CacheInput
+from llmforge.targets import Target
+from llmforge.transform import Changes
+
+__all__ = ["build", "check_context", "lower", "require_host"]
+
+
+def require_host(target: Target, spec: EngineSpec) -> None:
+    """Return if this machine builds such an engine: the library is here, and its GPU where kernels are timed on it.
+
+    Raises:
+        EnvironmentLacks: it is not.
+        UnsupportedError: the library has no code for the target.
+    """
+    chosen = library.of_backend(spec.backend)
+    if chosen.ahead_of_time:
+        chosen.compute_capability(_sm(target))
+        return
+    require_device(target, f"{chosen.title} builds an engine on the GPU that runs it, whose kernels it times")
+    assert chosen.version
+
+
+def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
+    """Rewrite what the passes left into the ONNX that TensorRT's parser takes; the given model is left alone.
+
+    Raises:
+        UnsupportedError: the graph has what TensorRT does not take, or what it does not build for the target.
+    """
+    lowered, changes = lowering.lower(model, target, spec)
+    refusals.check(lowered, target, library.of_backend(spec.backend).title)
+    return lowered, changes
+
+
+def build(
+    model: ir.Model,
+    folder: Path,
+    *,
+    spec: EngineSpec,
+    target: Target,
+    eos_token_ids: Sequence[int],
+    bos_token_id: int | None,
+    progress: Progress | None = None,
+) -> Engine:
+    """Build the plan of a lowered `model` in `folder` (created), or take it from an earlier build of the same.
+
+    The ONNX file that the builder reads lies beside `folder` while it does.
+
+    Raises:
+        EnvironmentLacks: the library, or the GPU that it builds on, is not here.
+        UnsupportedError: the library builds no such engine for the target.
+        VerificationError: what it would build is not what the graph says.
+    """
+    require_host(target, spec)
+    chosen = library.of_backend(spec.backend)
+    refusals.check(model, target, chosen.title)
+    check_context(model, spec.max_context)
+    ranges = profiles.of(model, spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".onnx-") as scratch:
+        onnx_file.write(model, Path(scratch), progress or Silent())
+        record, reused = _plan(chosen, model, Path(scratch), folder / PLAN_FILE, _sm(target), ranges)
+    (folder / plan_file.FILE).write_text(record.to_json(), encoding="utf-8")
+    caches = _caches(model)
+    config = RuntimeConfig(
+        format=FORMAT,
+        onnxruntime=None,
+        kernels=None,
+        max_context=spec.max_context,
+        max_batch=spec.max_batch,
+        vocabulary=_vocabulary(model),
+        eos_token_ids=tuple(eos_token_ids),
+        bos_token_id=bos_token_id,
+        caches=caches,
+        session=SessionOptions(threads=None, optimize=False, entries={}),
+        provider=chosen.backend,
+        device=DeviceFacts(int(_sm(target)), record.size_bytes + _cache_bytes(caches, spec)),
+        plan=PlanFacts(chosen.module, record.source.version, PLAN_FILE, tuple(each.facts for each in ranges)),
+    )
+    (folder / FILE).write_text(config.to_json(), encoding="utf-8")
+    size_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    notes = [f"{chosen.title}: {warning}" for warning in record.warnings]
+    notes += ["the plan was taken from an earlier build with the same key"] if reused else []
+    return Engine(folder, config, graph.nodes(model), size_bytes, _facts(chosen, record, config), tuple(notes))
+
+
+def _plan(
+    chosen: Library, model: ir.Model, onnx: Path, plan: Path, sm: str, ranges: Sequence[Profile]
+) -> tuple[PlanRecord, bool]:
+    """Build the plan of the ONNX file in the folder `onnx`, or reuse one; say which."""
+    source = Source(
+        module=chosen.module,
+        version=chosen.version,
+        sm=sm,
+        flags=builder.FLAGS,
+        profiles={each.name: each.shapes for each in ranges},
+        onnx_sha256=plan_file.digest(onnx / MODEL_FILE, onnx / DATA_FILE),
+    )
+    cache = PlanCache(default_folder() / "tensorrt")
+    if (kept := cache.take(source.key, plan)) is not None:
+        return kept, True
+    timings = cache.timings(source.version, sm)
+    built = builder.build(chosen, onnx / MODEL_FILE, model, plan, sm=sm, profiles=ranges, timings=timings)
+    record = PlanRecord(
+        format=plan_file.FORMAT,
+        key=source.key,
+        source=source,
+        layers=built.layers,
+        warnings=built.warnings,
+        sha256=plan_file.file_digest(plan),
+        size_bytes=plan.stat().st_size,
+    )
+    cache.keep(record, plan)
+    if built.timings is not None:
+        cache.keep_timings(source.version, sm, built.timings)
+    return record, False
+
+
+def _facts(chosen: Library, record: PlanRecord, config: RuntimeConfig) -> dict[str, str]:
+    """Put a plan into words, for the report."""
+    assert config.plan is not None
+    assert config.device is not None
+    profiles_said = (f"{each.name}: {each.max_batch} x {each.max_sequence} tokens" for each in config.plan.profiles)
+    return {
+        "library": f"{chosen.title} {record.source.version}",
+        "compute capability": f"SM{record.source.sm}",
+        "profiles": "; ".join(profiles_said),
+        "attention": f"{record.layers.get('ATTENTION_INPUT', 0)} in fused kernels, none that the builder took apart",
+        "layers": ", ".join(f"{count} {kind}" for kind, count in record.layers.items()),
+        "memory": f"{config.device.memory_bytes / 1e9:.3f} GB of weights and KV cache, and activations",
+        "plan": f"{record.size_bytes:,} bytes, SHA-256 {record.sha256}",
+        "plan key": record.key,
+        "ONNX": f"SHA-256 {record.source.onnx_sha256}",
+    }
+
+
+def _sm(target: Target) -> str:
+    assert target.sm is not None  # of every GPU target
+    return target.sm
+
+
+def _vocabulary(model: ir.Model) -> int:
+    """Read the number of logits off the output [batch, rows, vocabulary]."""
+    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
+    size = (graph.dims(logits) or (None,))[-1]
+    assert isinstance(size, int), f"logits have {size} columns"
+    return size
+
+
+def _caches(model: ir.Model) -> tuple[CacheInput, ...]:
+    """Read the caches [batch, kv_heads, capacity, head_dim] off the inputs, in their order."""
+    found = []
+    for value in model.graph.inputs:
+        name = str(value.name)
+        if interface.present_of(name) == name:
+            continue
+        _, heads, _, channels = graph.dims(value) or (None,) * 4
+        assert value.dtype is not None
+        assert isinstance(heads, int)
+        assert isinstance(channels, int)
+        found.append(CacheInput(name, value.dtype.numpy().name, heads, channels))
+    return tuple(found)
+
+
+def _cache_bytes(caches: Sequence[CacheInput], spec: EngineSpec) -> int:
+    """Count the bytes of the KV cache of `spec.max_batch` sequences of full length."""
+    slots = spec.max_batch * spec.max_context
+    return sum(slots * each.kv_heads * each.head_dim * ELEMENTS[each.dtype].size_bytes for each in caches)

@@ -1,0 +1,65 @@
+"""The layers of TensorRT's network, counted and held against the graph that it was parsed from.
+
+They prove what a finished plan no longer shows: that every attention is one IAttention that may not be decomposed, so
+that the build, which fails where no fused kernel exists, chose a fused kernel for each; that every cache is updated in
+place; that quantized weights reach the builder quantized.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from llmforge.errors import VerificationError
+
+# ONNX operator → the type of layer that stands for one of its nodes. Softmax: none beyond the graph's own means that
+# no attention was taken apart.
+ASSERTED = {
+    "Attention": "ATTENTION_INPUT",
+    "TensorScatter": "KV_CACHE_UPDATE",
+    "DequantizeLinear": "DEQUANTIZE",
+    "QuantizeLinear": "QUANTIZE",
+    "Softmax": "SOFTMAX",
+}
+
+
+def count(network: Any) -> dict[str, int]:
+    """Count the layers of a parsed network by type, as TensorRT names it; sorted."""
+    kinds = Counter(network.get_layer(i).type.name for i in range(network.num_layers))
+    return dict(sorted(kinds.items()))
+
+
+def decomposable(network: Any, api: Any) -> list[str]:
+    """Name every attention of a network that the builder may take apart; `api` is the module that made it."""
+    found = []
+    for i in range(network.num_layers):
+        layer = network.get_layer(i)
+        if layer.type.name == ASSERTED["Attention"]:
+            layer.__class__ = api.IAttentionInputLayer  # how a layer is narrowed in TensorRT's Python API
+            if layer.attention.decomposable:
+                found.append(str(layer.attention.name))
+    return found
+
+
+def check(counted: Mapping[str, int], taken_apart: list[str], model: ir.Model) -> None:
+    """Return if a network has the layers that the lowered `model` asks for.
+
+    Raises:
+        VerificationError: it has more, or fewer, or an attention that may be decomposed.
+    """
+    if taken_apart:
+        raise VerificationError(
+            f"attention {', '.join(taken_apart)} may be decomposed: the plan would not prove a fused kernel"
+        )
+    nodes = Counter(node.op_type for node in model.graph.all_nodes() if not node.domain)
+    for operator, kind in ASSERTED.items():
+        wanted, found = nodes[operator], counted.get(kind, 0)
+        if wanted != found:
+            raise VerificationError(
+                f"the graph has {wanted} nodes {operator}, and TensorRT's network {found} layers {kind}: it would "
+                "compute something else",
+                hint="report it with the recipe and the version of TensorRT",
+            )

@@ -1,0 +1,86 @@
+"""The two optimization profiles of an engine: which shapes its inputs take in a prefill, and in a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+
+from llmforge import graph, interface
+from llmforge.errors import UnsupportedError
+from llmforge.recipe import EngineSpec
+from llmforge.runtime.config import ProfileFacts
+from llmforge.runtime.runner import LOGITS_CHUNK
+from llmforge.runtime.scheduler import PREFILL_CHUNK
+
+Range = tuple[int, int, int]  # smallest, the one to tune for, largest
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Shapes that every input takes in one kind of step: smallest, tuned for, largest."""
+
+    name: Literal["prefill", "decode"]
+    batch: Range
+    sequence: Range
+    rows: Range  # of logits
+    shapes: Mapping[str, tuple[Shape, Shape, Shape]]
+
+    @property
+    def facts(self) -> ProfileFacts:
+        """What a runtime must know of it."""
+        return ProfileFacts(self.name, max_batch=self.batch[2], max_sequence=self.sequence[2])
+
+
+def of(model: ir.Model, spec: EngineSpec) -> tuple[Profile, Profile]:
+    """Derive both from the inputs of a lowered `model`.
+
+    Prefill: one row of up to `PREFILL_CHUNK` tokens, of which up to `LOGITS_CHUNK` get logits. Decode: up to
+    `spec.max_batch` rows of one token. Both are tuned for their largest step, but for the rows of logits.
+
+    Raises:
+        UnsupportedError: an input has a dimension that is neither fixed nor one of batch, sequence and rows.
+    """
+    chunk = min(PREFILL_CHUNK, spec.max_context)
+    rows = min(LOGITS_CHUNK, chunk)
+    return (
+        _profile(model, "prefill", batch=(1, 1, 1), sequence=(1, chunk, chunk), rows=(1, 1, rows)),
+        _profile(model, "decode", batch=(1, spec.max_batch, spec.max_batch), sequence=(1, 1, 1), rows=(1, 1, 1)),
+    )
+
+
+def _profile(
+    model: ir.Model, name: Literal["prefill", "decode"], *, batch: Range, sequence: Range, rows: Range
+) -> Profile:
+    symbols = _symbols(model)
+    known = {symbols[0]: batch, symbols[1]: sequence, symbols[2]: rows}
+    shapes: dict[str, tuple[Shape, Shape, Shape]] = {}
+    for value in model.graph.inputs:
+        ranges = [_range(str(value.name), size, known) for size in graph.dims(value) or ()]
+        low, best, high = (tuple(each[i] for each in ranges) for i in range(3))
+        shapes[str(value.name)] = (low, best, high)
+    return Profile(name, batch, sequence, rows, shapes)
+
+
+def _symbols(model: ir.Model) -> tuple[object, object, object]:
+    """Read the names of batch, sequence and rows off the inputs that have these dimensions by definition."""
+    inputs = {str(value.name): graph.dims(value) for value in model.graph.inputs}
+    ids = inputs.get(interface.INPUT_IDS)
+    if ids is None or len(ids) != 2:
+        raise UnsupportedError(f"the graph has no input {interface.INPUT_IDS} [batch, sequence]: shapes are {ids}")
+    rows = inputs.get(interface.LOGITS_ROWS)
+    return ids[0], ids[1], rows[0] if rows else None
+
+
+def _range(name: str, size: int | str | None, known: Mapping[object, Range]) -> Range:
+    if isinstance(size, int):
+        return size, size, size
+    if size is None or size not in known:
+        raise UnsupportedError(
+            f"input {name} has the dimension {size!r}, of which nothing says how large it gets; TensorRT wants a range "
+            f"for each: {', '.join(repr(symbol) for symbol in known if isinstance(symbol, str))}"
+        )
+    return known[size]

@@ -1,0 +1,165 @@
+"""What TensorRT does not build, by feature of the graph and compute capability: data, asked before a weight is read.
+
+Each rule was seen with TensorRT-RTX 1.7.1.116, which builds ahead of time, on SM75, 80, 86, 89 and 120; a test holds
+every cell of the table against that builder. For TensorRT itself, and for SM90 and SM100, the rules are taken over and
+not verified.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from llmforge import graph
+from llmforge.errors import UnsupportedError
+from llmforge.targets import Target
+
+HEAD_DIMS = range(16, 257, 8)  # channels of a head that a fused attention kernel exists for
+_FIXED = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16  # what a cache may hold that is updated in place
+
+
+class Feature(enum.Enum):
+    """A property of a graph that not every device, or no device, has code for."""
+
+    BF16 = "bf16"
+    FP32_MATMUL = "fp32 matrix product"
+    INT4 = "int4 weights"
+    FP8 = "fp8"
+    FP4 = "fp4"
+    E8M0 = "e8m0 scales"
+    ZERO_POINT = "zero points"
+    FP32_ATTENTION = "fp32 attention"
+    HEAD_DIM = "head size"
+    HEAD_DIMS_DIFFER = "keys and values of different sizes"
+    SOFTCAP = "softcap"
+    PAST = "past and present of attention"
+    PADDED_LENGTHS = "lengths of padded keys"
+    QUANTIZED_UPDATE = "quantized cache updated in place"
+    FOREIGN_OPERATOR = "operators outside ONNX"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where a feature builds: from compute capability `least_sm` on, or nowhere (None); why, and what to do."""
+
+    least_sm: int | None
+    reason: str
+    hint: str
+
+    def refuses(self, sm: str) -> bool:
+        """Say whether a device of compute capability `sm`, "89", cannot run the feature."""
+        return self.least_sm is None or int(sm) < self.least_sm
+
+
+TABLE: dict[Feature, Rule] = {
+    Feature.BF16: Rule(80, "the device has no bf16 arithmetic", "compute in fp16"),
+    Feature.FP32_MATMUL: Rule(80, "TensorRT has no fp32 matrix product for Turing", "compute in fp16"),
+    Feature.INT4: Rule(80, "TensorRT has no int4 weights for Turing", "quantize weights to 8 bits"),
+    Feature.FP8: Rule(89, "the device has no fp8 arithmetic", "quantize weights to int4 or int8"),
+    Feature.FP4: Rule(100, "the device has no fp4 arithmetic", "quantize weights to int4 or fp8"),
+    Feature.E8M0: Rule(None, "the ONNX parser reads no e8m0 tensors", "choose a format whose scales are fp16 or fp8"),
+    Feature.ZERO_POINT: Rule(
+        None, "weights are symmetric: a zero point other than 0 is rejected", "quantize symmetrically"
+    ),
+    Feature.FP32_ATTENTION: Rule(
+        None, "no fused attention kernel computes in fp32", "add `lower-precision: {dtype: fp16}`"
+    ),
+    Feature.HEAD_DIM: Rule(
+        None, "fused attention kernels exist for 16 to 256 channels a head, in multiples of 8", "use another engine"
+    ),
+    Feature.HEAD_DIMS_DIFFER: Rule(None, "keys and values must have the same shape", "use another engine"),
+    Feature.SOFTCAP: Rule(None, "the ONNX parser rejects a soft cap of attention scores", "use another engine"),
+    Feature.PAST: Rule(None, "the ONNX parser takes attention with one output only", "use TensorScatter for the cache"),
+    Feature.PADDED_LENGTHS: Rule(
+        None, "the ONNX parser drops nonpad_kv_seqlen without an error: results would be wrong", "use a mask"
+    ),
+    Feature.QUANTIZED_UPDATE: Rule(
+        None, "an update in place takes fp32, fp16 and bf16 caches", "leave the KV cache in the model's dtype"
+    ),
+    Feature.FOREIGN_OPERATOR: Rule(None, "it would need a plugin", "leave out the pass that makes it"),
+}
+
+
+def check(model: ir.Model, target: Target, title: str) -> None:
+    """Return if `title` ("TensorRT-RTX") builds the lowered `model` for `target`; no weight is read.
+
+    Raises:
+        UnsupportedError: it does not; every feature that is refused is named, with the first node or tensor of each.
+    """
+    assert target.sm is not None  # of every GPU target
+    refused = {
+        feature: where for feature, where in reversed(list(features(model))) if TABLE[feature].refuses(target.sm)
+    }
+    if not refused:
+        return
+    ordered = [feature for feature in Feature if feature in refused]
+    listed = "; ".join(f"{feature.value} ({refused[feature]}): {TABLE[feature].reason}" for feature in ordered)
+    raise UnsupportedError(
+        f"{title} builds no such engine for target {target.name} (SM{target.sm}): {listed}",
+        hint="; ".join(dict.fromkeys(TABLE[feature].hint for feature in ordered)),
+    )
+
+
+def features(model: ir.Model) -> Iterator[tuple[Feature, str]]:
+    """Find every feature of the table in a lowered `model`, and where: the name of a node or a tensor."""
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    for node in model.graph.all_nodes():
+        yield from ((feature, f"node {node.name}") for feature in _of_node(node))
+        values += node.outputs
+    for value in values:
+        if value.dtype is not None and (feature := _BY_DTYPE.get(value.dtype)) is not None:
+            yield feature, f"tensor {value.name}"
+
+
+_BY_DTYPE = {
+    ir.DataType.BFLOAT16: Feature.BF16,
+    ir.DataType.INT4: Feature.INT4,
+    ir.DataType.UINT4: Feature.INT4,
+    ir.DataType.FLOAT8E4M3FN: Feature.FP8,
+    ir.DataType.FLOAT4E2M1: Feature.FP4,
+    ir.DataType.FLOAT8E8M0: Feature.E8M0,
+}
+
+
+def _of_node(node: ir.Node) -> Iterator[Feature]:
+    if node.domain:
+        yield Feature.FOREIGN_OPERATOR
+    elif node.op_type in ("MatMul", "Gemm") and _dtype(node, 0) is ir.DataType.FLOAT:
+        yield Feature.FP32_MATMUL
+    elif node.op_type == "DequantizeLinear" and graph.operand(node, 2) is not None:
+        yield Feature.ZERO_POINT
+    elif node.op_type == "TensorScatter" and _dtype(node, 0) not in (None, *_FIXED):
+        yield Feature.QUANTIZED_UPDATE
+    elif node.op_type == "Attention":
+        yield from _of_attention(node)
+
+
+def _of_attention(node: ir.Node) -> Iterator[Feature]:
+    """Look at Attention of opset 23 or 24: q, k, v [batch, heads, tokens, channels], mask, past, lengths."""
+    if _dtype(node, 0) is ir.DataType.FLOAT:
+        yield Feature.FP32_ATTENTION
+    channels = [_channels(node, index) for index in (0, 1, 2)]
+    if isinstance(channels[0], int) and channels[0] not in HEAD_DIMS:
+        yield Feature.HEAD_DIM
+    if channels[1] != channels[2]:
+        yield Feature.HEAD_DIMS_DIFFER
+    if node.attributes.get_float("softcap", 0.0) != 0.0:
+        yield Feature.SOFTCAP
+    if graph.operand(node, 4) is not None or len([value for value in node.outputs if value.name]) > 1:
+        yield Feature.PAST
+    if graph.operand(node, 6) is not None:
+        yield Feature.PADDED_LENGTHS
+
+
+def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
+    value = graph.operand(node, index)
+    return None if value is None else value.dtype
+
+
+def _channels(node: ir.Node, index: int) -> int | str | None:
+    value = graph.operand(node, index)
+    shape = None if value is None else graph.dims(value)
+    return shape[-1] if shape else None

@@ -1,0 +1,153 @@
+"""The functions of cuda.bindings.runtime that llmforge calls, over the memory of this process.
+
+Types and constants are the real module's, and a call with another number of arguments than the real function takes
+fails. A recording keeps what was sent to the stream, runs none of it, and repeats it when it is launched.
+"""
+
+# ruff: noqa: N802, N815  (the names are CUDA's)
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmforge.runtime import device
+
+FREE = 1 << 30
+
+
+class FakeCuda:
+    """Stands where `device._bindings()` gives the module."""
+
+    def __init__(self, sm: int = 89) -> None:
+        self.real = pytest.importorskip("cuda.bindings.runtime")
+        self.sm = sm
+        self.memory: dict[int, Any] = {}
+        self.recording: list[Callable[[], None]] | None = None
+        self.launches = 0
+        self.copies = 0
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self.real, name)
+        fake = getattr(type(self), f"_{name}", None)
+        if fake is None:
+            assert not name.startswith("cuda") or not callable(real) or isinstance(real, type), f"{name} is not faked"
+            return real
+        taken = re.fullmatch(r"\w+\((.*?)\)(?: ->.*)?", real.__doc__.strip().splitlines()[0])[1]
+        names = [each for each in taken.split(",") if each.strip()]
+        least = sum("=" not in each for each in names)
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            assert least <= len(args) <= len(names), f"{name}({taken}) called with {len(args)} arguments"
+            status_and_values = fake(self, *args)
+            if isinstance(status_and_values, tuple):
+                return status_and_values
+            return (self.real.cudaError_t.cudaSuccess, *(() if status_and_values is None else [status_and_values]))
+
+        return call
+
+    def send(self, work: Callable[[], None]) -> None:
+        """Do `work` now, or record it."""
+        if self.recording is None:
+            work()
+        else:
+            self.recording.append(work)
+
+    def _cudaGetDeviceCount(self) -> int:
+        return 2
+
+    def _cudaSetDevice(self, index: int) -> None:
+        assert 0 <= index < 2
+
+    def _cudaGetLastError(self) -> None:
+        return None
+
+    def _cudaDeviceGetAttribute(self, attribute: Any, index: int) -> int:
+        major = attribute == self.real.cudaDeviceAttr.cudaDevAttrComputeCapabilityMajor
+        return self.sm // 10 if major else self.sm % 10
+
+    def _cudaGetDeviceProperties(self, index: int) -> Any:
+        return SimpleNamespace(name=b"Fake GPU\0\0")
+
+    def _cudaStreamCreateWithFlags(self, flags: int) -> int:
+        return 77
+
+    def _cudaStreamSynchronize(self, stream: int) -> None:
+        assert self.recording is None, "waiting for a stream that records fails in CUDA"
+
+    def _cudaMemGetInfo(self) -> tuple[Any, ...]:
+        used = sum(ctypes.sizeof(each) for each in self.memory.values())
+        return self.real.cudaError_t.cudaSuccess, FREE - used, FREE
+
+    def _cudaMalloc(self, size: int) -> Any:
+        assert self.recording is None, "allocating while a stream records fails in CUDA"
+        if size > FREE:
+            return self.real.cudaError_t.cudaErrorMemoryAllocation, None
+        room = ctypes.create_string_buffer(b"\xee" * (size + 256), size + 256)  # not zeros, as on a device
+        address = (ctypes.addressof(room) + 255) // 256 * 256
+        self.memory[address] = room
+        return address
+
+    def _cudaFree(self, address: int) -> None:
+        del self.memory[address]
+
+    def _cudaHostAlloc(self, size: int, flags: int) -> int:
+        room = ctypes.create_string_buffer(size)
+        self.memory[ctypes.addressof(room)] = room
+        return ctypes.addressof(room)
+
+    _cudaFreeHost = _cudaFree
+
+    def _cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> None:
+        self.send(lambda: ctypes.memset(address, value, size) and None)
+
+    def _cudaMemcpyAsync(self, target: int, source: int, size: int, kind: Any, stream: int) -> None:
+        self.copies += 1
+        self.send(lambda: ctypes.memmove(target, source, size) and None)
+
+    def _cudaMemcpy2DAsync(
+        self, target: int, into: int, source: int, out: int, width: int, height: int, kind: Any, stream: int
+    ) -> None:
+        assert min(into, out) >= width
+
+        def copy() -> None:
+            for i in range(height):
+                ctypes.memmove(target + i * into, source + i * out, width)
+
+        self.send(copy)
+
+    def _cudaStreamBeginCapture(self, stream: int, mode: Any) -> None:
+        assert self.recording is None
+        self.recording = []
+
+    def _cudaStreamEndCapture(self, stream: int) -> list[Callable[[], None]]:
+        recorded, self.recording = self.recording, None
+        assert recorded is not None
+        return recorded
+
+    def _cudaGraphGetNodes(self, graph: list[Callable[[], None]]) -> tuple[Any, ...]:
+        return self.real.cudaError_t.cudaSuccess, None, len(graph)
+
+    def _cudaGraphInstantiate(self, graph: list[Callable[[], None]], flags: int) -> list[Callable[[], None]]:
+        return graph
+
+    def _cudaGraphDestroy(self, graph: Any) -> None:
+        return None
+
+    _cudaGraphExecDestroy = _cudaGraphDestroy
+
+    def _cudaGraphLaunch(self, graph: list[Callable[[], None]], stream: int) -> None:
+        self.launches += 1
+        for work in graph:
+            work()
+
+
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, sm: int = 89) -> FakeCuda:
+    """Let `CudaDevice` find a GPU of the host's memory."""
+    fake = FakeCuda(sm)
+    monkeypatch.setattr(device, "_bindings", lambda: fake)
+    return fake
