@@ -19,17 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 import onnx_ir as ir
 
 from llmforge import graph as g
+from llmforge.collectives import ALL_GATHER, ALL_REDUCE, Collective, meetings
 from llmforge.cuts import Cut, nibbles, shard
-from llmforge.shard_plan import ATTENTION, ShardPlan, features, is_linear, plan
+from llmforge.shard_plan import ATTENTION, ShardPlan, is_linear, plan
 
 RANK = "llmforge.rank"  # metadata_props key of a rank's graph: "1/4" is the second of four
-ALL_REDUCE, ALL_GATHER = "AllReduce", "AllGather"
 # Inputs of attention that have an axis of query or KV heads: which axis, by operator and input.
 _BY_HEAD: Mapping[tuple[str, str], Mapping[int, int]] = {
     ("llmforge", "Attention"): {6: 0, 7: 0},  # sinks, slopes
@@ -38,24 +37,6 @@ _BY_HEAD: Mapping[tuple[str, str], Mapping[int, int]] = {
 _BY_KV_HEAD: Mapping[tuple[str, str], Mapping[int, int]] = {
     ("com.microsoft", "GroupQueryAttention"): {12: 1, 13: 1},  # scales a channel, [1, kv_heads, 1, head_dim]
 }
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One place where ranks meet."""
-
-    node: str  # whose results they put together
-    kind: str  # AllReduce or AllGather
-    elements: int  # of a token, or of a row that gets logits: of the whole tensor
-    by_row: bool  # once for every row that gets logits, not for every token
-
-    def bytes_sent(self, degree: int, element_bytes: int) -> Fraction:
-        """Bytes that one rank sends for one token or row, in a ring.
-
-        A ring sends every part `degree - 1` times, twice where it sums first (Patarasuk and Yuan 2009, section 3).
-        """
-        rounds = 2 if self.kind == ALL_REDUCE else 1
-        return Fraction(rounds * (degree - 1) * self.elements * element_bytes, degree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,37 +60,7 @@ def split(model: ir.Model, degree: int) -> Split:
     if degree == 1:
         return Split((source,), (), made.whole)
     ranks = tuple(_Rank(source, made, rank).write() for rank in range(degree))
-    return Split(ranks, collectives(made), made.whole)
-
-
-def collectives(made: ShardPlan) -> tuple[Collective, ...]:
-    """List where the ranks of a plan meet, in the order of a step; no weight is read."""
-    found = []
-    nodes = [*made.rows, *made.experts, *filter(None, (made.head, made.embedding))]
-    if not nodes or made.degree == 1:
-        return ()
-    owner = nodes[0].graph
-    for node in owner if owner is not None else ():
-        if node is made.head:
-            found.append(Collective(str(node.name), ALL_GATHER, _width(node), by_row=True))
-        elif node in made.rows or node in made.experts or node is made.embedding:
-            found.append(Collective(str(node.name), ALL_REDUCE, _width(node), by_row=False))
-    return tuple(found)
-
-
-def traffic(layers: int, hidden: int, vocabulary: int, degree: int, element_bytes: int, *, tied: bool) -> Fraction:
-    """Bytes that one rank sends for one decoded token of a dense decoder with two all-reduces a layer.
-
-    `element_bytes` are those of activations; `tied`: the embedding is divided with the head.
-    """
-    reduce = Collective("", ALL_REDUCE, hidden, by_row=False).bytes_sent(degree, element_bytes)
-    gather = Collective("", ALL_GATHER, vocabulary, by_row=True).bytes_sent(degree, element_bytes)
-    return (2 * layers + tied) * reduce + gather
-
-
-def _width(node: ir.Node) -> int:
-    width = (g.dims(node.outputs[0]) or (0,))[-1]
-    return width if isinstance(width, int) else 0
+    return Split(ranks, meetings(made), made.whole)
 
 
 class _Rank:
@@ -415,6 +366,3 @@ class _Rank:
 def _width_of(degree: int, cut: Cut) -> int:
     """Count the features of all ranks together."""
     return sum(cut.size(rank) for rank in range(degree))
-
-
-__all__ = ["ALL_GATHER", "ALL_REDUCE", "RANK", "Collective", "Split", "collectives", "features", "split", "traffic"]
