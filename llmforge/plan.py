@@ -38,8 +38,8 @@ def rehearse(
 
     Raises:
         UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
-            finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph; the model cannot
-            be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
+            finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph; the model
+            cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     rehearsed = model.clone()
     context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model)))

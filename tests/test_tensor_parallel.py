@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-import torch
 
 from llmforge import dialect, engines, graph, passes, plan, probe, shard_plan, targets
 from llmforge.checkpoint import Checkpoint
@@ -40,7 +39,7 @@ def after(model: ir.Model, steps: Sequence[Pass]) -> ir.Model:
 def equal(model: ir.Model, degree: int, vocabulary: int = 96, tolerance: float = 1e-5) -> None:
     """Split `model`, run all ranks in prefill, decode, continuation and a ragged batch, and compare each one's logits.
 
-    `tolerance` is in standard deviations of the logits.
+    `tolerance` is relative to the largest logit.
     """
     made = split(model, degree)
     for number, own in enumerate(made.ranks):
@@ -48,7 +47,7 @@ def equal(model: ir.Model, degree: int, vocabulary: int = 96, tolerance: float =
         assert own.metadata_props[RANK] == f"{number}/{degree}"
     runs = probe.random_runs(vocabulary)
     wanted = ranks.whole(model, runs)
-    unit = float(np.concatenate(wanted).std())
+    unit = float(np.abs(np.concatenate(wanted)).max())
     for step, found in zip(wanted, ranks.logits(made, runs), strict=True):
         for logits in found:
             assert logits.shape == step.shape
@@ -95,35 +94,36 @@ def test_models_of_the_zoo(name: str, degree: int, tmp_path: Path) -> None:
     equal(after(model, FUSED), degree, zoo.VOCABULARY)
 
 
-def test_experts_and_biases_are_divided(tmp_path: Path) -> None:
-    zoo.write("gpt-oss", tmp_path)
-    model = trace(Checkpoint.open(tmp_path))
-    equal(model, 2, zoo.VOCABULARY)
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_experts_and_biases_are_divided(interleaved: int) -> None:
+    model = graphs.llama(graphs.Llama(experts=4, interleaved_gates=interleaved))
+    equal(model, 2)
+    equal(after(model.clone(), FUSED), 4)
     made = split(model, 2)
-    assert [whole.split("/")[0] for whole in made.whole] == [f"model.layers.{layer}.mlp.router" for layer in (0, 1)]
+    assert [*made.whole] == ["l0_routed_node", "l1_routed_node"]
     for own in made.ranks:
-        for experts in graphs.find(own, "MoE"):
-            assert [graph.dims(value) for value in experts.inputs[3:5] if value is not None] == [
-                (4, 64, 96),
-                (4, 48, 64),
-            ]
-    with pytest.raises(
-        UnsupportedError, match=r"MoE .* cannot be divided among ranks: split the graph before fuse-experts"
-    ):
-        split(after(model, [FuseExperts()]), 2)
+        for node in graphs.find(own, "MoE"):
+            dims = [graph.dims(value) for value in node.inputs[3:] if value is not None]
+            assert dims == [(4, 48, 56), (4, 28, 48), (4, 56), (4, 48)]
+    FuseExperts().run(model, graphs.CPU)
+    with pytest.raises(UnsupportedError, match=r"MoE .* cannot be divided .*: split the graph before fuse-experts"):
+        split(model, 2)
 
 
-def test_sample_checkpoint(sample_checkpoint: Path) -> None:
-    model = trace(Checkpoint.open(sample_checkpoint))
-    runs = 8192
-    equal(model, 4, runs, 2e-5)
-    fused = after(model, FUSED)
-    equal(fused, 2, runs, 2e-5)
+def test_sample_checkpoint(sample_graph: ir.Model) -> None:
+    fused = after(sample_graph.clone(), FUSED)
+    equal(fused, 4, 8192)
     made = split(fused, 4)
     assert len(made.collectives) == 1 + 2 * 6 + 1
     size = graph.weight_bytes(fused)
     assert all(graph.weight_bytes(own) < 0.26 * size for own in made.ranks)
-    equal(after(fused, [INT4]), 2, runs, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4])
+def test_sample_checkpoint_canonical_and_int4(degree: int, sample_graph: ir.Model) -> None:
+    equal(sample_graph, degree, 8192)
+    equal(after(sample_graph.clone(), (*FUSED, INT4)), degree, 8192)
 
 
 def test_half_precision_is_divided() -> None:
@@ -139,16 +139,16 @@ def test_half_precision_is_divided() -> None:
     assert reduced.outputs[0].dtype == ir.DataType.BFLOAT16
 
 
-def test_a_rank_reads_its_part_of_a_stored_weight(tmp_path: Path) -> None:
-    zoo.write("llama", tmp_path, torch.bfloat16)
-    checkpoint = Checkpoint.open(tmp_path)
-    model = trace(checkpoint)
+def test_a_rank_reads_its_part_of_a_stored_weight(bf16_llama: tuple[Checkpoint, ir.Model]) -> None:
+    checkpoint, traced = bf16_llama
+    model = traced.clone()
     PackQkv().run(model, graphs.CPU)
     own = split(model, 2).ranks[1].graph.initializers
     down = own["model.layers.0.mlp.down_proj.weight"].const_value  # [96, 64], stored as [64, 96]
     assert isinstance(down, Stored)
     stored = checkpoint.tensor("model.layers.0.mlp.down_proj.weight").numpy()
-    assert np.shares_memory(down.stored(), stored) or down.stored().base is not None
+    assert down.stored().shape == (64, 48)
+    assert down.stored().base is not None  # a view of the mapped file
     np.testing.assert_array_equal(down.numpy(), stored.astype(np.float32).T[48:])
     packed = own["model.layers.0.self_attn.qkv_proj.weight"].const_value
     assert isinstance(packed, ir.LazyTensor)
@@ -213,7 +213,7 @@ def test_vocabularies_that_do_not_fit_stay_whole() -> None:
 
 
 def test_standard_onnx_has_no_collectives() -> None:
-    with pytest.raises(UnsupportedError, match="AllReduce .* standard ONNX has no operator"):
+    with pytest.raises(UnsupportedError, match=r"AllReduce .* standard ONNX has no operator"):
         dialect.expand(split(graphs.llama(), 2).ranks[0])
 
 
@@ -232,7 +232,7 @@ def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path:
     )
     recipe = Recipe.load(path)
     checkpoint = Checkpoint.open(tiny_checkpoint)
-    model = trace(checkpoint)
+    model = graphs.llama()
     arguments = {"target": targets.load("cpu-avx2"), "checkpoint": checkpoint}
     steps = recipe.instantiate(passes.ALL)
     with pytest.raises(UnsupportedError, match="an engine of onnxruntime runs a model alone"):
