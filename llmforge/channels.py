@@ -1,4 +1,4 @@
-"""Arithmetic of weights in 8 bits with one scale an output feature: int8, or fp8 with 4 bits of exponent and 3 of mantissa.
+"""Arithmetic of weights in 8 bits with one scale an output feature: int8, or fp8 (4 bits of exponent, 3 of mantissa).
 
 Weights are [K, N] (input by output features), codes have their shape, scales are fp32 [N]: `w ≈ codes·scales`. The
 largest magnitude of a column becomes the largest code.
@@ -35,14 +35,16 @@ def fp8_scales(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
 def int8_codes(parts: Sequence[NDArray[Any]]) -> NDArray[np.int8]:
     """Round one matrix [K, N] to int8 codes; ties go to the even one."""
     weight = parts[0].astype(np.float32)
-    return np.rint(weight / _scales(weight, INT8)).astype(np.int8)
+    codes: NDArray[np.int8] = np.rint(weight / _scales(weight, INT8)).astype(np.int8)
+    return codes
 
 
 def fp8_codes(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Round one matrix [K, N] to fp8 codes; ties go to the even one."""
     weight = parts[0].astype(np.float32)
     limit = np.float32(LARGEST[FP8])  # a quotient may be a bit above it, which would become NaN
-    return np.clip(weight / _scales(weight, FP8), -limit, limit).astype(ml_dtypes.float8_e4m3fn)
+    codes: NDArray[Any] = np.clip(weight / _scales(weight, FP8), -limit, limit).astype(ml_dtypes.float8_e4m3fn)
+    return codes
 
 
 CODES: Mapping[ir.DataType, Function] = {INT8: int8_codes, FP8: fp8_codes}

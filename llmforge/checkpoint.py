@@ -77,12 +77,12 @@ class Checkpoint:
         """
         versions.check()
         folder = path.absolute()
-        settings = _read_settings(folder)
+        settings = read_settings(folder)
         tokenizer_settings = _read_optional(folder / TOKENIZER_CONFIG)
         _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
         files = weight_files(folder)
         tensors = read_headers(folder, files)
-        config = _load_config(folder, settings)
+        config = load_config(folder, settings)
         generation = _read_optional(folder / GENERATION_CONFIG)
         text = config.get_text_config()
         eos = _token_ids(generation.get("eos_token_id", getattr(text, "eos_token_id", None)), "eos_token_id", folder)
@@ -221,8 +221,13 @@ class Checkpoint:
             raise CheckpointError(f"{where} is {entry.dtype.name}; weights must be of a floating-point dtype")
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Read `config.json` and refuse what no later stage may meet."""
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read `config.json` and refuse what no later stage may meet.
+
+    Raises:
+        CheckpointError: there is no such file, or it asks for code.
+        UnsupportedError: the weights are already quantized.
+    """
     if not folder.is_dir():
         what = "is a file, a checkpoint is a folder" if folder.exists() else "no such folder"
         raise CheckpointError(f"{folder}: {what}", hint="a model of the Hub: `hf download ORG/NAME --local-dir FOLDER`")
@@ -256,7 +261,13 @@ def _refuse_remote_code(file: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
+def load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
+    """Make the configuration of transformers from `settings`, which `folder` holds.
+
+    Raises:
+        CheckpointError: transformers refuses it.
+        UnsupportedError: transformers does not know the architecture.
+    """
     from huggingface_hub.errors import StrictDataclassError  # here, because transformers imports torch
     from transformers import AutoConfig, __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from llmforge import __version__, cli_serving
+from llmforge import __version__, cli_planning, cli_serving
 from llmforge.errors import ForgeError, GateFailed, GateInconclusive, UsageError
 
 if TYPE_CHECKING:
@@ -333,6 +333,8 @@ def schema() -> None:
     _write_json(recipe.schema(registry.ALL))
 
 
+cli.add_command(cli_planning.plan)
+cli.add_command(cli_planning.doctor)
 cli.add_command(cli_serving.serve)
 cli.add_command(cli_serving.bench)
 cli.add_command(cli_serving.triton)

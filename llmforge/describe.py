@@ -11,6 +11,7 @@ from llmforge import options
 from llmforge.artifact import Artifact
 from llmforge.graph_facts import GraphFacts
 from llmforge.targets import Figure, Target
+from llmforge.targets.support import Support
 from llmforge.trace.pattern import Pattern
 from llmforge.transform import Pass
 
@@ -58,8 +59,12 @@ def target_text(target: Target) -> str:
         lines.append(f"instruction set  {target.isa.value}")
     if target.sm is not None:
         lines.append(f"compute capability  {target.sm[:-1]}.{target.sm[-1]}")
+    if target.cores is not None:
+        lines.append(f"cores  {target.cores}")
     lines.append(f"engines  {', '.join(target.engines)}")
     lines += [line for name, unit, figure in _figures(target) for line in _figure(name, unit, figure)]
+    for backend in target.engines:
+        lines += _support(backend, target.support(backend))
     lines += ["", *(f"- {note}" for note in target.notes)] if target.notes else []
     return "\n".join(lines)
 
@@ -150,6 +155,21 @@ def _figures(target: Target) -> Iterator[tuple[str, str, Figure]]:
         yield "bandwidth", "GB/s", target.bandwidth_gbs
     for dtype, figure in target.rates.items():
         yield f"{dtype}, dense", "TOP/s" if dtype.startswith("int") else "TFLOP/s", figure
+    if target.interconnect is not None:
+        link = target.interconnect
+        yield f"{link.kind}, {link.domain} devices, one direction", "GB/s", link.gbs
+    if target.tdp_w is not None:
+        yield "power", "W", target.tdp_w
+    if target.usd_per_hour is not None:
+        yield f"an hour, {target.usd_per_hour.date}", "USD", target.usd_per_hour
+
+
+def _support(backend: str, support: Support) -> list[str]:
+    """Say what an engine takes on a target."""
+    roles = {"computes in": support.compute, "weights": support.weights, "cache": support.kv}
+    taken = "; ".join(f"{role} {', '.join(sorted(dtypes))}" for role, dtypes in roles.items())
+    missing = [f"    no {dtype}: {reason}" for dtype, reason in support.why.items()]
+    return [f"{backend}{'' if support.verified else ' (not verified)'}  {taken}", *missing]
 
 
 def _figure(name: str, unit: str, figure: Figure) -> list[str]:

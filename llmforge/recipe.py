@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from llmforge import data, options, targets
-from llmforge.errors import RecipeError
+from llmforge.errors import RecipeError, UsageError
 from llmforge.located_yaml import Location, Source, dotted, read
 from llmforge.overrides import apply
 from llmforge.recipe_errors import Problem, collect, describe, meant
@@ -44,6 +44,14 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
 
 
 RecipePath = Annotated[Path, AfterValidator(_anchor)]
+
+
+def _anchor_target(target: str, info: ValidationInfo) -> str:
+    """Make the path of a target's file absolute; a name is known in lower case."""
+    return str(_anchor(Path(target), info)) if targets.is_file(target) else target.lower()
+
+
+TargetName = Annotated[str, AfterValidator(_anchor_target)]
 
 
 class _Section(BaseModel):
@@ -69,7 +77,7 @@ class EngineSpec(_Section):
     )
     cuda_graphs: Literal["require", "allow", "off"] = Field(
         default="require",
-        description="decode steps on a GPU as CUDA graphs; require: each, or the engine fails; allow: those that can be",
+        description="decode steps on a GPU as CUDA graphs; require: all, or the build fails; allow: those that can be",
     )
     deferred: bool = Field(
         default=False,
@@ -197,7 +205,9 @@ class Recipe(_Section):
     schema_version: Literal[1] = Field(alias="schema", description="version of this format")
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name of the artifact, and of its folder")
     checkpoint: RecipePath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
-    target: str = Field(description="deployment device: a name that `llmforge targets` lists, or `local`")
+    target: TargetName = Field(
+        description="deployment device: a name that `llmforge targets` lists, `local`, or a file that `doctor` wrote"
+    )
     engine: EngineSpec
     calibration: CalibrationSpec | None = None
     passes: tuple[PassSpec, ...] = Field(description="what is done to the graph, in order")
@@ -279,6 +289,8 @@ class Recipe(_Section):
         """
         plain = self.model_dump(mode="json", by_alias=True)
         plain["checkpoint"] = self.checkpoint.name
+        if targets.is_file(self.target):
+            plain["target"] = _content(Path(self.target))
         if self.calibration is not None:
             plain["calibration"]["data"] = _content(self.calibration.data)
         if self.validation.quality is not None:
@@ -290,7 +302,9 @@ class Recipe(_Section):
 
     def _inconsistencies(self) -> Iterator[Problem]:
         """Find what pydantic cannot see: sections that contradict each other, and names that live elsewhere."""
-        if self.target not in (known := [targets.LOCAL, *targets.names()]):
+        if targets.is_file(self.target):
+            yield from self._target_file(Path(self.target))
+        elif self.target not in (known := [targets.LOCAL, *targets.names()]):
             yield self._problem(("target",), f"no such target; known: {', '.join(known)}", meant(self.target, known))
         quality, latency, longest = self.validation.quality, self.validation.latency, self.engine.max_context
         if quality is not None and quality.context > longest:
@@ -311,6 +325,20 @@ class Recipe(_Section):
                         "nothing would measure it",
                         f"add `validation: {{{section}: …}}`, or remove the gate",
                     )
+
+    def _target_file(self, path: Path) -> Iterator[Problem]:
+        """Find what is wrong with the file of a target; an engine is built for one that is known everywhere."""
+        try:
+            target = targets.read(path)
+        except UsageError as error:
+            yield self._problem(("target",), error.message, error.hint)
+            return
+        if target.known_as not in targets.names():
+            yield self._problem(
+                ("target",),
+                f"{path.name} does not say which target it is like",
+                "add `like: NAME`, a target of the list",
+            )
 
     def _missing_text(self, spec: PassSpec, instance: Pass) -> Iterator[Problem]:
         if instance.demands() and self.calibration is None:

@@ -16,12 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from llmforge import located_yaml
 from llmforge.errors import EnvironmentLacks, UnsupportedError, UsageError
+from llmforge.targets.achieved import Assumption, defaults
+from llmforge.targets.support import Backend as Backend
+from llmforge.targets.support import Support, support, unsupported
 
 FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
 
-Backend = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
-Rate = Literal["fp32", "fp16", "bf16", "fp8", "int8", "fp4"]
+Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
+Share = Literal["bandwidth", "matrix_16", "matrix_8", "matrix_4", "layer_us", "link", "collective_us"]
 
 
 class Isa(enum.Enum):
@@ -59,23 +62,47 @@ class Figure(BaseModel):
     verified: bool = Field(description="read in the primary source or measured by this project, not taken on trust")
 
 
+class Price(Figure):
+    """What an hour of one device costs; prices move, so the day of the source stands beside it."""
+
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+
+
+class Interconnect(BaseModel):
+    """How devices of one kind reach each other."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["nvlink", "pcie"]
+    gbs: Figure  # 10**9 bytes a second of one device, in one direction
+    domain: Annotated[int, Field(ge=1)]  # devices that reach each other so
+
+
 class Target(BaseModel):
     """Immutable facts of a deployment device.
 
-    A CPU target is an instruction set: memory and rates depend on the machine and are absent. A GPU target is one
-    device; `rates` are dense (no sparsity), in TFLOP/s for floating point and TOP/s for integers.
+    A CPU target is an instruction set: memory and rates depend on the machine, and are in the file of a machine alone,
+    which `llmforge doctor --measure --write` makes. A GPU target is one device; `rates` are dense (no sparsity), in
+    TFLOP/s for floating point and TOP/s for integers. `memory_gb` is what the data sheet says; drivers show up to 7 %
+    more, because its GB are 2**30 bytes. `achieved` replaces shares of `targets.achieved`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     title: str
+    like: str | None = None  # in the file of a machine: the target here that engines for it are built for
     kind: Literal["cpu", "gpu"]
     isa: Isa | None = None
     sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None  # compute capability without the dot, "89"
     memory_gb: Figure | None = None  # 10**9 bytes
     bandwidth_gbs: Figure | None = None  # 10**9 bytes a second
     rates: dict[Rate, Figure] = Field(default_factory=dict)
+    cores: Annotated[int, Field(ge=1)] | None = None  # physical, of a CPU
+    interconnect: Interconnect | None = None
+    tdp_w: Figure | None = None
+    usd_per_hour: Price | None = None
+    achieved: dict[Share, Figure] = Field(default_factory=dict)
     engines: tuple[Backend, ...] = Field(min_length=1)
     notes: tuple[str, ...] = ()
 
@@ -87,7 +114,38 @@ class Target(BaseModel):
             raise ValueError("a GPU target has `sm` and no `isa`")
         if self.kind == "gpu" and (self.memory_gb is None or self.bandwidth_gbs is None or not self.rates):
             raise ValueError("a GPU target has `memory_gb`, `bandwidth_gbs` and `rates`")
+        for backend in self.engines:
+            if (reason := unsupported(backend, self.sm)) is not None:
+                raise ValueError(f"`engines` cannot hold {backend}: {reason}")
         return self
+
+    @property
+    def known_as(self) -> str:
+        """The name of a target in this folder, by which artifacts know it everywhere."""
+        return self.like or self.name
+
+    def support(self, backend: Backend) -> Support:
+        """Return the dtypes that an engine of `backend` takes here.
+
+        Raises:
+            UnsupportedError: there is no such engine for this target; says why.
+        """
+        found = support(backend, self.sm) if backend in self.engines else None
+        if found is None:
+            raise self._no_engine(backend)
+        return found
+
+    def share(self, name: Share) -> Assumption:
+        """Return how much of a ceiling is reached, or a fixed time: this file's figure, else the default."""
+        own = self.achieved.get(name)
+        if own is not None:
+            return Assumption(own.value, own.source)
+        found: Assumption = getattr(defaults(self.sm), name)
+        return found
+
+    def matrix_share(self, dtype: str) -> Assumption:
+        """Return the share of the matrix rate of `dtype` that a long prompt reaches."""
+        return self.share(matrix_share_of(dtype))
 
     def require_engine(self, backend: Backend) -> None:
         """Return if this device can load an engine of `backend`.
@@ -96,11 +154,15 @@ class Target(BaseModel):
             UnsupportedError: it cannot.
         """
         if backend not in self.engines:
-            raise UnsupportedError(
-                f"target {self.name} ({self.title}) cannot load a {backend} engine; its engines: "
-                f"{', '.join(self.engines)}",
-                hint=f"set `engine: {{backend: {self.engines[0]}}}`, or choose another target",
-            )
+            raise self._no_engine(backend)
+
+    def _no_engine(self, backend: Backend) -> UnsupportedError:
+        reason = unsupported(backend, self.sm) or "its file does not list it"
+        return UnsupportedError(
+            f"target {self.name} ({self.title}) cannot load a {backend} engine: {reason}; its engines: "
+            f"{', '.join(self.engines)}",
+            hint=f"set `engine: {{backend: {self.engines[0]}}}`, or choose another target",
+        )
 
     def require_here(self) -> None:
         """Return if this machine runs what is built for a CPU target; of GPUs nothing is asked here.
@@ -127,22 +189,44 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Target:
-    """Read a target by its name; `local` is the CPU of this machine.
+    """Read a target by its name, in whatever case; `local` is the CPU of this machine.
 
     Raises:
-        UsageError: no such target.
+        UsageError: no such target, or several are meant.
         EnvironmentLacks: `local`, and this machine does not tell its instruction set.
     """
-    if name == LOCAL:
+    wanted = name.lower()
+    if wanted == LOCAL:
         return local()
     known = names()
-    if name not in known:
-        close = located_yaml.nearest(name, [*known, LOCAL])
+    if wanted in known:
+        return read(FOLDER / f"{wanted}.yaml")
+    variants = [each for each in known if each.startswith(f"{wanted}-")] if wanted else []
+    if variants:
         raise UsageError(
-            f"no target is named {name!r}; known: {LOCAL}, {', '.join(known)}",
-            hint=f"did you mean {close!r}?" if close else "`llmforge targets` describes each",
+            f"{name!r} can be any of {len(variants)} targets: {', '.join(variants)}",
+            hint="`llmforge targets NAME` shows the facts of each",
         )
-    return read(FOLDER / f"{name}.yaml")
+    close = located_yaml.nearest(wanted, [*known, LOCAL])
+    raise UsageError(
+        f"no target is named {name!r}; known: {LOCAL}, {', '.join(known)}",
+        hint=f"did you mean {close!r}?" if close else "`llmforge targets` describes each",
+    )
+
+
+def is_file(text: str) -> bool:
+    """Say whether `text` names the file of a target, and not a target."""
+    return text.endswith((".yaml", ".yml"))
+
+
+def find(text: str) -> Target:
+    """Read the target that `text` names, or that is described in the YAML file at that path.
+
+    Raises:
+        UsageError: no such target, or the file does not describe one.
+        EnvironmentLacks: as `load`.
+    """
+    return read(Path(text)) if is_file(text) else load(text)
 
 
 def read(path: Path) -> Target:
@@ -152,12 +236,20 @@ def read(path: Path) -> Target:
         UsageError: the file does not describe a target.
     """
     content = located_yaml.read(path).data
+    like = content.get("like") if isinstance(content, dict) else None
+    if like is not None and like not in names():
+        raise UsageError(f"{path}: `like` is {like!r}; wanted one of {', '.join(names())}")
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …")
     try:
         return Target.model_validate({"name": path.stem, **content})
     except ValidationError as error:
         raise UsageError(f"{path}: not a target: {error}") from None
+
+
+def matrix_share_of(dtype: str) -> Share:
+    """Name the share that counts for products in `dtype`."""
+    return "matrix_8" if dtype in ("fp8", "int8") else "matrix_4" if dtype in ("fp4", "int4") else "matrix_16"
 
 
 def local() -> Target:

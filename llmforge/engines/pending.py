@@ -54,7 +54,7 @@ def write(
     pending = Pending(
         format=FORMAT,
         backend=spec.backend,
-        target=target.name,
+        target=target.known_as,
         sm=target.sm,
         engine=spec.model_dump_json(),
         eos_token_ids=tuple(eos_token_ids),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import onnx_ir as ir
@@ -120,24 +120,40 @@ def capture(
     Raises:
         UnsupportedError: it cannot be traced.
     """
-    with internals.third_party("tracing"), torch.no_grad():
-        norms.substitute(model)
-        gated_norms.substitute(model)
-        modules.substitute(model)
-        with substituted(model, positions) as tables, recurrent.substituted(model, attention):
-            traced = Traced(model, attention, tables)
-            with mode:
-                ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
-                lengths = torch.zeros(BATCH, dtype=torch.int32)
-                _, cached = traced.run(ids, ids, lengths, lengths, lengths.long(), [None] * layers)
-            shapes = [layer.shapes for layer in cached]
-            longest = positions // 2 - 1 if attention.bounded else None
-            pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
-            if isinstance(pattern, Irregular):
-                return _translate(_export(traced, shapes, longest), shapes), pattern
-            shapes = shapes[: pattern.traced]
-            with depth.only(depth.stack_of(model, layers)[1], pattern.traced):
-                return _translate(_export(traced, shapes, longest), shapes), pattern
+    with (
+        internals.third_party("tracing"),
+        torch.no_grad(),
+        prepared(model, attention, positions, substituted) as traced,
+    ):
+        shapes = dry_run(traced, mode, layers)
+        longest = positions // 2 - 1 if attention.bounded else None
+        pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
+        if isinstance(pattern, Irregular):
+            return _translate(_export(traced, shapes, longest), shapes), pattern
+        shapes = shapes[: pattern.traced]
+        with depth.only(depth.stack_of(model, layers)[1], pattern.traced):
+            return _translate(_export(traced, shapes, longest), shapes), pattern
+
+
+@contextmanager
+def prepared(
+    model: PreTrainedModel, attention: Attention, positions: int, substituted: Substitution = rotary.substituted
+) -> Iterator[Traced]:
+    """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
+    norms.substitute(model)
+    gated_norms.substitute(model)
+    modules.substitute(model)
+    with substituted(model, positions) as tables, recurrent.substituted(model, attention):
+        yield Traced(model, attention, tables)
+
+
+def dry_run(traced: Traced, mode: internals.FakeTensorMode, layers: int) -> Shapes:
+    """Run `traced` without numbers, which tells what each of its layers caches."""
+    with mode:
+        ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
+        lengths = torch.zeros(BATCH, dtype=torch.int32)
+        _, cached = traced.run(ids, ids, lengths, lengths, lengths.long(), [None] * layers)
+    return [layer.shapes for layer in cached]
 
 
 def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> Pattern | Irregular:

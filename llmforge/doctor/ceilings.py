@@ -1,0 +1,149 @@
+"""Ceilings of a CPU, measured: memory bandwidth by threads, and the rates of matrix products.
+
+Bandwidth is that of reading a working set larger than the caches (`evaluate.machine.read_bandwidth`). Rates are those
+of the kernels that engines run: ONNX Runtime's product of fp32 matrices, and its product of int8 activations with int8
+weights (`MatMulNBits`, 8 bits, accuracy_level 4) or, where they are compiled and faster, llmforge's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from llmforge import native
+from llmforge.evaluate.machine import read_bandwidth
+from llmforge.passes.cpu_kernels import CpuKernels
+from llmforge.targets import local
+from llmforge.transform import Budget, Context
+
+WORKING_SET_BYTES = 1 << 28  # a decode step of a small model, and more than any cache but those of large servers
+ROWS, COLUMNS, INNER = 512, 2048, 2048  # a prompt through a layer of a model of one to three billion parameters
+BLOCK = 128
+REPETITIONS = 5
+_HALVES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a CPU reaches; bytes and operations a second."""
+
+    bandwidth: Mapping[int, float]  # by number of threads
+    rates: Mapping[str, float]  # by dtype of the products
+    kernels: Mapping[str, str]  # whose they are, by dtype
+    threads: int  # that the rates were measured with
+
+
+def measure(threads: int, told: Callable[[str], None]) -> Ceilings:
+    """Measure this CPU with up to `threads` threads; `told` hears of each step. Takes some seconds."""
+    counts = sorted({1, *(2**power for power in range(1, 10) if 2**power < threads), threads})
+    bandwidth = {}
+    for count in counts:
+        told(f"Memory bandwidth, {count} {'thread' if count == 1 else 'threads'}")
+        bandwidth[count] = read_bandwidth(WORKING_SET_BYTES, count)
+    told("Products of fp32 matrices")
+    rates = {"fp32": _rate(_dense(ir.DataType.FLOAT, ROWS, INNER, COLUMNS), threads)}
+    kernels = {"fp32": "ONNX Runtime's MatMul"}
+    told("Products of int8 matrices")
+    quantized = _quantized()
+    rates["int8"], kernels["int8"] = _rate(quantized, threads), "ONNX Runtime's MatMulNBits"
+    if native.library() is not None:
+        told("Products of int8 matrices, llmforge's kernels")
+        CpuKernels(budget=Budget(kld_mean=1.0)).run(quantized, Context(local(), None))
+        own = _rate(quantized, threads)
+        if own > rates["int8"]:
+            rates["int8"], kernels["int8"] = own, "llmforge.cpu's Linear"
+    return Ceilings(bandwidth, rates, kernels, threads)
+
+
+def cuda_product(size: int) -> Callable[[str, Mapping[str, Any]], float]:
+    """Make what times one product of `size` rows and columns on a GPU, by ONNX Runtime's CUDA provider. Unverified."""
+
+    def product(dtype: str, options: Mapping[str, Any]) -> float:
+        session = _session(_dense(_HALVES[dtype], size, size, size), 1, [("CUDAExecutionProvider", dict(options))])
+        binding = session.io_binding()
+        rows = ort.OrtValue.ortvalue_from_shape_and_type([1, size, size], np.uint16, "cuda", options["device_id"])
+        element = _HALVES[dtype].value
+        binding.bind_input("x", "cuda", options["device_id"], element, [1, size, size], rows.data_ptr())
+        binding.bind_output("y", "cuda", options["device_id"])
+        return _best(lambda: (session.run_with_iobinding(binding), binding.synchronize_outputs())[1])
+
+    return product
+
+
+def _rate(model: ir.Model, threads: int) -> float:
+    """Time `model`, one product of [ROWS, INNER] and [INNER, COLUMNS]: operations a second."""
+    session = _session(model, threads, ["CPUExecutionProvider"])
+    x = np.random.default_rng(0).standard_normal((1, ROWS, INNER), np.float32)
+    return 2 * ROWS * INNER * COLUMNS / _best(lambda: session.run(None, {"x": x}))
+
+
+def _best(run: Callable[[], object]) -> float:
+    """Time `run`, in seconds: the best of several, after two that warm up."""
+    times = []
+    for repetition in range(REPETITIONS + 2):
+        began = time.perf_counter()
+        run()
+        if repetition >= 2:
+            times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _session(model: ir.Model, threads: int, providers: list[Any]) -> ort.InferenceSession:
+    """Load `model`, whose weights may be lazy."""
+    for name, value in model.graph.initializers.items():
+        assert value.const_value is not None
+        value.const_value = ir.Tensor(value.const_value.numpy(), name=name, dtype=value.const_value.dtype)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    native.register(options)
+    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers)
+
+
+def _dense(dtype: ir.DataType, rows: int, inner: int, columns: int) -> ir.Model:
+    """Make y = x·W with random W, in `dtype`."""
+    held = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}.get(dtype, np.float32)
+    weight: NDArray[Any] = np.random.default_rng(0).standard_normal((inner, columns), np.float32).astype(held)
+    return _model(dtype, "", "MatMul", rows, inner, columns, {"w": ir.Tensor(weight, dtype=dtype)}, {})
+
+
+def _quantized() -> ir.Model:
+    """Make y = x·W with W in 8 bits, as `quantize-weights` writes it."""
+    rng = np.random.default_rng(0)
+    blocks = INNER // BLOCK
+    codes = rng.integers(0, 256, (COLUMNS, blocks, BLOCK), np.uint8)
+    scales = np.full((COLUMNS, blocks), 0.01, np.float32)
+    attributes = {"K": INNER, "N": COLUMNS, "bits": 8, "block_size": BLOCK, "accuracy_level": 4}
+    weights = {"w": ir.Tensor(codes), "s": ir.Tensor(scales)}
+    return _model(ir.DataType.FLOAT, "com.microsoft", "MatMulNBits", ROWS, INNER, COLUMNS, weights, attributes)
+
+
+def _model(
+    dtype: ir.DataType,
+    domain: str,
+    operator: str,
+    rows: int,
+    inner: int,
+    columns: int,
+    weights: Mapping[str, ir.Tensor[Any]],
+    attributes: Mapping[str, int],
+) -> ir.Model:
+    """Make a model of one node, from x [1, rows, inner] to y [1, rows, columns]."""
+    x = ir.Value(name="x", type=ir.TensorType(dtype), shape=ir.Shape([1, rows, inner]))
+    values = []
+    for name, tensor in weights.items():
+        tensor.name = name
+        values.append(ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor))
+    node = ir.node(operator, [x, *values], attributes=dict(attributes), domain=domain, name="product")
+    y = node.outputs[0]
+    y.name, y.type, y.shape = "y", ir.TensorType(dtype), ir.Shape([1, rows, columns])
+    opsets = {"": 21, "com.microsoft": 1, native.DOMAIN: native.VERSION}
+    graph = ir.Graph([x], [y], nodes=[node], initializers=values, opset_imports=opsets, name="product")
+    return ir.Model(graph, ir_version=10)

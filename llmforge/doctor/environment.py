@@ -1,0 +1,159 @@
+"""Packages and devices at hand, and what they allow: a checklist, each line with what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from llmforge import native, targets, versions
+from llmforge.doctor.gpus import Gpu
+from llmforge.errors import EnvironmentLacks
+from llmforge.evaluate.machine import Machine
+from llmforge.targets.support import ORT_CAPABILITIES, RTX_CAPABILITIES
+
+State = Literal["yes", "no", "optional"]
+_TIGHT = 10_000_000_000  # bytes of disk below which a build of a few billion parameters will not end
+_PACKAGES = (
+    "torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers",
+    "safetensors", "tensorrt", "tensorrt-rtx", "cuda-bindings", "llguidance", "starlette", "uvicorn",
+    "prometheus-client",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what it is about, whether it is there, what was found, and what to do."""
+
+    name: str
+    state: State
+    found: str
+    hint: str | None = None
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that llmforge uses and that are installed."""
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def checklist(machine: Machine, gpus: Sequence[Gpu], folder: Path) -> list[Check]:
+    """Go through what builds and runs need; `folder` is where artifacts would be written."""
+    return [
+        _processor(machine),
+        _disk(folder),
+        _frontend(),
+        *_runtimes(gpus),
+        _kernels(),
+        *_extras(),
+        *_tensorrt(gpus),
+    ]
+
+
+def _processor(machine: Machine) -> Check:
+    try:
+        isa = targets.local().name
+    except EnvironmentLacks as error:
+        return Check("CPU", "no", machine.cpu, error.hint)
+    cores = f"{machine.cores} cores, {machine.usable_cpus} usable CPUs, {machine.memory_bytes / 1e9:.1f} GB"
+    return Check("CPU", "yes", f"{machine.cpu}: target {isa}, {cores}")
+
+
+def _disk(folder: Path) -> Check:
+    free = shutil.disk_usage(folder).free
+    found = f"{free / 1e9:.0f} GB free in {folder.name or folder}"
+    if free < _TIGHT:
+        return Check(
+            "disk", "no", found, "a build writes its artifact beside the checkpoint; `llmforge plan` says how much"
+        )
+    return Check("disk", "yes", found)
+
+
+def _frontend() -> Check:
+    try:
+        versions.check()
+    except EnvironmentLacks as error:
+        return Check("build", "no", error.message, error.hint)
+    pins = ", ".join(f"{name} {version}" for name, version in versions.pins().items())
+    return Check("build", "yes", f"checkpoints are traced and quantized ({pins})")
+
+
+def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
+    try:
+        providers = targets.onnxruntime_providers("cpu")
+    except EnvironmentLacks as error:
+        yield Check("run on the CPU", "no", error.message, error.hint)
+        yield Check("run on CUDA", "no", error.message, "pip install 'llmforge[cuda]'")
+        return
+    import onnxruntime
+
+    yield Check("run on the CPU", "yes", f"onnxruntime {onnxruntime.__version__}")
+    if not gpus:
+        yield Check(
+            "run on CUDA", "optional", "no NVIDIA GPU was found", "engines for GPUs run on a machine that has one"
+        )
+    elif "CUDAExecutionProvider" not in providers:
+        hint = "pip uninstall onnxruntime, then pip install 'llmforge[cuda]': they are the same module"
+        yield Check("run on CUDA", "no", "this onnxruntime has no CUDA provider", hint)
+    else:
+        for gpu in gpus:
+            if gpu.sm in ORT_CAPABILITIES:
+                yield Check("run on CUDA", "yes", f"{gpu.title}: onnxruntime {onnxruntime.__version__}")
+            else:
+                yield Check("run on CUDA", "no", f"{gpu.title}: the wheel has no code for SM {gpu.sm}", "use TensorRT")
+
+
+def _kernels() -> Check:
+    if native.library() is None:
+        hint = "install a C compiler (gcc or clang), then install llmforge again"
+        return Check("CPU kernels", "optional", "llmforge's own kernels are not compiled here", hint)
+    return Check("CPU kernels", "yes", f"llmforge's own, for {native.instruction_set()}")
+
+
+def _extras() -> Iterator[Check]:
+    for extra, modules, what in (
+        ("serve", ("starlette", "uvicorn", "prometheus_client"), "llmforge serve"),
+        ("constraints", ("llguidance",), "answers that follow a JSON schema, a regular expression or a grammar"),
+    ):
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        if missing:
+            yield Check(extra, "optional", f"{what}: {', '.join(missing)} missing", f"pip install 'llmforge[{extra}]'")
+        else:
+            yield Check(extra, "yes", what)
+
+
+def _tensorrt(gpus: Sequence[Gpu]) -> Iterator[Check]:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        hint = "pip install 'llmforge[tensorrt-rtx]'"
+        yield Check("TensorRT-RTX", "optional", "plans cannot be built", hint)
+    else:
+        dotted = ", ".join(f"{sm[:-1]}.{sm[-1]}" for sm in RTX_CAPABILITIES)
+        yield Check("TensorRT-RTX", "yes", f"plans for SM {dotted} can be built, with or without a GPU")
+    if importlib.util.find_spec("tensorrt") is None:
+        hint = "pip install 'llmforge[tensorrt]', where NVIDIA's index can be reached"
+        yield Check("TensorRT", "optional", "engines cannot be built", hint)
+    elif not gpus:
+        yield Check("TensorRT", "no", "installed, and it builds on the GPU that the engine is for")
+    else:
+        yield Check("TensorRT", "yes", f"engines for {', '.join(gpu.title for gpu in gpus)} can be built")
+
+
+def settings() -> dict[str, str]:
+    """Return the variables that decide how many threads libraries take, and the system."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES")
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        **{name: value for name in names if (value := os.environ.get(name)) is not None},
+    }

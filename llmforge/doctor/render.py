@@ -1,0 +1,63 @@
+"""Show what the doctor found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llmforge.doctor.ceilings import Ceilings
+from llmforge.doctor.environment import Check
+from llmforge.doctor.gpus import Gpu
+from llmforge.report.figures import significant
+
+_MARKS = {"yes": ("✓", "green"), "no": ("✗", "bold red"), "optional": ("·", "dim")}
+
+
+def report(checks: Sequence[Check], ceilings: Ceilings | None) -> RenderableType:
+    """Make the checklist, with hints under what is missing, and what was measured."""
+    table = Table.grid(padding=(0, 1))
+    for check in checks:
+        mark, style = _MARKS[check.state]
+        table.add_row(Text(mark, style), Text(check.name, "bold"), Text(check.found))
+        if check.hint is not None:
+            table.add_row("", "", Text(f"hint: {check.hint}", "cyan"))
+    return table if ceilings is None else Group(table, Text(""), measured(ceilings))
+
+
+def measured(ceilings: Ceilings) -> RenderableType:
+    """Show the ceilings of a CPU."""
+    table = Table.grid(padding=(0, 2))
+    for count, rate in ceilings.bandwidth.items():
+        table.add_row(f"memory, {count} {'thread' if count == 1 else 'threads'}", f"{significant(rate / 1e9)} GB/s")
+    for dtype, rate in ceilings.rates.items():
+        unit = "Gflop/s" if dtype.startswith("fp") else "Gop/s"
+        table.add_row(f"products in {dtype}", f"{significant(rate / 1e9)} {unit}", Text(ceilings.kernels[dtype], "dim"))
+    return table
+
+
+def data(
+    checks: Sequence[Check],
+    packages: dict[str, str],
+    settings: dict[str, str],
+    gpus: Sequence[Gpu],
+    ceilings: Ceilings | None,
+) -> dict[str, Any]:
+    """Write it as plain data; bytes and operations a second."""
+    found: dict[str, Any] = {
+        "checks": [vars(check) for check in checks],
+        "packages": packages,
+        "settings": settings,
+        "gpus": [{**vars(gpu), "target": gpu.target} for gpu in gpus],
+    }
+    if ceilings is not None:
+        found["ceilings"] = {
+            "bandwidth": {str(count): rate for count, rate in ceilings.bandwidth.items()},
+            "rates": dict(ceilings.rates),
+            "kernels": dict(ceilings.kernels),
+            "threads": ceilings.threads,
+        }
+    return found

@@ -1,0 +1,138 @@
+"""Which passes pay on a target: what each would change, predicted, and the reason where it would not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from llmforge.errors import UnsupportedError
+from llmforge.planning import roofline
+from llmforge.planning.deployment import Plan, largest_batch, memory
+from llmforge.planning.roofline import Step
+from llmforge.planning.scheme import BITS, Scheme, choose
+from llmforge.targets.support import Dtype
+
+WORTH = 0.05  # of TPOT, TTFT or tokens a second, for what costs quality; less is within what a plan can tell
+FREE_WORTH = 0.01  # for passes that cost none
+# What a kernel costs besides its bytes: NVIDIA AIConfigurator's mem_empirical_constant_latency; on a CPU 0.5 ms for the
+# hand-over of 112 operators (docs/performance.md).
+KERNEL_S = {"gpu": 3e-6, "cpu": 4.5e-6}
+SCORE_PASSES = 4  # over scores that are not kept on chip: written, read, normalized and written, read again
+
+Verdict = Literal["pays", "does not pay", "refused", "done"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What one pass would change; ratios are new over old, below 1 is faster."""
+
+    change: str
+    verdict: Verdict
+    reason: str
+    tpot: float = 1.0
+    ttft: float = 1.0
+    tokens_per_second: float = 1.0
+
+
+def advise(plan: Plan) -> tuple[Advice, ...]:
+    """Judge each pass on this plan: shape, target, engine and workload."""
+    return (*_quantizations(plan), *_structures(plan))
+
+
+def _quantizations(plan: Plan) -> Iterator[Advice]:
+    changes: tuple[tuple[str, Dtype], ...] = (
+        ("quantize-weights, bits: 8", "int8"),
+        ("quantize-weights, bits: 4", "int4"),
+        ("fp8 weights and activations", "fp8"),
+        ("fp4 weights and activations", "fp4"),
+    )
+    for name, dtype in changes:
+        if BITS[plan.scheme.weights] <= BITS[dtype]:
+            yield Advice(name, "done", f"weights are {plan.scheme.weights} already")
+        else:
+            yield _tried(plan, name, weights=dtype)
+    if BITS[plan.scheme.kv] <= 8:
+        yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is {plan.scheme.kv} already")
+    else:
+        yield _tried(plan, "quantize-kv-cache, bits: 8", kv="int8")
+
+
+def _tried(plan: Plan, name: str, *, weights: Dtype | None = None, kv: Dtype | None = None) -> Advice:
+    """Plan once more with other dtypes."""
+    old = plan.scheme
+    try:
+        changed = choose(
+            plan.target, plan.backend, old.compute, compute=old.compute, weights=weights or old.weights, kv=kv or old.kv
+        )
+    except UnsupportedError as error:
+        return Advice(name, "refused", error.message.partition(": ")[2] or error.message)
+    scheme = replace(changed, block=old.block) if weights is None else changed
+    if kv is not None:
+        scheme = replace(old, kv=kv)
+    return _compared(plan, name, scheme)
+
+
+def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
+    """Hold the plan with `scheme` against the plan."""
+    shape, workload, ranks = plan.shape, plan.workload, plan.ranks
+    ceilings = roofline.Ceilings.of(plan.target, scheme)
+    step = roofline.decode(shape, scheme, ceilings, workload.batch, workload.prompt + workload.output / 2, ranks)
+    reading = roofline.prefill(shape, scheme, ceilings, workload.prompt, ranks)
+    times = roofline.request_seconds(shape, scheme, ceilings, workload.batch, workload.prompt, workload.output, ranks)
+    was = next(each for each in plan.decodes if each.batch == workload.batch)
+    tpot, ttft = step.seconds / was.step.seconds, reading.seconds / plan.prefill.seconds
+    rate = workload.output / sum(times) / was.tokens_per_second
+    fits, fitted = memory(shape, plan.target, scheme, workload, ranks).fits, plan.memory.fits
+    room = (
+        largest_batch(shape, plan.target, scheme, workload.context, ranks),
+        largest_batch(shape, plan.target, plan.scheme, workload.context, ranks),
+    )
+    pays = min(tpot, ttft, 1 / rate) < 1 - WORTH or (fits and not fitted)
+    reason = _why(plan.decode, tpot, pays)
+    if fits and not fitted:
+        reason = "it makes the model fit"
+    elif room[0] > room[1]:
+        reason += f"; room for {room[0]} sequences instead of {room[1]}"
+    return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, rate)
+
+
+def _why(was: Step, tpot: float, pays: bool) -> str:
+    if pays:
+        return f"decoding is bound by {was.bound}" if tpot < 1 - WORTH else "prompts are read faster"
+    if was.bound == "memory":
+        return "other bytes of a step outweigh these"
+    return f"decoding is bound by {was.bound}, not by bytes"
+
+
+def _structures(plan: Plan) -> Iterator[Advice]:
+    """Judge passes that change no dtype: kernels that they save, and bytes of attention's scores."""
+    kernel, layers = KERNEL_S[plan.target.kind], plan.shape.depth
+    for name, kernels, what in (
+        ("fuse-norms", 2, "an addition and a norm become one kernel, twice a layer"),
+        ("pack-qkv", 2, "one product instead of three"),
+        ("pack-gate-up", 1, "one product instead of two"),
+    ):
+        yield _saving(plan, name, decode_s=kernels * layers * kernel, prefill_s=kernels * layers * kernel, what=what)
+    scores = sum(
+        count * attention.heads * plan.workload.prompt * attention.seen(plan.workload.prompt)
+        for count, attention in plan.shape.attentions()
+    )
+    moved = SCORE_PASSES * scores * BITS[plan.scheme.compute] / 8 / plan.ranks
+    reached = plan.ceilings.bandwidth * plan.ceilings.bandwidth_share
+    yield _saving(
+        plan,
+        "flash-attention",
+        decode_s=3 * layers * kernel,
+        prefill_s=moved / reached,
+        what=f"scores of a prompt, {moved / 1e9:.2g} GB, are never written",
+    )
+
+
+def _saving(plan: Plan, name: str, *, decode_s: float, prefill_s: float, what: str) -> Advice:
+    """Judge a pass by the time that it saves of a step without it."""
+    tpot = plan.decode.seconds / (plan.decode.seconds + decode_s)
+    ttft = plan.prefill.seconds / (plan.prefill.seconds + prefill_s)
+    pays = min(tpot, ttft) < 1 - FREE_WORTH
+    reason = what if pays else f"{what}: next to nothing of a step"
+    return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, 1 / tpot)

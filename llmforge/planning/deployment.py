@@ -1,0 +1,296 @@
+"""A plan: does a decoder fit a device, how fast and how dear is it there, and what bounds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmforge.errors import UnsupportedError, UsageError
+from llmforge.planning import roofline
+from llmforge.planning.roofline import Ceilings, Step
+from llmforge.planning.scheme import BITS, Scheme
+from llmforge.planning.shape import Shape
+from llmforge.targets import Backend, Target
+
+PREFILL_TOKENS = 512  # of a prompt that are read in one step (llmforge.runtime, PREFILL_CHUNK)
+# What neither weights nor caches take: CUDA context, kernels, libraries and their workspaces lie between the 0.55 and
+# the 3.5 GB that NVIDIA AIConfigurator has assumed in turn; a CPU artifact of 321 MB took 419 (docs/performance.md).
+RESERVE_BYTES = {"gpu": 1_500_000_000, "cpu": 100_000_000}
+CONTEXTS = (1024, 4096, 16_384, 65_536, 131_072)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SEVERAL = 1e6  # tokens that a price is for
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of the deployment: `batch` sequences at once, each a prompt and an answer, in tokens."""
+
+    prompt: int = 1024
+    output: int = 256
+    batch: int = 1
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one device holds at the workload's batch and context, in bytes."""
+
+    capacity: int
+    reserve: int
+    weights: int
+    kv_per_token: int
+    cache: int  # of all sequences, whole contexts
+    activations: int
+
+    @property
+    def needed(self) -> int:
+        """All of it."""
+        return self.reserve + self.weights + self.cache + self.activations
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds it."""
+        return self.needed <= self.capacity
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Decoding at one batch: a step, and what is served when prompts are read in between."""
+
+    batch: int
+    fits: bool
+    step: Step
+    tokens_per_second: float  # of all sequences, prompts in between counted
+
+
+@dataclass(frozen=True)
+class Degree:
+    """The model split over `ranks` devices, heads and matrices evenly (tensor parallelism)."""
+
+    ranks: int
+    memory: Memory
+    largest_batch: int  # at the workload's context
+    ttft_s: float
+    tpot_s: float
+    links_share: float  # of a decode step
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a million tokens cost at the batch of the workload, in US dollars."""
+
+    usd_per_hour: float  # of all devices
+    source: str
+    per_million_in: float
+    per_million_out: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decoder on a device."""
+
+    shape: Shape
+    target: Target
+    backend: Backend
+    scheme: Scheme
+    workload: Workload
+    ranks: int
+    memory: Memory
+    largest: tuple[tuple[int, int], ...]  # (context, largest batch)
+    prefill: Step
+    decodes: tuple[Decode, ...]
+    turning_batch: int | None
+    degrees: tuple[Degree, ...]
+    cost: Cost | None
+    notes: tuple[str, ...]
+
+    @property
+    def decode(self) -> Step:
+        """The decode step at the workload's batch and mean context."""
+        return next(each.step for each in self.decodes if each.batch == self.workload.batch)
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """The ceilings of the device."""
+        return self.prefill.ceilings
+
+
+def make(
+    shape: Shape,
+    target: Target,
+    backend: Backend,
+    scheme: Scheme,
+    workload: Workload,
+    *,
+    ranks: int = 1,
+    usd_per_hour: float | None = None,
+) -> Plan:
+    """Plan `shape` on `ranks` devices of `target`; `usd_per_hour` replaces the target's price of one.
+
+    Raises:
+        UsageError: the target's file lacks a figure, or the workload is longer than the model's context.
+        UnsupportedError: the model cannot be split so.
+    """
+    if shape.context is not None and workload.context > shape.context:
+        raise UsageError(
+            f"{workload.prompt} tokens of prompt and {workload.output} of output are above the {shape.context} that "
+            f"{shape.name} is made for",
+            hint="give a shorter --prompt or --output",
+        )
+    ceilings = Ceilings.of(target, scheme)
+    allowed = tuple(roofline.degrees(shape, target))
+    if ranks not in allowed:
+        raise UnsupportedError(
+            f"{shape.name} cannot be split over {ranks} of {target.name}: its heads and the devices that reach each "
+            f"other allow {', '.join(map(str, allowed))}"
+        )
+    batches = sorted({*BATCHES, workload.batch})
+    decodes = tuple(_decode(shape, target, scheme, ceilings, replace(workload, batch=each), ranks) for each in batches)
+    contexts = [each for each in CONTEXTS if shape.context is None or each <= shape.context]
+    return Plan(
+        shape=shape,
+        target=target,
+        backend=backend,
+        scheme=scheme,
+        workload=workload,
+        ranks=ranks,
+        memory=memory(shape, target, scheme, workload, ranks),
+        largest=tuple((each, largest_batch(shape, target, scheme, each, ranks)) for each in contexts),
+        prefill=roofline.prefill(shape, scheme, ceilings, workload.prompt, ranks),
+        decodes=decodes,
+        turning_batch=roofline.turning_batch(shape, scheme, ceilings, _mean_context(workload), ranks),
+        degrees=tuple(_degree(shape, target, scheme, ceilings, workload, each) for each in allowed),
+        cost=_cost(shape, target, scheme, ceilings, workload, ranks, usd_per_hour),
+        notes=tuple(_notes(shape, target, backend, scheme)),
+    )
+
+
+def memory(shape: Shape, target: Target, scheme: Scheme, workload: Workload, ranks: int = 1) -> Memory:
+    """Count what one of `ranks` devices holds; caches have room for whole contexts, windows or not.
+
+    Raises:
+        UsageError: the target's file does not say how much memory there is.
+    """
+    if target.memory_gb is None:
+        raise UsageError(
+            f"target {target.name} does not say how much memory there is",
+            hint="`llmforge doctor --measure --write machine.yaml` makes one of this machine: --target machine.yaml",
+        )
+    per_token = scheme.kv_bytes_per_token(shape, ranks)
+    per_sequence = workload.context * per_token + scheme.state_bytes(shape, ranks)
+    return Memory(
+        capacity=int(target.memory_gb.value * 1e9),
+        reserve=RESERVE_BYTES[target.kind],
+        weights=scheme.weight_bytes(shape, ranks),
+        kv_per_token=per_token,
+        cache=workload.batch * per_sequence,
+        activations=_activations(shape, scheme, min(workload.prompt, PREFILL_TOKENS), workload.batch),
+    )
+
+
+def largest_batch(shape: Shape, target: Target, scheme: Scheme, context: int, ranks: int = 1) -> int:
+    """Find the largest number of sequences of `context` tokens that fit; 0 where not one does."""
+
+    def fits(batch: int) -> bool:
+        return memory(shape, target, scheme, Workload(context, 0, batch), ranks).fits
+
+    if not fits(1):
+        return 0
+    one = memory(shape, target, scheme, Workload(context, 0, 1), ranks)
+    low, high = 1, 2 + (one.capacity - one.needed) // max(one.cache, 1)  # activations leave no more
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _activations(shape: Shape, scheme: Scheme, tokens: int, batch: int) -> int:
+    """Estimate what lives at the widest point of a layer, and the logits.
+
+    Residual, its norm, and what goes in and out of the widest product; fp32 logits [batch, vocabulary].
+    """
+    width = max(layer.width for _, layer in shape.layers)
+    rows = max(tokens, batch)
+    return rows * (3 * shape.hidden + 2 * width) * BITS[scheme.compute] // 8 + 4 * batch * shape.vocabulary
+
+
+def _mean_context(workload: Workload) -> float:
+    """Tokens that a cache holds half way through the answer."""
+    return workload.prompt + workload.output / 2
+
+
+def _decode(shape: Shape, target: Target, scheme: Scheme, ceilings: Ceilings, workload: Workload, ranks: int) -> Decode:
+    reading, writing = roofline.request_seconds(
+        shape, scheme, ceilings, workload.batch, workload.prompt, workload.output, ranks
+    )
+    return Decode(
+        batch=workload.batch,
+        fits=memory(shape, target, scheme, workload, ranks).fits,
+        step=roofline.decode(shape, scheme, ceilings, workload.batch, _mean_context(workload), ranks),
+        tokens_per_second=workload.output / (reading + writing),
+    )
+
+
+def _degree(shape: Shape, target: Target, scheme: Scheme, ceilings: Ceilings, workload: Workload, ranks: int) -> Degree:
+    decoded = _decode(shape, target, scheme, ceilings, workload, ranks)
+    return Degree(
+        ranks=ranks,
+        memory=memory(shape, target, scheme, workload, ranks),
+        largest_batch=largest_batch(shape, target, scheme, workload.context, ranks),
+        ttft_s=roofline.prefill(shape, scheme, ceilings, workload.prompt, ranks).seconds,
+        tpot_s=decoded.step.seconds,
+        links_share=decoded.step.links_s / decoded.step.seconds,
+        tokens_per_second=decoded.tokens_per_second,
+    )
+
+
+def _cost(
+    shape: Shape,
+    target: Target,
+    scheme: Scheme,
+    ceilings: Ceilings,
+    workload: Workload,
+    ranks: int,
+    given: float | None,
+) -> Cost | None:
+    """Price the devices' time: that of reading a prompt by its tokens, that of decode steps by theirs."""
+    price = target.usd_per_hour
+    if given is None and price is None:
+        return None
+    hourly = ranks * (price.value if given is None and price is not None else given or 0.0)
+    source = f"{price.source}, {price.date}" if given is None and price is not None else "given"
+    reading, writing = roofline.request_seconds(
+        shape, scheme, ceilings, workload.batch, workload.prompt, workload.output, ranks
+    )
+    per_second = hourly / 3600
+    return Cost(
+        usd_per_hour=hourly,
+        source=source,
+        per_million_in=per_second * reading / workload.prompt * SEVERAL,
+        per_million_out=per_second * writing / workload.output * SEVERAL,
+    )
+
+
+def _notes(shape: Shape, target: Target, backend: Backend, scheme: Scheme) -> list[str]:
+    notes = []
+    latent = [(count, each) for count, each in shape.attentions() if each.latent is not None]
+    if latent:
+        cached = sum(count * each.kv_elements() for count, each in latent)
+        least = sum(count * (each.latent or 0) for count, each in latent)
+        notes.append(
+            f"latent attention: llmforge caches keys and values, {cached / least:.1f} times the elements of the latent"
+        )
+    if any(each.window is not None for _, each in shape.attentions()):
+        notes.append("layers with windows read no more than their window, and have room for the whole context")
+    unverified: list[str] = [each for each in {scheme.product, scheme.compute} if not target.rates[each].verified]
+    if target.bandwidth_gbs is not None and not target.bandwidth_gbs.verified:
+        unverified.append("bandwidth")
+    if unverified:
+        notes.append(f"figures of {target.name} that nobody verified: {', '.join(sorted(unverified))}")
+    if not target.support(backend).verified:
+        notes.append(f"what {backend} takes on {target.name} was not tried by this project")
+    return notes

@@ -1,0 +1,319 @@
+"""Show a plan on a terminal, and write it as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llmforge.planning.advice import Advice
+from llmforge.planning.building import Build
+from llmforge.planning.deployment import Decode, Plan
+from llmforge.planning.roofline import Step
+from llmforge.report.figures import count, duration, ms, percent, significant, size, times
+from llmforge.targets import Share, matrix_share_of
+
+_VERDICTS = {"pays": "green", "does not pay": "dim", "refused": "yellow", "done": "dim"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, what its build takes, and the passes that pay."""
+
+    plan: Plan
+    build: Build
+    advice: tuple[Advice, ...]
+
+
+def comparison(planned: Sequence[Planned]) -> RenderableType:
+    """Set targets side by side, one line each."""
+    table = Table(title=_workload(planned[0].plan), title_justify="left", title_style="dim")
+    table.add_column("target")
+    table.add_column("dtypes")
+    for name in ("fits", "weights", "largest batch", "TTFT", "TPOT", "tok/s", "MBU", "bound by", "$/M in", "$/M out"):
+        table.add_column(name, justify="left" if name in ("fits", "bound by") else "right")
+    for each in planned:
+        plan, decoded = each.plan, _asked(each.plan)
+        room = next(degree.largest_batch for degree in plan.degrees if degree.ranks == plan.ranks)
+        table.add_row(
+            plan.target.name if plan.ranks == 1 else f"{plan.ranks} × {plan.target.name}",
+            f"{plan.scheme.weights}, cache {plan.scheme.kv}",
+            _fits(plan.memory.fits),
+            size(plan.memory.weights),
+            count(room),
+            *_times(plan, decoded),
+            *_prices(plan),
+        )
+    return Group(Text(_model(planned[0].plan)), table)
+
+
+def details(planned: Planned) -> RenderableType:
+    """Show all of one plan."""
+    plan = planned.plan
+    devices = plan.target.title if plan.ranks == 1 else f"{plan.ranks} × {plan.target.title}"
+    head = Text.assemble((plan.shape.name, "bold"), " on ", (devices, "bold"), f", {plan.backend}")
+    return Group(
+        head,
+        Text(_model(plan)),
+        Text(plan.scheme.words()),
+        Text(_workload(plan)),
+        Text(""),
+        _memory(plan),
+        _largest(plan),
+        _steps(plan),
+        _degrees(plan),
+        _passes(planned.advice),
+        _facts(planned),
+        *_assumptions(plan),
+        *(Text(f"note: {note}", "dim") for note in plan.notes),
+    )
+
+
+def data(planned: Planned) -> dict[str, Any]:
+    """Write a plan as plain data: bytes, seconds, shares between 0 and 1, US dollars."""
+    plan = planned.plan
+    return {
+        "model": {
+            "name": plan.shape.name,
+            "architecture": plan.shape.architecture,
+            "parameters": plan.shape.parameters,
+            "active_parameters": plan.shape.active_parameters,
+            "layers": plan.shape.depth,
+            "context": plan.shape.context,
+        },
+        "target": plan.target.name,
+        "backend": plan.backend,
+        "ranks": plan.ranks,
+        "scheme": asdict(plan.scheme),
+        "workload": asdict(plan.workload),
+        "memory": {**asdict(plan.memory), "needed": plan.memory.needed, "fits": plan.memory.fits},
+        "largest_batch": [{"context": context, "batch": batch} for context, batch in plan.largest],
+        "prefill": _step_data(plan.prefill),
+        "decode": [
+            {
+                "batch": each.batch,
+                "fits": each.fits,
+                "tokens_per_second": each.tokens_per_second,
+                **_step_data(each.step),
+            }
+            for each in plan.decodes
+        ],
+        "ops_per_byte": plan.ceilings.balance,
+        "compute_bound_from_batch": plan.turning_batch,
+        "tensor_parallel": [
+            {
+                "ranks": each.ranks,
+                "fits": each.memory.fits,
+                "weights": each.memory.weights,
+                "largest_batch": each.largest_batch,
+                "ttft_s": each.ttft_s,
+                "tpot_s": each.tpot_s,
+                "links_share": each.links_share,
+                "tokens_per_second": each.tokens_per_second,
+            }
+            for each in plan.degrees
+        ],
+        "cost": None if plan.cost is None else asdict(plan.cost),
+        "build": asdict(planned.build),
+        "passes": [asdict(each) for each in planned.advice],
+        "assumptions": {name: asdict(plan.target.share(name)) for name in _shares(plan)},
+        "notes": list(plan.notes),
+    }
+
+
+def _step_data(step: Step) -> dict[str, Any]:
+    return {
+        "seconds": step.seconds,
+        "memory_s": step.memory_s,
+        "compute_s": step.compute_s,
+        "links_s": step.links_s,
+        "overhead_s": step.overhead_s,
+        "bytes": step.bytes,
+        "operations": step.operations,
+        "intensity": step.intensity,
+        "mbu": step.mbu,
+        "mfu": step.mfu,
+        "bound": step.bound,
+    }
+
+
+def _model(plan: Plan) -> str:
+    shape = plan.shape
+    sparse = f", {_billions(shape.active_parameters)} of them active" if _is_sparse(plan) else ""
+    context = "" if shape.context is None else f", made for {count(shape.context)} tokens"
+    return f"{shape.architecture}, {_billions(shape.parameters)} parameters{sparse}, {shape.depth} layers{context}"
+
+
+def _is_sparse(plan: Plan) -> bool:
+    return plan.shape.active_parameters < plan.shape.parameters
+
+
+def _billions(parameters: int) -> str:
+    return f"{significant(parameters / 1e9)} B" if parameters >= 1e8 else f"{significant(parameters / 1e6)} M"
+
+
+def _workload(plan: Plan) -> str:
+    asked = plan.workload
+    at_once = "1 sequence" if asked.batch == 1 else f"{asked.batch} sequences at once"
+    return f"{at_once}, prompts of {count(asked.prompt)}, answers of {count(asked.output)} tokens"
+
+
+def _asked(plan: Plan) -> Decode:
+    return next(each for each in plan.decodes if each.batch == plan.workload.batch)
+
+
+def _fits(fits: bool) -> Text:
+    return Text("yes", "green") if fits else Text("no", "bold red")
+
+
+def _times(plan: Plan, decoded: Decode) -> tuple[str, ...]:
+    step = decoded.step
+    return (
+        ms(plan.prefill.seconds * 1e3),
+        ms(step.seconds * 1e3),
+        significant(decoded.tokens_per_second),
+        percent(step.mbu),
+        step.bound,
+    )
+
+
+def _prices(plan: Plan) -> tuple[str, str]:
+    if plan.cost is None:
+        return "–", "–"
+    return significant(plan.cost.per_million_in, 2), significant(plan.cost.per_million_out, 2)
+
+
+def _memory(plan: Plan) -> Table:
+    held = plan.memory
+    table = Table(title="Memory of one device", title_justify="left")
+    for name in ("weights", "KV a token", "caches", "activations", "reserve", "needed", "there is", "fits"):
+        table.add_column(name, justify="right")
+    parts = (held.weights, held.kv_per_token, held.cache, held.activations, held.reserve, held.needed, held.capacity)
+    table.add_row(*map(size, parts), _fits(held.fits))
+    return table
+
+
+def _largest(plan: Plan) -> Table:
+    table = Table(title="Largest batch by context", title_justify="left")
+    for context, _ in plan.largest:
+        table.add_column(count(context), justify="right")
+    table.add_row(*(count(batch) if batch else Text("none", "bold red") for _, batch in plan.largest))
+    return table
+
+
+def _steps(plan: Plan) -> Table:
+    table = Table(title="Prefill, and decoding by batch", title_justify="left")
+    for name in ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits"):
+        table.add_column(name, justify="left" if name in ("step", "bound by", "fits") else "right")
+    first = plan.prefill
+    table.add_row(
+        f"prompt of {count(plan.workload.prompt)}",
+        ms(first.seconds * 1e3),
+        significant(plan.workload.prompt / first.seconds),
+        *_shares_of(first),
+        _fits(plan.memory.fits),
+    )
+    for each in plan.decodes:
+        style = "bold" if each.batch == plan.workload.batch else ""
+        table.add_row(
+            f"decode, {count(each.batch)} at once",
+            ms(each.step.seconds * 1e3),
+            significant(each.tokens_per_second),
+            *_shares_of(each.step),
+            _fits(each.fits),
+            style=style,
+        )
+    return table
+
+
+def _shares_of(step: Step) -> tuple[str, ...]:
+    return percent(step.mbu), percent(step.mfu), significant(step.intensity), step.bound
+
+
+def _degrees(plan: Plan) -> Table:
+    table = Table(title="Split over several devices (tensor parallel)", title_justify="left")
+    for name in ("devices", "fits", "weights each", "largest batch", "TTFT", "TPOT", "links", "tok/s"):
+        table.add_column(name, justify="left" if name == "fits" else "right")
+    for each in plan.degrees:
+        table.add_row(
+            str(each.ranks),
+            _fits(each.memory.fits),
+            size(each.memory.weights),
+            count(each.largest_batch),
+            ms(each.ttft_s * 1e3),
+            ms(each.tpot_s * 1e3),
+            percent(each.links_share),
+            significant(each.tokens_per_second),
+        )
+    return table
+
+
+def _passes(advice: Sequence[Advice]) -> Table:
+    table = Table(title="Which passes pay here", title_justify="left")
+    for name in ("pass", "verdict", "TPOT", "TTFT", "tok/s", "why"):
+        table.add_column(name, justify="right" if name in ("TPOT", "TTFT", "tok/s") else "left")
+    for each in advice:
+        tried = each.verdict in ("pays", "does not pay")
+        ratios = (each.tpot, each.ttft, each.tokens_per_second)
+        table.add_row(
+            each.change,
+            Text(each.verdict, _VERDICTS[each.verdict]),
+            *(times(ratio) if tried else "" for ratio in ratios),
+            each.reason,
+        )
+    return table
+
+
+def _facts(planned: Planned) -> Table:
+    plan, build = planned.plan, planned.build
+    table = Table.grid(padding=(0, 2))
+    for title, text in (
+        ("balance", _balance(plan)),
+        ("cost", _cost(plan)),
+        (
+            "build",
+            f"about {duration(build.cpu_s)} of CPU time, {size(build.memory_bytes)} of memory, "
+            f"{size(build.disk_bytes)} of disk beside the checkpoint's {size(build.checkpoint_bytes)} (measured on "
+            f"{build.of})",
+        ),
+    ):
+        table.add_row(Text(title, "dim"), Text(text))
+    return table
+
+
+def _balance(plan: Plan) -> str:
+    turning = (
+        "decoding never turns compute-bound: each sequence brings its own cache"
+        if plan.turning_batch is None
+        else f"decoding turns compute-bound at {count(plan.turning_batch)} at once"
+    )
+    return f"the device does {significant(plan.ceilings.balance)} operations for each byte; {turning}"
+
+
+def _cost(plan: Plan) -> str:
+    if plan.cost is None:
+        return f"no price of {plan.target.name} is known: give one with --price"
+    cost = plan.cost
+    return (
+        f"${significant(cost.per_million_in, 2)} for a million tokens read, "
+        f"${significant(cost.per_million_out, 2)} for a million written, at ${significant(cost.usd_per_hour)} an hour "
+        f"({cost.source})"
+    )
+
+
+def _assumptions(plan: Plan) -> Iterator[Text]:
+    for name in _shares(plan):
+        taken = plan.target.share(name)
+        yield Text(f"assumed: {name} {taken.value:g}: {taken.source}", "dim")
+
+
+def _shares(plan: Plan) -> tuple[Share, ...]:
+    """Name the assumptions that this plan rests on."""
+    used: list[Share] = ["bandwidth", matrix_share_of(plan.scheme.product), "layer_us"]
+    if len(plan.degrees) > 1:
+        used += ["link", "collective_us"]
+    return tuple(used)
