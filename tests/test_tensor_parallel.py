@@ -241,16 +241,19 @@ def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path:
         plan.rehearse(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
 
 
-def test_tensorrt_rtx_builds_a_collective_layer() -> None:
-    """A fact that `docs/tensor-parallelism.md` states: the builder takes the layer, with no GPU and no communicator."""
-    trt = pytest.importorskip("tensorrt_rtx")
-    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
-    network = builder.create_network(0)
-    given = network.add_input("x", trt.float16, (4, 256))
-    layer = network.add_dist_collective(given, trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM, -1, None)
-    layer.num_ranks = 2
-    network.mark_output(layer.get_output(0))
-    config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
-    assert builder.build_serialized_network(network, config) is not None
+def test_a_plan_of_each_rank_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX builds a rank's plan without a GPU, with every collective in it."""
+    pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "cache"))
+    target = targets.load("rtx-4090")
+    model = after(graphs.llama(WIDE), (FuseNorms(), PackQkv(), PackGateUp()))
+    LowerPrecision(LOOSE, "fp16").run(model, Context(target))
+    spec = EngineSpec(backend="tensorrt-rtx", max_context=64, max_batch=2)
+    builder = engines.for_target("tensorrt-rtx", target)
+    for number, own in enumerate(split(model, 2).ranks):
+        lowered, changes = builder.lower(own, target, spec)
+        assert sum("DistCollective of 2 ranks" in change.what for change in changes.rewritten) == 6
+        folder = tmp_path / str(number)
+        built = builder.build(lowered, folder, spec=spec, target=target, eos_token_ids=[0], bos_token_id=None)
+        assert "6 DIST_COLLECTIVE" in built.facts["layers"]
+        assert {cache.kv_heads for cache in built.config.caches if hasattr(cache, "kv_heads")} == {2}

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # Why no engine of a backend shares a model with others (docs/tensor-parallelism.md).
 _ALONE: Mapping[Backend, str] = {
     "onnxruntime": "ONNX Runtime's own operators do not reach other processes",
-    "tensorrt-rtx": "its builder takes collective layers, but nothing here gives its runtime a communicator",
-    "tensorrt": "its network has collective layers, but this version writes its plans from ONNX, which has none",
+    "tensorrt-rtx": "a plan of each rank can be built, and nothing here gives several contexts a communicator",
+    "tensorrt": "a plan of each rank can be built, and nothing here gives several contexts a communicator",
 }
 
 # (backend, kind of target) → the module that builds. Imported when it is chosen: each has needs of its own.
