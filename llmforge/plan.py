@@ -42,7 +42,7 @@ def rehearse(
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     rehearsed = model.clone()
-    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model)))
+    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -90,6 +90,11 @@ def _ranges(model: ir.Model) -> dict[int, KvRange]:
         for layer, parts in shapes.items()
         if len(parts) == 2
     }
+
+
+def _peaks(model: ir.Model) -> dict[str, float]:
+    """Stand in for the ranges of what every linear reads."""
+    return {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
 
 
 @dataclass(frozen=True)
