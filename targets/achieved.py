@@ -54,7 +54,9 @@ def defaults(sm: str | None) -> Achieved:
         return Achieved(
             bandwidth=Assumption(0.75, f"75 % of the bandwidth measured in the same minute ({_CPU})"),
             matrix_16=Assumption(0.85, f"340 of 390 Gflop/s of a large product ({_CPU})"),
-            matrix_8=Assumption(0.85, f"linear layers of a prompt of 512 at 606 Gop/s, the kernel alone at 719 ({_CPU})"),
+            matrix_8=Assumption(
+                0.85, f"linear layers of a prompt of 512 at 606 Gop/s, the kernel alone at 719 ({_CPU})"
+            ),
             matrix_4=Assumption(0.85, "as 8 bits: codes are widened to int8"),
             layer_us=Assumption(15.0, f"0.45 ms a token for 28 layers ({_CPU})"),
             link=Assumption(1.0, "one device"),

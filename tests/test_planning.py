@@ -311,6 +311,18 @@ def test_a_split_that_heads_do_not_allow_is_refused() -> None:
     assert list(roofline.degrees(odd, A100)) == [1, 2, 4]
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"head_dim": 264}, "16 to 256 channels"), ({"head_dim": 20}, "in multiples of 8")],
+)
+def test_heads_without_a_kernel_of_tensorrt_are_refused(change: dict[str, int], says: str) -> None:
+    shape = families.shape("odd", {**LLAMA, **change})
+    with pytest.raises(UnsupportedError, match="whose keys have") as caught:
+        deployment.make(shape, A100, "tensorrt", BF16, Workload())
+    assert says in caught.value.message
+    assert deployment.make(shape, A100, "onnxruntime", BF16, Workload()).memory.fits
+
+
 def test_a_cpu_without_figures_says_how_to_get_them() -> None:
     with pytest.raises(UsageError, match="no memory bandwidth") as caught:
         planned(target="cpu-avx2")
@@ -400,5 +412,3 @@ def test_the_coefficients_give_back_what_they_were_measured_on() -> None:
     build = building.predict(qwen, int4, "onnxruntime")
     assert build.cpu_s == pytest.approx(41, rel=0.1)
     assert build.memory_bytes == pytest.approx(1.495e9, rel=0.2)
-
-

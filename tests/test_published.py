@@ -145,9 +145,7 @@ def test_throughput_at_large_batches(
     device: str, scheme: Scheme, batch: int, prompt: int, output: int, published: float, within: float
 ) -> None:
     target = targets.load(device)
-    parts = roofline.request_seconds(
-        shape("llama-2-7b"), scheme, Ceilings.of(target, scheme), batch, prompt, output
-    )
+    parts = roofline.request_seconds(shape("llama-2-7b"), scheme, Ceilings.of(target, scheme), batch, prompt, output)
     assert abs(off(output / sum(parts), published)) <= within
 
 
