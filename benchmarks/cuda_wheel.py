@@ -102,12 +102,12 @@ def _compile(folder: Path, name: str, symbols: Iterable[str], own: str) -> None:
         subprocess.run(["cc", *flags, "-o", str(folder / name), str(source)], check=True)
 
 
-def inside(wheel: Path, arguments: list[str], environment: dict[str, str] | None = None) -> Any:
-    """Run this file with the wheel in place of the installed onnxruntime; return the JSON that it prints last."""
+def inside(wheel: Path, arguments: list[str], environment: dict[str, str] | None = None, *, script: Path = HERE) -> Any:
+    """Run `script` with the wheel in place of the installed onnxruntime; return the JSON that it prints last."""
     with tempfile.TemporaryDirectory() as folder:
         libraries = stand_ins(wheel, Path(folder))
         variables = {**os.environ, "PYTHONPATH": str(wheel), "LD_LIBRARY_PATH": str(libraries), **(environment or {})}
-        command = [sys.executable, str(HERE), *arguments]
+        command = [sys.executable, str(script), *arguments]
         done = subprocess.run(command, env=variables, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)}: exit {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
@@ -168,7 +168,7 @@ def _list_kernels() -> None:
         ]
         for kernel in found
     ]
-    _leave({"kernels": rows})
+    leave({"kernels": rows})
 
 
 def rehearse(wheel: Path, engine: Path, sm: int) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _rehearse(engine: Path) -> None:
     )
     device = ctypes.CDLL("libcudart.so.13")
     device.stand_in_first_forbidden.restype = ctypes.c_char_p
-    steps = _Steps(ort, session, config)
+    steps = Steps(ort, session, config)
     print("\nPREFILL", flush=True)
     steps.run(1, min(8, config["max_context"] - 1), min(8, config["max_context"] - 1), -1)
     print("\nDECODE", flush=True)
@@ -218,10 +218,10 @@ def _rehearse(engine: Path) -> None:
     if not captures:
         steps.run(config["max_batch"], 1, config["max_context"], -1)
     calls = device.stand_in_forbidden()
-    _leave({"captured": captured, "forbidden": calls, "first_forbidden": device.stand_in_first_forbidden().decode()})
+    leave({"captured": captured, "forbidden": calls, "first_forbidden": device.stand_in_first_forbidden().decode()})
 
 
-class _Steps:
+class Steps:
     """Runs steps with inputs, caches and logits in device memory, as the runtime does."""
 
     def __init__(self, ort: Any, session: Any, config: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ class _Steps:
                 binding.bind_ortvalue_input(value.name, self._value(value, sizes))
         presents = {value.name: value for value in self.session.get_outputs()}
         for name, value in presents.items():
-            past = name.replace("present.", "past_key_values.", 1)
+            past = name.replace("present.", "past_key_values.", 1).replace("present_", "past_", 1)
             inputs = {value.name: value for value in self.session.get_inputs()}
             binding.bind_ortvalue_output(name, self._value(inputs.get(past, value), sizes))
         run = self.ort.RunOptions()
@@ -262,7 +262,7 @@ class _Steps:
 _ELEMENTS = {"float": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16}  # TensorProto
 
 
-def _leave(result: dict[str, Any]) -> None:
+def leave(result: dict[str, Any]) -> None:
     """Print `result` and end without the destructors of libraries, which expect a device."""
     print(json.dumps(result), flush=True)
     os._exit(0)

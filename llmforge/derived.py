@@ -88,6 +88,11 @@ def side_by_side(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(parts, axis=-1)
 
 
+def swapped(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Transpose a matrix."""
+    return parts[0].T
+
+
 def to_fp32(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Cast to fp32: exact for fp16 and bf16."""
     return parts[0].astype(np.float32)

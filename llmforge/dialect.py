@@ -82,6 +82,7 @@ _LOGICAL = Operator((_in("a", _BOOL), _in("b", _BOOL)))
 _MANY = Operator((_in("x", NUMBERS),), variadic=True)
 _AXES = Operator((_in("x", ANY), _in("axes", _I64, 1)))
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
+_BYTES = frozenset({ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN})
 _EXPERTS = {  # attributes of com.microsoft::MoE and QMoE
     "k": "int!",
     "activation_type": "string!",
@@ -323,6 +324,10 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         },
         outputs=3,
     ),
+    ("", "DequantizeLinear"): Operator(
+        (_in("codes", _BYTES), _in("scales", FLOATS, 0, 1), _in("zero_points", _BYTES, optional=True)), {"axis": "int"}
+    ),
+    ("", "QuantizeLinear"): Operator((_in("x"), _in("scale", FLOATS, 0), _in("zero_point", _BYTES, 0))),
     ("com.microsoft", "MatMulNBits"): Operator(
         (
             _in("a"),

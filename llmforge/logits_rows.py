@@ -24,6 +24,17 @@ def offer(model: ir.Model, logits: Logits) -> tuple[str, str]:
     return interface.LOGITS, "declared as the last token's"
 
 
+def readers(model: ir.Model) -> set[ir.Node]:
+    """Return the nodes that work on the rows that were selected for logits: those behind `logits_rows`."""
+    found: set[ir.Node] = set()
+    values = [value for value in model.graph.inputs if value.name == interface.LOGITS_ROWS]
+    while values:
+        behind = set(values.pop().consumers()) - found
+        found |= behind
+        values.extend(output for node in behind for output in node.outputs)
+    return found
+
+
 def give_all(model: ir.Model) -> str:
     """Take the selection of rows out, so that logits are [batch, sequence, vocabulary]; return its node's name.
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmforge import dialect, emulation, graph, interface, native, probe
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.errors import UnsupportedError
-from llmforge.runtime.session import CACHE_DTYPES, LOAD_FAILURES, PROVIDER, grown, store_grown
+from llmforge.runtime.session import CACHE_DTYPES, LOAD_FAILURES, PROVIDER, grown, ort_value, store_grown
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -126,6 +126,11 @@ def _like(value: ir.Value) -> ir.Value:
     return ir.Value(name=value.name, shape=value.shape, type=value.type)
 
 
+def _is_fed(array: NDArray[Any]) -> bool:
+    """Say whether a weight is large, and of a dtype of numpy's own: a session takes no other in a feed."""
+    return array.nbytes >= _FED_BYTES and array.dtype.isbuiltin == 1
+
+
 def _feed(model: ir.Model, names: Collection[str]) -> None:
     """Make the initializers `names` inputs, in place."""
     for name in names:
@@ -157,9 +162,9 @@ class Part:
         self._weights: Arrays = {}
         if not any(node.op_type in _PACKED_OPERATORS for node in executable.graph):
             options.add_session_config_entry("session.disable_prepacking", "1")  # which holds a matrix twice
-            self._weights = {name: arrays.pop(name) for name in list(arrays) if arrays[name].nbytes >= _FED_BYTES}
+            self._weights = {name: arrays.pop(name) for name in list(arrays) if _is_fed(arrays[name])}
             _feed(executable, self._weights)
-        held = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+        held = [ort_value(array) for array in arrays.values()]
         if held:
             options.add_external_initializers(list(arrays), held)
         self._held = held

@@ -74,7 +74,7 @@ class EngineSpec(_Section):
     )
     cuda_graphs: Literal["require", "allow", "off"] = Field(
         default="require",
-        description="decode steps on a GPU as CUDA graphs; require: each, or the engine fails; allow: those that can be",
+        description="decode steps on a GPU as CUDA graphs; require: all, or the build fails; allow: those that can be",
     )
     deferred: bool = Field(
         default=False,

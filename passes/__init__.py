@@ -9,6 +9,7 @@ from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
+from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.transform import Pass
@@ -20,6 +21,7 @@ ALL: tuple[type[Pass], ...] = (
     PackGateUp,
     FlashAttention,
     QuantizeWeights,
+    QuantizeChannels,
     FuseExperts,
     QuantizeKvCache,
     LowerPrecision,

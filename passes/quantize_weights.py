@@ -53,7 +53,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph, interface, moe_kernels, quantized, routing
+from llmforge import graph, interface, logits_rows, moe_kernels, quantized, routing
 from llmforge import linear as linears
 from llmforge.derived import by_output
 from llmforge.errors import CheckpointError
@@ -123,7 +123,7 @@ class QuantizeWeights(Pass):
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
         rewriting = _Rewriting(self, model, context.statistics, {} if self.routers else routing.routers(model))
-        on_rows = _on_selected_rows(model)
+        on_rows = logits_rows.readers(model)
         for node in list(model.graph):
             if _is(node, "Gather"):
                 rewriting.embedding(node, on_rows)
@@ -322,17 +322,6 @@ def _names(weight: ir.Value) -> list[str]:
 
 def _summary(grid: Grid) -> str:
     return f"{grid.bits} bits, blocks of {grid.block_size}, {'symmetric' if grid.symmetric else 'asymmetric'}"
-
-
-def _on_selected_rows(model: ir.Model) -> set[ir.Node]:
-    """Return the nodes that work on the rows that were selected for logits: those behind `logits_rows`."""
-    found: set[ir.Node] = set()
-    values = [value for value in model.graph.inputs if value.name == interface.LOGITS_ROWS]
-    while values:
-        behind = set(values.pop().consumers()) - found
-        found |= behind
-        values.extend(output for node in behind for output in node.outputs)
-    return found
 
 
 def _layer(matmul: ir.Node) -> linears.Linear | None:

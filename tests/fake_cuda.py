@@ -18,6 +18,7 @@ import pytest
 from llmforge.runtime import device
 
 FREE = 1 << 30
+PAGE = 4096
 
 
 class FakeCuda:
@@ -96,9 +97,10 @@ class FakeCuda:
         del self.memory[address]
 
     def _cudaHostAlloc(self, size: int, flags: int) -> int:
-        room = ctypes.create_string_buffer(size)
-        self.memory[ctypes.addressof(room)] = room
-        return ctypes.addressof(room)
+        room = ctypes.create_string_buffer(size + PAGE)
+        address = -(-ctypes.addressof(room) // PAGE) * PAGE
+        self.memory[address] = room
+        return address
 
     _cudaFreeHost = _cudaFree
 

@@ -21,6 +21,7 @@ from llmforge.runtime.device import HostDevice
 from llmforge.runtime.session import Session, SessionConfig
 
 from .decoder_graph import decoder
+from .recorder import Recorder
 
 ONE_THREAD = SessionConfig(threads=1)
 CAPACITY = 64
@@ -124,33 +125,6 @@ def test_a_cache_that_nobody_holds_is_freed():
     del cache
     gc.collect()
     assert memory() is None
-
-
-class Recorder:
-    """A session of ONNX Runtime that does what the CUDA provider is documented to do with `gpu_graph_id`.
-
-    The first run of an id is recorded; later ones run what was bound then, whatever is bound to them.
-    """
-
-    def __init__(self, session) -> None:
-        self._session = session
-        self.recorded = {}
-        self.replays = []
-        self.silent = False  # never record, and say nothing
-        self.error: Exception | None = None
-
-    def __getattr__(self, name):
-        return getattr(self._session, name)
-
-    def run_with_iobinding(self, binding, options) -> None:
-        number = int(options.get_run_config_entry("gpu_graph_id"))
-        if number != -1 and not self.silent:
-            if self.error is not None:
-                raise self.error
-            if number in self.recorded:
-                self.replays.append(number)
-            binding = self.recorded.setdefault(number, binding)
-        self._session.run_with_iobinding(binding)
 
 
 def recording(plan: GraphPlan = PLAN, buckets=(2, 4)) -> tuple[Session, DeviceSession, Recorder]:

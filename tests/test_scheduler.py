@@ -43,6 +43,9 @@ class Watched:
         self.allocate = self._session.allocate
         self.buckets = buckets
         self.steady_from = 2
+        self.longest_step: int | None = None
+        self.notes: tuple[str, ...] = ()
+        self.logits_array = self._session.logits_array
         self.steps: list[tuple[list[int], int]] = []
         self.broken_token: int | None = None
 

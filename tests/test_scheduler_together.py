@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,16 @@ import pytest
 from llmforge.data import read_documents
 from llmforge.runtime import Constraint, Request, Runner, Sampling
 from llmforge.runtime.answer import Answer
+from llmforge.runtime.config import Capture, GraphPlan
+from llmforge.runtime.cuda import DeviceSession
+from llmforge.runtime.device import HostDevice
 from llmforge.runtime.prefix_cache import BLOCK
 from llmforge.runtime.scheduler import Scheduler
 from llmforge.runtime.speculation import Payoff, PromptLookup, Speculation
+from llmforge.runtime.stats import EngineStats
 
 from .engines import Received, sample_runner
+from .recorder import Recorder
 
 REQUESTS = 200
 CHUNK = 64
@@ -23,8 +30,13 @@ CACHE_BLOCKS = 60
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory, sample_checkpoint) -> Runner:
-    return sample_runner(tmp_path_factory.mktemp("sample"), sample_checkpoint)
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("sample")
+
+
+@pytest.fixture(scope="module")
+def runner(folder, sample_checkpoint) -> Runner:
+    return sample_runner(folder, sample_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +93,12 @@ def clients(texts: Sequence[Sequence[int]], random: np.random.Generator) -> list
     return made
 
 
-def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
-    everybody = clients(texts, np.random.default_rng(7))
-    block_bytes = runner.session.allocate(1, BLOCK).size_bytes
+def serve(everybody: Sequence[Client], runner: Runner, backend: Any, speculation: Speculation | None) -> EngineStats:
+    """Let all come and go as they want, at `backend`; return what was counted."""
+    block_bytes = backend.allocate(1, BLOCK).size_bytes
     scheduler = Scheduler(
-        runner.session,
-        runner.session.allocate(8, runner.config.max_context),
+        backend,
+        backend.allocate(8, runner.config.max_context),
         runner.config,
         runner.tokenizer,
         runner.choosers,
@@ -94,7 +106,7 @@ def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
         step_tokens=2 * CHUNK,
         chunk=CHUNK,
         prefix_cache_bytes=CACHE_BLOCKS * block_bytes,
-        speculation=Speculation(PromptLookup(), Payoff(always=True)),
+        speculation=speculation,
     )
     step = 0
     while scheduler.busy or any(client.ticket is None for client in everybody):
@@ -105,9 +117,13 @@ def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
                 client.ticket.cancelled = len(client.received.chunks) >= client.leaves
         scheduler.step()
         step += 1
-        stats = scheduler.stats()
-        assert stats.prefix_tokens_used <= CACHE_BLOCKS * BLOCK
+        assert scheduler.stats().prefix_tokens_used <= CACHE_BLOCKS * BLOCK
+    return scheduler.stats()
 
+
+def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
+    everybody = clients(texts, np.random.default_rng(7))
+    stats = serve(everybody, runner, runner.session, Speculation(PromptLookup(), Payoff(always=True)))
     compared = 0
     for client in everybody:
         alone = "".join(chunk.text for chunk in runner.generate(client.request.prompt, client.request.sampling))
@@ -124,3 +140,21 @@ def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
     assert stats.accepted_tokens > 50
     assert len(stats.steps) > 4
     assert stats.prefill_tokens + stats.prefix_hit_tokens <= stats.prompt_tokens
+
+
+def test_over_device_memory_everybody_gets_the_bits_of_the_session_of_the_cpu(runner, folder, texts):
+    """Through the session that drives a GPU, over the host's memory: buckets padded, decode steps replayed."""
+    captures = [Capture(i + 1, b, n) for i, (n, b) in enumerate([(1024, 8), (1024, 4), (256, 8), (256, 4), (256, 2)])]
+    model = folder / "engine" / "model.onnx"
+    options = {"buckets": (2, 4, 8), "graphs": GraphPlan("require", tuple(captures))}
+    session = DeviceSession(model, runner.config.session.resolve(), HostDevice(), **options)
+    session._session = recorder = Recorder(session._session)
+    given: list[list[list[tuple[Any, ...]]]] = []
+    for backend in (runner.session, session):
+        everybody = clients(texts, np.random.default_rng(3))[:100]
+        serve(everybody, runner, backend, speculation=None)
+        answers = [client.received.chunks for client in everybody]
+        given.append([[(c.text, c.token_id, c.finish_reason, c.logprob) for c in chunks] for chunks in answers])
+    assert given[0] == given[1]
+    assert sum(chunk[3] is not None for answer in given[0] for chunk in answer) > 50  # their probabilities, too
+    assert {captures[number - 1].batch for number in recorder.replays} == {2, 4, 8}

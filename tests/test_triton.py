@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from llmforge.cli import cli
 from llmforge.errors import EnvironmentLacks, InputError, RecipeError, UsageError, VersionMismatch
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
+from llmforge.runtime.config import PlanFacts, RuntimeConfig
 from llmforge.runtime.engine import EngineOptions
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, settings, signature
@@ -277,15 +279,19 @@ class TestSettings:
             settings.read({name: {"string_value": text} for name, text in texts.items()})
 
 
-def test_a_gpu_instance_of_a_cpu_engine_is_refused(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside the process that Triton makes for a model, of whose module nothing more is needed here."""
+@pytest.fixture
+def model_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What runs inside the process that Triton makes for a model, of whose own module nothing more is needed here."""
     module = ModuleType("triton_python_backend_utils")
     vars(module).update(Logger=Mock(), TritonModelException=RuntimeError)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(checks, "numpy_fits", lambda version: None)  # this process is no backend of Triton's
     for name in ("model", "answers", "metrics"):  # imported with that module, and not to be kept
         monkeypatch.delitem(sys.modules, f"llmforge.triton.backend.{name}", raising=False)
-    model = importlib.import_module("llmforge.triton.backend.model").TritonPythonModel()
+    return importlib.import_module("llmforge.triton.backend.model")
+
+
+def test_a_gpu_instance_of_a_cpu_engine_is_refused(artifact: Artifact, model_module: Any) -> None:
     arguments = {
         "model_config": json.dumps({"parameters": {"artifact": {"string_value": "../../.."}}}),
         "model_instance_kind": "GPU",
@@ -293,8 +299,28 @@ def test_a_gpu_instance_of_a_cpu_engine_is_refused(artifact: Artifact, monkeypat
         "model_repository": str(artifact.path / "triton" / "random"),
         "model_version": "1",
     }
-    with pytest.raises(RuntimeError, match="says KIND_GPU, and this runtime serves on the CPU\nhint: kind: KIND_CPU"):
-        model.initialize(arguments)
+    with pytest.raises(RuntimeError, match="says KIND_GPU, and the engine is for a CPU\nhint: kind: KIND_CPU"):
+        model_module.TritonPythonModel().initialize(arguments)
+
+
+def test_an_instance_of_a_gpu_engine_gets_the_gpu_of_its_group(artifact: Artifact, model_module: Any) -> None:
+    config = RuntimeConfig.read(artifact.path / "engine" / "runtime.json")
+    arguments = {"model_instance_kind": "GPU", "model_instance_device_id": "3"}
+    assert model_module._device(replace(config, provider="cuda"), arguments) == 3
+    with pytest.raises(EnvironmentLacks, match="says KIND_CPU, and the engine is for a GPU"):
+        model_module._device(replace(config, provider="cuda"), {**arguments, "model_instance_kind": "CPU"})
+    assert model_module._device(config, {**arguments, "model_instance_kind": "CPU"}) == 0
+
+
+def test_the_environment_of_an_engine_is_that_of_what_runs_it(artifact: Artifact) -> None:
+    config = RuntimeConfig.read(artifact.path / "engine" / "runtime.json")
+    assert f"onnxruntime=={config.onnxruntime}" in repository.requirements(config).splitlines()
+    cuda = repository.requirements(replace(config, provider="cuda")).splitlines()
+    assert {f"onnxruntime-gpu[cuda,cudnn]=={config.onnxruntime}", "cuda-bindings>=13,<14"} <= set(cuda)
+    assert f"onnxruntime=={config.onnxruntime}" not in cuda
+    facts = PlanFacts("tensorrt_rtx", "1.7.1.116", "model.plan", ())
+    plan = repository.requirements(replace(config, provider="tensorrt-rtx", onnxruntime=None, plan=facts))
+    assert {"tensorrt-rtx==1.7.1.116", "onnxruntime", "cuda-bindings>=13,<14"} <= set(plan.splitlines())
 
 
 def ask(runner: Runner, parameters: dict[str, Any] | None = None, **tensors: Any) -> inputs.Ask:

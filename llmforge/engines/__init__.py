@@ -91,6 +91,19 @@ def for_target(backend: Backend, target: Target) -> Builder:
     return cast(Builder, importlib.import_module(module))
 
 
+def require_device(target: Target, builds: str) -> None:
+    """Return if the GPU of `target` is at hand; `builds` says as a sentence what it is needed for.
+
+    Raises:
+        EnvironmentLacks: it is not.
+    """
+    if (reason := why_not_run(target)) is not None:
+        raise EnvironmentLacks(
+            f"{builds}: {reason}",
+            hint="set `engine: {deferred: true}`, or give --defer, and on that host `llmforge build --finish ARTIFACT`",
+        )
+
+
 def why_not_run(target: Target) -> str | None:
     """Say why this machine cannot run what is built for `target`; None where it can."""
     try:

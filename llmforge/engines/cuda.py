@@ -6,34 +6,39 @@ Nothing here needs a GPU. Whether the provider runs a node is looked up in the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge import graph, interface
-from llmforge.engines import Engine, cuda_graphs, kernels, onnx_file
+from llmforge.engines import (
+    Engine,
+    cuda_attention,
+    cuda_graphs,
+    cuda_operators,
+    kernels,
+    onnx_file,
+    why_not_run,
+)
 from llmforge.engines import onnxruntime as standard
-from llmforge.errors import UnsupportedError
+from llmforge.errors import EnvironmentLacks, UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, DeviceFacts, RuntimeConfig, SessionOptions
-from llmforge.runtime.session import CacheInput
+from llmforge.runtime.cuda import DeviceSession
+from llmforge.runtime.device import require_cuda
+from llmforge.runtime.signature import CacheInput
 from llmforge.targets import Target
-from llmforge.transform import Changes, Rewritten, Skipped
+from llmforge.transform import Changes, Skipped
 
-MICROSOFT = "com.microsoft"
 VERSION = kernels.cuda().wheel.rpartition("=")[2]
 
 # Machine code in the wheel; there is no PTX that a driver could compile for others (cuobjdump of 1.31.1).
 COMPILED_FOR = (75, 80, 86, 89, 90, 120)
-FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
-_HALF = frozenset({FLOAT16, BFLOAT16})
 
-# The fast product of 4-bit and 8-bit weights (fpA_intB) as this wheel was compiled: onnxruntime 1.31,
-# contrib_ops/cuda/quantization/matmul_nbits.cc, CheckFpAIntBEligibility, with USE_COMPACT_FPA_INTB_GEMM.
-FAST_BLOCK = 32
-FAST_COLUMNS: Mapping[int, int] = {4: 64, 8: 32}  # bits → N is a multiple of
+# Session entries of the fast product of 4-bit and 8-bit weights (cuda_operators), in the wheel by these names.
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 
 check_context = standard.check_context
@@ -42,12 +47,8 @@ check_context = standard.check_context
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
     """Rewrite what the passes left into operators that ONNX Runtime's CUDA provider runs in the graph's dtypes.
 
-    As for the CPU, and then
-    - the bias of a MatMulNBits leaves it where the fast product, which has none, computes the rest;
-    - QMoE is told that its codes are in the operator's own layout;
-    - an operator without a kernel for its 16-bit type, or for bool, computes in fp32, or int32, between two Casts.
-
-    What runs on a slower path than it might is listed as skipped, with the reason.
+    As for the CPU, and then as `llmforge.engines.cuda_operators` says. What runs on a slower path than it might is listed
+    as skipped, with the reason.
 
     Raises:
         UnsupportedError: the wheel has no code for the target, a node no kernel, or `spec` wants CUDA graphs of steps
@@ -56,14 +57,29 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     sm = require_code(target)
     changes = Changes()
     lowered, changes.rewritten = standard.expand(model)
-    changes.rewritten += _split_biases(lowered)
-    changes.rewritten += _name_layouts(lowered)
-    changes.rewritten += _widen(lowered)
-    changes.skipped += [Skipped(str(node.name), reason) for node, reason in slower(lowered)]
+    changes.rewritten += cuda_operators.split_biases(lowered)
+    changes.rewritten += cuda_operators.name_layouts(lowered)
+    changes.rewritten += cuda_operators.widen(lowered)
+    changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)
+    _refuse(lowered, sm)
     cuda_graphs.require(lowered, spec)
-    del sm
     return lowered, changes
+
+
+def require_host(target: Target, spec: EngineSpec) -> None:
+    """Return if this machine has the target's GPU: an engine is loaded, and its steps are captured, as it is built.
+
+    Raises:
+        EnvironmentLacks: it has not.
+        UnsupportedError: the wheel has no code for the target.
+    """
+    require_code(target)
+    if (reason := why_not_run(target)) is not None:
+        raise EnvironmentLacks(
+            f"the engine of target {target.name} is proved on its GPU as it is built: {reason}",
+            hint="set `engine: {deferred: true}`, or give --defer, and `llmforge build --finish ARTIFACT` on that host",
+        )
 
 
 def require_code(target: Target) -> int:
@@ -108,107 +124,18 @@ def check(model: ir.Model, target: Target) -> None:
     )
 
 
-def _split_biases(model: ir.Model) -> list[Rewritten]:
-    """Take the bias out of every MatMulNBits that is otherwise fit for the fast product, in place."""
-    rewritten = []
-    for node in [node for node in model.graph if _is(node, "MatMulNBits")]:
-        bias = graph.operand(node, 5)
-        if bias is None or _obstacle(node, without_bias=True) is not None:
-            continue
-        [old] = node.outputs
-        product, name = ir.Value(type=old.type, shape=old.shape), str(node.name)
-        node.resize_inputs(3)
-        add = ir.Node("", "Add", [product, bias], name=f"{name}/bias")
-        old_name = str(old.name)
-        node.resize_outputs(1)
-        model.graph.insert_after(node, add)
-        add.outputs[0].type, add.outputs[0].shape = old.type, old.shape
-        graph.supersede(old, add.outputs[0])
-        old.name = f"{old_name}.product"
-        add.replace_input_with(0, old)
-        rewritten.append(Rewritten(name, "its bias is added behind it: the fast product has none"))
-    return rewritten
-
-
-def slower(model: ir.Model) -> Iterable[tuple[ir.Node, str]]:
-    """Yield every MatMulNBits that the fast product does not compute, with the reason and what computes it instead."""
-    for node in model.graph:
-        if _is(node, "MatMulNBits") and (reason := _obstacle(node)) is not None:
-            bits = node.attributes.get_int("bits", 4)
-            few = "up to 16 tokens" if bits == 4 else "1 token"
-            yield node, f"{reason}; it runs by a plain kernel for {few}, else it dequantizes its weight in every step"
-
-
-def _obstacle(node: ir.Node, *, without_bias: bool = False) -> str | None:
-    """Say why the fast product does not compute the MatMulNBits `node`; None where it does."""
-    bits, block = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size")
-    n, k = node.attributes.get_int("N"), node.attributes.get_int("K")
-    scales = node.inputs[2]
-    if scales is None or scales.dtype != FLOAT16:
-        return f"the fast product of the wheel takes fp16, and this one is {None if scales is None else scales.dtype}"
-    if bits not in FAST_COLUMNS:
-        return f"the fast product takes 4 and 8 bits, not {bits}"
-    if block != FAST_BLOCK:
-        return f"the fast product takes blocks of {FAST_BLOCK}, not {block}"
-    if graph.operand(node, 3) is not None:
-        return "the fast product takes symmetric weights, and this one has zero points"
-    if n % FAST_COLUMNS[bits] or k % block:
-        return (
-            f"the fast product takes N of a multiple of {FAST_COLUMNS[bits]} and K of {block}, and this is [{n}, {k}]"
-        )
-    if graph.operand(node, 5) is not None and not without_bias:
-        return "the fast product takes no bias"
-    return None
-
-
-def _name_layouts(model: ir.Model) -> list[Rewritten]:
-    """Tell QMoE that its codes are [E, N, K·bits/8] as they stand; without a word CUDA takes them for reordered ones."""
-    rewritten = []
-    for node in model.graph:
-        if _is(node, "QMoE"):
-            node.attributes["weights_prepacked"] = ir.AttrInt64("weights_prepacked", 0)
-            rewritten.append(Rewritten(str(node.name), "its codes are reordered when the engine is loaded"))
-    return rewritten
-
-
-def _widen(model: ir.Model) -> list[Rewritten]:
-    """Let nodes without a kernel for bf16, fp16 or bool compute in fp32 or int32, where that has one, in place."""
-    rewritten = []
-    known, dtypes = kernels.cuda(), kernels.infer(model)
-    for node, _ in list(kernels.missing(model, known, dtypes)):
-        owner = node.graph
-        narrow = {dtypes[value] for value in node.inputs if value is not None} & (_HALF | {ir.DataType.BOOL})
-        if node.domain or len(narrow) != 1 or owner is not model.graph:
-            continue
-        [dtype] = narrow
-        wide = FLOAT if dtype in _HALF else ir.DataType.INT32
-        trial = {value: wide if made == dtype else made for value, made in dtypes.items()}
-        if not known.runs(node, model.opset_imports[""], trial):
-            continue
-        for index, value in enumerate(node.inputs):
-            if value is not None and dtypes[value] == dtype:
-                [cast] = graph.insert(node, "Cast", [value], {"to": int(wide)}, name=f"{node.name}/{value.name}.wide")
-                cast.type, cast.shape = ir.TensorType(wide), value.shape
-                node.replace_input_with(index, cast)
-        for output in node.outputs:
-            if dtypes[output] == dtype:
-                _narrow(node, output, dtype, wide)
-        rewritten.append(
-            Rewritten(str(node.name), f"{node.op_type} in {wide.name.lower()}: none for {dtype.name.lower()}")
-        )
-    return rewritten
-
-
-def _narrow(node: ir.Node, output: ir.Value, dtype: ir.DataType, wide: ir.DataType) -> None:
-    """Cast an output of `node`, which is `wide` from now on, back to `dtype`."""
-    cast = ir.Node("", "Cast", [output], [ir.AttrInt64("to", int(dtype))], name=f"{node.name}/{output.name}.narrow")
-    made = cast.outputs[0]
-    made.type, made.shape = ir.TensorType(dtype), output.shape
-    assert node.graph is not None
-    node.graph.insert_after(node, cast)
-    graph.supersede(output, made)
-    cast.replace_input_with(0, output)
-    output.type = ir.TensorType(wide)
+def _refuse(model: ir.Model, sm: int) -> None:
+    """Refuse what the provider takes when it loads the graph and refuses when it runs it."""
+    found = [(node, cuda_attention.obstacle(attention, sm)) for node, attention in cuda_attention.of(model)]
+    found += [(node, cuda_operators.experts_obstacle(node)) for node in model.graph if node.op_type == "QMoE"]
+    for node, reason in found:
+        if reason is not None:
+            raise UnsupportedError(
+                f"{node.op_type} {node.name} on CUDA: {reason}",
+                hint="leave quantize-kv-cache out of the recipe, or choose another target"
+                if node.op_type == "GroupQueryAttention"
+                else "exclude the experts from quantize-weights, and fuse them with fuse-experts",
+            )
 
 
 def build(
@@ -221,22 +148,51 @@ def build(
     bos_token_id: int | None,
     progress: Progress | None = None,
 ) -> Engine:
-    """Write a lowered `model` into `folder` (created) with what a session on `target` is told.
-
-    No session is made, here or on a GPU: `llmforge.runtime` proves the engine when it loads it.
+    """Write a lowered `model` into `folder` (created), load it on the target's GPU, run it and capture its steps.
 
     Raises:
+        EnvironmentLacks: this machine has not that GPU.
         UnsupportedError: a node has no kernel, `spec.max_context` is more than the rotary tables reach, or the device
             has not the memory for what the engine needs.
+        VerificationError: a step that must be captured is not, or logits are not finite.
     """
+    require_host(target, spec)
     check(model, target)
     check_context(model, spec.max_context)
     config = configure(model, spec=spec, target=target, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
+    write(model, folder, config, progress)
+    session = DeviceSession(
+        folder / MODEL_FILE,
+        config.session.resolve(),
+        require_cuda(),
+        provider_options=config.provider_options,
+        buckets=config.buckets,
+        graphs=config.graphs,
+    )
+    notes = prove(session, config)
+    size_bytes = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE, FILE))
+    return Engine(folder, config, graph.nodes(model), size_bytes, notes=notes)
+
+
+def write(model: ir.Model, folder: Path, config: RuntimeConfig, progress: Progress | None = None) -> None:
+    """Write `model.onnx`, its data and `runtime.json` into `folder` (created)."""
     folder.mkdir(parents=True, exist_ok=True)
     onnx_file.write(model, folder, progress or Silent())
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    size_bytes = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE, FILE))
-    return Engine(folder, config, graph.nodes(model), size_bytes)
+
+
+def prove(session: DeviceSession, config: RuntimeConfig) -> tuple[str, ...]:
+    """Capture the planned steps, read two tokens and generate on from them; return notes on what is not captured.
+
+    Raises:
+        VerificationError: a step that must be captured is not, or logits are not finite.
+    """
+    cache = session.allocate(config.max_batch, config.max_context)
+    for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: config.max_context - 1]:
+        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache.rows(0, 1))
+        if not np.isfinite(logits).all():
+            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
+    return session.notes
 
 
 def configure(
@@ -285,13 +241,17 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
     """Choose how ONNX Runtime runs the graph.
 
     - `session.disable_cpu_ep_fallback`: a node that the CUDA provider does not take fails the load, and is not moved to
-      the CPU in silence.
+      the CPU in silence. Not where the graph computes with shapes: ONNX Runtime does that on the host by choice.
     - `session.use_device_allocator_for_initializers`: weights lie outside of the arena, which never shrinks.
     - `ep.cuda.fpa_intb_gemm`, with the rows that its kernels are chosen for before anything is captured: only where a
       product is fit for it.
     """
-    entries = {"session.disable_cpu_ep_fallback": "1", "session.use_device_allocator_for_initializers": "1"}
-    if any(_is(node, "MatMulNBits") and _obstacle(node) is None for node in model.graph):
+    on_host = any((node.domain, node.op_type) == ("", "Shape") for node in model.graph.all_nodes())
+    entries = {
+        "session.disable_cpu_ep_fallback": "0" if on_host else "1",
+        "session.use_device_allocator_for_initializers": "1",
+    }
+    if cuda_operators.any_fast(model):
         entries |= {FAST_ENTRY: "1", FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *_PREFILL_ROWS})))}
     return SessionOptions(threads=1, optimize=True, entries=entries)
 
@@ -340,7 +300,3 @@ def _vocabulary(model: ir.Model) -> int:
     size = (graph.dims(logits) or (None,))[-1]
     assert isinstance(size, int)
     return size
-
-
-def _is(node: ir.Node, op_type: str) -> bool:
-    return (node.domain, node.op_type) == (MICROSOFT, op_type)

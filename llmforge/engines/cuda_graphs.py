@@ -103,7 +103,8 @@ def require(model: ir.Model, spec: EngineSpec) -> None:
     node, reason = found[0]
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     raise UnsupportedError(
-        f"engine.cuda_graphs is require, and decode steps cannot be captured: {node.op_type} {node.name}{more}: {reason}",
+        f"engine.cuda_graphs is require, and a decode step cannot be captured: {node.op_type} {node.name}{more}: "
+        f"{reason}",
         hint="set `engine: {cuda_graphs: allow}`, or off; or choose passes that replace the operator",
     )
 
@@ -126,9 +127,8 @@ def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan) -> Memory:
     """
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
     widest = max((max(tensor.shape.numpy(), default=0) for tensor in tensors if len(tensor.shape) > 1), default=0)
-    vocabulary = next(
-        (graph.dims(value) or (0,))[-1] for value in model.graph.outputs if value.name == interface.LOGITS
-    )
+    dims = next(graph.dims(value) for value in model.graph.outputs if value.name == interface.LOGITS)
+    vocabulary = (dims or (0,))[-1]
     logits = 2 * 4 * spec.max_batch * (vocabulary if isinstance(vocabulary, int) else 0)
     launches = LAUNCHES_A_NODE * graph.nodes(model)
     return Memory(

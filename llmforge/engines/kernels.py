@@ -55,7 +55,7 @@ class Kernel:
     types: Mapping[str, frozenset[str]]
 
     def covers(self, since: int) -> bool:
-        """Apply ONNX Runtime's rule (KernelRegistry::VerifyKernelDef): without an end it serves its own version only."""
+        """Apply ONNX Runtime's rule (KernelRegistry::VerifyKernelDef): without an end, its own version alone."""
         return self.first == since or (self.last is not None and self.first < since <= self.last)
 
     def __str__(self) -> str:
@@ -205,6 +205,7 @@ def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) 
 def _output(
     node: ir.Node, schema: native.schemadef.OpSchema, kind: str, bound: Mapping[str, ir.DataType]
 ) -> ir.DataType:
+    """Find the type of an output whose parameter is `kind`."""
     if node.op_type in _BY_ATTRIBUTE and not node.domain:
         name, default = _BY_ATTRIBUTE[node.op_type]
         attribute = node.attributes.get(name)
@@ -217,9 +218,8 @@ def _output(
         return ir.DataType.FLOAT if attribute is None else attribute.as_tensor().dtype
     if kind in bound:
         return bound[kind]
-    allowed = next(
-        (list(item.allowed_type_strs) for item in schema.type_constraints if item.type_param_str == kind), [kind]
-    )
+    constraints = {item.type_param_str: list(item.allowed_type_strs) for item in schema.type_constraints}
+    allowed = constraints.get(kind, [kind])
     names = [name.removeprefix("tensor(").removesuffix(")") for name in allowed]
     if len(names) == 1 and names[0] in _DTYPES:
         return _DTYPES[names[0]]

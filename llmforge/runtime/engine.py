@@ -10,14 +10,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from llmforge.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.answer import Answer, Ticket
 from llmforge.runtime.request import Chunk, Receiver, Request
 from llmforge.runtime.runner import Runner, load
 from llmforge.runtime.scheduler import PREFILL_CHUNK, Scheduler
-from llmforge.runtime.session import Cache
 from llmforge.runtime.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
 from llmforge.runtime.stats import EngineStats
 
@@ -76,7 +75,7 @@ class Engine:
         self.options = options = options or EngineOptions()
         proposer = _proposer(runner, options, draft)
         config, session = runner.config, runner.session
-        self._scheduler: Scheduler[Cache] = Scheduler(
+        self._scheduler: Scheduler[Any] = Scheduler(
             session,
             session.allocate(config.max_batch, config.max_context),
             config,
@@ -104,9 +103,10 @@ class Engine:
         options: EngineOptions | None = None,
         threads: int | None = None,
         draft: Path | None = None,
+        device: int = 0,
     ) -> Engine:
         """Load an artifact, and one that guesses for it, and serve; raises what `runtime.load` and `Engine` raise."""
-        return cls(load(artifact, threads), options, None if draft is None else load(draft, threads))
+        return cls(load(artifact, threads, device), options, None if draft is None else load(draft, threads, device))
 
     def submit(self, request: Request, receive: Receiver) -> Ticket:
         """Take on a request; `receive` gets its chunks, the last one with a finish reason, or one error.

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.errors import ForgeError, InputError, UsageError
+from llmforge.runtime import engines
+from llmforge.runtime.backend import Backend, Rows
 from llmforge.runtime.chat import ChatTemplate
 from llmforge.runtime.chooser import Choosers
-from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
+from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.runtime.request import Chunk, Request, check_tokens
 from llmforge.runtime.sampling import GREEDY, Sampling
 from llmforge.runtime.scheduler import PREFILL_CHUNK, Scheduler
-from llmforge.runtime.session import Cache, Session
 
 # Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
 LOGITS_CHUNK = 256
@@ -43,14 +44,14 @@ class Runner:
     """An engine with its tokenizer. Up to `config.max_batch` answers may be generated at once."""
 
     def __init__(
-        self, session: Session, config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+        self, session: Backend[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
     ) -> None:
         self.session = session
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
         self.choosers = Choosers(tokenizer, config.vocabulary, config.eos_token_ids)
-        self._cache = session.allocate(config.max_batch, config.max_context)
+        self._cache: Rows | None = None  # allocated when it is first used: a GPU's memory is taken at once
         self._taken = [False] * config.max_batch
         self._lock = threading.Lock()
 
@@ -109,8 +110,9 @@ class Runner:
         check_tokens(ids, self.config.max_context, self.config.vocabulary)
         with self._lease(1) as cache:
             tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
-            for at in range(0, len(ids), LOGITS_CHUNK):
-                piece, past = tokens[:, at : at + LOGITS_CHUNK], np.array([at], np.int32)
+            most = min(LOGITS_CHUNK, self.session.longest_step or LOGITS_CHUNK)
+            for at in range(0, len(ids), most):
+                piece, past = tokens[:, at : at + most], np.array([at], np.int32)
                 yield self.session.step(piece, past, cache, np.arange(piece.shape[1]), text_lengths=whole)[0]
 
     def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[Step]:
@@ -126,7 +128,7 @@ class Runner:
                 for chunks in received:
                     chunks.clear()
 
-    def _scheduler(self, cache: Cache, tokenizer: Tokenizer | None) -> Scheduler[Cache]:
+    def _scheduler(self, cache: Any, tokenizer: Tokenizer | None) -> Scheduler[Any]:
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
         budget = cache.batch * cache.capacity
         return Scheduler(
@@ -141,16 +143,22 @@ class Runner:
         )
 
     @contextlib.contextmanager
-    def _lease(self, rows: int) -> Iterator[Cache]:
-        """Take neighbouring free rows of the cache for as long as the `with` block lasts."""
+    def _lease(self, wanted: int) -> Iterator[Any]:
+        """Take neighbouring free rows of the cache for as long as the `with` block lasts.
+
+        Where decode steps are padded to buckets, the rows of padding are taken, too, if they are free.
+        """
         with self._lock:
-            places = range(len(self._taken) - rows + 1)
-            start = next((at for at in places if not any(self._taken[at : at + rows])), None)
+            padded = min((size for size in self.session.buckets or () if size >= wanted), default=wanted)
+            free = ((self._free(count), count) for count in (padded, wanted))
+            start, rows = next((each for each in free if each[0] is not None), (None, wanted))
             if start is None:
                 raise UsageError(
                     f"{rows} sequences asked for while {sum(self._taken)} run; this artifact runs {len(self._taken)}",
                     hint="finish or close the others first, or build with a larger engine.max_batch",
                 )
+            if self._cache is None:
+                self._cache = self.session.allocate(self.config.max_batch, self.config.max_context)
             self._taken[start : start + rows] = [True] * rows
         try:
             yield self._cache.rows(start, start + rows)
@@ -158,23 +166,23 @@ class Runner:
             with self._lock:
                 self._taken[start : start + rows] = [False] * rows
 
+    def _free(self, rows: int) -> int | None:
+        """Find the first of so many neighbouring free rows."""
+        places = range(len(self._taken) - rows + 1)
+        return next((at for at in places if not any(self._taken[at : at + rows])), None)
 
-def load(artifact: Path, threads: int | None = None) -> Runner:
-    """Load an artifact; `threads` overrides its own number of threads.
+
+def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
+    """Load an artifact; `threads` overrides its own number of threads, `device` says which GPU an engine for one gets.
 
     Raises:
         InputError: the folder is not an artifact, or its files do not belong together.
-        VersionMismatch: the artifact was built for another ONNX Runtime.
+        VersionMismatch: the artifact was built for another version of what runs it, or for another GPU.
+        EnvironmentLacks: there is no such GPU here.
     """
-    engine, folder = artifact / "engine", artifact / "tokenizer"
-    config = RuntimeConfig.read(engine / FILE)
-    config.check_versions()
-    for name in (MODEL_FILE, DATA_FILE):
-        if not (engine / name).exists():
-            raise InputError(f"{engine / name} is missing")
-    session = Session(engine / MODEL_FILE, config.session.resolve(threads))
-    if (session.vocabulary, session.caches) != (config.vocabulary, config.caches):
-        raise InputError(f"{engine}: {FILE} describes another model than {MODEL_FILE}: vocabulary or caches differ")
+    folder = artifact / "tokenizer"
+    config = RuntimeConfig.read(artifact / "engine" / FILE)
+    session = engines.load(artifact / "engine", config, threads, device)
     return Runner(session, config, read_tokenizer(folder / "tokenizer.json"), ChatTemplate.read(folder))
 
 

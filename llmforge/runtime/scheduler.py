@@ -61,7 +61,8 @@ class Scheduler(Generic[C]):
         choosers: start the choice of tokens of each answer.
         max_queue: requests that may wait while all slots are taken.
         step_tokens: budget of one step, in tokens.
-        chunk: longest piece of a prompt that runs at once, in tokens; never longer than `step_tokens`.
+        chunk: longest piece of a prompt that runs at once, in tokens; never longer than `step_tokens` or the backend's
+            `longest_step`.
         prefix_cache_bytes: memory for what was read and written, to serve later requests; 0: nothing is kept.
         speculation: guesses tokens; None: none are guessed.
         clock: seconds, from any origin.
@@ -95,11 +96,12 @@ class Scheduler(Generic[C]):
         self._choosers = choosers
         self._max_queue = max_queue
         self._step_tokens = step_tokens
-        self._chunk = min(chunk, step_tokens)
+        self._chunk = min(chunk, step_tokens, backend.longest_step or chunk)
         self._clock = clock
         obstacle = backend.reuse_obstacle
         asked = {"prefix cache": prefix_cache_bytes, "speculation": speculation}
-        self._notes = tuple(f"no {name}: {obstacle}" for name, value in asked.items() if value and obstacle)
+        without = tuple(f"no {name}: {obstacle}" for name, value in asked.items() if value and obstacle)
+        self._notes = (*backend.notes, *without)
         keeps = prefix_cache_bytes > 0 and not obstacle
         self._prefixes = PrefixCache(backend, prefix_cache_bytes) if keeps else None
         self._speculation = None if obstacle else speculation
@@ -109,10 +111,10 @@ class Scheduler(Generic[C]):
         self._tokens = np.zeros((cache.batch, 1), np.int64)
         self._past = np.zeros(cache.batch, np.int32)
         self._real = np.zeros(cache.batch, np.int32)
-        logits = np.empty((cache.batch, 1, backend.vocabulary), np.float32)
+        logits = backend.logits_array((cache.batch, 1, backend.vocabulary))
         self._logits = [logits[: n + 1] for n in range(cache.batch)]  # equal steps hand the backend one object
         most = 0 if self._speculation is None else self._speculation.most
-        judged = np.empty((1, most + 1, backend.vocabulary), np.float32)
+        judged = backend.logits_array((1, most + 1, backend.vocabulary))
         self._judged = [judged[:, : k + 1] for k in range(most + 1)]  # by guesses
         self._idle_rows = 0
         self._totals: Counter[str] = Counter()

@@ -33,6 +33,8 @@ CACHE_DTYPES = {key: element.name for key, element in CACHE_TYPES.items() if ele
 
 # Severity 3 = errors only: warning 2 tells at every load that `logits_rows`, an input with a default, is not constant.
 _LOG_ERRORS = 3
+_FP8 = "float8_e4m3fn"
+_ONNX_FP8 = 17  # onnx.TensorProto.FLOAT8E4M3FN
 LOAD_FAILURES = (
     ort_errors.EPFail,
     ort_errors.Fail,
@@ -121,7 +123,7 @@ class Session:
         options = session_options(config)
         native.register(options)
         if initializers:
-            held = [ort.OrtValue.ortvalue_from_numpy(np.asarray(value, order="C")) for value in initializers.values()]
+            held = [ort_value(np.asarray(value, order="C")) for value in initializers.values()]
             options.add_external_initializers(list(initializers), held)
             self._held = held  # ONNX Runtime keeps pointers into them
         where = str(model) if isinstance(model, Path) else "the model in memory"
@@ -257,6 +259,16 @@ class Session:
         out[...] = logits
         for buffer, present in zip(cache.buffers.values(), presents, strict=True):
             store_grown(buffer, present, past_lengths)
+
+
+def ort_value(array: NDArray[Any]) -> Any:
+    """Hand over an array, whose memory stays in use.
+
+    numpy has no fp8: such an array has a dtype of another package, and goes over as bytes.
+    """
+    if array.dtype.name != _FP8:
+        return ort.OrtValue.ortvalue_from_numpy(array)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint8), _ONNX_FP8)
 
 
 def session_options(config: SessionConfig) -> ort.SessionOptions:

@@ -31,10 +31,13 @@ def run_step(
     out: NDArray[np.float32] | None,
     lengths: Counts | None,
     text_lengths: Counts | None,
+    *,
+    alone: bool = False,
 ) -> NDArray[np.float32]:
     """Do what `llmforge.runtime.session.Session.step` says, with `run` for the graph.
 
-    Nothing runs that would write beyond `cache`: kernels do not look.
+    `alone`: a row of several tokens always runs by itself. Nothing runs that would write beyond `cache`: kernels do not
+    look.
     """
     if ids.ndim != 2 or ids.shape[0] != cache.batch or ids.shape[1] < 1 or past_lengths.shape != (cache.batch,):
         raise ValueError(f"ids {ids.shape}, past_lengths {past_lengths.shape}, cache of {cache.batch} rows")
@@ -49,7 +52,8 @@ def run_step(
         out = np.empty(shape, np.float32)
     elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
         raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
-    if signature.one_row_continuations and cache.batch > 1 and ids.shape[1] > 1 and past_lengths.any():
+    split = alone or (signature.one_row_continuations and past_lengths.any())
+    if split and cache.batch > 1 and ids.shape[1] > 1:
         for b in range(cache.batch):
             row = slice(b, b + 1)
             counts = [None if x is None else x[row] for x in (lengths, text_lengths)]

@@ -61,7 +61,7 @@ def build(
         raise _refused_by_parser(library, parser, log)
     _check_log(library, log)
     counted = layers.count(network)
-    layers.check(counted, layers.decomposable(network), model)
+    layers.check(counted, layers.decomposable(network, api), model)
     config = _config(library, builder, sm, profiles)
     cache = _timing_cache(library, config, timings)
     with plan.open("wb") as file:

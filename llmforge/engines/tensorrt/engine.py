@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmforge import graph, interface
-from llmforge.engines import Engine, onnx_file, why_not_run
+from llmforge.engines import Engine, onnx_file, require_device
 from llmforge.engines.onnxruntime import check_context
 from llmforge.engines.tensorrt import builder, library, plan_file, profiles, refusals
 from llmforge.engines.tensorrt import lower as lowering
@@ -21,7 +21,6 @@ from llmforge.engines.tensorrt.library import Library
 from llmforge.engines.tensorrt.plan_cache import PlanCache, default_folder
 from llmforge.engines.tensorrt.plan_file import PlanRecord, Source
 from llmforge.engines.tensorrt.profiles import Profile
-from llmforge.errors import EnvironmentLacks
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import (
@@ -53,11 +52,7 @@ def require_host(target: Target, spec: EngineSpec) -> None:
     if chosen.ahead_of_time:
         chosen.compute_capability(_sm(target))
         return
-    if (reason := why_not_run(target)) is not None:
-        raise EnvironmentLacks(
-            f"{chosen.title} builds engines on the GPU that runs them: {reason}",
-            hint="set `engine: {deferred: true}`, or give --defer, and `llmforge build --finish ARTIFACT` on that host",
-        )
+    require_device(target, f"{chosen.title} builds an engine on the GPU that runs it, whose kernels it times")
     assert chosen.version
 
 
@@ -165,7 +160,7 @@ def _facts(chosen: Library, record: PlanRecord, config: RuntimeConfig) -> dict[s
         "library": f"{chosen.title} {record.source.version}",
         "compute capability": f"SM{record.source.sm}",
         "profiles": "; ".join(profiles_said),
-        "attention": f"{record.layers.get('ATTENTION_INPUT', 0)} fused, none taken apart",
+        "attention": f"{record.layers.get('ATTENTION_INPUT', 0)} in fused kernels, none that the builder took apart",
         "layers": ", ".join(f"{count} {kind}" for kind, count in record.layers.items()),
         "memory": f"{config.device.memory_bytes / 1e9:.3f} GB of weights and KV cache, and activations",
         "plan": f"{record.size_bytes:,} bytes, SHA-256 {record.sha256}",

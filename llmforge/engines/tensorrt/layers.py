@@ -32,14 +32,16 @@ def count(network: Any) -> dict[str, int]:
     return dict(sorted(kinds.items()))
 
 
-def decomposable(network: Any) -> list[str]:
-    """Name every attention of a network that the builder may take apart."""
-    boundaries = (network.get_layer(i) for i in range(network.num_layers))
-    return [
-        layer.name
-        for layer in boundaries
-        if layer.type.name == "ATTENTION_INPUT" and layer.attention is not None and layer.attention.decomposable
-    ]
+def decomposable(network: Any, api: Any) -> list[str]:
+    """Name every attention of a network that the builder may take apart; `api` is the module that made it."""
+    found = []
+    for i in range(network.num_layers):
+        layer = network.get_layer(i)
+        if layer.type.name == ASSERTED["Attention"]:
+            layer.__class__ = api.IAttentionInputLayer  # how a layer is narrowed in TensorRT's Python API
+            if layer.attention.decomposable:
+                found.append(str(layer.attention.name))
+    return found
 
 
 def check(counted: Mapping[str, int], taken_apart: list[str], model: ir.Model) -> None:

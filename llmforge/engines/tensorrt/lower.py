@@ -182,6 +182,8 @@ class _Rewriting(Builder):
                 return self._weights.gather(node)
             case "com.microsoft", operator if operator in _SKIP_NORMS:
                 return self._skip_norm(node)
+            case "", "ReduceMax" if node.outputs[0].dtype == ir.DataType.BOOL:
+                return self._any(node)
         return None
 
     def _skip_norm(self, node: ir.Node) -> str:
@@ -202,6 +204,16 @@ class _Rewriting(Builder):
         if len(node.outputs) > 3:
             g.supersede(node.outputs[3], total)
         return f"{node.op_type} to Add and {norm}"
+
+    def _any(self, node: ir.Node) -> str:
+        """Say in numbers whether any of some truths holds: the parser's ReduceMax takes no bool."""
+        truths = node.inputs[0]
+        assert truths is not None
+        counted = self._add(node, "Cast", [truths], {"to": int(ir.DataType.FLOAT)})
+        attributes = {"keepdims": node.attributes.get_int("keepdims", 1)}
+        [largest] = g.insert(node, "ReduceMax", [counted, *node.inputs[1:]], attributes, name=node.name)
+        g.supersede(node.outputs[0], self._add(node, "Cast", [largest], {"to": int(ir.DataType.BOOL)}))
+        return "ReduceMax of bool to one of numbers"
 
     def _typed(self, op_type: str, node: ir.Node, inputs: list[ir.Value]) -> ir.Value:
         value = self._add(node, op_type, inputs)

@@ -15,6 +15,10 @@ from llmforge.runtime.config import ProfileFacts
 from llmforge.runtime.runner import LOGITS_CHUNK
 from llmforge.runtime.scheduler import PREFILL_CHUNK
 
+# Of the rows of a decode step. A matrix product of one row alone, fixed, made TensorRT-RTX 1.7 dequantize int8 and fp8
+# weights into memory in every step (their size in 16 bits as activation memory); from 1 to 2 rows it does not.
+SMALLEST_LARGEST = 2
+
 Range = tuple[int, int, int]  # smallest, the one to tune for, largest
 Shape = tuple[int, ...]
 
@@ -46,9 +50,10 @@ def of(model: ir.Model, spec: EngineSpec) -> tuple[Profile, Profile]:
     """
     chunk = min(PREFILL_CHUNK, spec.max_context)
     rows = min(LOGITS_CHUNK, chunk)
+    batch = max(SMALLEST_LARGEST, spec.max_batch)
     return (
         _profile(model, "prefill", batch=(1, 1, 1), sequence=(1, chunk, chunk), rows=(1, 1, rows)),
-        _profile(model, "decode", batch=(1, spec.max_batch, spec.max_batch), sequence=(1, 1, 1), rows=(1, 1, 1)),
+        _profile(model, "decode", batch=(1, batch, batch), sequence=(1, 1, 1), rows=(1, 1, 1)),
     )
 
 

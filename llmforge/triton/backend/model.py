@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from llmforge.errors import EnvironmentLacks, ForgeError
+from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.runtime.engine import Engine
-from llmforge.runtime.session import PROVIDER
 from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.backend.answers import Sender, fail
 from llmforge.triton.backend.metrics import Metrics
@@ -49,13 +49,9 @@ class TritonPythonModel:
             checks.numpy_fits(np.__version__)
             config = json.loads(args["model_config"])
             wanted = settings.read(config["parameters"])
-            if args["model_instance_kind"] == "GPU" and PROVIDER == "CPUExecutionProvider":
-                raise EnvironmentLacks(
-                    "instance_group of config.pbtxt says KIND_GPU, and this runtime serves on the CPU",
-                    hint="kind: KIND_CPU",
-                )
-            folder = Path(args["model_repository"], args["model_version"], wanted.artifact)
-            self._engine = Engine.load(folder.resolve(), wanted.engine, wanted.threads)
+            folder = Path(args["model_repository"], args["model_version"], wanted.artifact).resolve()
+            device = _device(RuntimeConfig.read(folder / "engine" / FILE), args)
+            self._engine = Engine.load(folder, wanted.engine, wanted.threads, device=device)
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
         for note in self._engine.stats().notes:
@@ -88,6 +84,21 @@ class TritonPythonModel:
         parameters = json.loads(request.parameters() or "{}")
         timeout_us = request.timeout()
         return inputs.read(tensors, parameters, timeout_us / 1e6 if timeout_us else None, self._engine.runner)
+
+
+def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
+    """Say which GPU this instance gets: the one that its instance group names.
+
+    Raises:
+        EnvironmentLacks: the group is of another kind of device than the engine.
+    """
+    kind = "CPU" if config.provider == "cpu" else "GPU"
+    if args["model_instance_kind"] != kind:
+        raise EnvironmentLacks(
+            f"instance_group of config.pbtxt says KIND_{args['model_instance_kind']}, and the engine is for a {kind}",
+            hint=f"kind: KIND_{kind}",
+        )
+    return int(args["model_instance_device_id"]) if kind == "GPU" else 0
 
 
 def _end_with(server: int) -> None:

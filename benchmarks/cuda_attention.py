@@ -1,0 +1,144 @@
+"""Ask the onnxruntime-gpu wheel which kernel it chooses for an attention, without a GPU (see cuda_wheel.py).
+
+    python benchmarks/cuda_attention.py CASES.json
+
+CASES is a list of objects: sm, dtype (float16, bfloat16), heads, kv_heads, head_dim, cache (null: that of the dtype,
+int8), granularity (PER_TENSOR, PER_CHANNEL; of int8), softcap, window (0: none), sink (true, false). Printed is a list
+of [kernel of a prefill, kernel of a decode step]; in the place of a kernel stands why ONNX Runtime refuses it.
+
+cuDNN, which on SM 90 and above is asked first for a prefill, is left out: only the library itself knows what it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cuda_wheel
+
+CAPACITY, PROMPT = 512, 64
+
+
+def ask(wheel: Path, cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the kernels of a prefill and a decode step, for each case."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cases.json"
+        file.write_text(json.dumps(cases), encoding="utf-8")
+        debug = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1", "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "0"}
+        answer: list[list[str]] = cuda_wheel.inside(wheel, ["--inside", str(file)], debug, script=Path(__file__))[
+            "kernels"
+        ]
+    return answer
+
+
+def _model(case: Mapping[str, Any]) -> bytes:
+    """Write one GroupQueryAttention, its query, key and value packed."""
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
+
+    kinds = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "int8": TensorProto.INT8}
+    dtype, cache = kinds[case["dtype"]], kinds[case["cache"] or case["dtype"]]
+    heads, kv_heads, width = case["heads"], case["kv_heads"], case["head_dim"]
+    slots = ["batch", kv_heads, CAPACITY, width]
+    attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads, "softcap": float(case["softcap"])}
+    if case["window"]:
+        attributes["local_window_size"] = case["window"]
+    names = ["qkv", "", "", "past_key", "past_value", "seqlens_k", "total_sequence_length", *[""] * 4]
+    initializers = []
+    if case["sink"]:
+        sinks = helper.make_tensor("sinks", dtype, [heads], bytes(2 * heads), raw=True)
+        initializers.append(sinks)
+    names.append("sinks" if case["sink"] else "")
+    if case["cache"] == "int8":
+        attributes |= {
+            "k_quant_type": case["granularity"],
+            "v_quant_type": case["granularity"],
+            "kv_cache_bit_width": 8,
+        }
+        shape = (1, kv_heads, 1, width) if case["granularity"] == "PER_CHANNEL" else (1,)
+        initializers.append(numpy_helper.from_array(np.ones(shape, np.float32), "scale"))
+        names += ["scale", "scale"]
+    node = helper.make_node(
+        "GroupQueryAttention",
+        names,
+        ["y", "present_key", "present_value"],
+        "attention",
+        domain="com.microsoft",
+        **attributes,
+    )
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [node],
+        "attention",
+        [
+            value("qkv", dtype, ["batch", "sequence", (heads + 2 * kv_heads) * width]),
+            value("past_key", cache, slots),
+            value("past_value", cache, slots),
+            value("seqlens_k", TensorProto.INT32, ["batch"]),
+            value("total_sequence_length", TensorProto.INT32, []),
+        ],
+        [
+            value("y", dtype, ["batch", "sequence", heads * width]),
+            value("present_key", cache, slots),
+            value("present_value", cache, slots),
+        ],
+        initializers,
+    )
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
+    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=12).SerializeToString())
+
+
+def _inside(file: Path) -> None:
+    """Inside the wheel: the work of `ask`."""
+    import onnxruntime as ort
+
+    found = []
+    for case in json.loads(file.read_text(encoding="utf-8")):
+        os.environ["STAND_IN_SM"] = str(case["sm"])
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        try:
+            session = ort.InferenceSession(_model(case), options, providers=[cuda_wheel.PROVIDER])
+        except Exception as error:  # noqa: BLE001 - the answer that was asked for
+            found.append([str(error)] * 2)
+            continue
+        config = {"max_context": CAPACITY}
+        steps = cuda_wheel.Steps(ort, session, config)
+        found.append([_kernel(steps, 2, PROMPT, PROMPT), _kernel(steps, 2, 1, CAPACITY)])
+    cuda_wheel.leave({"kernels": found})
+
+
+def _kernel(steps: Any, batch: int, tokens: int, length: int) -> str:
+    """Run a step; read the kernel off what ONNX Runtime prints to the process's standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            steps.run(batch, tokens, length, -1)
+        except Exception as error:  # noqa: BLE001 - the answer that was asked for
+            return str(error)
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+        file.seek(0)
+        printed = file.read().decode()
+    kernel = re.search(r"SdpaKernel=(\w+)", printed)
+    return "none" if kernel is None else kernel[1]
+
+
+def main() -> None:
+    if sys.argv[1] == "--inside":
+        _inside(Path(sys.argv[2]))
+    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    print(json.dumps(ask(cuda_wheel.install(cuda_wheel.CACHE), cases)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Store the weights of linear layers and of the head in int8 or fp8, with one scale an output feature.
+
+    y = x·W + b                     becomes  y = x·DequantizeLinear(codes, scales) + b
+    logits = x·Eᵀ  (tied head)      becomes  logits = x·DequantizeLinear(codes, scales), of codes of its own
+
+`W` is fp32 [K, N], `E` [V, K]; `codes` int8 or float8e4m3fn [K, N], `scales` fp32 [N] on axis 1. The operators are
+ONNX's own. TensorRT reads such weights as they are stored, in every multiplication, where it would first dequantize
+blocks of 8 bits into memory; a table that is stored as [V, K] and transposed would be turned into 16 bits when the
+engine is built, so a tied head gets a matrix of its own, [K, V], and the embedding stays.
+
+Fires for every MatMul whose second input is an fp32 initializer [K, N] that nothing else reads, and with `head` also
+for the head, which is the MatMul that works on the selected rows. Routers stay, unless `routers` says otherwise.
+
+Numerics: lossy, within the budget of the recipe. Refused where the target does not compute in the dtype.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Annotated, ClassVar, Literal
+
+import onnx_ir as ir
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from llmforge import channels, graph, logits_rows, routing
+from llmforge.derived import Derived, swapped
+from llmforge.errors import UnsupportedError
+from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+
+_DTYPES = {"int8": channels.INT8, "fp8": channels.FP8}
+
+
+@dataclass(frozen=True)
+class QuantizeChannels(Pass):
+    """Store the weights of linear layers and of the head in int8 or fp8, with one scale an output feature."""
+
+    name: ClassVar[str] = "quantize-channels"
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    budget: Annotated[Budget, Field(description="what the pass may cost")]
+    dtype: Annotated[
+        Literal["int8", "fp8"], Field(description="int8: evenly spaced codes; fp8: e4m3, 3 bits of mantissa")
+    ]
+    head: Annotated[bool, Field(description="also the layer that makes the logits")] = True
+    routers: Annotated[bool, Field(description="also the layers that choose experts")] = False
+    exclude: Annotated[
+        tuple[str, ...], Field(description="globs of parameter names, as in the checkpoint, to leave alone")
+    ] = ()
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        """Rewrite every linear layer of `model`, and the head.
+
+        Raises:
+            UnsupportedError: the target does not compute in the dtype.
+        """
+        target = context.target
+        if target.kind == "gpu" and self.dtype not in target.rates:
+            raise UnsupportedError(
+                f"{self.name}: target {target.name} ({target.title}) does not compute in {self.dtype}; it does in "
+                f"{', '.join(target.rates)}",
+                hint="set `dtype` to one of these, or use quantize-weights",
+            )
+        left_alone = {} if self.routers else routing.routers(model)
+        heads = logits_rows.readers(model)
+        changes = Changes()
+        for node in list(model.graph):
+            if node.domain or node.op_type != "MatMul" or (weight := _weight(node)) is None:
+                continue
+            transposed = weight is not node.inputs[1]
+            reason = _obstacle(weight, transposed) or self._excluded(weight)
+            if node in left_alone:
+                reason = f"it chooses the experts of {left_alone[node].name}; `routers: true` quantizes it, too"
+            elif node in heads and not self.head:
+                reason = "it makes the logits, and `head` is false"
+            if reason is not None:
+                changes.skipped.append(Skipped(str(node.name), reason))
+                continue
+            self._store(model, node, weight, transposed)
+            changes.rewritten.append(Rewritten(str(node.name), f"{self.dtype}, one scale an output feature"))
+        if changes:
+            graph.drop_unused(model)
+        return changes
+
+    def _excluded(self, weight: ir.Value) -> str | None:
+        for parameter in graph.sources(weight) or [str(weight.name)]:
+            for glob in self.exclude:
+                if fnmatch.fnmatchcase(parameter, glob):
+                    return f"{parameter} is excluded by {glob!r}"
+        return None
+
+    def _store(self, model: ir.Model, node: ir.Node, weight: ir.Value, transposed: bool) -> None:
+        """Let `node` multiply by dequantized codes of `weight`, [K, N], or [N, K] where `transposed`."""
+        dtype, tensor = _DTYPES[self.dtype], weight.const_value
+        assert tensor is not None
+        rows, columns = (int(dim) for dim in tensor.shape.numpy())
+        if transposed:
+            rows, columns = columns, rows
+            shape = ir.Shape([rows, columns])
+            tensor = Derived(swapped, [tensor], tensor.dtype, shape, f"{weight.name}.transposed")
+        name = f"{weight.name}.{self.dtype}"
+        codes, scales = (
+            graph.initializer(model, each, Derived(function, [tensor], kind, ir.Shape(shape), each))
+            for each, function, kind, shape in (
+                (name, channels.CODES[dtype], dtype, [rows, columns]),
+                (f"{name}.scales", channels.SCALES[dtype], ir.DataType.FLOAT, [columns]),
+            )
+        )
+        if (sources := graph.sources(weight)) and not transposed:  # a tied head's are those of the embedding
+            graph.set_sources(codes, sources)
+        [wide] = graph.insert(node, "DequantizeLinear", [codes, scales], {"axis": 1}, name=f"{node.name}/weight")
+        wide.name, wide.type, wide.shape = f"{name}.dequantized", ir.TensorType(ir.DataType.FLOAT), codes.shape
+        node.replace_input_with(1, wide)
+
+
+def _weight(node: ir.Node) -> ir.Value | None:
+    """Return the matrix that `node` multiplies by, an initializer or the transpose of one; None where it is neither."""
+    weight = node.inputs[1]
+    maker = None if weight is None else weight.producer()
+    if maker is not None and not maker.domain and maker.op_type == "Transpose":
+        weight = maker.inputs[0]
+    if weight is None or not weight.is_initializer() or weight.shape is None or weight.shape.rank() != 2:
+        return None
+    return weight
+
+
+def _obstacle(weight: ir.Value, transposed: bool) -> str | None:
+    """Say why `weight` stays as it is; None where it can be stored."""
+    if weight.dtype != ir.DataType.FLOAT:
+        return f"{weight.name} is {weight.dtype}; an fp32 matrix is needed"
+    if weight.is_graph_input() or weight.is_graph_output() or (len(weight.uses()) > 1 and not transposed):
+        return f"{weight.name} has other readers"
+    return None
