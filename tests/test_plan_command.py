@@ -260,3 +260,20 @@ def test_every_target_with_figures_can_be_drawn(llama: Path, tmp_path: Path) -> 
     assert invoke(llama, *(part for name in names for part in ("--target", name)), "--plot", path).exit_code == 0
     assert len(list(drawn(path).iter(f"{SVG}polyline"))) == 2 * len(names)
     assert plot.SUFFIXES == (".svg", ".html")
+
+
+# the documentation
+
+
+def test_the_examples_of_the_documentation_run(llama: Path, machine: Path, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    commands = [
+        line.removeprefix("$ llmforge plan ") for line in text.splitlines() if line.startswith("$ llmforge plan")
+    ]
+    assert len(commands) == 7
+    for command in commands:
+        words = command.partition(" #")[0].split()
+        named = {"CHECKPOINT": str(llama), "here.yaml": str(machine), "roofline.svg": str(tmp_path / "roofline.svg")}
+        words = [named.get(word, str(ROOT / word) if word.startswith("recipes/") else word) for word in words]
+        result = invoke(*words)
+        assert result.exit_code == 0, f"{command}: {result.stderr}"
