@@ -273,6 +273,9 @@ def test_what_was_measured_is_a_target_that_plans_take(tmp_path: Path) -> None:
     assert target.bandwidth_gbs.source == "measured by llmforge doctor on 2026-11-21, 2 threads reading"
     assert target.rates["int8"].value == 0.9
     assert target.notes == ("1 thread reads 20.1 GB/s", "2 threads read 39.0 GB/s")
+    shown = CliRunner().invoke(cli, ["targets", str(path)]).stdout
+    assert "cores  2" in shown
+    assert "bandwidth  39 GB/s\n    measured by llmforge doctor on 2026-11-21" in shown
     planned = CliRunner().invoke(cli, ["plan", str(ROOT / "recipes" / "cpu.yaml"), "--target", str(path), "--json"])
     assert planned.exit_code == 0, planned.stderr
     assert json.loads(planned.stdout)["target"] == "here"
