@@ -20,6 +20,8 @@ FREE_WORTH = 0.01  # for passes that cost none
 KERNEL_S = {"gpu": 3e-6, "cpu": 4.5e-6}
 SCORE_PASSES = 4  # over scores that are not kept on chip: written, read, normalized and written, read again
 
+_ROUNDED: tuple[Dtype, ...] = ("fp8", "fp4")  # dtypes that activations can be rounded to as well
+
 Verdict = Literal["pays", "does not pay", "refused", "done"]
 
 
@@ -41,36 +43,49 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
 
 
 def _quantizations(plan: Plan) -> Iterator[Advice]:
+    bits8 = "quantize-weights, bits: 8" if plan.backend == "onnxruntime" else "quantize-channels, dtype: int8"
     changes: tuple[tuple[str, Dtype], ...] = (
-        ("quantize-weights, bits: 8", "int8"),
+        (bits8, "int8"),
+        ("quantize-channels, dtype: fp8", "fp8"),
         ("quantize-weights, bits: 4", "int4"),
-        ("fp8 weights and activations", "fp8"),
-        ("fp4 weights and activations", "fp4"),
     )
     for name, dtype in changes:
         if BITS[plan.scheme.weights] <= BITS[dtype]:
             yield Advice(name, "done", f"weights are {plan.scheme.weights} already")
         else:
             yield _tried(plan, name, weights=dtype)
+    for dtype in _ROUNDED:
+        if BITS[plan.scheme.product] > BITS[dtype] and plan.target.kind == "gpu":
+            yield _tried(plan, f"activations in {dtype}, too (no pass yet)", weights=dtype, product=dtype)
     if BITS[plan.scheme.kv] <= 8:
         yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is {plan.scheme.kv} already")
     else:
         yield _tried(plan, "quantize-kv-cache, bits: 8", kv="int8")
 
 
-def _tried(plan: Plan, name: str, *, weights: Dtype | None = None, kv: Dtype | None = None) -> Advice:
+def _tried(
+    plan: Plan,
+    name: str,
+    *,
+    weights: Dtype | None = None,
+    product: Dtype | None = None,
+    kv: Dtype | None = None,
+) -> Advice:
     """Plan once more with other dtypes."""
     old = plan.scheme
     try:
         changed = choose(
-            plan.target, plan.backend, old.compute, compute=old.compute, weights=weights or old.weights, kv=kv or old.kv
+            plan.target,
+            plan.backend,
+            old.compute,
+            compute=old.compute,
+            weights=weights or old.weights,
+            kv=kv or old.kv,
+            product=product,
         )
     except UnsupportedError as error:
         return Advice(name, "refused", error.message.partition(": ")[2] or error.message)
-    scheme = replace(changed, block=old.block) if weights is None else changed
-    if kv is not None:
-        scheme = replace(old, kv=kv)
-    return _compared(plan, name, scheme)
+    return _compared(plan, name, changed if kv is None else replace(old, kv=kv))
 
 
 def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
@@ -92,8 +107,8 @@ def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
     reason = _why(plan.decode, tpot, pays)
     if fits and not fitted:
         reason = "it makes the model fit"
-    elif room[0] > room[1]:
-        reason += f"; room for {room[0]} sequences instead of {room[1]}"
+    elif room[0] > room[1] * (1 + WORTH):
+        reason += f"; room for {room[0]:,} sequences instead of {room[1]:,}"
     return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, rate)
 
 
