@@ -43,7 +43,7 @@ from llmforge.evidence import Clock, Evidence
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
-from llmforge.report import render
+from llmforge.report import render, view
 from llmforge.report.model import Report
 from llmforge.runtime.config import physical_cores
 from llmforge.statistics import Demand, Statistics
@@ -282,7 +282,7 @@ class _Job:
         self.progress.stage("Build engine")
         builder = engines.for_target(self.recipe.engine.backend, self.target)
         lowered, changes = builder.lower(model, self.target, self.recipe.engine)
-        self.notes += [f"lowering: {change.node}: {change.what}" for change in changes.rewritten]
+        self.notes += [f"lowering: {_named(places.nodes)}: {places.what}" for places in view.grouped(changes.rewritten)]
         write_tokenizer(self.checkpoint, staging / "tokenizer")
         if self.recipe.engine.deferred:
             pending.write(
@@ -384,3 +384,8 @@ class _Job:
             samples=statistics.samples,
             tokens=statistics.tokens,
         )
+
+
+def _named(nodes: Sequence[str]) -> str:
+    """Name the first of several nodes and count the others."""
+    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} and {len(nodes) - 1} more"

@@ -41,7 +41,7 @@ def rehearse(
             finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph.
     """
     rehearsed = model.clone()
-    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model)))
+    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -86,6 +86,11 @@ def _ranges(model: ir.Model) -> dict[int, KvRange]:
         for layer, parts in shapes.items()
         if len(parts) == 2
     }
+
+
+def _peaks(model: ir.Model) -> dict[str, float]:
+    """Stand in for the ranges of what every linear reads."""
+    return {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,10 @@ DELICATE: frozenset[_Operator] = frozenset(
         *(("", name) for name in ("ReduceSum", "ReduceMean", "CumSum")),
     }
 )
-# What looks numbers up in a table, which is rounded.
-_LOOKUPS: frozenset[_Operator] = frozenset({("", "Gather"), ("com.microsoft", "GatherBlockQuantized")})
+# What looks numbers up in a table, which is rounded, or makes them of codes.
+_LOOKUPS: frozenset[_Operator] = frozenset(
+    {("", "Gather"), ("", "DequantizeLinear"), ("com.microsoft", "GatherBlockQuantized")}
+)
 # Inputs that are fp32 whatever their operator computes in: ALiBi slopes, scales of int8 caches.
 FP32_INPUTS: Mapping[_Operator, frozenset[int]] = {
     ("llmforge", "Attention"): frozenset({7}),

@@ -72,7 +72,9 @@ def open_unread(name: str, folder: Path) -> Checkpoint:
 
 
 def test_every_shipped_recipe_is_in_the_table() -> None:
-    assert sorted(file.stem for file in FOLDER.glob("*.yaml")) == sorted(ALL)
+    recipes = {file.stem: Recipe.load(file) for file in FOLDER.glob("*.yaml")}
+    cpu = [name for name, recipe in recipes.items() if targets.load(recipe.target).kind == "cpu"]
+    assert sorted(cpu) == sorted(ALL)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,7 +25,6 @@ from . import zoo
 pytest.importorskip("tensorrt_rtx")
 
 SPEC = EngineSpec(backend="tensorrt-rtx", max_context=64, max_batch=4)
-TARGETS = ("t4", "a100-80", "a10g", "rtx-4090", "rtx-5090")
 LOOSE = Budget(kld_mean=5.0)  # of random weights
 KNOWN = {cls.name: cls for cls in passes.ALL}
 MIXED = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
@@ -39,7 +38,9 @@ def steps(form: str) -> list[Pass]:
     match form:
         case "fp16" | "bf16":
             return [make("lower-precision", dtype=form, budget=LOOSE)]
-        case "int4":
+        case "int8" | "fp8":
+            return [make("quantize-channels", dtype=form, budget=LOOSE), *steps("fp16")]
+        case "int4" | "int4, experts excluded":
             quantize = make(
                 "quantize-weights",
                 bits=4,
@@ -47,6 +48,7 @@ def steps(form: str) -> list[Pass]:
                 symmetric=True,
                 embedding_bits=16,
                 method="rtn",
+                exclude=("*.experts.*",) if "excluded" in form else (),
                 budget=LOOSE,
             )
             return [quantize, *steps("fp16")]
@@ -82,14 +84,23 @@ def build(model: ir.Model, target: Target, folder: Path) -> engines.Engine:
 
 
 # (architecture, form) → the targets that it is built for, and those of which a refusal says what
-CELLS = {
-    ("qwen2-mixed-windows", "fp16"): (("t4", "a100-80", "a10g", "rtx-4090", "rtx-5090"), {}),
-    ("qwen2-mixed-windows", "int4"): (("rtx-4090",), {"t4": "int4 weights"}),
-    ("mixtral", "bf16"): (("a100-80", "rtx-5090"), {"t4": "does not compute in bf16"}),
+WINDOWS, EXPERTS = "qwen2-mixed-windows", "mixtral"
+ALL = ("t4", "a100-80", "a10g", "rtx-4090", "rtx-5090")
+CELLS: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
+    (WINDOWS, "fp16"): (ALL, {}),
+    (WINDOWS, "int8"): (("t4",), {}),
+    (WINDOWS, "int4"): (("a10g", "rtx-5090"), {"t4": "int4 weights"}),
+    (WINDOWS, "fp8"): (("rtx-4090", "rtx-5090"), {"a10g": "does not compute in fp8"}),
+    (WINDOWS, "bf16"): (("a100-80",), {"t4": "does not compute in bf16"}),
+    (EXPERTS, "fp16"): (ALL[1:], {"t4": "fp32 matrix product"}),
+    (EXPERTS, "int4"): ((), {"rtx-4090": "the parser has no quantized experts"}),
+    (EXPERTS, "int4, experts excluded"): (ALL[1:], {}),
 }
 
 
-@pytest.mark.parametrize(("name", "form"), CELLS)
+@pytest.mark.parametrize(
+    ("name", "form"), [pytest.param(*cell, marks=[pytest.mark.slow] * (cell[0] == EXPERTS)) for cell in CELLS]
+)
 def test_plans_are_built_without_a_gpu(name: str, form: str, folder: Path, tmp_path: Path) -> None:
     built, refused = CELLS[name, form]
     model = traced(name, folder)
@@ -102,7 +113,7 @@ def test_plans_are_built_without_a_gpu(name: str, form: str, folder: Path, tmp_p
         assert record.layers["ATTENTION_INPUT"] == nodes["Attention"] == 2
         assert record.layers["KV_CACHE_UPDATE"] == 4
         assert record.layers.get("DEQUANTIZE", 0) == nodes["DequantizeLinear"]
-        assert (nodes["DequantizeLinear"] > 0) is (form == "int4")
+        assert (nodes["DequantizeLinear"] > 0) is (form not in ("fp16", "bf16"))
         assert (made.folder / PLAN_FILE).stat().st_size == record.size_bytes > 100_000
     for target_name, reason in refused.items():
         with pytest.raises(UnsupportedError, match=reason) as caught:
@@ -112,7 +123,7 @@ def test_plans_are_built_without_a_gpu(name: str, form: str, folder: Path, tmp_p
 
 def test_an_engine_says_what_it_is_and_is_reused(folder: Path, tmp_path: Path) -> None:
     target = targets.load("l4")
-    graph = lowered(traced("llama", folder), "fp16", target)
+    graph = lowered(traced(WINDOWS, folder), "fp16", target)
     first, again = (build(graph, target, tmp_path / name / "engine") for name in ("first", "again"))
     config = RuntimeConfig.read(first.folder / "runtime.json")
     assert config.provider == "tensorrt-rtx"
@@ -139,11 +150,12 @@ def test_an_engine_says_what_it_is_and_is_reused(folder: Path, tmp_path: Path) -
 
 def test_a_context_beyond_the_rotary_table_is_refused(folder: Path) -> None:
     target = targets.load("l4")
-    graph = lowered(traced("llama", folder), "fp16", target)
+    graph = lowered(traced(WINDOWS, folder), "fp16", target)
     with pytest.raises(UnsupportedError, match="has 128 positions"):
         engine.check_context(graph, 4096)
 
 
+@pytest.mark.slow
 def test_what_has_no_way_through_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(UnsupportedError, match="recurrent state") as caught:
         lowered(traced("qwen3-5", folder), "fp16", targets.load("rtx-4090"))

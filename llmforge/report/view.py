@@ -30,7 +30,8 @@ def headline(report: Report) -> str:
         return "Built; the recipe has no gates"
     if report.verdict is Verdict.PASS:
         return "The gate passed" if len(verdicts) == 1 else f"All {len(verdicts)} gates passed"
-    what = "failed" if report.verdict is Verdict.FAIL else "undecided: its data cannot tell"
+    unknown = "the engine was not run" if report.engine.unmeasured else "its data cannot tell"
+    what = "failed" if report.verdict is Verdict.FAIL else f"undecided: {unknown}"
     return f"{verdicts.count(report.verdict)} of {len(verdicts)} gates {what}"
 
 

@@ -133,9 +133,11 @@ def of_artifact(artifact: Artifact, *, name: str | None = None, overrides: Seque
 
     Raises:
         InputError: the artifact carries no model repository.
+        EnvironmentLacks: its engine is not built yet.
         UsageError: an override names nothing that could be set, or a value that is not allowed.
     """
     manifest = artifact.manifest
+    runtime = RuntimeConfig.read(artifact.path / "engine" / FILE)
     if not (artifact.path / FOLDER / manifest.name).is_dir():
         raise InputError(
             f"{artifact.path}: the artifact has no {FOLDER}/{manifest.name}", hint="build it again with this llmforge"
@@ -144,7 +146,7 @@ def of_artifact(artifact: Artifact, *, name: str | None = None, overrides: Seque
         name=name or manifest.name,
         kind=targets.load(manifest.target).kind,
         serving=ServingSpec.model_validate_json(json.dumps(manifest.recipe["serving"])).changed(overrides),
-        runtime=RuntimeConfig.read(artifact.path / "engine" / FILE),
+        runtime=runtime,
         made_of={"artifact": f"{manifest.name} {manifest.version}", "content": manifest.content_digest},
     )
 

@@ -57,7 +57,11 @@ class Rule:
 TABLE: dict[Feature, Rule] = {
     Feature.BF16: Rule(80, "the device has no bf16 arithmetic", "compute in fp16"),
     Feature.FP32_MATMUL: Rule(80, "TensorRT has no fp32 matrix product for Turing", "compute in fp16"),
-    Feature.INT4: Rule(80, "TensorRT has no int4 weights for Turing", "quantize weights to 8 bits"),
+    Feature.INT4: Rule(
+        80,
+        "TensorRT has no int4 weights for Turing",
+        "store weights with `quantize-channels: {dtype: int8}`, or in fp16",
+    ),
     Feature.FP8: Rule(89, "the device has no fp8 arithmetic", "quantize weights to int4 or int8"),
     Feature.FP4: Rule(100, "the device has no fp4 arithmetic", "quantize weights to int4 or fp8"),
     Feature.E8M0: Rule(None, "the ONNX parser reads no e8m0 tensors", "choose a format whose scales are fp16 or fp8"),
