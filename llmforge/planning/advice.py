@@ -20,7 +20,20 @@ FREE_WORTH = 0.01  # for passes that cost none
 KERNEL_S = {"gpu": 3e-6, "cpu": 4.5e-6}
 SCORE_PASSES = 4  # over scores that are not kept on chip: written, read, normalized and written, read again
 
-_ROUNDED: tuple[Dtype, ...] = ("fp8", "fp4")  # dtypes that activations can be rounded to as well
+# What a pass makes of weights and of products (None: in the dtype of activations), and the weights that share a scale
+# (0: an output feature's). One table for onnxruntime, one for TensorRT.
+_BLOCKS: tuple[tuple[str, Dtype, Dtype | None, int | None], ...] = (
+    ("quantize-weights, bits: 8", "int8", None, None),
+    ("quantize-weights, bits: 4", "int4", None, None),
+)
+_CHANNELS: tuple[tuple[str, Dtype, Dtype | None, int | None], ...] = (
+    ("quantize-channels, dtype: int8", "int8", None, 0),
+    ("quantize-channels, dtype: int8, activations: static", "int8", "int8", 0),
+    ("quantize-channels, dtype: fp8", "fp8", None, 0),
+    ("quantize-channels, dtype: fp8, activations: static", "fp8", "fp8", 0),
+    ("quantize-weights, bits: 4", "int4", None, None),
+    ("fp4, activations too (no pass yet)", "fp4", "fp4", None),
+)
 
 Verdict = Literal["pays", "does not pay", "refused", "done"]
 
@@ -43,20 +56,13 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
 
 
 def _quantizations(plan: Plan) -> Iterator[Advice]:
-    bits8 = "quantize-weights, bits: 8" if plan.backend == "onnxruntime" else "quantize-channels, dtype: int8"
-    changes: tuple[tuple[str, Dtype], ...] = (
-        (bits8, "int8"),
-        ("quantize-channels, dtype: fp8", "fp8"),
-        ("quantize-weights, bits: 4", "int4"),
-    )
-    for name, dtype in changes:
-        if BITS[plan.scheme.weights] <= BITS[dtype]:
-            yield Advice(name, "done", f"weights are {plan.scheme.weights} already")
+    for name, weights, product, block in _BLOCKS if plan.backend == "onnxruntime" else _CHANNELS:
+        now, then = (plan.scheme.weights, weights) if product is None else (plan.scheme.product, product)
+        if BITS[now] <= BITS[then]:
+            what = "weights are" if product is None else "products are in"
+            yield Advice(name, "done", f"{what} {now} already")
         else:
-            yield _tried(plan, name, weights=dtype)
-    for dtype in _ROUNDED:
-        if BITS[plan.scheme.product] > BITS[dtype] and plan.target.kind == "gpu":
-            yield _tried(plan, f"activations in {dtype}, too (no pass yet)", weights=dtype, product=dtype)
+            yield _tried(plan, name, weights=weights, product=product, block=block)
     if BITS[plan.scheme.kv] <= 8:
         yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is {plan.scheme.kv} already")
     else:
@@ -70,6 +76,7 @@ def _tried(
     weights: Dtype | None = None,
     product: Dtype | None = None,
     kv: Dtype | None = None,
+    block: int | None = None,
 ) -> Advice:
     """Plan once more with other dtypes."""
     old = plan.scheme
@@ -82,6 +89,7 @@ def _tried(
             weights=weights or old.weights,
             kv=kv or old.kv,
             product=product,
+            block=block,
         )
     except UnsupportedError as error:
         return Advice(name, "refused", error.message.partition(": ")[2] or error.message)
