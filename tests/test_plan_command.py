@@ -1,6 +1,8 @@
 """`llmforge plan` through its runner: tables, JSON, plots, and the message and exit code of each mistake."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,16 @@ def test_every_target_with_figures_can_be_drawn(llama: Path, tmp_path: Path) -> 
     assert invoke(llama, *(part for name in names for part in ("--target", name)), "--plot", path).exit_code == 0
     assert len(list(drawn(path).iter(f"{SVG}polyline"))) == 2 * len(names)
     assert plot.SUFFIXES == (".svg", ".html")
+
+
+def test_known_families_cost_no_torch(llama: Path) -> None:
+    code = (
+        "import sys\nfrom llmforge.cli import cli\n"
+        f"cli(['plan', {str(llama)!r}, '--target', 'h200'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 # the documentation
