@@ -141,6 +141,8 @@ def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     assert plan["workload"] == {"prompt": 768, "output": 256, "batch": 8}
     assert plan["target"] == "here"
     assert plan["model"]["context"] == 1024
+    kernels = next(each for each in plan["passes"] if each["change"] == "cpu-kernels")
+    assert (kernels["verdict"], round(kernels["tpot"], 2)) == ("pays", 0.7)
     rtn = facts(ROOT / "recipes" / "int4-rtn.yaml", "--target", machine)
     assert rtn["build"]["cpu_s"] < plan["build"]["cpu_s"]  # calibration
     fp32 = facts(ROOT / "recipes" / "fp32.yaml", "--target", machine)
