@@ -91,6 +91,22 @@ def test_a_device_that_the_library_has_no_code_for_is_refused(tmp_path: Path) ->
     assert "backend: tensorrt" in (caught.value.hint or "")
 
 
+@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX")
+def test_a_library_that_times_kernels_is_given_its_timings(tmp_path: Path) -> None:
+    """TensorRT itself is not at hand: TensorRT-RTX, whose timing cache does nothing, takes its place."""
+    timing = dataclasses.replace(RTX, ahead_of_time=False)
+    model = graphs.product(graphs.F16)
+    first = builder.build(
+        timing, written(model, tmp_path), model, tmp_path / "a.plan", sm="89", profiles=(), timings=b""
+    )
+    assert first.timings
+    again = builder.build(
+        timing, tmp_path / MODEL_FILE, model, tmp_path / "b.plan", sm="89", profiles=(), timings=first.timings
+    )
+    assert again.timings
+    assert build(model, tmp_path).timings is None
+
+
 def test_warnings_are_kept_but_for_noise() -> None:
     log = BuildLog(
         [
