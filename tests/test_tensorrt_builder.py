@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -37,10 +38,11 @@ def build(model: ir.Model, folder: Path, sm: str = "89", name: str = "a.plan") -
     return builder.build(RTX, written(model, folder), model, folder / name, sm=sm, profiles=())
 
 
-def test_two_builds_give_the_same_bytes(tmp_path: Path) -> None:
-    model = graphs.attention(updated=True)
+@pytest.mark.parametrize("make", [graphs.attention, partial(graphs.product, graphs.F16)])
+def test_two_builds_give_the_same_bytes(make: Callable[[], ir.Model], tmp_path: Path) -> None:
+    """With one output: TensorRT-RTX 1.7.1 lists several of them now in one order, now in another."""
     for name in ("a.plan", "b.plan"):
-        build(model, tmp_path, name=name)
+        build(make(), tmp_path, name=name)
     assert (tmp_path / "a.plan").read_bytes() == (tmp_path / "b.plan").read_bytes()
 
 
