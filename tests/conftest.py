@@ -32,3 +32,15 @@ def tiny_checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny-llama"
     write_checkpoint(folder)
     return folder
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a machine without a GPU, wherever the test runs."""
+    from llmforge import engines
+    from llmforge.errors import EnvironmentLacks
+
+    def require_cuda() -> object:
+        raise EnvironmentLacks("no CUDA device here", hint="…")
+
+    monkeypatch.setattr(engines, "require_cuda", require_cuda)
