@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -18,7 +19,9 @@ from llmforge.doctor.environment import Check
 from llmforge.doctor.gpus import Gpu
 from llmforge.errors import EnvironmentLacks, UnsupportedError, UsageError, VersionMismatch
 from llmforge.evaluate.machine import Machine
+from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.recipe import Recipe
+from llmforge.transform import Budget, Context
 
 ROOT = Path(__file__).parent.parent
 HERE = Machine(
@@ -249,11 +252,22 @@ def test_ceilings_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("llmforge's kernels" in told[-1]) is (native.library() is not None)
 
 
-def test_our_kernels_compute_the_product_that_is_timed() -> None:
-    if native.library() is None:
-        pytest.skip("the kernels are not compiled here")
-    counts = {node.op_type for node in ceilings._quantized().graph}
-    assert counts == {"MatMulNBits"}
+@pytest.mark.skipif(native.library() is None, reason="the kernels are not compiled here")
+def test_our_kernels_compute_the_product_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "ROWS", 3)
+    monkeypatch.setattr(ceilings, "INNER", 256)
+    monkeypatch.setattr(ceilings, "COLUMNS", 64)
+    x = np.random.default_rng(2).standard_normal((1, 3, 256), np.float32)
+    results = []
+    model = ceilings._quantized()
+    for operator in ("MatMulNBits", "Linear"):
+        assert [node.op_type for node in model.graph] == [operator]
+        session = ceilings._session(model, 1, ["CPUExecutionProvider"])
+        results.append(session.run(None, {"x": x})[0])
+        if operator == "MatMulNBits":
+            CpuKernels(budget=Budget(kld_mean=1.0)).run(model, Context(targets.local(), None))
+    assert results[0].std() > 1
+    np.testing.assert_allclose(results[1], results[0], atol=0.02 * results[0].std())
 
 
 # target files

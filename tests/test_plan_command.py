@@ -1,6 +1,8 @@
 """`llmforge plan` through its runner: tables, JSON, plots, and the message and exit code of each mistake."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,8 @@ def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     assert plan["workload"] == {"prompt": 768, "output": 256, "batch": 8}
     assert plan["target"] == "here"
     assert plan["model"]["context"] == 1024
+    kernels = next(each for each in plan["passes"] if each["change"] == "cpu-kernels")
+    assert (kernels["verdict"], round(kernels["tpot"], 2)) == ("pays", 0.7)
     rtn = facts(ROOT / "recipes" / "int4-rtn.yaml", "--target", machine)
     assert rtn["build"]["cpu_s"] < plan["build"]["cpu_s"]  # calibration
     fp32 = facts(ROOT / "recipes" / "fp32.yaml", "--target", machine)
@@ -260,6 +264,16 @@ def test_every_target_with_figures_can_be_drawn(llama: Path, tmp_path: Path) -> 
     assert invoke(llama, *(part for name in names for part in ("--target", name)), "--plot", path).exit_code == 0
     assert len(list(drawn(path).iter(f"{SVG}polyline"))) == 2 * len(names)
     assert plot.SUFFIXES == (".svg", ".html")
+
+
+def test_known_families_cost_no_torch(llama: Path) -> None:
+    code = (
+        "import sys\nfrom llmforge.cli import cli\n"
+        f"cli(['plan', {str(llama)!r}, '--target', 'h200'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 # the documentation

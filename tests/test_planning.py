@@ -31,7 +31,7 @@ def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes
     device = targets.load(target) if isinstance(target, str) else target
     backend = changes.pop("backend", device.engines[0])
     workload = Workload(changes.pop("prompt", 1024), changes.pop("output", 256), changes.pop("batch", 1))
-    dtypes = {key: changes.pop(key) for key in ("compute", "weights", "kv") if key in changes}
+    dtypes = {key: changes.pop(key) for key in ("compute", "weights", "kv", "product") if key in changes}
     shape = SHAPES[name]
     chosen = scheme.choose(device, backend, shape.dtype, **dtypes)
     return deployment.make(shape, device, backend, chosen, workload, **changes)
@@ -365,7 +365,10 @@ def test_quantization_pays_where_weights_are_what_is_read() -> None:
     at_one = {each.change: each for each in advice.advise(planned())}
     assert at_one["quantize-weights, bits: 4"].verdict == "pays"
     assert at_one["quantize-weights, bits: 4"].tpot < at_one["quantize-channels, dtype: int8"].tpot < 1
-    weights, all_of_it = at_one["quantize-channels, dtype: fp8"], at_one["activations in fp8, too (no pass yet)"]
+    weights, all_of_it = (
+        at_one["quantize-channels, dtype: fp8"],
+        at_one["quantize-channels, dtype: fp8, activations: static"],
+    )
     assert weights.tpot == all_of_it.tpot
     assert all_of_it.ttft < weights.ttft == pytest.approx(1)
     assert "bound by memory" in at_one["quantize-weights, bits: 4"].reason
@@ -386,9 +389,12 @@ def test_quantization_that_makes_it_fit_pays() -> None:
 def test_what_is_done_or_refused_says_so() -> None:
     found = verdicts(planned(weights="int8"))
     assert found["quantize-channels, dtype: int8"] == "done"
-    assert found["activations in fp4, too (no pass yet)"] == "refused"
-    assert verdicts(planned(target="b200"))["activations in fp4, too (no pass yet)"] == "pays"
-    reasons = {each.change: each.reason for each in advice.advise(planned("llama-2-7b", "t4"))}
+    assert found["fp4, activations too (no pass yet)"] == "refused"
+    assert verdicts(planned(target="b200"))["fp4, activations too (no pass yet)"] == "pays"
+    assert found["quantize-channels, dtype: int8, activations: static"] != "done"
+    rounded = verdicts(planned(weights="fp8", product="fp8"))
+    assert rounded["quantize-channels, dtype: fp8, activations: static"] == "done"
+    reasons = {each.change: each.reason for each in advice.advise(planned("llama-2-7b", "t4", backend="tensorrt"))}
     assert "no fp8 arithmetic" in reasons["quantize-channels, dtype: fp8"]
     assert "quantize-weights, bits: 8" in verdicts(planned(backend="onnxruntime"))
 

@@ -47,6 +47,7 @@ class _Intent:
     compute: Dtype | None = None
     weights: Dtype | None = None
     kv: Dtype | None = None
+    product: Dtype | None = None
     embedding: Dtype | None = None
     head: Dtype | None = None
     block: int | None = None
@@ -88,7 +89,7 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
         compute=cast(Dtype | None, asked.compute) or intent.compute,
         weights=cast(Dtype | None, asked.weights) or intent.weights,
         kv=cast(Dtype | None, asked.kv) or intent.kv,
-        product=cast(Dtype | None, asked.product),
+        product=cast(Dtype | None, asked.product) or intent.product,
         embedding=intent.embedding,
         head=intent.head,
         block=intent.block,
@@ -143,7 +144,13 @@ def _intent(recipe: Recipe) -> _Intent:
             calibration_tokens=calibration.samples * calibration.length if solved and calibration else 0,
         )
     if (channels := instances.get("quantize-channels")) is not None:
-        return replace(common, weights=channels.dtype, head=channels.dtype if channels.head else None, block=0)
+        return replace(
+            common,
+            weights=channels.dtype,
+            product=channels.dtype if channels.activations == "static" else None,
+            head=channels.dtype if channels.head else None,
+            block=0,
+        )
     return common
 
 

@@ -139,7 +139,8 @@ def choose(
 def _product(target: Target, compute: Dtype, weights: Dtype) -> Dtype:
     """Return the dtype in which matrices are multiplied, where nothing is said.
 
-    Quantized weights are widened on GPUs; on CPUs activations are rounded to int8 (docs/cpu-kernels.md).
+    Quantized weights are widened on GPUs, unless a pass rounds activations, too; on CPUs activations are rounded to
+    int8 (docs/cpu-kernels.md).
     """
     return "int8" if target.kind == "cpu" and weights in ("int8", "int4") else compute
 
