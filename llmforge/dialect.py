@@ -208,6 +208,9 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("llmforge", "RowPlaces"): Operator(
         (_in("logits_rows", _I64, 1), _in("attention_mask", _I64, 2), _in("input_ids", _I64, 2))
     ),
+    # written by the split among ranks (llmforge.tensor_parallel)
+    ("llmforge", "AllReduce"): Operator((_in("x"),), {"ranks": "int!"}),
+    ("llmforge", "AllGather"): Operator((_in("x"),), {"ranks": "int!", "axis": "int!"}),
     ("", "GatherND"): Operator((_in("data", ANY), _in("indices", _I64)), {"batch_dims": "int"}),
     ("", "RMSNormalization"): Operator(
         (_in("x"), _in("scale", FLOATS, 1)), {"axis": "int", "epsilon": "float!", "stash_type": "int"}

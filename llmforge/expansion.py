@@ -19,16 +19,29 @@ import onnx_ir as ir
 from llmforge import graph as g
 from llmforge import interface, moe
 from llmforge.building import PREFIX, Builder
+from llmforge.errors import UnsupportedError
 from llmforge.masked_step import MaskedStep
 from llmforge.recurrence import Recurrence
 
 Places = tuple[ir.Value, ir.Value]  # slots [T], and those of the queries [B, S, 1] or [S, 1]: int64
 
+COLLECTIVES = ("AllReduce", "AllGather")
 HIDDEN_SLOT = np.float32(np.finfo(np.float32).min)  # added to a masked score: exp of it is 0, and it makes no NaN
 
 
 def expand(model: ir.Model) -> ir.Model:
-    """Clone `model` with every `llmforge` operator written as standard ONNX; tensors are shared, not copied."""
+    """Clone `model` with every `llmforge` operator written as standard ONNX; tensors are shared, not copied.
+
+    Raises:
+        UnsupportedError: it is the graph of one rank of several: standard ONNX has no collectives.
+    """
+    for node in model.graph:
+        if node.domain == "llmforge" and node.op_type in COLLECTIVES:
+            raise UnsupportedError(
+                f"{node.op_type} {node.name} puts the results of several ranks together; standard ONNX has no operator "
+                "that does",
+                hint="use an engine with collectives (docs/tensor-parallelism.md)",
+            )
     clone = model.clone()
     attention, recurrence, masked = _Expansion(clone), Recurrence(clone), MaskedStep(clone)
     rules = {

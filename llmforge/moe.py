@@ -188,7 +188,7 @@ class Expansion:
 
     def _number(self, value: float) -> ir.Value:
         suffix = "" if self._dtype == ir.DataType.FLOAT else f"_{self._dtype.name.lower()}"
-        return self._constant(f"number_{value}{suffix}", np.array(value, self._dtype.numpy())[()])
+        return self._constant(f"number_{value}{suffix}", self._dtype.numpy().type(value))
 
     def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)

@@ -88,6 +88,7 @@ class _Blocks:
     table: NDArray[Any]  # [V, K], as it is stored
     reads: str | None  # the value that is multiplied, fp32 [..., K]; None: rows of the step's ids are looked up
     block_bytes: int
+    dtype: ir.DataType  # what the graph computes in; results are held in fp32
 
     def allocate(self, batch: int, capacity: int, fill: float) -> Arrays:
         return {}
@@ -101,7 +102,8 @@ class _Blocks:
         product = np.empty((*x.shape[:-1], v), np.float32)
         size = max(1, self.block_bytes // (4 * k))
         for at in range(0, v, size):
-            product[..., at : at + size] = x @ self.table[at : at + size].astype(np.float32).T
+            block = x @ self.table[at : at + size].astype(np.float32).T
+            product[..., at : at + size] = block.astype(self.dtype.numpy())
         return {self.name: product}
 
 
@@ -115,8 +117,11 @@ def _open(part: ir.Model, threads: int, piece_bytes: int) -> _Runs:
 
 def _blocks(part: ir.Model, block_bytes: int) -> _Blocks | None:
     """Recognize `Gather(W, input_ids)`, `MatMul(x, Transpose(W))` and `MatMul(x, W)` of a stored matrix W."""
-    nodes = [(node.domain, node.op_type) for node in part.graph]
-    last = part.graph[-1]
+    body = list(part.graph)
+    if len(body) > 1 and body[-1].op_type == "Cast":  # of a result in half precision, which is held in fp32 anyway
+        body.pop()
+    nodes = [(node.domain, node.op_type) for node in body]
+    last = body[-1]
     first, second = (*last.inputs, None)[:2]
     if first is None or second is None or nodes not in _TABLES:
         return None
@@ -131,7 +136,8 @@ def _blocks(part: ir.Model, block_bytes: int) -> _Blocks | None:
     tensor = weight.const_value
     if not is_fixed(weight) or not isinstance(tensor, Stored) or tensor.transposed != transposed:
         return None
-    return _Blocks(str(last.outputs[0].name), tensor.stored(), None if looked_up else str(first.name), block_bytes)
+    name, dtype = str(part.graph[-1].outputs[0].name), last.outputs[0].dtype or ir.DataType.FLOAT
+    return _Blocks(name, tensor.stored(), None if looked_up else str(first.name), block_bytes, dtype)
 
 
 def _multiply_as_stored(model: ir.Model) -> None:

@@ -46,9 +46,12 @@ DELICATE: frozenset[_Operator] = frozenset(
         *(("", name) for name in ("ReduceSum", "ReduceMean", "CumSum")),
     }
 )
-# What looks numbers up in a table, which is rounded, or makes them of codes.
+_RESIDUAL_NORMS: frozenset[_Operator] = frozenset(
+    {("com.microsoft", "SkipSimplifiedLayerNormalization"), ("com.microsoft", "SkipLayerNormalization")}
+)
+# What makes numbers of codes or of places in a table, whose own numbers are rounded.
 _LOOKUPS: frozenset[_Operator] = frozenset(
-    {("", "Gather"), ("", "DequantizeLinear"), ("com.microsoft", "GatherBlockQuantized")}
+    {("", "Gather"), ("com.microsoft", "GatherBlockQuantized"), ("", "DequantizeLinear")}
 )
 # Inputs that are fp32 whatever their operator computes in: ALiBi slopes, scales of int8 caches.
 FP32_INPUTS: Mapping[_Operator, frozenset[int]] = {
@@ -131,7 +134,7 @@ class _Walk:
         operator = (node.domain, node.op_type)
         if node in self.kept or operator in DELICATE:
             return False
-        if operator in WORK:
+        if operator in WORK or _is_guard(node):
             return True
         if operator == ("", "Cast"):
             return False  # the model asks for fp32, or makes it of integers
@@ -142,16 +145,35 @@ class _Walk:
         return all(halves) or (any(halves) and self._is_residual(node))
 
     def _is_residual(self, node: ir.Node) -> bool:
+        if (node.domain, node.op_type) in _RESIDUAL_NORMS:
+            return True
         dims = graph.dims(node.outputs[0])
         return node.op_type == "Add" and dims is not None and len(dims) == 3 and dims[-1] == self.width
 
     def settle(self, model: ir.Model) -> None:
-        """Let constants be what their readers are; fp32 where any of these is."""
+        """Let constants be what their readers are, fp32 where any is; a table that is fp32 is not kept twice."""
         outputs = set(model.graph.outputs)
         for node in reversed(self.undecided):
             readers = [reader for value in node.outputs for reader, _ in value.uses()]
             if readers and all(reader in self.half for reader in readers) and not outputs & set(node.outputs):
                 self.add(node)
+        for node in model.graph:
+            table = node.inputs[0] if node in self.half and (node.domain, node.op_type) in _LOOKUPS else None
+            if (
+                table is not None
+                and is_float(table)
+                and _is_fixed(table)
+                and any(reader not in self.half for reader, _ in table.uses())
+            ):
+                self.half.discard(node)  # what reads its rows casts them
+
+
+def _is_guard(node: ir.Node) -> bool:
+    """Recognize what keeps the tokens of a com.microsoft::MoE from being overwritten: it must read what that reads."""
+    if (node.domain, node.op_type) != ("", "Where") or node.inputs[1] is None:
+        return False
+    maker = node.inputs[1].producer()
+    return maker is not None and (maker.domain, maker.op_type) == ("com.microsoft", "MoE")
 
 
 def _is_fixed(value: ir.Value) -> bool:

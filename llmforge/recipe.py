@@ -69,6 +69,9 @@ class EngineSpec(_Section):
     threads: int | None = Field(
         default=None, ge=1, le=4096, description="threads of a CPU engine; not set: one for each physical core"
     )
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="GPUs that share one model, each with its part of every layer"
+    )
     decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
         default=(), description="rows that decode steps on a GPU are padded to; none: powers of two, and max_batch"
     )
@@ -244,7 +247,8 @@ class Recipe(_Section):
     def instantiate(self, registry: Sequence[type[Pass]]) -> tuple[Pass, ...]:
         """Make the passes from their options, and check what holds between them.
 
-        Every fact that a pass requires is provided by an earlier one; a pass with demands has calibration data; a pass
+        Every fact that a pass requires is provided by an earlier one; only exact passes follow the one that lowers the
+        precision; a pass with demands has calibration data; a pass
         with a budget has text to measure it on.
 
         Raises:
@@ -261,6 +265,7 @@ class Recipe(_Section):
                 problems.append(Problem(spec.where, f"passes.{spec.name}", what, meant(spec.name, list(known))))
                 continue
             problems += _missing_facts(spec, cls, facts, registry)
+            problems += _after_precision(spec, cls, facts)
             facts |= cls.provides
             try:
                 made.append(options.make(cls, spec.options))
@@ -422,6 +427,17 @@ def _missing_facts(
             f"passes.{spec.name}",
             f"needs the fact {fact!r}, which no earlier pass of the recipe provides",
             f"put {' or '.join(providers)} before it" if providers else None,
+        )
+
+
+def _after_precision(spec: PassSpec, cls: type[Pass], facts: frozenset[str]) -> Iterator[Problem]:
+    """Refuse passes that are proven in fp32 behind the one that leaves it."""
+    if "precision" in facts and cls.numerics is not Numerics.EXACT:
+        yield Problem(
+            spec.where,
+            f"passes.{spec.name}",
+            "stands behind a pass that lowers the precision; what it does is proven on fp32 graphs",
+            "put it in front",
         )
 
 

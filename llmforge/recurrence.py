@@ -178,7 +178,7 @@ class Recurrence(Builder):
     def _zero(self, like: ir.Value) -> ir.Value:
         """A scalar of the dtype of `like`."""
         dtype = like.dtype or ir.DataType.FLOAT
-        return self._constant(f"zero_{dtype.name.lower()}", np.zeros((), dtype.numpy())[()])
+        return self._constant(f"zero_{dtype.name.lower()}", dtype.numpy().type(0))
 
     def _column(self, lengths: ir.Value) -> ir.Value:
         """int64 [B, 1]: the real tokens of each row."""

@@ -216,7 +216,9 @@ class Verifier:
         budget = _budget(step).kld_mean
         cost = loss.measure(self._before.model, model)
         if cost.not_finite is not None:
-            raise VerificationError(f"pass {step.name}: logits are NaN or infinite in {cost.not_finite}")
+            raise VerificationError(
+                f"pass {step.name}: logits are NaN or infinite in {cost.not_finite}{_end_of_range(model)}"
+            )
         if not cost.kld_mean <= budget:
             raise VerificationError(
                 f"pass {step.name} declares lossy: mean KLD is {cost.kld_mean:.3g} nats over {cost.tokens} tokens, "
@@ -243,9 +245,10 @@ class Verifier:
             else:
                 failure = self._too_different(outcomes, tolerance)
         if failure is not None:
+            overflow = _end_of_range(model) if np.isinf(failure.bound) else ""
             raise VerificationError(
                 f"pass {step.name} declares {step.numerics.value}: {failure.what} in {failure.where}; "
-                f"{self._origin(model, failure)}"
+                f"{self._origin(model, failure)}{overflow}"
             )
         difference = max(float(np.abs(b.logits - a.logits).max()) for b, a in _pairs(self._outcomes, outcomes))
         self._outcomes = outcomes
@@ -372,6 +375,12 @@ def _spread(outcomes: _Outcomes) -> float:
 def _pairs(befores: _Outcomes, afters: _Outcomes) -> Iterator[tuple[probe.Outcome, probe.Outcome]]:
     for before, after in zip(befores, afters, strict=True):
         yield from zip(before, after, strict=True)
+
+
+def _end_of_range(model: ir.Model) -> str:
+    """Say why numbers of an fp16 graph may be infinite."""
+    held = any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.initializers.values())
+    return ". fp16 ends at 65504, which a number exceeded; bf16 has the range of fp32" if held else ""
 
 
 def _rounds_activations(model: ir.Model) -> bool:

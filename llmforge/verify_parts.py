@@ -21,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import comparison, graph, interface, metrics, pieces, probe, regions
+from llmforge import comparison, emulation, graph, interface, metrics, pieces, probe, regions
 from llmforge.derived import Derived
 from llmforge.parts import Index, Part
 from llmforge.regions import Region
@@ -143,8 +143,9 @@ def _random(value: ir.Value, run: probe.Run, step: probe.Step, rng: np.random.Ge
     dims = graph.dims(value)
     assert dims is not None
     assert value.dtype is not None
+    dtype = np.dtype(np.float32) if value.dtype in emulation.HALVES else value.dtype.numpy()
     shape = [dim if isinstance(dim, int) else sizes[str(dim)] for dim in dims]
-    return rng.standard_normal(shape, np.float32).astype(value.dtype.numpy())
+    return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
 @dataclass

@@ -35,7 +35,7 @@ import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge import derived, element_types, graph, interface, precision
+from llmforge import derived, element_types, graph, interface, precision, routing
 from llmforge.errors import UnsupportedError
 from llmforge.targets import Target
 from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
@@ -82,6 +82,11 @@ class LowerPrecision(Pass):
                 raise UnsupportedError(
                     f"{self.name}: {node.op_type} {node.name} computes in fp32 alone",
                     hint=f"leave {self.name} or cpu-kernels out of the recipe",
+                )
+            if context.target.kind == "cpu" and (node.domain, node.op_type) == routing.MOE:
+                raise UnsupportedError(
+                    f"{self.name}: {node.name} becomes a Loop that adds in {self.dtype}; no CPU kernel does",
+                    hint="put fuse-experts or quantize-weights in front",
                 )
         assignment = precision.assign(model, head_in_fp32=self.head == "fp32")
         _Rewriting(model, dtype, assignment).run()
