@@ -141,7 +141,7 @@ def test_engines_load_and_are_captured(
         node for node in lowered.graph if node.op_type == "MatMulNBits" and cuda_operators.fast_obstacle(node) is None
     ]
     prefill, decode = found["log"].partition("PREFILL")[2].split("DECODE", 1)
-    assert prefill.count("[fpA_intB_debug]") == len(fast)
+    assert prefill.count("[fpA_intB_debug] M=") == len(fast)
     if any(True for _ in cuda_attention.of(lowered)):
         cuda_attention.check(prefill, lowered, sm, decode=False)
         cuda_attention.check(decode, lowered, sm, decode=True)

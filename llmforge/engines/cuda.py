@@ -248,7 +248,8 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
       the CPU in silence. Not where the graph computes with shapes: ONNX Runtime does that on the host by choice.
     - `session.use_device_allocator_for_initializers`: weights lie outside of the arena, which never shrinks.
     - `ep.cuda.fpa_intb_gemm`, with the rows that its kernels are chosen for before anything is captured: only where a
-      product is fit for it.
+      product is fit for it. There `MatMulNBitsFusion` stays off, by which ONNX Runtime would put a bias back into the
+      operator, and the product on the slow path: seen in the wheel.
     """
     on_host = any((node.domain, node.op_type) == ("", "Shape") for node in model.graph.all_nodes())
     entries = {
@@ -256,7 +257,11 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
         "session.use_device_allocator_for_initializers": "1",
     }
     if cuda_operators.any_fast(model):
-        entries |= {FAST_ENTRY: "1", FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *PREFILL_ROWS})))}
+        entries |= {
+            FAST_ENTRY: "1",
+            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *PREFILL_ROWS}))),
+            "optimization.disable_specified_optimizers": "MatMulNBitsFusion",
+        }
     return SessionOptions(threads=1, optimize=True, entries=entries)
 
 
