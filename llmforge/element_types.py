@@ -63,6 +63,8 @@ _RULES: Mapping[tuple[str, str], _Rule] = {
     ("", "CastLike"): _as(1),
     ("", "ConstantOfShape"): _filled,
     ("", "Where"): _as(1),
+    ("", "DequantizeLinear"): _as(1),
+    ("", "QuantizeLinear"): _as(2),
     ("llmforge", "Attention"): _as(0, 3, 4),
     ("llmforge", "GrowingAttention"): _as(0, 3, 4),
     ("llmforge", "CausalConv"): _as(0, 2),

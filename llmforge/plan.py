@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import dialect, engines, graph, transform
+from llmforge import dialect, engines, graph, shard_plan, transform
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import interop
 from llmforge.errors import UnsupportedError
@@ -38,10 +38,11 @@ def rehearse(
 
     Raises:
         UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
-            finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph.
+            finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph; the model
+            cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     rehearsed = model.clone()
-    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model)))
+    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -61,6 +62,9 @@ def rehearse(
         else:
             idle |= {fact: f"{step.name} left every node alone: {_reason(changes)}" for fact in step.provides}
     builder = engines.for_target(spec.backend, target)
+    if spec.tensor_parallel > 1:
+        shard_plan.plan(rehearsed.clone(), spec.tensor_parallel)
+        engines.refuse_ranks(spec.backend, spec.tensor_parallel)
     lowered, _ = builder.lower(rehearsed, target, spec)
     builder.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
@@ -86,6 +90,11 @@ def _ranges(model: ir.Model) -> dict[int, KvRange]:
         for layer, parts in shapes.items()
         if len(parts) == 2
     }
+
+
+def _peaks(model: ir.Model) -> dict[str, float]:
+    """Stand in for the ranges of what every linear reads."""
+    return {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
 
 
 @dataclass(frozen=True)

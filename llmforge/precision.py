@@ -49,8 +49,10 @@ DELICATE: frozenset[_Operator] = frozenset(
 _RESIDUAL_NORMS: frozenset[_Operator] = frozenset(
     {("com.microsoft", "SkipSimplifiedLayerNormalization"), ("com.microsoft", "SkipLayerNormalization")}
 )
-# What looks numbers up in a table, which is rounded.
-_LOOKUPS: frozenset[_Operator] = frozenset({("", "Gather"), ("com.microsoft", "GatherBlockQuantized")})
+# What makes numbers of codes or of places in a table, whose own numbers are rounded.
+_LOOKUPS: frozenset[_Operator] = frozenset(
+    {("", "Gather"), ("com.microsoft", "GatherBlockQuantized"), ("", "DequantizeLinear")}
+)
 # Inputs that are fp32 whatever their operator computes in: ALiBi slopes, scales of int8 caches.
 FP32_INPUTS: Mapping[_Operator, frozenset[int]] = {
     ("llmforge", "Attention"): frozenset({7}),
@@ -157,7 +159,12 @@ class _Walk:
                 self.add(node)
         for node in model.graph:
             table = node.inputs[0] if node in self.half and (node.domain, node.op_type) in _LOOKUPS else None
-            if table is not None and _is_fixed(table) and any(reader not in self.half for reader, _ in table.uses()):
+            if (
+                table is not None
+                and is_float(table)
+                and _is_fixed(table)
+                and any(reader not in self.half for reader, _ in table.uses())
+            ):
                 self.half.discard(node)  # what reads its rows casts them
 
 

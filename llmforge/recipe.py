@@ -69,6 +69,9 @@ class EngineSpec(_Section):
     threads: int | None = Field(
         default=None, ge=1, le=4096, description="threads of a CPU engine; not set: one for each physical core"
     )
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="GPUs that share one model, each with its part of every layer"
+    )
     decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
         default=(), description="rows that decode steps on a GPU are padded to; none: powers of two, and max_batch"
     )

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from llmforge import element_types, graph, interface
+from llmforge.cut_shapes import Undivided, axis_of, size_of, static, through_reshape
 from llmforge.cuts import Cut, even, spread
 from llmforge.errors import UnsupportedError
 
@@ -36,6 +37,7 @@ _REFUSED: Mapping[tuple[str, str], str] = {
     ("llmforge", "CacheLengths"): "split the graph before the pass that wrote it",
     ("com.microsoft", "MoE"): "split the graph before fuse-experts",
     ("com.microsoft", "QMoE"): "quantized experts are not divided",
+    ("", "DequantizeLinear"): "layers in codes of a channel are not divided; split the graph before quantize-channels",
 }
 _POINTWISE = {
     *("Add", "Sub", "Mul", "Div", "Pow", "Neg", "Sigmoid", "Tanh", "Relu", "Erf", "Exp", "Softplus", "Gelu", "Abs"),
@@ -59,8 +61,12 @@ class ShardPlan:
     whole: Mapping[str, str]  # linear layers that every rank has, and why
 
 
-class _Whole(Exception):
-    """Why a linear layer stays whole."""
+class _PartsBlocks(Undivided):
+    """A quantized layer would be divided within a block of `unit` features."""
+
+    def __init__(self, layer: ir.Node, unit: int) -> None:
+        super().__init__(f"a rank's part would end within a block of {unit} features of {layer.name}")
+        self.unit = unit
 
 
 def plan(model: ir.Model, degree: int) -> ShardPlan:
@@ -70,8 +76,6 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
         UnsupportedError: a width is no multiple of `degree`, or a layer cannot be divided; the message names the layer,
             and the degrees that are allowed.
     """
-    if degree < 1:
-        raise UnsupportedError(f"tensor_parallel is {degree}; it must be 1 or more")
     if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
         raise UnsupportedError(f"a model whose own attention was traced is not divided; it was, because: {reason}")
     for node in model.graph:
@@ -86,8 +90,9 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
         if (node.domain, node.op_type) == MOE:
             planner.moe(node)
     planner.vocabulary()
+    head = _head(model)
     for node in list(model.graph):
-        if is_linear(node) and node is not planner.head:
+        if is_linear(node) and node is not head:
             planner.row(node)
     return planner.result()
 
@@ -103,13 +108,13 @@ def features(node: ir.Node) -> tuple[int, int]:
     """Return the input and output features of a linear layer."""
     if node.op_type == "MatMulNBits":
         return node.attributes.get_int("K"), node.attributes.get_int("N")
-    k, n = _static(node.inputs[1])
+    k, n = static(node.inputs[1])
     return k, n
 
 
 def allowed(fits: Callable[[int], bool], most: int) -> str:
     """List the degrees up to `most` that fit, for a message."""
-    return ", ".join(str(degree) for degree in range(1, most + 1) if fits(degree))
+    return ", ".join(["1", *(str(degree) for degree in range(2, most + 1) if fits(degree))])
 
 
 @dataclass(eq=False)
@@ -159,7 +164,7 @@ class _Planner:
             )
         own = even(heads, n, 2)
         own_kv = even(kv_heads, n, 2) if kv_heads % n == 0 else spread(kv_heads, n, 2)
-        key, value = _static(node.inputs[3])[3], _static(node.inputs[4])[3]
+        key, value = static(node.inputs[3])[3], static(node.inputs[4])[3]
         try:
             q, k, v = own.scaled(key), own_kv.scaled(key), own_kv.scaled(value)
             if node.inputs[1] is None:  # query, key and value side by side
@@ -173,16 +178,23 @@ class _Planner:
                 self.cuts[held] = own_kv.on(1)
             bias = graph.operand(node, 10) if node.domain else None
             if bias is not None:
-                raise _Whole("it has a bias by position")
+                raise Undivided("it has a bias by position")
             self._behind(node.outputs[0], own.scaled(value))
             self._resolve()
             self._check_readers(self.cuts)
-        except _Whole as reason:
-            raise UnsupportedError(f"attention {node.name} cannot be divided among ranks: {reason}") from None
+        except Undivided as reason:
+            unit = reason.unit if isinstance(reason, _PartsBlocks) else 0
+            degrees = (
+                allowed(lambda degree: fits(degree) and heads // degree * value % unit == 0, heads) if unit else ""
+            )
+            raise UnsupportedError(
+                f"tensor_parallel is {n}: attention {node.name} cannot be divided: {reason}",
+                hint=f"allowed are {degrees}" if unit else None,
+            ) from None
 
     def moe(self, node: ir.Node) -> None:
         """Divide the inner width of every expert of a layer."""
-        inner = _static(node.inputs[4])[1]
+        inner = static(node.inputs[4])[1]
         if inner % self.degree:
             raise UnsupportedError(
                 f"tensor_parallel is {self.degree}: the experts of {node.name} are {inner} wide, no multiple of it",
@@ -196,7 +208,7 @@ class _Planner:
         if node is None:
             return
         table = self._tied_table(node)
-        size = _static(table)[0] if table is not None else features(node)[1] if is_linear(node) else 0
+        size = static(table)[0] if table is not None else features(node)[1] if is_linear(node) else 0
         if not size:
             self.whole[str(node.name)] = "its weight is none of its own"
             return
@@ -206,7 +218,7 @@ class _Planner:
         if table is not None:
             lookups = [reader for reader, index in table.uses() if reader.op_type == "Gather" and index == 0]
             others = len(table.uses()) - len(lookups)
-            if len(lookups) != 1 or others != 1 or _static(lookups[0].outputs[0])[-1:] == (0,):
+            if len(lookups) != 1 or others != 1 or static(lookups[0].outputs[0])[-1:] == (0,):
                 self.whole[str(node.name)] = f"the table {table.name} has other readers than the embedding and the head"
                 return
             self.embedding = lookups[0]
@@ -235,7 +247,7 @@ class _Planner:
             self._resolve()
             self.rows[node] = self.cuts[x]
             self._check_readers({value: cut for value, cut in self.cuts.items() if value not in before[0]})
-        except _Whole as reason:
+        except Undivided as reason:
             self.pending.clear()
             self.cuts, self.columns = before
             self.rows.pop(node, None)
@@ -257,11 +269,11 @@ class _Planner:
         assert value is not None
         if value in self.cuts:
             if self.cuts[value] != cut:
-                raise _Whole(f"{value.name} would be divided in two ways")
+                raise Undivided(f"{value.name} would be divided in two ways")
             return
         maker = value.producer()
         if maker is None:
-            raise _Whole(f"{value.name} is given from outside")
+            raise Undivided(f"{value.name} is given from outside")
         self.cuts[value] = cut
         heapq.heappush(self.pending, (-self.position[maker], maker))
 
@@ -278,9 +290,9 @@ class _Planner:
     def _column(self, node: ir.Node) -> None:
         cut = self.cuts[node.outputs[0]]
         if node in self.rows:
-            raise _Whole(f"{node.name} is divided by its inputs already")
+            raise Undivided(f"{node.name} is divided by its inputs already")
         if cut.axis != len(graph.dims(node.outputs[0]) or ()) - 1:
-            raise _Whole(f"{node.name} would be divided along another axis than its features")
+            raise Undivided(f"{node.name} would be divided along another axis than its features")
         self.columns[node] = cut.on(1)
 
     def _behind(self, value: ir.Value, cut: Cut) -> None:
@@ -289,8 +301,10 @@ class _Planner:
         for reader, index in value.uses():
             if is_linear(reader):
                 unit = reader.attributes.get_int("block_size") if reader.op_type == "MatMulNBits" else 1
-                if index or cut.divided(unit) is None:
-                    raise _Whole(f"a rank's part of {value.name} does not end with a block of {unit} of {reader.name}")
+                if index:
+                    raise Undivided(f"{reader.name} multiplies by {value.name}")
+                if cut.divided(unit) is None:
+                    raise _PartsBlocks(reader, unit)
                 self.rows[reader] = cut
                 continue
             made = reader.outputs[0]
@@ -306,11 +320,11 @@ class _Planner:
         if not node.domain and node.op_type in _POINTWISE:
             return cut
         if not node.domain and node.op_type == "Reshape":
-            if (passed := _through_reshape(node.inputs[0], node.outputs[0], cut)) is not None:
+            if (passed := through_reshape(node.inputs[0], node.outputs[0], cut)) is not None:
                 return passed
         elif not node.domain and node.op_type in _NORMS and cut.axis != len(graph.dims(node.outputs[0]) or ()) - 1:
             return cut
-        raise _Whole(f"{node.op_type} {node.name} reads what it made")
+        raise Undivided(f"{node.op_type} {node.name} reads what it made")
 
     def _inputs(self, node: ir.Node) -> Iterator[tuple[ir.Value, Cut]]:
         """Say how the inputs of `node` must be divided for its outputs to be as `cuts` say; constants are not named."""
@@ -320,26 +334,24 @@ class _Planner:
         assert first is not None
         kind = node.op_type if not node.domain else ""
         if kind in _POINTWISE:
-            size = _static(node.outputs[held.index(cut)])[cut.axis]
+            size = static(node.outputs[held.index(cut)])[cut.axis]
             for value in node.inputs:
-                if value is not None and not value.is_initializer() and _size(value, cut.axis, last) == size:
+                if value is not None and not value.is_initializer() and size_of(value, cut.axis, last) == size:
                     yield value, cut
-        elif kind == "RotaryEmbedding" and cut.axis == last:
-            yield first, cut
-        elif kind in _NORMS and cut.axis != last:
+        elif (kind == "RotaryEmbedding" and cut.axis == last) or (kind in _NORMS and cut.axis != last):
             yield first, cut
         elif kind == "Transpose":
             yield first, cut.on(node.attributes["perm"].as_ints()[cut.axis])
-        elif kind == "Reshape" and (passed := _through_reshape(node.outputs[0], first, cut)) is not None:
+        elif kind == "Reshape" and (passed := through_reshape(node.outputs[0], first, cut)) is not None:
             yield first, passed
-        elif kind == "Split" and _axis(node, last) == cut.axis:
+        elif kind == "Split" and axis_of(node, last) == cut.axis:
             yield first, self._sections(node, held, cut.axis)
-        elif kind in _BESIDE and _axis(node, last) != cut.axis:
+        elif kind in _BESIDE and axis_of(node, last) != cut.axis:
             for value in node.inputs if kind == "Concat" else [first]:
-                if value is not None and _size(value, cut.axis, last) != 1:
+                if value is not None and size_of(value, cut.axis, last) != 1:
                     yield value, cut
         else:
-            raise _Whole(f"{node.op_type} {node.name} mixes what would be divided")
+            raise Undivided(f"what it reads comes whole from {node.op_type} {node.name}")
 
     def _sections(self, split: ir.Node, held: Sequence[Cut | None], axis: int) -> Cut:
         """Put the cuts of all outputs of a Split behind one another."""
@@ -347,10 +359,10 @@ class _Planner:
         offset = 0
         for value, cut in zip(split.outputs, held, strict=True):
             if cut is None or cut.axis != axis:
-                raise _Whole(f"{value.name}, a part of {split.name}, is not divided")
+                raise Undivided(f"{value.name}, a part of {split.name}, is not divided")
             section = cut.shifted(offset)
             whole = section if whole is None else whole.beside(section)
-            offset += _static(value)[axis]
+            offset += static(value)[axis]
         assert whole is not None
         return whole
 
@@ -360,9 +372,9 @@ class _Planner:
             for reader, index in value.uses():
                 known = (reader in self.rows and index == 0) or any(made in self.cuts for made in reader.outputs)
                 if not known:
-                    raise _Whole(f"{reader.op_type} {reader.name} reads {value.name} whole")
+                    raise Undivided(f"{reader.op_type} {reader.name} reads {value.name} whole")
             if value.is_graph_output() and interface.past_of(str(value.name)) == value.name:
-                raise _Whole(f"{value.name} is an output of the graph")
+                raise Undivided(f"{value.name} is an output of the graph")
 
 
 def _head(model: ir.Model) -> ir.Node | None:
@@ -387,47 +399,3 @@ def _complete_shapes(model: ir.Model) -> None:
             value.shape = ir.Shape([*first.shape[:-1], features(node)[1]])
         elif not node.domain and node.op_type in _POINTWISE:
             value.shape = first.shape.copy()
-
-
-def _through_reshape(made: ir.Value | None, read: ir.Value | None, cut: Cut) -> Cut | None:
-    """Carry a cut of `made` over to `read`, where one is [..., heads·D] and the other [..., heads, D]; else None."""
-    assert made is not None
-    assert read is not None
-    a, b = graph.dims(made) or (), graph.dims(read) or ()
-    if len(a) == len(b) and a == b:
-        return cut
-    if len(a) == 3 and len(b) == 4 and cut.axis == 2 and isinstance(b[3], int):
-        return cut.divided(b[3])
-    if len(a) == 4 and len(b) == 3 and cut.axis == 2 and isinstance(a[3], int):
-        return cut.scaled(a[3])
-    return None
-
-
-def _axis(node: ir.Node, last: int) -> int:
-    """Return the axis, from the front, that Split, Concat or Slice works along; -1 of others: none."""
-    if node.op_type == "Slice":
-        axes = graph.operand(node, 3)
-        if axes is None or axes.const_value is None or axes.const_value.size != 1:
-            raise _Whole(f"Slice {node.name} works along several axes")
-        axis = int(axes.const_value.numpy().reshape(-1)[0])
-    elif node.op_type == "Expand":
-        return -1
-    else:
-        axis = node.attributes.get_int("axis", 0)
-    return axis + last + 1 if axis < 0 else axis
-
-
-def _size(value: ir.Value, axis: int, last: int) -> int:
-    """Return the size of an axis, counted from the front of a tensor whose last axis is `last`; 1 where it is none."""
-    dims = graph.dims(value)
-    if dims is None:
-        raise _Whole(f"the shape of {value.name} is not known")
-    place = axis - (last + 1 - len(dims))
-    size = dims[place] if place >= 0 else 1
-    return size if isinstance(size, int) else 0
-
-
-def _static(value: ir.Value | None) -> tuple[int, ...]:
-    """Return the dimensions of `value`, 0 for those that are not fixed."""
-    dims = None if value is None else graph.dims(value)
-    return tuple(dim if isinstance(dim, int) else 0 for dim in dims or ())

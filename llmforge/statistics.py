@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,12 @@ class KvRangeDemand:
     """Record the largest magnitudes of keys and values as attention sees them, after rotary embedding."""
 
 
-Demand = WeightDemand | KvRangeDemand
+@dataclass(frozen=True)
+class InputRangeDemand:
+    """Record the largest magnitude of what each linear of a layer reads."""
+
+
+Demand = WeightDemand | KvRangeDemand | InputRangeDemand
 
 
 @dataclass(frozen=True)
@@ -50,3 +55,4 @@ class Statistics:
     # By parameter name, "model.layers.0.self_attn.q_proj.weight"; of experts [E·N, K], one after another. May be lazy.
     linears: Mapping[str, QuantizedMatrix]
     kv: Mapping[int, KvRange]  # by layer
+    inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name

@@ -6,9 +6,9 @@
     head                by columns of the vocabulary:  logits = AllGather(x·W[:, part r])
     tied embedding      by its rows:  e = AllReduce(W_r[id] where the rank has it, else 0): exact
 
-Each graph keeps the interface of the whole: inputs and outputs have the same names, caches hold the KV heads of the rank
-[batch, kv_heads of the rank, capacity, head_dim], logits are whole on every rank. Two collectives a layer, one for the
-head, one for a tied embedding. Weights are lazy slices of the whole graph's lazy weights: a rank reads its part.
+Each graph keeps the interface of the whole: inputs and outputs have the same names, caches hold the KV heads of the
+rank [batch, kv_heads of the rank, capacity, head_dim], logits are whole on every rank. Two collectives a layer, one for
+the head, one for a tied embedding. Weights are lazy slices of the whole graph's lazy weights: a rank reads its part.
 
 `llmforge::AllReduce` and `llmforge::AllGather` (docs/dialect.md) stand where ranks meet; `docs/tensor-parallelism.md`
 says which engines have them. One graph becomes several, so this is no pass: it comes after all passes, before the
@@ -19,18 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 import onnx_ir as ir
 
 from llmforge import graph as g
-from llmforge import interface
+from llmforge.collectives import ALL_GATHER, ALL_REDUCE, Collective, meetings
 from llmforge.cuts import Cut, nibbles, shard
-from llmforge.shard_plan import ATTENTION, ShardPlan, features, is_linear, plan
+from llmforge.shard_plan import ATTENTION, ShardPlan, is_linear, plan
 
 RANK = "llmforge.rank"  # metadata_props key of a rank's graph: "1/4" is the second of four
-ALL_REDUCE, ALL_GATHER = "AllReduce", "AllGather"
 # Inputs of attention that have an axis of query or KV heads: which axis, by operator and input.
 _BY_HEAD: Mapping[tuple[str, str], Mapping[int, int]] = {
     ("llmforge", "Attention"): {6: 0, 7: 0},  # sinks, slopes
@@ -39,24 +37,6 @@ _BY_HEAD: Mapping[tuple[str, str], Mapping[int, int]] = {
 _BY_KV_HEAD: Mapping[tuple[str, str], Mapping[int, int]] = {
     ("com.microsoft", "GroupQueryAttention"): {12: 1, 13: 1},  # scales a channel, [1, kv_heads, 1, head_dim]
 }
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One place where ranks meet."""
-
-    node: str  # whose results they put together
-    kind: str  # AllReduce or AllGather
-    elements: int  # of a token, or of a row that gets logits: of the whole tensor
-    by_row: bool  # once for every row that gets logits, not for every token
-
-    def bytes_sent(self, degree: int, element_bytes: int) -> Fraction:
-        """Bytes that one rank sends for one token or row, in a ring.
-
-        A ring sends every part `degree - 1` times, twice where it sums first (Patarasuk and Yuan 2009, section 3).
-        """
-        rounds = 2 if self.kind == ALL_REDUCE else 1
-        return Fraction(rounds * (degree - 1) * self.elements * element_bytes, degree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,37 +60,7 @@ def split(model: ir.Model, degree: int) -> Split:
     if degree == 1:
         return Split((source,), (), made.whole)
     ranks = tuple(_Rank(source, made, rank).write() for rank in range(degree))
-    return Split(ranks, collectives(made), made.whole)
-
-
-def collectives(made: ShardPlan) -> tuple[Collective, ...]:
-    """List where the ranks of a plan meet, in the order of a step; no weight is read."""
-    found = []
-    nodes = [*made.rows, *made.experts, *filter(None, (made.head, made.embedding))]
-    if not nodes or made.degree == 1:
-        return ()
-    owner = nodes[0].graph
-    for node in owner if owner is not None else ():
-        if node is made.head:
-            found.append(Collective(str(node.name), ALL_GATHER, _width(node), by_row=True))
-        elif node in made.rows or node in made.experts or node is made.embedding:
-            found.append(Collective(str(node.name), ALL_REDUCE, _width(node), by_row=False))
-    return tuple(found)
-
-
-def traffic(layers: int, hidden: int, vocabulary: int, degree: int, element_bytes: int, *, tied: bool) -> Fraction:
-    """Bytes that one rank sends for one decoded token of a dense decoder with two all-reduces a layer.
-
-    `element_bytes` are those of activations; `tied`: the embedding is divided with the head.
-    """
-    reduce = Collective("", ALL_REDUCE, hidden, by_row=False).bytes_sent(degree, element_bytes)
-    gather = Collective("", ALL_GATHER, vocabulary, by_row=True).bytes_sent(degree, element_bytes)
-    return (2 * layers + tied) * reduce + gather
-
-
-def _width(node: ir.Node) -> int:
-    width = (g.dims(node.outputs[0]) or (0,))[-1]
-    return width if isinstance(width, int) else 0
+    return Split(ranks, meetings(made), made.whole)
 
 
 class _Rank:
@@ -296,13 +246,8 @@ class _Rank:
             assert isinstance(whole, int)
             heads = node.attributes.get_int("num_heads") * cut.size(self.rank) // whole
             node.attributes["num_heads"] = ir.AttrInt64("num_heads", heads)
-        elif kind == "Reshape":
-            dims[cut.axis] = cut.size(self.rank)
-            target = [dim if isinstance(dim, int) else 0 for dim in dims]
-            name = f"rank.shape_{'_'.join(map(str, target))}"
-            node.replace_input_with(1, g.initializer(self.model, name, np.array(target)))
-        elif kind == "Expand":
-            self._fit_expand(node, cut)
+        elif kind == "Reshape" or kind == "Expand":
+            self._fit_shape(node, dims[cut.axis], cut)
         elif kind == "Split":
             self._fit_split(node)
         elif kind not in ("Transpose", "Concat", "Slice", "RMSNormalization", "LayerNormalization"):
@@ -314,15 +259,16 @@ class _Rank:
                 if axis >= 0 and held[axis] == dims[cut.axis]:
                     self._cut_input(node, index, axis, cut)
 
-    def _fit_expand(self, node: ir.Node, cut: Cut) -> None:
+    def _fit_shape(self, node: ir.Node, whole: object, cut: Cut) -> None:
+        """Name the size of a rank's part where the target of Reshape or Expand names the whole."""
         target = node.inputs[1]
         assert target is not None
         assert target.const_value is not None
         sizes = target.const_value.numpy().tolist()
-        if sizes[cut.axis] != 1:
+        if sizes[cut.axis] == whole:
             sizes[cut.axis] = cut.size(self.rank)
-        name = f"rank.expand_{'_'.join(map(str, sizes))}"
-        node.replace_input_with(1, g.initializer(self.model, name, np.array(sizes)))
+            name = f"rank.shape_{'_'.join(map(str, sizes))}"
+            node.replace_input_with(1, g.initializer(self.model, name, np.array(sizes)))
 
     def _fit_split(self, node: ir.Node) -> None:
         last = len(g.dims(node.outputs[0]) or ()) - 1
@@ -420,6 +366,3 @@ class _Rank:
 def _width_of(degree: int, cut: Cut) -> int:
     """Count the features of all ranks together."""
     return sum(cut.size(rank) for rank in range(degree))
-
-
-__all__ = ["ALL_GATHER", "ALL_REDUCE", "RANK", "Collective", "Split", "collectives", "features", "split", "traffic"]

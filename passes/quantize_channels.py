@@ -8,6 +8,13 @@ ONNX's own. TensorRT reads such weights as they are stored, in every multiplicat
 blocks of 8 bits into memory; a table that is stored as [V, K] and transposed would be turned into 16 bits when the
 engine is built, so a tied head gets a matrix of its own, [K, V], and the embedding stays.
 
+    with `activations: static`, where calibration measured what the layer reads:
+    y = x·W + b                     becomes  y = r·DequantizeLinear(codes, scales) + b,
+                                             r = DequantizeLinear(QuantizeLinear(x, s), s)
+
+and `s` is one number, the largest |x| of the calibration text over the largest code; layers that read one tensor share
+`r`. So TensorRT may multiply 8 bits by 8 bits. What the head reads is not measured, and stays.
+
 Fires for every MatMul whose second input is an fp32 initializer [K, N] that nothing else reads, and with `head` also
 for the head, which is the MatMul that works on the selected rows. Routers stay, unless `routers` says otherwise.
 
@@ -17,15 +24,18 @@ Numerics: lossy, within the budget of the recipe. Refused where the target does 
 from __future__ import annotations
 
 import fnmatch
+import math
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge import channels, graph, logits_rows, routing
 from llmforge.derived import Derived, swapped
-from llmforge.errors import UnsupportedError
+from llmforge.errors import DataError, UnsupportedError
+from llmforge.statistics import Demand, InputRangeDemand, Statistics
 from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _DTYPES = {"int8": channels.INT8, "fp8": channels.FP8}
@@ -42,11 +52,18 @@ class QuantizeChannels(Pass):
     dtype: Annotated[
         Literal["int8", "fp8"], Field(description="int8: evenly spaced codes; fp8: e4m3, 3 bits of mantissa")
     ]
+    activations: Annotated[
+        Literal["none", "static"], Field(description="static: also round what the layers read, to calibrated ranges")
+    ] = "none"
     head: Annotated[bool, Field(description="also the layer that makes the logits")] = True
     routers: Annotated[bool, Field(description="also the layers that choose experts")] = False
     exclude: Annotated[
         tuple[str, ...], Field(description="globs of parameter names, as in the checkpoint, to leave alone")
     ] = ()
+
+    def demands(self) -> tuple[Demand, ...]:
+        """Ask calibration for the ranges of what linears read."""
+        return () if self.activations == "none" else (InputRangeDemand(),)
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`, and the head.
@@ -76,8 +93,10 @@ class QuantizeChannels(Pass):
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), reason))
                 continue
+            rounded = self._round(model, node, weight, context.statistics)
             self._store(model, node, weight, transposed)
-            changes.rewritten.append(Rewritten(str(node.name), f"{self.dtype}, one scale an output feature"))
+            what = f"{self.dtype}, one scale an output feature" + (", and what it reads" if rounded else "")
+            changes.rewritten.append(Rewritten(str(node.name), what))
         if changes:
             graph.drop_unused(model)
         return changes
@@ -88,6 +107,32 @@ class QuantizeChannels(Pass):
                 if fnmatch.fnmatchcase(parameter, glob):
                     return f"{parameter} is excluded by {glob!r}"
         return None
+
+    def _round(self, model: ir.Model, node: ir.Node, weight: ir.Value, statistics: Statistics | None) -> bool:
+        """Let `node` read its input rounded to the dtype, where calibration has a range for it; say whether it does."""
+        x, ranges = node.inputs[0], {} if statistics is None else statistics.inputs
+        peaks = [ranges[name] for name in graph.sources(weight) if name in ranges]
+        if self.activations == "none" or x is None or not peaks:
+            return False
+        if not 0 < max(peaks) < math.inf:
+            raise DataError(
+                f"{self.name}: what {node.name} reads ranges to {max(peaks):g} on the calibration text, so that it has "
+                "no scale",
+                hint="give more calibration text, or set `activations: none`",
+            )
+        dtype, name = _DTYPES[self.dtype], f"{x.name}.{self.dtype}"
+        rounded = next((each.outputs[0] for each in model.graph if each.outputs[0].name == name), None)
+        if rounded is None:
+            step = np.float32(max(peaks) / channels.LARGEST[dtype])
+            scale = graph.initializer(model, f"{name}.scale", ir.Tensor(np.asarray(step), name=f"{name}.scale"))
+            none = ir.Tensor(np.zeros((), dtype.numpy()), dtype=dtype, name=f"{self.name}.zero")
+            zero = graph.initializer(model, str(none.name), none)
+            [codes] = graph.insert(node, "QuantizeLinear", [x, scale, zero], name=f"{name}/codes")
+            codes.name, codes.type, codes.shape = f"{name}.codes", ir.TensorType(dtype), x.shape
+            [rounded] = graph.insert(node, "DequantizeLinear", [codes, scale], name=f"{name}/values")
+            rounded.name, rounded.type, rounded.shape = name, x.type, x.shape
+        node.replace_input_with(0, rounded)
+        return True
 
     def _store(self, model: ir.Model, node: ir.Node, weight: ir.Value, transposed: bool) -> None:
         """Let `node` multiply by dequantized codes of `weight`, [K, N], or [N, K] where `transposed`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "8")
 
 from .checkpoints import write_checkpoint
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from llmforge.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +38,28 @@ def tiny_checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny-llama"
     write_checkpoint(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def bf16_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, ir.Model]:
+    """A random Llama of 2 layers stored in bf16, tied, and its canonical graph, which tests clone."""
+    import torch
+
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.trace import trace
+
+    from . import zoo
+
+    folder = tmp_path_factory.mktemp("bf16-llama")
+    zoo.write("llama-tied", folder, torch.bfloat16)
+    checkpoint = Checkpoint.open(folder)
+    return checkpoint, trace(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def sample_graph(sample_checkpoint: Path) -> ir.Model:
+    """The canonical graph of the sample checkpoint, which tests clone."""
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.trace import trace
+
+    return trace(Checkpoint.open(sample_checkpoint))

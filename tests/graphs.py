@@ -38,6 +38,8 @@ class Llama:
     window: int = 0
     softcap: float = 0.0
     activation: str = "silu"  # or an ONNX operator of one tensor, "Gelu"
+    experts: int = 0  # of each layer, of which a token chooses two, `mlp` wide, with biases; 0: a dense MLP
+    interleaved_gates: int = 0  # of experts
     seed: int = 0
 
 
@@ -135,6 +137,8 @@ def _layer(text: _Text, spec: Llama, layer: int, x: str, rotary: int) -> str:
     out = text.linear(f"{short}attended", f"{short}o", f"{name}.self_attn.o_proj", spec.heads * value_dim, spec.hidden)
     x = text.node(f"{short}sum", hidden, f'Add ("{x}", "{out}")')
     normed = text.norm(x, f"{short}normed2", f"{name}.post_attention_layernorm", spec.hidden)
+    if spec.experts:
+        return text.node(f"{short}sum2", hidden, f'Add ("{x}", "{_experts(text, spec, name, short, normed)}")')
     gate = text.linear(normed, f"{short}gate", f"{name}.mlp.gate_proj", spec.hidden, spec.mlp)
     up = text.linear(normed, f"{short}up", f"{name}.mlp.up_proj", spec.hidden, spec.mlp)
     wide = f"float[batch, sequence, {spec.mlp}]"
@@ -146,6 +150,27 @@ def _layer(text: _Text, spec: Llama, layer: int, x: str, rotary: int) -> str:
     product = text.node(f"{short}gated", wide, f'Mul ("{active}", "{up}")')
     down = text.linear(product, f"{short}down", f"{name}.mlp.down_proj", spec.mlp, spec.hidden)
     return text.node(f"{short}sum2", hidden, f'Add ("{x}", "{down}")')
+
+
+def _experts(text: _Text, spec: Llama, name: str, short: str, x: str) -> str:
+    """Route each token to two gated experts."""
+    count, kept = f"batch, sequence, {spec.experts}", "batch, sequence, 2"
+    routed = text.linear(x, f"{short}routed", f"{name}.mlp.router", spec.hidden, spec.experts)
+    text.node(f"{short}shares", f"float[{count}]", f'Softmax <axis: int = -1> ("{routed}")')
+    text.tensors["two"] = np.array([2], np.int64)
+    text.lines.append(f'[{short}choice] "{short}weights", "{short}ids" = TopK ("{short}shares", two)')
+    text.shapes |= {f"{short}weights": f"float[{kept}]", f"{short}ids": f"int64[{kept}]"}
+    parts = [f'"{x}"', f'"{short}ids"', f'"{short}weights"']
+    for part, dims in (("up", (spec.hidden, 2 * spec.mlp)), ("down", (spec.mlp, spec.hidden))):
+        parts.append(f'"{text.weight(f"{name}.mlp.experts.{part}", spec.experts, *dims, scale=dims[0] ** -0.5)}"')
+    for part, dim in (("up", 2 * spec.mlp), ("down", spec.hidden)):
+        parts.append(f'"{text.weight(f"{name}.mlp.experts.{part}_bias", spec.experts, dim, scale=0.1)}"')
+    attributes = (
+        f'activation: string = "silu", gated: int = 1, interleaved: int = {spec.interleaved_gates}, '
+        "alpha: float = 1.0, beta: float = 0.0, limit: float = 0.0"
+    )
+    hidden = f"float[batch, sequence, {spec.hidden}]"
+    return text.node(f"{short}experts", hidden, f"llmforge.MoE <{attributes}> ({', '.join(parts)})")
 
 
 def _head_norm(text: _Text, x: str, output: str, name: str, heads: int, width: int) -> str:

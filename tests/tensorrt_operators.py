@@ -129,6 +129,9 @@ def make(bench: Bench, operator: str, dtype: ir.DataType) -> ir.Value:
             "GatherElements", [x, bench.given("each", ir.DataType.INT64, B, S, 2)], axis=2
         ),
         "TopK": lambda: bench.node("TopK", [x, bench.constant("two", np.array([2]))], outputs=2, axis=-1),
+        "DistCollective": lambda: bench.node(
+            "DistCollective", [x], collective_operation="all_reduce", reduce_op="sum", root=-1, group_size=0, nb_rank=2
+        ),
         "ArgMax": lambda: bench.node("ArgMax", [x], axis=-1),
     }
     if operator in special:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -21,7 +21,7 @@ from llmforge.data import read_documents
 from llmforge.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.progress import Silent
 from llmforge.quantization import Grid, dequantize, rtn
-from llmforge.statistics import KvRangeDemand, Statistics, WeightDemand
+from llmforge.statistics import InputRangeDemand, KvRangeDemand, Statistics, WeightDemand
 from llmforge.text import Window
 
 from .checkpoints import write_checkpoint
@@ -46,6 +46,28 @@ def checkpoint(tiny_checkpoint: Path) -> Checkpoint:
 def model(path: Path) -> PreTrainedModel:
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return loaded.eval()
+
+
+def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Window], tmp_path: Path) -> None:
+    """Over all windows, by the model's own forward; again from the folder of a calibration that is done."""
+    whole, peaks = model(checkpoint.path), dict[str, float]()
+
+    def note(name: str) -> Callable[..., None]:
+        def before(_: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+            peaks[name] = max(peaks.get(name, 0.0), float(given[0].abs().max()))
+
+        return before
+
+    for name, part in whole.model.layers.named_modules():
+        if isinstance(part, torch.nn.Linear):
+            part.register_forward_pre_hook(note(f"model.layers.{name}.weight"))
+    with torch.inference_mode():
+        for window in windows:
+            whole(torch.from_numpy(window.ids)[None])
+    for _ in range(2):
+        found = calibrate(checkpoint, windows, [InputRangeDemand(), *DEMANDS], folder=tmp_path / "kept").inputs
+        assert found == pytest.approx(peaks, rel=1e-5)
+    assert len(found) == len(LINEARS) * whole.config.num_hidden_layers
 
 
 def equal(one: Statistics, other: Statistics) -> bool:
@@ -261,6 +283,7 @@ def mean_kld(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, data: Path) -> None:
     checkpoint = Checkpoint.open(sample_checkpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from llmforge.calibration.store import LayerResult, Results, Store
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import DataError, UnsupportedError
 from llmforge.progress import Progress, Silent
-from llmforge.statistics import Demand, KvRange, KvRangeDemand, Statistics, WeightDemand
+from llmforge.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
 from llmforge.text import Window
 from llmforge.trace import experts
 from llmforge.trace import weights as sources
@@ -55,6 +55,7 @@ def calibrate(
     `caches` says what each layer caches (key, value, conv, recurrent); by default keys and values. Ranges are measured
     where it is keys and values.
 
+    Ranges of what linears read are those of the checkpoint's own weights.
     Linears and experts are quantized in the order in which they run, each with the inputs that the quantized ones
     before it make; ranges of keys and values are those that the quantized weights make. Memory: the embedding while the
     windows enter, then the fp32 weights of one layer and the hidden states of all windows; where weights are quantized,
@@ -70,6 +71,7 @@ def calibrate(
         UnsupportedError: the architecture cannot be run layer by layer; two demands contradict each other.
     """
     weights, wants_ranges = _sort(demands)
+    wants_inputs = any(isinstance(demand, InputRangeDemand) for demand in demands)
     measured = None if caches is None else {layer for layer, parts in caches.items() if "key" in parts}
     if not windows:
         raise DataError("calibration has no text")
@@ -84,7 +86,8 @@ def calibrate(
         layer = skeleton.load(index, calls[index])
         found = store.load(index)
         ranges = wants_ranges and (measured is None or index in measured)
-        result = _calibrate_layer(layer, states, weights, ranges, found)
+        inputs = found.inputs if found else _peaks_of_inputs(layer, states.original) if wants_inputs else {}
+        result = replace(_calibrate_layer(layer, states, weights, ranges, found), inputs=inputs)
         done.append(result if found else store.save(index, result))
     progress.advance(len(skeleton.layers), len(skeleton.layers))
     return Statistics(
@@ -92,6 +95,7 @@ def calibrate(
         tokens=sum(len(window.ids) for window in windows),
         linears=Results(done),
         kv={index: result.kv for index, result in enumerate(done) if result.kv is not None},
+        inputs={name: peak for result in done for name, peak in result.inputs.items()},
     )
 
 
@@ -259,6 +263,17 @@ def _input_statistics(
         hessian.addmm_(x.T, x)
         drift.addmm_((original - x).T, x)
     return hessian.numpy(), drift.numpy()
+
+
+def _peaks_of_inputs(layer: Layer, states: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return the largest magnitude that each linear of `layer` reads; `states` stay in front of it."""
+    experts = layer.experts()
+    names = [name for group in layer.groups(states[0]) for name in group if name not in experts]
+    peaks = dict.fromkeys(names, 0.0)
+    for index, state in enumerate(states):
+        for name, x in layer.run_noting(names, index, state)[1].items():
+            peaks[name] = max(peaks[name], float(x.abs().max()))
+    return peaks
 
 
 def _run_with_ranges(layer: Layer, states: list[torch.Tensor]) -> KvRange:

@@ -9,7 +9,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,11 @@ def kept(parent: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What one layer yielded: its linears by parameter name, and the ranges of its keys and values."""
+    """What one layer yielded: its linears by parameter name, the ranges of its keys and values, and of inputs."""
 
     linears: Mapping[str, QuantizedMatrix]
     kv: KvRange | None
+    inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
 
 
 class Results(Mapping[str, QuantizedMatrix]):
@@ -92,7 +93,7 @@ class Store:
         except zipfile.BadZipFile:
             return None
         linears = _StoredLayer(file)
-        return LayerResult(linears, linears.kv)
+        return LayerResult(linears, linears.kv, linears.inputs)
 
     def save(self, index: int, result: LayerResult) -> LayerResult:
         """Write the result of layer `index` in one step, and return one that reads from there."""
@@ -109,6 +110,7 @@ class Store:
             grids[name] = {**asdict(matrix.grid), "k": matrix.shape[1]}
         if result.kv is not None:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
+        arrays["inputs"] = np.frombuffer(json.dumps(dict(result.inputs)).encode(), np.uint8)
         arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
         partial = file.with_suffix(f".{os.getpid()}.partial")  # of this process: another may build the same
         with partial.open("wb") as stream:
@@ -116,7 +118,7 @@ class Store:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(file)
-        return LayerResult(_StoredLayer(file), result.kv)
+        return LayerResult(_StoredLayer(file), result.kv, result.inputs)
 
     def _file(self, index: int) -> Path | None:
         return None if self.folder is None else self.folder / f"{self.key[:_KEY_CHARACTERS]}-layer-{index:05d}.npz"
@@ -147,3 +149,10 @@ class _StoredLayer(Mapping[str, QuantizedMatrix]):
         """The ranges of keys and values."""
         with np.load(self._file, allow_pickle=False) as arrays:
             return KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
+
+    @property
+    def inputs(self) -> dict[str, float]:
+        """The ranges of what linears read."""
+        with np.load(self._file, allow_pickle=False) as arrays:
+            peaks: dict[str, float] = json.loads(arrays["inputs"].tobytes())
+            return peaks

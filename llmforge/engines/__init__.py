@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from llmforge.targets import Backend, Target
     from llmforge.transform import Changes
 
+# Why no engine of a backend shares a model with others (docs/tensor-parallelism.md).
+_ALONE: Mapping[Backend, str] = {
+    "onnxruntime": "ONNX Runtime's own operators do not reach other processes",
+    "tensorrt-rtx": "a plan of each rank can be built, and nothing here gives several contexts a communicator",
+    "tensorrt": "a plan of each rank can be built, and nothing here gives several contexts a communicator",
+}
+
 # (backend, kind of target) → the module that builds. Imported when it is chosen: each has needs of its own.
 _BUILDERS = {
     ("onnxruntime", "cpu"): "llmforge.engines.onnxruntime",
@@ -89,6 +96,19 @@ def for_target(backend: Backend, target: Target) -> Builder:
             hint="choose another `engine: {backend: …}`, or `target: local`",
         )
     return cast(Builder, importlib.import_module(module))
+
+
+def refuse_ranks(backend: Backend, degree: int) -> None:
+    """Return if an engine of `backend` can be one of `degree` that share a model: with 1 alone, in this version.
+
+    Raises:
+        UnsupportedError: it cannot; the message says what the backend lacks.
+    """
+    if degree > 1:
+        raise UnsupportedError(
+            f"engine.tensor_parallel is {degree}; an engine of {backend} runs a model alone: {_ALONE[backend]}",
+            hint="set `tensor_parallel: 1`; `llmforge.tensor_parallel.split` makes the graphs of all ranks",
+        )
 
 
 def require_device(target: Target, builds: str) -> None:

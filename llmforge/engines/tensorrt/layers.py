@@ -23,6 +23,7 @@ ASSERTED = {
     "DequantizeLinear": "DEQUANTIZE",
     "QuantizeLinear": "QUANTIZE",
     "Softmax": "SOFTMAX",
+    "DistCollective": "DIST_COLLECTIVE",
 }
 
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from llmforge import element_types, interface
 from llmforge import graph as g
 from llmforge.building import Builder
-from llmforge.engines.tensorrt import experts, refusals, support
+from llmforge.engines.tensorrt import collectives, experts, refusals, support
 from llmforge.engines.tensorrt.attention import Attentions
 from llmforge.engines.tensorrt.weights import Weights
 from llmforge.engines.tensorrt.weights import obstacle as weights_obstacle
@@ -117,6 +117,11 @@ def _of_experts(node: ir.Node) -> Obstacle | None:
     return None if reason is None else Obstacle(str(node.name), reason, "choose `engine: {backend: onnxruntime}`")
 
 
+def _of_collective(node: ir.Node) -> Obstacle | None:
+    reason = collectives.obstacle(node)
+    return None if reason is None else Obstacle(str(node.name), reason, "split the graph along its last axis")
+
+
 def _refused(reason: str, hint: str) -> Callable[[ir.Node], Obstacle]:
     return lambda node: Obstacle(str(node.name), reason, hint)
 
@@ -125,6 +130,8 @@ _RECURRENT = _refused("layers with a recurrent state are not lowered", "choose `
 _OBSTACLES: Mapping[tuple[str, str], Callable[[ir.Node], Obstacle | None]] = {
     (LLMFORGE, "Attention"): _of_attention,
     (LLMFORGE, "MoE"): _of_experts,
+    (LLMFORGE, "AllReduce"): _of_collective,
+    (LLMFORGE, "AllGather"): _of_collective,
     (LLMFORGE, "CausalConv"): _RECURRENT,
     (LLMFORGE, "LinearAttention"): _RECURRENT,
     (MICROSOFT, "MatMulNBits"): _of_weights,
@@ -176,6 +183,8 @@ class _Rewriting(Builder):
                 return self._attentions.rewrite(node)
             case "llmforge", "MoE":
                 return experts.lower(self.model, node)
+            case "llmforge", "AllReduce" | "AllGather":
+                return collectives.lower(node)
             case "com.microsoft", "MatMulNBits":
                 return self._weights.multiply(node)
             case "com.microsoft", "GatherBlockQuantized":

@@ -40,6 +40,7 @@ OPERATORS: Mapping[str, Seen] = {
     "LayerNormalization": Seen(_FLOATS),
     "DequantizeLinear": Seen(_HALVES, _EIGHT_BITS | {ir.DataType.INT4}),
     "QuantizeLinear": Seen(_HALVES, _EIGHT_BITS),
+    "DistCollective": Seen(_FLOATS),  # TensorRT's own, in the domain of ONNX
     # what stands between
     **{name: Seen(_NUMBERS) for name in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Neg", "Abs", "Clip")},
     **{name: Seen(_NUMBERS, _INT) for name in ("ReduceMax", "ReduceSum")},
