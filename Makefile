@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROMPT ?= If the file does not exist,
 
-.PHONY: help quickstart test test-slow triton lint types contracts check clean
+.PHONY: help quickstart test test-slow triton verify-gpu cuda-device lint types contracts check clean
 
 help:  ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 quickstart: $(VENV)/.runtime  ## Build recipes/quickstart.yaml and generate from the artifact
 	artifact=$$($(BIN)/llmforge build recipes/quickstart.yaml | tee /dev/stderr | tail -n 1); \
@@ -29,6 +29,13 @@ test-slow: $(VENV)/.dev  ## Run the tests that take minutes
 
 triton: $(VENV)/.dev  ## Prepare the Triton server that tests start, in the user's cache (tests/triton_env.py)
 	$(BIN)/python tests/triton_env.py
+
+verify-gpu: cuda-device $(VENV)/.gpu  ## Verify everything on this machine's CUDA GPU, VENV=.venv-gpu (docs/gpu-evidence.md)
+	$(BIN)/python -m benchmarks.verify_gpu
+
+cuda-device:
+	@command -v nvidia-smi >/dev/null || \
+	  { echo "error: this needs a CUDA device, and there is no NVIDIA driver here (no nvidia-smi)" >&2; exit 8; }
 
 lint: $(VENV)/.dev  ## Check style and format
 	$(BIN)/ruff check .
@@ -65,3 +72,10 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e '.[cpu,dev]'
 	touch $@ $(VENV)/.runtime
+
+# Both packages of ONNX Runtime are one module: an environment has the one for CPUs or the one for GPUs.
+$(VENV)/.gpu: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
+	@test ! -e $(VENV)/.runtime || \
+	  { echo "$(VENV) has the onnxruntime for CPUs; take another environment: make verify-gpu VENV=.venv-gpu" >&2; exit 1; }
+	$(PIP) install -c constraints.txt -e '.[cuda,tensorrt-rtx,dev]'
+	touch $@

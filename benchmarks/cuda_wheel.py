@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,9 @@ def kernels(wheel: Path) -> dict[str, Any]:
     """Read the kernels of the CUDA provider: operator → [[first, last or null, {parameter: types}], …]."""
     rows: dict[tuple[str, int, int], list[dict[str, frozenset[str]]]] = defaultdict(list)
     for domain, operator, first, last, types in inside(wheel, ["_kernels"])["kernels"]:
+        types = {name: [kind for kind in kinds if "(" not in kind] for name, kinds in types.items()}
+        if not all(types.values()):  # of sequences and optional values alone, which no decoder has
+            continue
         key = (f"{domain}::{operator}".removeprefix("::"), first, last)
         rows[key].append({name: frozenset(allowed) for name, allowed in types.items()})
     operators: dict[str, list[Any]] = defaultdict(list)
@@ -125,7 +129,32 @@ def kernels(wheel: Path) -> dict[str, Any]:
         for types in _merged(alternatives):
             plain = {name: " ".join(sorted(allowed)) for name, allowed in sorted(types.items())}
             operators[operator].append([first, None if last == OPEN_END else last, plain])
-    return {"wheel": WHEEL, "provider": PROVIDER, "read_by": f"benchmarks/{HERE.name}", "kernels": operators}
+    code = machine_code(wheel / "onnxruntime" / "capi" / "libonnxruntime_providers_cuda.so")
+    about = {"wheel": WHEEL, "provider": PROVIDER, "read_by": f"benchmarks/{HERE.name}"}
+    return {**about, "machine_code": code[_ELF], "ptx": code[_PTX], "kernels": operators}
+
+
+_PTX, _ELF = 1, 2  # kinds of an entry of a fatbin
+
+
+def machine_code(library: Path) -> dict[int, list[int]]:
+    """Read for which compute capabilities `library` holds device code, by kind: PTX, or code of one device (ELF).
+
+    A fatbin is 0xBA55ED50, its version and the size of its header (16), the size of all entries; an entry begins with
+    its kind, the size of its header and of itself, and has its compute capability at byte 28.
+    """
+    found: dict[int, set[int]] = {_PTX: set(), _ELF: set()}
+    content, magic = library.read_bytes(), struct.pack("<IHH", 0xBA55ED50, 1, 16)
+    start = content.find(magic)
+    while start >= 0:
+        entry = start + 16
+        end = entry + int(struct.unpack_from("<Q", content, start + 8)[0])
+        while entry < end:
+            kind, _, header, size = struct.unpack_from("<HHIQ", content, entry)
+            found[kind].add(int(struct.unpack_from("<I", content, entry + 28)[0]))
+            entry += header + size
+        start = content.find(magic, end)
+    return {kind: sorted(capabilities) for kind, capabilities in found.items()}
 
 
 def _merged(rows: list[dict[str, frozenset[str]]]) -> list[dict[str, frozenset[str]]]:
@@ -176,11 +205,13 @@ def rehearse(wheel: Path, engine: Path, sm: int) -> dict[str, Any]:
 
     Returns:
         providers: nodes by provider; captured: graph id → captures and replays of two steps; forbidden: calls during a
-        capture that CUDA would refuse; attention: the kernel of each GroupQueryAttention, prefill and decode.
+        capture that CUDA would refuse; log: what ONNX Runtime printed, of the load, then behind PREFILL and DECODE: a
+        line for each GroupQueryAttention (llmforge.engines.cuda_attention) and each fast product that it ran.
     """
     debug = {
         "STAND_IN_SM": str(sm),
         "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1",
+        "ORT_FPA_INTB_DEBUG": "1",
         "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "0",  # cuDNN itself, which is not there, says which shapes it takes
     }
     result: dict[str, Any] = inside(wheel, ["_rehearse", str(engine)], debug)

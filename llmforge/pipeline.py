@@ -283,6 +283,7 @@ class _Job:
         builder = engines.for_target(self.recipe.engine.backend, self.target)
         lowered, changes = builder.lower(model, self.target, self.recipe.engine)
         self.notes += [f"lowering: {_named(places.nodes)}: {places.what}" for places in view.grouped(changes.rewritten)]
+        self.notes += [f"lowering: {_named(places.nodes)}: {places.what}" for places in view.grouped(changes.skipped)]
         write_tokenizer(self.checkpoint, staging / "tokenizer")
         if self.recipe.engine.deferred:
             pending.write(

@@ -10,6 +10,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from llmforge import targets
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines import onnxruntime as standard
+from llmforge.engines.tensorrt.lower import rewrite
 from llmforge.errors import (
     EnvironmentLacks,
     InputError,
@@ -18,12 +22,14 @@ from llmforge.errors import (
     VerificationError,
     VersionMismatch,
 )
+from llmforge.recipe import EngineSpec
 from llmforge.runtime import engines
 from llmforge.runtime.config import DeviceFacts, GraphPlan, PlanFacts, ProfileFacts, RuntimeConfig, SessionOptions
 from llmforge.runtime.device import require_cuda
 from llmforge.runtime.session import Session, SessionConfig
 from llmforge.runtime.tensorrt import PlanSession
 from llmforge.runtime.tensorrt_plan import bucket_sizes, open_plan
+from llmforge.trace import trace
 
 from .decoder_graph import decoder
 from .fake_cuda import FakeCuda, fake_cuda
@@ -307,3 +313,37 @@ def test_the_installed_bindings_have_every_name_that_is_used():
     ] == []
     faked = {name for name in dir(FakeEngine) if name.startswith(("get_", "num_", "create_"))}
     assert faked <= set(USED["ICudaEngine"])
+
+
+def test_a_plan_of_a_traced_model_decodes_like_the_engine_of_the_cpu(tiny_checkpoint, tmp_path, monkeypatch):
+    """The graph that TensorRT is given, behind the stand-in: what it takes is what is fed to it."""
+    model = trace(Checkpoint.open(tiny_checkpoint))
+    plain, _ = standard.lower(model, targets.local(), EngineSpec(max_context=CAPACITY))
+    lowered, _ = rewrite(model, CAPACITY)
+    reference, engine = (
+        made
+        for made in (
+            Session(loaded(plain), SessionConfig(1)),
+            FakeEngine(loaded(lowered), fake_cuda(monkeypatch), CAPACITY, ((1, CHUNK), (ROWS, 1))),
+        )
+    )
+    (tmp_path / "model.plan").write_bytes(b"plan")
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_api(engine, rtx=False))
+    vocabulary = reference.vocabulary
+    session = engines.load(tmp_path, config(vocabulary=vocabulary, caches=reference.caches))
+    caches = [each.allocate(ROWS, CAPACITY) for each in (session, reference)]
+    assert [each.obstacle for each in session.recordings] == [None, None, None]
+    for ids, past, (start, stop), rows in STEPS:
+        got, wanted = (
+            each.step(ids % vocabulary, past, cache.rows(start, stop), rows)
+            for each, cache in zip((session, reference), caches, strict=True)
+        )
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def loaded(model: ir.Model) -> bytes:
+    """Serialize a model with its weights inside."""
+    whole = model.clone()
+    for name, value in whole.graph.initializers.items():
+        value.const_value = ir.tensor(value.const_value.numpy(), name=name)
+    return ir.to_proto(whole).SerializeToString()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import graph, interface
+from llmforge import graph
 from llmforge.engines import (
     Engine,
     cuda_attention,
@@ -20,35 +20,46 @@ from llmforge.engines import (
     cuda_operators,
     kernels,
     onnx_file,
-    why_not_run,
+    require_device,
+    signatures,
 )
 from llmforge.engines import onnxruntime as standard
-from llmforge.errors import EnvironmentLacks, UnsupportedError, VerificationError
+from llmforge.errors import UnsupportedError, VerificationError
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, DeviceFacts, RuntimeConfig, SessionOptions
 from llmforge.runtime.cuda import DeviceSession
 from llmforge.runtime.device import require_cuda
-from llmforge.runtime.signature import CacheInput
 from llmforge.targets import Target
 from llmforge.transform import Changes, Skipped
 
 VERSION = kernels.cuda().wheel.rpartition("=")[2]
 
-# Machine code in the wheel; there is no PTX that a driver could compile for others (cuobjdump of 1.31.1).
-COMPILED_FOR = (75, 80, 86, 89, 90, 120)
-
 # Session entries of the fast product of 4-bit and 8-bit weights (cuda_operators), in the wheel by these names.
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 
+# Tokens of a prefill that it is tuned for at load, beside the rows of decode steps.
+PREFILL_ROWS = (16, 64, 256, 1024)
+
 check_context = standard.check_context
+
+
+def require_host(target: Target, spec: EngineSpec) -> None:
+    """Return if the GPU of `target` is at hand: an engine is loaded and its steps are captured as it is built.
+
+    Raises:
+        EnvironmentLacks: it is not.
+        UnsupportedError: the wheel has no code for it.
+    """
+    require_code(target)
+    require_device(target, "an engine for ONNX Runtime's CUDA provider is proven on the GPU that runs it")
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
     """Rewrite what the passes left into operators that ONNX Runtime's CUDA provider runs in the graph's dtypes.
 
-    As for the CPU, and then as `llmforge.engines.cuda_operators` says. What runs on a slower path than it might is listed
-    as skipped, with the reason.
+    As for the CPU, and then as `llmforge.engines.cuda_operators` says. What runs on a slower path than it might is
+    listed as skipped, with the reason.
 
     Raises:
         UnsupportedError: the wheel has no code for the target, a node no kernel, or `spec` wants CUDA graphs of steps
@@ -64,28 +75,12 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     check(lowered, target)
     _refuse(lowered, sm)
     cuda_graphs.require(lowered, spec)
+    require_memory(lowered, target, spec)
     return lowered, changes
-
-
-def require_host(target: Target, spec: EngineSpec) -> None:
-    """Return if this machine has the target's GPU: an engine is loaded, and its steps are captured, as it is built.
-
-    Raises:
-        EnvironmentLacks: it has not.
-        UnsupportedError: the wheel has no code for the target.
-    """
-    require_code(target)
-    if (reason := why_not_run(target)) is not None:
-        raise EnvironmentLacks(
-            f"the engine of target {target.name} is proved on its GPU as it is built: {reason}",
-            hint="set `engine: {deferred: true}`, or give --defer, and `llmforge build --finish ARTIFACT` on that host",
-        )
 
 
 def require_code(target: Target) -> int:
     """Return the compute capability of `target`, 89, if the wheel has machine code for it.
-
-    Code for 8.6 runs on 8.7 and 8.9; no code runs on another major version.
 
     Raises:
         UnsupportedError: it has not.
@@ -93,14 +88,31 @@ def require_code(target: Target) -> int:
     if target.kind != "gpu" or target.sm is None:
         raise UnsupportedError(f"target {target.name} is a {target.kind}; this engine runs on GPUs")
     sm = int(target.sm)
-    if not any(sm // 10 == code // 10 and sm >= code for code in COMPILED_FOR):
-        listed = ", ".join(map(str, COMPILED_FOR))
+    if not kernels.cuda().covers(sm):
+        listed = ", ".join(map(str, kernels.cuda().machine_code))
         raise UnsupportedError(
             f"{kernels.cuda().wheel} has machine code for SM {listed} and nothing that a driver could compile for SM "
             f"{sm} (target {target.name}, {target.title})",
             hint="build `engine: {backend: tensorrt}` for this target",
         )
     return sm
+
+
+def require_memory(model: ir.Model, target: Target, spec: EngineSpec) -> int:
+    """Return the bytes that the lowered `model` wants on the device, if it has them.
+
+    Raises:
+        UnsupportedError: it has not.
+    """
+    wanted = cuda_graphs.memory(model, spec, cuda_graphs.plan(model, spec))
+    assert target.memory_gb is not None
+    if wanted.total > target.memory_gb.value * 1e9:
+        raise UnsupportedError(
+            f"the engine needs about {wanted.total / 1e9:.1f} GB: {wanted}; target {target.name} ({target.title}) has "
+            f"{target.memory_gb.value:g} GB",
+            hint="lower engine.max_batch, engine.max_context or the bits of weights and caches",
+        )
+    return wanted.total
 
 
 def check(model: ir.Model, target: Target) -> None:
@@ -206,17 +218,9 @@ def configure(
     """Say how the lowered `model` runs on `target`.
 
     Raises:
-        UnsupportedError: the device has not the memory.
+        UnsupportedError: the wheel has no code for the device, or it has not the memory.
     """
     graphs = cuda_graphs.plan(model, spec)
-    memory_bytes = cuda_graphs.memory(model, spec, graphs).total
-    assert target.memory_gb is not None
-    if memory_bytes > target.memory_gb.value * 1e9:
-        raise UnsupportedError(
-            f"the engine needs about {memory_bytes / 1e9:.1f} GB: {cuda_graphs.memory(model, spec, graphs)}; target "
-            f"{target.name} ({target.title}) has {target.memory_gb.value:g} GB",
-            hint="lower engine.max_batch, engine.max_context or the bits of weights and caches",
-        )
     buckets = cuda_graphs.decode_batches(spec)
     return RuntimeConfig(
         format=FORMAT,
@@ -224,15 +228,15 @@ def configure(
         kernels=None,
         max_context=spec.max_context,
         max_batch=spec.max_batch,
-        vocabulary=_vocabulary(model),
+        vocabulary=signatures.vocabulary(model),
         eos_token_ids=tuple(eos_token_ids),
         bos_token_id=bos_token_id,
-        caches=caches(model),
+        caches=signatures.caches(model),
         session=session_options(model, buckets),
         provider="cuda",
         provider_options=provider_options(graphs.mode != "off"),
         buckets=buckets,
-        device=DeviceFacts(require_code(target), memory_bytes),
+        device=DeviceFacts(require_code(target), require_memory(model, target, spec)),
         graphs=graphs,
     )
 
@@ -244,7 +248,8 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
       the CPU in silence. Not where the graph computes with shapes: ONNX Runtime does that on the host by choice.
     - `session.use_device_allocator_for_initializers`: weights lie outside of the arena, which never shrinks.
     - `ep.cuda.fpa_intb_gemm`, with the rows that its kernels are chosen for before anything is captured: only where a
-      product is fit for it.
+      product is fit for it. There `MatMulNBitsFusion` stays off, by which ONNX Runtime would put a bias back into the
+      operator, and the product on the slow path: seen in the wheel.
     """
     on_host = any((node.domain, node.op_type) == ("", "Shape") for node in model.graph.all_nodes())
     entries = {
@@ -252,12 +257,12 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
         "session.use_device_allocator_for_initializers": "1",
     }
     if cuda_operators.any_fast(model):
-        entries |= {FAST_ENTRY: "1", FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *_PREFILL_ROWS})))}
+        entries |= {
+            FAST_ENTRY: "1",
+            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *PREFILL_ROWS}))),
+            "optimization.disable_specified_optimizers": "MatMulNBitsFusion",
+        }
     return SessionOptions(threads=1, optimize=True, entries=entries)
-
-
-# Tokens of a prefill whose fast product is tuned at load; steps between two of them use the tactic of the next one.
-_PREFILL_ROWS = (16, 64, 256, 1024)
 
 
 def provider_options(graphs: bool) -> dict[str, str]:
@@ -277,26 +282,3 @@ def provider_options(graphs: bool) -> dict[str, str]:
         "enable_skip_layer_norm_strict_mode": "1",
         "use_tf32": "0",
     }
-
-
-def caches(model: ir.Model) -> tuple[CacheInput, ...]:
-    """List the caches of keys and values that the lowered `model` takes."""
-    found = []
-    for value in model.graph.inputs:
-        name, dims = str(value.name), graph.dims(value)
-        if interface.present_of(name) == name or interface.is_state(name):
-            continue
-        assert dims is not None
-        assert value.dtype is not None
-        kv_heads, head_dim = dims[1], dims[3]
-        assert isinstance(kv_heads, int)
-        assert isinstance(head_dim, int)
-        found.append(CacheInput(name, value.dtype.name.lower(), kv_heads, head_dim))
-    return tuple(found)
-
-
-def _vocabulary(model: ir.Model) -> int:
-    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
-    size = (graph.dims(logits) or (None,))[-1]
-    assert isinstance(size, int)
-    return size

@@ -23,8 +23,8 @@ MICROSOFT = "com.microsoft"
 FLOAT, FLOAT16, BFLOAT16, BOOL = (ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16", "BOOL"))
 _HALF = frozenset({FLOAT16, BFLOAT16})
 
-# The fast product of 4-bit and 8-bit weights (fpA_intB) as this wheel was compiled: onnxruntime 1.31,
-# contrib_ops/cuda/quantization/matmul_nbits.cc, CheckFpAIntBEligibility, with USE_COMPACT_FPA_INTB_GEMM.
+# The fast product as the wheel was compiled (onnxruntime 1.31, contrib_ops/cuda/quantization/matmul_nbits.cc, without
+# onnxruntime_USE_FPA_INTB_GEMM_FULL). The wheel was asked: with ORT_FPA_INTB_DEBUG=1 it tells of each that it runs.
 FAST_BLOCK = 32
 FAST_COLUMNS: Mapping[int, int] = {4: 64, 8: 32}  # bits → N is a multiple of
 
@@ -46,7 +46,7 @@ def name_layouts(model: ir.Model) -> list[Rewritten]:
 
 def any_fast(model: ir.Model) -> bool:
     """Say whether the fast product computes a MatMulNBits of `model`."""
-    return any(_is(node, "MatMulNBits") and _obstacle(node) is None for node in model.graph)
+    return any(_is(node, "MatMulNBits") and fast_obstacle(node) is None for node in model.graph)
 
 
 def experts_obstacle(node: ir.Node) -> str | None:
@@ -67,19 +67,11 @@ def split_biases(model: ir.Model) -> list[Rewritten]:
     rewritten = []
     for node in [node for node in model.graph if _is(node, "MatMulNBits")]:
         bias = graph.operand(node, 5)
-        if bias is None or _obstacle(node, without_bias=True) is not None:
+        if bias is None or fast_obstacle(node, without_bias=True) is not None:
             continue
-        [old] = node.outputs
-        product, name = ir.Value(type=old.type, shape=old.shape), str(node.name)
+        name = str(node.name)
         node.resize_inputs(3)
-        add = ir.Node("", "Add", [product, bias], name=f"{name}/bias")
-        old_name = str(old.name)
-        node.resize_outputs(1)
-        model.graph.insert_after(node, add)
-        add.outputs[0].type, add.outputs[0].shape = old.type, old.shape
-        graph.supersede(old, add.outputs[0])
-        old.name = f"{old_name}.product"
-        add.replace_input_with(0, old)
+        _behind(node.outputs[0], "Add", [bias], {}, f"{name}/bias")
         rewritten.append(Rewritten(name, "its bias is added behind it: the fast product has none"))
     return rewritten
 
@@ -87,19 +79,19 @@ def split_biases(model: ir.Model) -> list[Rewritten]:
 def slower(model: ir.Model) -> Iterable[tuple[ir.Node, str]]:
     """Yield every MatMulNBits that the fast product does not compute, with the reason and what computes it instead."""
     for node in model.graph:
-        if _is(node, "MatMulNBits") and (reason := _obstacle(node)) is not None:
+        if _is(node, "MatMulNBits") and (reason := fast_obstacle(node)) is not None:
             bits = node.attributes.get_int("bits", 4)
             few = "up to 16 tokens" if bits == 4 else "1 token"
             yield node, f"{reason}; it runs by a plain kernel for {few}, else it dequantizes its weight in every step"
 
 
-def _obstacle(node: ir.Node, *, without_bias: bool = False) -> str | None:
+def fast_obstacle(node: ir.Node, *, without_bias: bool = False) -> str | None:
     """Say why the fast product does not compute the MatMulNBits `node`; None where it does."""
     bits, block = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size")
     n, k = node.attributes.get_int("N"), node.attributes.get_int("K")
     scales = node.inputs[2]
-    if scales is None or scales.dtype != FLOAT16:
-        return f"the fast product of the wheel takes fp16, and this one is {None if scales is None else scales.dtype}"
+    if scales is None or scales.dtype not in _HALF:
+        return f"the fast product takes fp16 and bf16, and this one is {None if scales is None else scales.dtype}"
     if bits not in FAST_COLUMNS:
         return f"the fast product takes 4 and 8 bits, not {bits}"
     if block != FAST_BLOCK:
@@ -134,22 +126,25 @@ def widen(model: ir.Model) -> list[Rewritten]:
                 node.replace_input_with(index, cast)
         for output in node.outputs:
             if dtypes[output] == dtype:
-                _narrow(node, output, dtype, wide)
+                made = _behind(output, "Cast", [], {"to": int(dtype)}, f"{node.name}/{output.name}.narrow")
+                made.type, output.type = ir.TensorType(dtype), ir.TensorType(wide)
         what = f"{node.op_type} in {kernels.NAMES[wide]}: there is none for {kernels.NAMES[dtype]}"
         rewritten.append(Rewritten(str(node.name), what))
     return rewritten
 
 
-def _narrow(node: ir.Node, output: ir.Value, dtype: ir.DataType, wide: ir.DataType) -> None:
-    """Cast an output of `node`, which is `wide` from now on, back to `dtype`."""
-    cast = ir.Node("", "Cast", [output], [ir.AttrInt64("to", int(dtype))], name=f"{node.name}/{output.name}.narrow")
-    made = cast.outputs[0]
-    made.type, made.shape = ir.TensorType(dtype), output.shape
-    assert node.graph is not None
-    node.graph.insert_after(node, cast)
-    graph.supersede(output, made)
-    cast.replace_input_with(0, output)
-    output.type = ir.TensorType(wide)
+def _behind(
+    output: ir.Value, op_type: str, more: list[ir.Value], attributes: dict[str, graph.Attribute], name: str
+) -> ir.Value:
+    """Put a node that reads `output` and `more` behind what makes `output`, and let its result stand for it."""
+    maker = output.producer()
+    assert maker is not None
+    assert maker.graph is not None
+    node = ir.Node("", op_type, [output, *more], ir.convenience.convert_attributes(attributes), name=name)
+    maker.graph.insert_after(maker, node)
+    graph.supersede(output, node.outputs[0])
+    node.replace_input_with(0, output)
+    return node.outputs[0]
 
 
 def _is(node: ir.Node, op_type: str) -> bool:

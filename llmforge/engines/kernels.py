@@ -3,11 +3,12 @@
 The CUDA provider cannot be asked on a machine without a GPU, so what the wheel holds is recorded in
 `cuda_kernels.json` by `benchmarks/cuda_wheel.py`, which reads it from the wheel's own library:
 
-    {"wheel": "onnxruntime-gpu==1.31.1", "provider": …, "read_by": …,
+    {"wheel": "onnxruntime-gpu==1.31.1", "provider": …, "read_by": …, "machine_code": [75, 80, …], "ptx": [],
      "kernels": {"com.microsoft::MatMulNBits": [[1, null, {"T1": "float16", "T2": "uint8", …}], …], …}}
 
-A kernel serves the versions first to last of its operator (null: no later one changed it), where every parameter of
-its signature has one of the types named. A parameter is that of the operator's schema, "T", or an input's own name.
+`machine_code` lists the compute capabilities that the wheel has code for, `ptx` those of code that a driver compiles
+for later ones. A kernel serves the versions first to last of its operator (null: no later one changed it), where every
+parameter of its signature has one of the types named: that of the operator's schema, "T", or an input's own name.
 """
 
 from __future__ import annotations
@@ -69,7 +70,17 @@ class Kernels:
     wheel: str
     provider: str
     read_by: str
+    machine_code: tuple[int, ...]  # compute capabilities, ten times major plus minor
+    ptx: tuple[int, ...]
     table: Mapping[tuple[str, str], tuple[Kernel, ...]]
+
+    def covers(self, sm: int) -> bool:
+        """Say whether a device of `sm` runs the wheel: code for 8.6 runs on 8.9, and no code on another major version.
+
+        PTX runs on every later device.
+        """
+        own = any(sm // 10 == code // 10 and sm >= code for code in self.machine_code)
+        return own or any(sm >= code for code in self.ptx)
 
     def of(self, node: ir.Node, opset: int) -> list[Kernel]:
         """Return the kernels for the version of the node's operator that `opset` selects."""
@@ -98,7 +109,8 @@ def parse(text: str) -> Kernels:
             Kernel(first, last, {key: frozenset(types.split()) for key, types in parameters.items()})
             for first, last, parameters in rows
         )
-    return Kernels(data["wheel"], data["provider"], data["read_by"], table)
+    code = tuple(data["machine_code"]), tuple(data["ptx"])
+    return Kernels(data["wheel"], data["provider"], data["read_by"], *code, table)
 
 
 def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.DataType]) -> Iterator[tuple[ir.Node, str]]:
@@ -134,7 +146,7 @@ def _signature(node: ir.Node, since: int, dtypes: Mapping[ir.Value, ir.DataType]
     signature: dict[str, str] = {}
     for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
         for index, value in enumerate(values):
-            if value is None or not value.name or value not in dtypes:
+            if value is None or value.name == "":  # left out
                 continue
             parameter = formal[min(index, len(formal) - 1)]
             name = NAMES.get(dtypes[value], dtypes[value].name.lower())
@@ -183,9 +195,8 @@ def _infer_control_flow(node: ir.Node, body: ir.Graph, dtypes: dict[ir.Value, ir
 def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) -> None:
     schema = _schemas().get((node.domain, node.op_type, _since(node, opset)))
     if schema is None:
-        raise VerificationError(
-            f"node {node.name}: ONNX Runtime has no operator {node.domain}::{node.op_type} ({opset})"
-        )
+        operator = f"{node.domain or 'ai.onnx'}::{node.op_type} (opset {opset})"
+        raise VerificationError(f"node {node.name}: ONNX Runtime has no operator {operator}")
     bound: dict[str, ir.DataType] = {}
     for index, value in enumerate(node.inputs):
         if value is None:

@@ -1,0 +1,141 @@
+"""Drive the runtime's session for GPUs over the onnxruntime-gpu wheel's own host code, on a machine without a GPU.
+
+    python benchmarks/cuda_session.py [--wheel DIR] [--sm 90]      JSON: what became of each planned CUDA graph
+
+The sample checkpoint is lowered to fp16 for the CUDA provider, and `DeviceSession` loads it into the real provider over
+the stand-ins of `cuda_wheel.py`: a device whose memory is the host's, and that computes nothing. So ONNX Runtime itself
+accepts or refuses what is bound by address, records and replays. For each planned capture: recordings and replays
+after an unrecorded step, the first recorded one, one with its inputs bound elsewhere, and one more; then the replays of
+decode steps by their number of rows. Logits are zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[1]
+TARGET, MAX_BATCH, MAX_CONTEXT = "h100-sxm", 8, 1024
+
+
+def write_engine(folder: Path) -> None:
+    """Lower the sample checkpoint and write its engine, without loading it."""
+    from llmforge import targets
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.engines import cuda
+    from llmforge.passes.flash_attention import FlashAttention
+    from llmforge.passes.fuse_norms import FuseNorms
+    from llmforge.passes.lower_precision import LowerPrecision
+    from llmforge.passes.pack_gate_up import PackGateUp
+    from llmforge.passes.pack_qkv import PackQkv
+    from llmforge.recipe import EngineSpec
+    from llmforge.trace import trace
+    from llmforge.transform import Budget, Context
+
+    checkpoint, target = Checkpoint.open(ROOT / "tests" / "data" / "docs-llama-7m"), targets.load(TARGET)
+    model, any_cost = trace(checkpoint), Budget(kld_mean=1e9)
+    for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention(), LowerPrecision(any_cost, "fp16")):
+        step.run(model, Context(target))
+    spec = EngineSpec(max_context=MAX_CONTEXT, max_batch=MAX_BATCH)
+    lowered, _ = cuda.lower(model, target, spec)
+    ends = {"eos_token_ids": checkpoint.eos_token_ids, "bos_token_id": checkpoint.bos_token_id}
+    cuda.write(lowered, folder, cuda.configure(lowered, spec=spec, target=target, **ends))
+
+
+def rehearse(folder: Path) -> dict[str, Any]:
+    """Inside the wheel: load the engine, allocate its cache, which records, and take steps of every kind."""
+    import onnxruntime as ort
+
+    from llmforge.runtime import cuda
+    from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
+    from llmforge.runtime.device import HostDevice
+    from llmforge.runtime.recording import ONE, OTHER, Recording
+
+    ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
+    stand_in = ctypes.CDLL("libcudart.so.13")
+    config = RuntimeConfig.read(folder / FILE)
+    found: dict[str, Any] = {"captures": [], "decode": {}}
+
+    class StandIn(HostDevice):
+        kind, name, sm = "cuda", "stand-in", config.device.sm
+
+    def counted(before: tuple[int, int]) -> tuple[int, int]:
+        return stand_in.stand_in_captures() - before[0], stand_in.stand_in_replays() - before[1]
+
+    def watch(capture: Any, probe: Any, *_: Any) -> Recording:
+        before = counted((0, 0))
+        seen = []
+        for token, options in (
+            (ONE, {"recorded": False}),
+            (ONE, {"recorded": True}),
+            (OTHER, {"recorded": True, "elsewhere": True}),
+            (OTHER, {"recorded": True}),
+        ):
+            probe(token, **options)
+            seen.append(counted(before))
+        found["captures"].append({**dataclasses.asdict(capture), "recorded_and_replayed": seen})
+        return Recording(capture, None, 0.0, 0.0, 0)
+
+    cuda.prove = watch
+    session = cuda.DeviceSession(
+        folder / MODEL_FILE,
+        config.session.resolve(),
+        StandIn(),
+        provider_options=config.provider_options,
+        buckets=config.buckets,
+        graphs=config.graphs,
+    )
+    found["providers"] = session._session.get_providers()
+    found["caches_as_configured"] = session.caches == config.caches
+    cache = session.allocate(config.max_batch, config.max_context)
+    before = counted((0, 0))
+    session.step(np.zeros((1, 40), np.int64), np.array([0], np.int32), cache.rows(2, 3))
+    session.step(np.zeros((1, 4), np.int64), np.array([40], np.int32), cache.rows(2, 3), np.arange(4))
+    found["prefill"] = counted(before)
+    for rows in (1, 2, 3, 4, 8):
+        before = counted((0, 0))
+        session.step(np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows))
+        found["decode"][rows] = counted(before)
+    return {**found, "forbidden": stand_in.stand_in_forbidden()}
+
+
+def main() -> None:
+    sys.path[:0] = [str(ROOT), str(HERE.parent)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", type=Path, help="folder that pip installs the wheel into; default: the user's cache")
+    parser.add_argument("--sm", type=int, default=90, help="compute capability that the device claims")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside is not None:
+        print(json.dumps(rehearse(arguments.inside)), flush=True)
+        os._exit(0)  # destructors of libraries expect a device
+    import cuda_wheel
+
+    wheel = cuda_wheel.install(arguments.wheel or cuda_wheel.CACHE)
+    with tempfile.TemporaryDirectory() as folder:
+        libraries, engine = Path(folder, "libraries"), Path(folder, "engine")
+        libraries.mkdir()
+        write_engine(engine)
+        cuda_wheel.stand_ins(wheel, libraries)
+        own = {"PYTHONPATH": str(wheel), "LD_LIBRARY_PATH": str(libraries), "STAND_IN_SM": str(arguments.sm)}
+        variables = {**os.environ, **own, "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "0"}
+        command = [sys.executable, str(HERE), "--inside", str(engine)]
+        done = subprocess.run(command, env=variables, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"exit {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    print(json.dumps(json.loads(done.stdout.splitlines()[-1]), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The command line: see `benchmarks.verify_gpu`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import sys
+import time
+from pathlib import Path
+
+import benchmarks.verify_gpu as program
+from llmforge.errors import ForgeError, UsageError
+from llmforge.runtime.device import require_cuda
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=program.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("build/verify-gpu"), help="folder for all that is made")
+    parser.add_argument("--only", default="*", metavar="GLOB,…", help="steps to run: parity:*, speed:*")
+    parser.add_argument("--target", help="name of the target; that of the device's compute capability if not")
+    parser.add_argument("--minutes", type=float, default=240, help="no step is begun, or goes on, after that")
+    parser.add_argument("--dry-run", action="store_true", help="the same steps on the CPU, with tiny shapes")
+    parser.add_argument("--step", help=argparse.SUPPRESS)  # inside the process of one step
+    arguments = parser.parse_args()
+    try:
+        if not arguments.dry_run:
+            require_cuda()
+        _run(arguments)
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    # A machine without a GPU is told so before anything else is imported.
+    from benchmarks.verify_gpu import checks, evidence, runner, scale
+
+    chosen = scale.DRY if arguments.dry_run else scale.GPU
+    run = checks.Run(chosen, arguments.work, arguments.target)
+    steps = checks.plan(chosen)
+    record = runner.Record(arguments.work / "steps")
+    if arguments.step is not None:
+        step = next(each for each in steps if each.name == arguments.step)
+        record.path(step.name, "result.json").write_text(json.dumps(step.work(run)), encoding="utf-8")
+        return
+    patterns = arguments.only.split(",")
+    wanted = [step for step in steps if any(fnmatch.fnmatch(step.name, pattern) for pattern in patterns)]
+    if not wanted:
+        raise UsageError(f"no step is {arguments.only}", hint=", ".join(step.name for step in steps))
+    command = [sys.executable, "-m", "benchmarks.verify_gpu", "--work", str(arguments.work)]
+    command += ["--dry-run"] if arguments.dry_run else []
+    command += ["--target", arguments.target] if arguments.target else []
+    mark = arguments.work / "scale.json"
+    _same_kind(mark, dry=chosen.dry)
+    runner.run(wanted, record, [*command, "--step"], deadline=time.monotonic() + 60 * arguments.minutes)
+    outcomes = {step.name: found for step in steps if (found := record.read(step.name)) is not None}
+    facts = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
+    told = {"dry_run": chosen.dry, "scale": dataclasses.asdict(chosen), "steps": facts}
+    (arguments.work / "gpu-evidence.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+    page = arguments.work / "gpu-evidence.md"
+    page.write_text(evidence.render(outcomes, chosen), encoding="utf-8")
+    print(page)
+
+
+def _same_kind(mark: Path, *, dry: bool) -> None:
+    """Keep what a dry run leaves apart from what a GPU leaves."""
+    if mark.exists() and json.loads(mark.read_text(encoding="utf-8"))["dry_run"] != dry:
+        raise UsageError(f"{mark.parent} holds {'a GPU' if dry else 'a dry run'}'s results", hint="give another --work")
+    mark.write_text(json.dumps({"dry_run": dry}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""The steps: each measures one thing and returns it, as JSON, or raises what keeps it from that.
+
+What builds engines imports torch, so it is imported by the steps that need it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.verify_gpu import place, speed
+from benchmarks.verify_gpu.scale import Scale
+from llmforge.errors import EnvironmentLacks, VerificationError
+from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.device import Block
+
+PACKAGES = (
+    "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",
+    "numpy",
+)  # fmt: skip
+SUBSET = ("llama", "mistral-window", "qwen3-moe")  # of a dry run
+ATTENTION = {  # heads, KV heads, head_dim, cache, window
+    "h64-group4": (8, 2, 64, None),
+    "h128-group8": (8, 1, 128, None),
+    "h128-group1": (4, 4, 128, None),
+    "h128-group4-window": (8, 2, 128, 64),
+}
+PIECES = [20, 1, 1, 9, 1, 1]  # a prompt, tokens one by one, several behind a past
+
+Result = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a step gets."""
+
+    scale: Scale
+    work: Path
+    target: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step: `limit_s` bounds it; `after` must have gone well before it."""
+
+    name: str
+    limit_s: float
+    work: Callable[[Run], Result]
+    after: tuple[str, ...] = ()
+    read_log: Callable[[Result, str], Result] | None = None  # adds to the result what the log says
+
+
+def plan(scale: Scale) -> list[Step]:
+    """List the steps in their order."""
+    models = SUBSET
+    if not scale.dry:
+        from tests import zoo
+
+        models = tuple(zoo.ZOO)
+    made = [Step("environment", 120, environment)]
+    made += [Step(f"attention:{name}", 300, _named(attention, name), (), read_attention) for name in ATTENTION]
+    made += [Step(f"parity:{name}", 300, _named(parity, name)) for name in models]
+    made += [Step("capture", 600, capture)]
+    made += [Step(name, 1200, _named(plans, name)) for name in ("tensorrt-rtx", "tensorrt")]
+    made += [Step("shape", 1800, shape)]
+    made += [Step(f"build:{each}", 3600, _named(build, each), ("shape",)) for each in scale.precisions]
+    for number in range(1, scale.rounds + 1):
+        for subject in scale.subjects:
+            needs = f"build:{subject.removeprefix('llmforge-')}" if subject.startswith("llmforge") else "shape"
+            made.append(Step(f"speed:{number}:{subject}", 900, _named(throughput, subject), (needs,)))
+    return made
+
+
+def _named(work: Callable[[Run, str], Result], name: str) -> Callable[[Run], Result]:
+    return lambda run: work(run, name)
+
+
+def environment(run: Run) -> Result:
+    device = place.device(run.scale)
+    driver = "not asked"
+    if shutil.which("nvidia-smi") and not run.scale.dry:
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": device.name,
+        "sm": device.sm,
+        "memory_bytes": device.memory()[1],
+        "driver": driver,
+        "copy_gb_per_s": _copy_bandwidth(device, run.scale.copy_bytes),
+        "target": place.target(run.scale, run.target).name,
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _copy_bandwidth(device: Any, size: int) -> float:
+    """Copy `size` bytes within the device, ten times: bytes read and written a second, median, in GB/s."""
+    source, target = device.allocate(size), device.allocate(size)
+    times = []
+    for _ in range(11):
+        device.synchronize()
+        start = time.perf_counter()
+        device.copy(Block(target, 0, size), Block(source, 0, size), size, 1)
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * size / statistics.median(times[1:]) / 1e9
+
+
+def attention(run: Run, name: str) -> Result:
+    """Let ONNX Runtime tell which kernels it chose; `read_attention` reads it off the log when the step has ended."""
+    from benchmarks.verify_gpu import subjects
+    from llmforge.engines import cuda_attention
+    from tests import zoo
+
+    heads, kv_heads, head_dim, window = ATTENTION[name]
+    os.environ[cuda_attention.DEBUG_VARIABLE] = "1"
+    checkpoint = run.work / "checkpoints" / name
+    options = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    kind = "mistral-window" if window else "llama"
+    zoo.write(kind, checkpoint, **options, **({"sliding_window": window} if window else {}))
+    folder = run.work / "engines" / name
+    precision = "fp32" if run.scale.dry else "fp16"
+    chosen = place.target(run.scale, run.target)
+    subjects.build(checkpoint, folder, precision, chosen, max_batch=1, max_context=128)
+    config = RuntimeConfig.read(folder / "engine" / FILE)
+    # Unrecorded: a replay chooses no kernel.
+    (folder / "engine" / FILE).write_text(dataclasses.replace(config, graphs=None, buckets=()).to_json())
+    session = subjects.open_engine(folder, run.scale)
+    ids = np.random.default_rng(0).integers(3, zoo.VOCABULARY, (1, 40))
+    cache = session.allocate(1, 128)
+    for said, count, past in (("PREFILL", 32, 0), ("DECODE", 1, 32)):
+        print(f"\n== {said}", flush=True)
+        session.step(ids[:, past : past + count], np.array([past], np.int32), cache.rows(0, 1))
+    sys.stdout.flush()
+    described = cuda_attention.Attention("", heads, kv_heads, head_dim, False, False, bool(window), False)
+    sm = place.device(run.scale).sm
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "window": window,
+        "expected": {
+            said: sorted(cuda_attention.expected(described, sm, decode=said == "decode")) if sm else []
+            for said in ("prefill", "decode")
+        },
+    }
+
+
+def read_attention(result: Result, log: str) -> Result:
+    """Add which kernels the log names, and whether they are among those expected; None: nothing is expected."""
+    from llmforge.engines import cuda_attention
+
+    _, _, said = log.partition("== PREFILL")
+    prefill, _, decode = said.partition("== DECODE")
+    found = {
+        kind: sorted({choice.kernel for choice in cuda_attention.parse(text)})
+        for kind, text in (("prefill", prefill), ("decode", decode))
+    }
+    right = all(found[kind] and set(found[kind]) <= set(result["expected"][kind]) for kind in found)
+    return {**result, "found": found, "as_expected": right if result["expected"]["decode"] else None}
+
+
+def parity(run: Run, name: str) -> Result:
+    """Hold the device's logits against fp32 on the CPU: one text, read in pieces and token by token."""
+    from benchmarks.verify_gpu import subjects
+    from tests import zoo
+
+    checkpoint = run.work / "checkpoints" / name
+    zoo.write(name, checkpoint)
+    chosen, precision = place.target(run.scale, run.target), run.scale.parity_precision
+    folder = run.work / "engines" / name
+    subjects.build(checkpoint, folder, precision, chosen, max_batch=2, max_context=128)
+    wanted = subjects.reference(checkpoint, run.work / "engines" / f"{name}-cpu")
+    return _compared(subjects.open_engine(folder, run.scale), wanted, run.scale, zoo.VOCABULARY)
+
+
+def _compared(session: Any, wanted: Any, scale: Scale, vocabulary: int) -> Result:
+    from benchmarks.verify_gpu import subjects
+
+    ids = np.random.default_rng(0).integers(3, vocabulary, (1, sum(PIECES)))
+    got, expected = (subjects.all_logits(each, ids, PIECES, 128) for each in (session, wanted))
+    worst = float(np.abs(got - expected).max())
+    result = {
+        "largest_difference": worst,
+        "spread": float(expected.std()),
+        "kld_mean": _divergence(expected, got),
+        "same_first_choice": float((got.argmax(-1) == expected.argmax(-1)).mean()),
+    }
+    if not worst <= scale.tolerance:  # also where it is NaN
+        raise VerificationError(f"logits differ by up to {worst:.3g}, and {scale.tolerance:g} is allowed: {result}")
+    return result
+
+
+def _divergence(wanted: np.ndarray, got: np.ndarray) -> float:
+    """Mean KL divergence of softmax(got) from softmax(wanted), in nats a token."""
+    p, q = (x.astype(np.float64) - x.max(-1, keepdims=True) for x in (wanted, got))
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+
+def capture(run: Run) -> Result:
+    """Record every planned decode step of the sample checkpoint; the session proves each as it is loaded."""
+    from benchmarks.verify_gpu import subjects
+
+    folder = run.work / "engines" / "capture"
+    precision, chosen = run.scale.parity_precision, place.target(run.scale, run.target)
+    subjects.build(subjects.SAMPLE, folder, precision, chosen, max_batch=8, max_context=1024)
+    session = subjects.open_engine(folder, run.scale)
+    config = RuntimeConfig.read(folder / "engine" / FILE)
+    session.allocate(config.max_batch, config.max_context)
+    planned = 0 if config.graphs is None else len(config.graphs.captures)
+    return {"planned": planned, "recordings": [_recording(each) for each in session.recordings]}
+
+
+def _recording(recording: Any) -> Result:
+    found: Result = dataclasses.asdict(recording)
+    return found
+
+
+def plans(run: Run, backend: str) -> Result:
+    """Build a plan of the sample checkpoint, deserialize it, and hold its logits against fp32 on the CPU."""
+    if run.scale.dry:
+        raise EnvironmentLacks("a plan is loaded on a CUDA device alone")
+    from benchmarks.verify_gpu import subjects
+
+    folder, chosen = run.work / "engines" / backend, place.target(run.scale, run.target)
+    facts = subjects.build(subjects.SAMPLE, folder, "fp16", chosen, max_batch=8, max_context=128, backend=backend)
+    session = subjects.open_engine(folder, run.scale)
+    wanted = subjects.reference(subjects.SAMPLE, run.work / "engines" / f"{backend}-cpu")
+    trained = dataclasses.replace(run.scale, tolerance=0.2)  # logits of a trained model spread over some 3
+    compared = _compared(session, wanted, trained, wanted.vocabulary)
+    step = speed.decode(session, session.allocate(8, 128), 8, 16, 16)
+    recordings = [_recording(each) for each in session.recordings]
+    return {**compared, "size_bytes": facts["size_bytes"], "decode_ms@8": step * 1e3, "recordings": recordings}
+
+
+def shape(run: Run) -> Result:
+    from benchmarks.verify_gpu import subjects
+
+    checkpoint = run.work / "checkpoints" / "shape"
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    subjects.shape_checkpoint(run.scale, checkpoint)
+    return {"bytes": sum(path.stat().st_size for path in checkpoint.iterdir())}
+
+
+def build(run: Run, precision: str) -> Result:
+    from benchmarks.verify_gpu import subjects
+
+    start = time.perf_counter()
+    sizes = {"max_batch": max(run.scale.batches), "max_context": run.scale.max_context}
+    chosen = place.target(run.scale, run.target)
+    folder = run.work / "engines" / f"shape-{precision}"
+    facts = subjects.build(run.work / "checkpoints" / "shape", folder, precision, chosen, **sizes)
+    return {**facts, "seconds": time.perf_counter() - start}
+
+
+def throughput(run: Run, subject: str) -> Result:
+    """Time decode steps at every batch size; the first use of each is not timed."""
+    scale = run.scale
+    if subject.startswith("torch"):
+        compiled = subject == "torch-compile"
+        return speed.torch_steps(run.work / "checkpoints" / "shape", scale, compiled=compiled)
+    from benchmarks.verify_gpu import subjects
+
+    folder = run.work / "engines" / f"shape-{subject.removeprefix('llmforge-')}"
+    start = time.perf_counter()
+    session = subjects.open_engine(folder, scale)
+    cache = session.allocate(max(scale.batches), scale.max_context)
+    loaded = time.perf_counter() - start
+    steps = {str(batch): speed.decode(session, cache, batch, scale.context, scale.tokens) for batch in scale.batches}
+    return {"load_s": loaded, "step_s": steps, "notes": list(session.notes)}

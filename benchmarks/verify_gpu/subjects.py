@@ -1,0 +1,138 @@
+"""Engines for the device that is verified, and what stands beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.verify_gpu.scale import Scale
+from llmforge import engines, passes, targets
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines.onnxruntime import write_tokenizer
+from llmforge.evaluate import footprint
+from llmforge.passes.flash_attention import FlashAttention
+from llmforge.passes.fuse_experts import FuseExperts
+from llmforge.passes.fuse_norms import FuseNorms
+from llmforge.passes.pack_gate_up import PackGateUp
+from llmforge.passes.pack_qkv import PackQkv
+from llmforge.recipe import EngineSpec
+from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
+from llmforge.runtime.cuda import DeviceSession
+from llmforge.runtime.device import HostDevice
+from llmforge.runtime.engines import load
+from llmforge.runtime.session import Session
+from llmforge.trace import trace
+from llmforge.transform import Budget, Context, Pass
+
+SAMPLE = Path("tests/data/docs-llama-7m")
+ANY_COST = Budget(kld_mean=1e9)  # weights are random: what precision costs is measured on real ones
+FACTS = "facts.json"
+
+
+def steps(precision: str, backend: str) -> list[Pass]:
+    """Choose the passes that make a graph compute in `precision`; int8 and int4 weights with fp16 activations."""
+    if backend != "onnxruntime":  # which takes the canonical graph as it is
+        return []
+    made: list[Pass] = [FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()]
+    if precision in ("int8", "int4"):
+        bits = int(precision.removeprefix("int"))
+        options = {"block_size": 32, "symmetric": True, "method": "rtn", "embedding_bits": 16}
+        made.append(passes.QuantizeWeights(budget=ANY_COST, bits=bits, **options))
+    made.append(FuseExperts())
+    return made
+
+
+def build(
+    checkpoint: Path,
+    folder: Path,
+    precision: str,
+    chosen: targets.Target,
+    *,
+    max_batch: int,
+    max_context: int,
+    backend: str = "onnxruntime",
+) -> dict[str, Any]:
+    """Write the engine of `checkpoint` into `folder`, anew; return what is known of it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    opened = Checkpoint.open(checkpoint)
+    model = trace(opened)
+    made = steps(precision, backend)
+    if chosen.kind == "gpu" and precision != "fp32":
+        dtype = "bf16" if precision == "bf16" else "fp16"
+        made.append(passes.LowerPrecision(budget=ANY_COST, dtype=dtype))
+    for step in made:
+        step.run(model, Context(chosen))
+    # What cannot be recorded is part of the evidence, and keeps nothing from being measured.
+    spec = EngineSpec(backend=backend, max_context=max_context, max_batch=max_batch, cuda_graphs="allow")
+    builder = engines.for_target(spec.backend, chosen)
+    lowered, changes = builder.lower(model, chosen, spec)
+    engine = builder.build(
+        lowered,
+        folder / "engine",
+        spec=spec,
+        target=chosen,
+        eos_token_ids=opened.eos_token_ids,
+        bos_token_id=opened.bos_token_id,
+    )
+    write_tokenizer(opened, folder / "tokenizer")
+    read = footprint.count(model, engine.size_bytes)
+    facts = {
+        "nodes": engine.nodes,
+        "size_bytes": engine.size_bytes,
+        "weight_bytes_per_token": read.weight_bytes_per_token,
+        "kv_bytes_per_token": read.kv_bytes_per_token,
+        "notes": list(engine.notes),
+        "slower": [f"{each.node}: {each.reason}" for each in changes.skipped],
+    }
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    return facts
+
+
+def open_engine(folder: Path, scale: Scale) -> Any:
+    """Open an engine with what runs it; in a dry run, the session that drives a GPU, over the host's memory."""
+    config = RuntimeConfig.read(folder / "engine" / FILE)
+    if not scale.dry:
+        return load(folder / "engine", config)
+    model = folder / "engine" / MODEL_FILE
+    return DeviceSession(model, config.session.resolve(), HostDevice(), buckets=(config.max_batch,))
+
+
+def reference(checkpoint: Path, folder: Path) -> Session:
+    """Open the checkpoint in fp32 on this machine's CPU, as the passes leave it."""
+    build(checkpoint, folder, "fp32", targets.local(), max_batch=1, max_context=128)
+    config = RuntimeConfig.read(folder / "engine" / FILE)
+    return Session(folder / "engine" / MODEL_FILE, dataclasses.replace(config.session.resolve(), optimize=False))
+
+
+def all_logits(backend: Any, ids: NDArray[np.int64], pieces: list[int], capacity: int) -> NDArray[np.float32]:
+    """Run one row in `pieces`, and give the logits after every token, fp32 [S, V]."""
+    cache, at, found = backend.allocate(1, capacity), 0, []
+    for count in pieces:
+        piece, past = ids[:, at : at + count], np.array([at], np.int32)
+        whole = np.array([ids.shape[1]])
+        found.append(backend.step(piece, past, cache.rows(0, 1), np.arange(count), text_lengths=whole)[0])
+        at += count
+    return np.concatenate(found)
+
+
+def shape_checkpoint(scale: Scale, folder: Path) -> None:
+    """Write a Llama of random weights in the scale's shape, bf16, with the sample's tokenizer, unless it is there."""
+    if (folder / "config.json").exists():
+        return
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(**scale.shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    partial = folder.with_name(f"{folder.name}.partial")
+    model.save_pretrained(partial)
+    for path in SAMPLE.glob("*token*.json"):
+        shutil.copy(path, partial / path.name)
+    partial.rename(folder)
