@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -133,3 +135,18 @@ def test_an_operator_that_nobody_defines_is_found() -> None:
 def test_every_operator_that_a_pass_may_write_is_known_to_the_schemas() -> None:
     assert onnx.defs.onnx_opset_version() >= 24
     assert kernels._since(ir.Node("com.microsoft", "QMoE", []), 1) == 1
+
+
+def test_rows_that_differ_in_one_parameter_are_one() -> None:
+    """The record says the same combinations of types as the wheel, in fewer rows."""
+    script = Path(__file__).parents[1] / "benchmarks" / "cuda_wheel.py"
+    merged = runpy.run_path(str(script))["_merged"]
+    rows = [{"T": frozenset({t}), "S": frozenset({s})} for t, s in ("ax", "ay", "bx", "by", "cz")]
+
+    def combinations(given: list[dict[str, frozenset[str]]]) -> set[tuple[str, str]]:
+        return {(t, s) for row in given for t in row["T"] for s in row["S"]}
+
+    found = merged(rows)
+    assert len(found) == 2
+    assert combinations(found) == combinations(rows)
+    assert merged(list(reversed(rows))) == found

@@ -179,6 +179,31 @@ def _holds(name: str, folder: Path) -> None:
     support.check(lower.rewrite(after(model, HALF), CAPACITY)[0])
 
 
+def test_truths_are_reduced_as_numbers() -> None:
+    """As routers of groups of experts do; the parser's ReduceMax takes no bool."""
+    model = graphs.llama(graphs.Llama(layers=1))
+    normed = next(node.outputs[0] for node in graphs.find(model, "RMSNormalization"))
+    after_it = normed.consumers()[0]
+
+    def add(operator: str, inputs: list[ir.Value], dtype: ir.DataType, **attributes: Any) -> ir.Value:
+        [made] = graph.insert(after_it, operator, inputs, attributes, name=f"{operator}_of_truths")
+        made.name, made.type = f"{operator}_of_truths", ir.TensorType(dtype)
+        return made
+
+    zero, axis = graph.initializer(model, "zero", np.float32([1])), graph.initializer(model, "last", np.array([-1]))
+    above = add("Greater", [normed, zero], ir.DataType.BOOL)
+    some = add("ReduceMax", [above, axis], ir.DataType.BOOL, keepdims=1)
+    chosen = add("Where", [some, normed, zero], ir.DataType.FLOAT)
+    chosen.shape = normed.shape
+    for node, index in list(normed.uses()):
+        if node.op_type == "MatMul":
+            node.replace_input_with(index, chosen)
+    lowered, changes = lower.rewrite(model, CAPACITY)
+    assert "ReduceMax of bool to one of numbers" in {change.what for change in changes.rewritten}
+    assert largest_difference(model, lowered) < 1e-5
+    support.check(lower.rewrite(after(model, HALF), CAPACITY)[0])
+
+
 # --- form ------------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import graph, interface
+from llmforge import graph
 from llmforge.engines import (
     Engine,
     cuda_attention,
@@ -21,6 +21,7 @@ from llmforge.engines import (
     kernels,
     onnx_file,
     require_device,
+    signatures,
 )
 from llmforge.engines import onnxruntime as standard
 from llmforge.errors import UnsupportedError, VerificationError
@@ -29,7 +30,6 @@ from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, DeviceFacts, RuntimeConfig, SessionOptions
 from llmforge.runtime.cuda import DeviceSession
 from llmforge.runtime.device import require_cuda
-from llmforge.runtime.signature import CacheInput
 from llmforge.targets import Target
 from llmforge.transform import Changes, Skipped
 
@@ -228,10 +228,10 @@ def configure(
         kernels=None,
         max_context=spec.max_context,
         max_batch=spec.max_batch,
-        vocabulary=_vocabulary(model),
+        vocabulary=signatures.vocabulary(model),
         eos_token_ids=tuple(eos_token_ids),
         bos_token_id=bos_token_id,
-        caches=caches(model),
+        caches=signatures.caches(model),
         session=session_options(model, buckets),
         provider="cuda",
         provider_options=provider_options(graphs.mode != "off"),
@@ -248,7 +248,8 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
       the CPU in silence. Not where the graph computes with shapes: ONNX Runtime does that on the host by choice.
     - `session.use_device_allocator_for_initializers`: weights lie outside of the arena, which never shrinks.
     - `ep.cuda.fpa_intb_gemm`, with the rows that its kernels are chosen for before anything is captured: only where a
-      product is fit for it.
+      product is fit for it. There `MatMulNBitsFusion` stays off, by which ONNX Runtime would put a bias back into the
+      operator, and the product on the slow path: seen in the wheel.
     """
     on_host = any((node.domain, node.op_type) == ("", "Shape") for node in model.graph.all_nodes())
     entries = {
@@ -256,7 +257,11 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
         "session.use_device_allocator_for_initializers": "1",
     }
     if cuda_operators.any_fast(model):
-        entries |= {FAST_ENTRY: "1", FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *PREFILL_ROWS})))}
+        entries |= {
+            FAST_ENTRY: "1",
+            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *PREFILL_ROWS}))),
+            "optimization.disable_specified_optimizers": "MatMulNBitsFusion",
+        }
     return SessionOptions(threads=1, optimize=True, entries=entries)
 
 
@@ -277,26 +282,3 @@ def provider_options(graphs: bool) -> dict[str, str]:
         "enable_skip_layer_norm_strict_mode": "1",
         "use_tf32": "0",
     }
-
-
-def caches(model: ir.Model) -> tuple[CacheInput, ...]:
-    """List the caches of keys and values that the lowered `model` takes."""
-    found = []
-    for value in model.graph.inputs:
-        name, dims = str(value.name), graph.dims(value)
-        if interface.present_of(name) == name or interface.is_state(name):
-            continue
-        assert dims is not None
-        assert value.dtype is not None
-        kv_heads, head_dim = dims[1], dims[3]
-        assert isinstance(kv_heads, int)
-        assert isinstance(head_dim, int)
-        found.append(CacheInput(name, value.dtype.name.lower(), kv_heads, head_dim))
-    return tuple(found)
-
-
-def _vocabulary(model: ir.Model) -> int:
-    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
-    size = (graph.dims(logits) or (None,))[-1]
-    assert isinstance(size, int)
-    return size

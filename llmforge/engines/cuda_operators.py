@@ -69,17 +69,9 @@ def split_biases(model: ir.Model) -> list[Rewritten]:
         bias = graph.operand(node, 5)
         if bias is None or fast_obstacle(node, without_bias=True) is not None:
             continue
-        [old] = node.outputs
-        product, name = ir.Value(type=old.type, shape=old.shape), str(node.name)
+        name = str(node.name)
         node.resize_inputs(3)
-        add = ir.Node("", "Add", [product, bias], name=f"{name}/bias")
-        old_name = str(old.name)
-        node.resize_outputs(1)
-        model.graph.insert_after(node, add)
-        add.outputs[0].type, add.outputs[0].shape = old.type, old.shape
-        graph.supersede(old, add.outputs[0])
-        old.name = f"{old_name}.product"
-        add.replace_input_with(0, old)
+        _behind(node.outputs[0], "Add", [bias], {}, f"{name}/bias")
         rewritten.append(Rewritten(name, "its bias is added behind it: the fast product has none"))
     return rewritten
 
@@ -134,22 +126,25 @@ def widen(model: ir.Model) -> list[Rewritten]:
                 node.replace_input_with(index, cast)
         for output in node.outputs:
             if dtypes[output] == dtype:
-                _narrow(node, output, dtype, wide)
+                made = _behind(output, "Cast", [], {"to": int(dtype)}, f"{node.name}/{output.name}.narrow")
+                made.type, output.type = ir.TensorType(dtype), ir.TensorType(wide)
         what = f"{node.op_type} in {kernels.NAMES[wide]}: there is none for {kernels.NAMES[dtype]}"
         rewritten.append(Rewritten(str(node.name), what))
     return rewritten
 
 
-def _narrow(node: ir.Node, output: ir.Value, dtype: ir.DataType, wide: ir.DataType) -> None:
-    """Cast an output of `node`, which is `wide` from now on, back to `dtype`."""
-    cast = ir.Node("", "Cast", [output], [ir.AttrInt64("to", int(dtype))], name=f"{node.name}/{output.name}.narrow")
-    made = cast.outputs[0]
-    made.type, made.shape = ir.TensorType(dtype), output.shape
-    assert node.graph is not None
-    node.graph.insert_after(node, cast)
-    graph.supersede(output, made)
-    cast.replace_input_with(0, output)
-    output.type = ir.TensorType(wide)
+def _behind(
+    output: ir.Value, op_type: str, more: list[ir.Value], attributes: dict[str, graph.Attribute], name: str
+) -> ir.Value:
+    """Put a node that reads `output` and `more` behind what makes `output`, and let its result stand for it."""
+    maker = output.producer()
+    assert maker is not None
+    assert maker.graph is not None
+    node = ir.Node("", op_type, [output, *more], ir.convenience.convert_attributes(attributes), name=name)
+    maker.graph.insert_after(maker, node)
+    graph.supersede(output, node.outputs[0])
+    node.replace_input_with(0, output)
+    return node.outputs[0]
 
 
 def _is(node: ir.Node, op_type: str) -> bool:

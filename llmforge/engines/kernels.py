@@ -146,7 +146,7 @@ def _signature(node: ir.Node, since: int, dtypes: Mapping[ir.Value, ir.DataType]
     signature: dict[str, str] = {}
     for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
         for index, value in enumerate(values):
-            if value is None or not value.name or value not in dtypes:
+            if value is None or value.name == "":  # left out
                 continue
             parameter = formal[min(index, len(formal) - 1)]
             name = NAMES.get(dtypes[value], dtypes[value].name.lower())

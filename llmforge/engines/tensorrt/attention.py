@@ -28,8 +28,9 @@ from llmforge.building import Builder
 # Head dimensions for which TensorRT-RTX 1.7 has a kernel: 16, 24, 32, 48, 64, 80, 96, 128, 192 and 256 built on SM89;
 # 8, 512 and 576 did not.
 SMALLEST_HEAD, LARGEST_HEAD, HEAD_STEP = 16, 256, 8
-# Added to a masked score, or put in its place: exp of it is 0, and fp16 holds it and sums of it.
+# Added to a masked score: exp of the sum is 0, and fp16 holds it.
 HIDDEN = -30000.0
+_LOWEST = float(np.finfo(np.float32).min)  # in the place of a masked score in fp32
 _SINKS, _SLOPES = 6, 7  # inputs of llmforge::Attention that may be left out
 
 
@@ -110,7 +111,7 @@ class Attentions(Builder):
         if g.operand(node, _SLOPES) is not None:
             scores = self._add(node, "Add", [scores, self._cast(node, mask, dtype, fp32)])
         else:
-            scores = self._add(node, "Where", [mask, scores, self._number(HIDDEN, fp32)])
+            scores = self._add(node, "Where", [mask, scores, self._number(_LOWEST, fp32)])
         weights = self._cast(node, self._softmax(node, scores), fp32, dtype)
         together = self._constant(f"together_{kv_heads}", [0, kv_heads, -1, self.capacity])
         y = self._add(node, "MatMul", [self._add(node, "Reshape", [weights, together]), values])

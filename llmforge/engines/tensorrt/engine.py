@@ -12,8 +12,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmforge import graph, interface
-from llmforge.engines import Engine, onnx_file, require_device
+from llmforge import graph
+from llmforge.engines import Engine, onnx_file, require_device, signatures
 from llmforge.engines.onnxruntime import check_context
 from llmforge.engines.tensorrt import builder, library, plan_file, profiles, refusals
 from llmforge.engines.tensorrt import lower as lowering
@@ -96,14 +96,14 @@ def build(
         onnx_file.write(model, Path(scratch), progress or Silent())
         record, reused = _plan(chosen, model, Path(scratch), folder / PLAN_FILE, _sm(target), ranges)
     (folder / plan_file.FILE).write_text(record.to_json(), encoding="utf-8")
-    caches = _caches(model)
+    caches = signatures.caches(model)
     config = RuntimeConfig(
         format=FORMAT,
         onnxruntime=None,
         kernels=None,
         max_context=spec.max_context,
         max_batch=spec.max_batch,
-        vocabulary=_vocabulary(model),
+        vocabulary=signatures.vocabulary(model),
         eos_token_ids=tuple(eos_token_ids),
         bos_token_id=bos_token_id,
         caches=caches,
@@ -172,29 +172,6 @@ def _facts(chosen: Library, record: PlanRecord, config: RuntimeConfig) -> dict[s
 def _sm(target: Target) -> str:
     assert target.sm is not None  # of every GPU target
     return target.sm
-
-
-def _vocabulary(model: ir.Model) -> int:
-    """Read the number of logits off the output [batch, rows, vocabulary]."""
-    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
-    size = (graph.dims(logits) or (None,))[-1]
-    assert isinstance(size, int), f"logits have {size} columns"
-    return size
-
-
-def _caches(model: ir.Model) -> tuple[CacheInput, ...]:
-    """Read the caches [batch, kv_heads, capacity, head_dim] off the inputs, in their order."""
-    found = []
-    for value in model.graph.inputs:
-        name = str(value.name)
-        if interface.present_of(name) == name:
-            continue
-        _, heads, _, channels = graph.dims(value) or (None,) * 4
-        assert value.dtype is not None
-        assert isinstance(heads, int)
-        assert isinstance(channels, int)
-        found.append(CacheInput(name, value.dtype.numpy().name, heads, channels))
-    return tuple(found)
 
 
 def _cache_bytes(caches: Sequence[CacheInput], spec: EngineSpec) -> int:

@@ -27,7 +27,7 @@ from llmforge.building import Builder
 
 BITS = 4
 BLOCK_SIZES = (32, 64, 128)  # those that were seen to build
-_CODES, _ZERO_POINTS, _BIAS = 1, 3, 5  # inputs of MatMulNBits; of GatherBlockQuantized, codes are the first
+_CODES, _ZERO_POINTS, _ORDER, _BIAS = 1, 3, 4, 5  # inputs of MatMulNBits; of GatherBlockQuantized, codes are the first
 _UPPER_BITS = 0x88  # of the two codes of a byte: turns 0 … 15 around 8 into int4, -8 … 7
 
 
@@ -41,6 +41,8 @@ def obstacle(node: ir.Node) -> str | None:
         )
     if g.operand(node, _ZERO_POINTS) is not None:
         return "its weights have zero points, which the parser refuses; set `symmetric: true`"
+    if node.op_type == "MatMulNBits" and g.operand(node, _ORDER) is not None:
+        return "its input features are reordered (g_idx)"
     if block_size not in BLOCK_SIZES:
         return f"its blocks are {block_size} wide; {', '.join(map(str, BLOCK_SIZES))} were seen to build"
     k = _features(node)

@@ -1,0 +1,31 @@
+"""What a runtime must know of a lowered graph, read off its inputs and outputs: no session is needed for it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from llmforge import graph, interface
+from llmforge.runtime.signature import CacheInput
+
+
+def vocabulary(model: ir.Model) -> int:
+    """Read the number of logits off the output [batch, rows, vocabulary]."""
+    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
+    size = (graph.dims(logits) or (None,))[-1]
+    assert isinstance(size, int), f"logits have {size} columns"
+    return size
+
+
+def caches(model: ir.Model) -> tuple[CacheInput, ...]:
+    """Read the caches of keys and values, [batch, kv_heads, capacity, head_dim], off the inputs, in their order."""
+    found = []
+    for value in model.graph.inputs:
+        name = str(value.name)
+        if interface.present_of(name) == name or interface.is_state(name):
+            continue
+        _, heads, _, channels = graph.dims(value) or (None,) * 4
+        assert value.dtype is not None
+        assert isinstance(heads, int)
+        assert isinstance(channels, int)
+        found.append(CacheInput(name, value.dtype.numpy().name, heads, channels))
+    return tuple(found)
