@@ -261,6 +261,7 @@ def mean_kld(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, data: Path) -> None:
     checkpoint = Checkpoint.open(sample_checkpoint)

@@ -83,6 +83,7 @@ def test_the_wheel_holds_every_file_once_and_nothing_else(wheel: Path) -> None:
     assert "-cp311-abi3-" in wheel.name  # the library uses nothing of Python
 
 
+@pytest.mark.slow
 def test_the_wheel_from_the_checkout_is_that_from_the_sdist(source: Path, wheel: Path, tmp_path: Path) -> None:
     build(source, tmp_path, "--wheel")
     (direct,) = tmp_path.glob("*.whl")

@@ -53,10 +53,15 @@ def operators(model: ir.Model) -> Counter[str]:
 SLOW = {
     "deepseek-v3",
     "gemma3",
+    "glm4-moe",
     "gpt-neox",
     "gpt-oss",
     "mixtral",
+    "mistral-window",
     "olmo-hybrid",
+    "qwen2",
+    "qwen2-moe",
+    "qwen3",
     "qwen3-moe",
     "qwen3-next",
     "smollm3",
@@ -401,6 +406,7 @@ def test_a_norm_with_other_arithmetic_is_traced_as_it_is(tmp_path: Path, monkeyp
     assert zoo.largest_difference(dialect.expand(model), zoo.reference(tmp_path), zoo.SCHEDULES["one"]) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_with_the_length_of_the_past_is_refused(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_windows_and_slopes_are_read_off_code_of_its_own(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.slow
 def test_attention_code_with_other_arithmetic_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
@@ -96,6 +97,7 @@ def test_attention_code_with_other_arithmetic_is_refused(tmp_path: Path, monkeyp
         traced(tmp_path)
 
 
+@pytest.mark.slow
 def test_position_biases_that_are_not_linear_are_refused(tmp_path: Path) -> None:
     """Falcon rounds its biases to bf16."""
     import transformers

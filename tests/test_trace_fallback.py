@@ -85,12 +85,14 @@ def test_what_computes_other_logits_is_refused(diffllama: Path, graph: ir.Model)
         verify_trace(Checkpoint.open(diffllama), wrong)
 
 
+@pytest.mark.slow
 def test_one_length_of_the_past_for_all_rows_is_refused(tmp_path: Path) -> None:
     shrink.write("trocr", tmp_path)
     with pytest.raises(UnsupportedError, match=r"the traced graph does not run: .* out of data bounds"):
         compiled(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_large_one_is_proved_by_its_first_layers(tmp_path: Path) -> None:
     """CodeGen's masks and angles stand in front of its layers, which are then all alike."""
     shrink.write("codegen", tmp_path)
