@@ -22,7 +22,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.engines import onnxruntime as engines
 from llmforge.errors import CheckpointError, RecipeError, UnsupportedError, VerificationError
-from llmforge.passes import ALL, FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv
+from llmforge.passes import ALL, FlashAttention, FuseExperts, FuseNorms, GenaiInterface, PackGateUp, PackQkv
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
@@ -271,6 +271,16 @@ def test_an_activation_beyond_fp16_is_an_error_that_names_it(tmp_path: Path) -> 
     check = Verifier(model, folder=tmp_path, texts=TEXTS)
     change = LowerPrecision(LOOSE, "bf16")
     check.check(change, model, change.run(model, GPU))
+
+
+@pytest.mark.parametrize("whole_bytes", [0, 1 << 30])
+def test_exact_passes_may_follow(whole_bytes: int, tmp_path: Path) -> None:
+    model = graphs.llama()
+    fuse(model)
+    lower(model, "fp16", context=graphs.CPU)
+    check = Verifier(model, folder=tmp_path, whole_bytes=whole_bytes)
+    change = GenaiInterface()
+    assert check.check(change, model, change.run(model, graphs.CPU)).max_abs_difference == 0
 
 
 def test_refused_where_the_dtype_does_not_run() -> None:
