@@ -10,11 +10,13 @@ from typing import Any
 from llmforge import options
 from llmforge.artifact import Artifact
 from llmforge.graph_facts import GraphFacts
+from llmforge.runtime.config import PENDING_FILE
 from llmforge.targets import Figure, Target
 from llmforge.targets.support import Support
 from llmforge.trace.pattern import Pattern
 from llmforge.transform import Pass
 
+_PENDING = f"engine/{PENDING_FILE}"
 _BOUNDS = {
     "minimum": "at least {}",
     "exclusiveMinimum": "above {}",
@@ -95,6 +97,7 @@ def artifact_text(artifact: Artifact) -> str:
         "content": manifest.content_digest,
         "checkpoint": manifest.checkpoint,
         "created": f"{manifest.created:%Y-%m-%d %H:%M} UTC",
+        **({"engine": "not built yet: `llmforge build --finish`"} if _PENDING in manifest.files else {}),
         "requires": ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing",
         "built with": ", ".join(f"{tool} {version}" for tool, version in manifest.tools.items()),
     }

@@ -63,3 +63,15 @@ def sample_graph(sample_checkpoint: Path) -> ir.Model:
     from llmforge.trace import trace
 
     return trace(Checkpoint.open(sample_checkpoint))
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a machine without a GPU, wherever the test runs."""
+    from llmforge import engines
+    from llmforge.errors import EnvironmentLacks
+
+    def require_cuda() -> object:
+        raise EnvironmentLacks("no CUDA device here", hint="…")
+
+    monkeypatch.setattr(engines, "require_cuda", require_cuda)

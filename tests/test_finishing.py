@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from llmforge import engines
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
-from llmforge.errors import EnvironmentLacks
 from llmforge.gates import Verdict
 from llmforge.report.model import Report
 
@@ -26,14 +24,11 @@ RTX = {"backend": "tensorrt-rtx", "max_context": 96, "max_batch": 2}
 Write = Callable[..., Path]
 
 
+pytestmark = pytest.mark.usefixtures("no_device")
+
+
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Be a machine without a GPU, on a GPU host too, and with a cache of its own."""
-
-    def require_cuda() -> object:
-        raise EnvironmentLacks("no CUDA device here", hint="…")
-
-    monkeypatch.setattr(engines, "require_cuda", require_cuda)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "cache"))
 
 
@@ -186,7 +181,9 @@ def test_a_pending_artifact_refuses_to_run_in_plain_words(pending: Path, tmp_pat
         assert result.exit_code == 8, (command, result.output)
         assert "is not built yet" in result.stderr.replace("\n", " ")
         assert f"--finish {pending}"[:20] in result.stderr
-    assert run("inspect", pending, "--verify").exit_code == 0
+    shown = run("inspect", pending, "--verify")
+    assert shown.exit_code == 0
+    assert "engine      not built yet" in shown.stdout
     finished = run("build", "--finish", pending)
     assert finished.exit_code == 8
     assert "no CUDA device here" in finished.stderr

@@ -76,6 +76,18 @@ def test_two_bounds_give_two_results_and_the_worst_counts() -> None:
     assert overall([*results, failed]) is Verdict.FAIL
 
 
+def test_what_could_not_be_measured_is_undecided_and_says_why() -> None:
+    gates: dict[Metric, GateSpec] = {"kld_mean": GateSpec(max=0.1), "size_bytes": GateSpec(max=5)}
+    missing, known = judge(gates, {"size_bytes": Estimate.exact(6)}, unmeasured="no device here")
+    assert missing.verdict is Verdict.INCONCLUSIVE
+    assert missing.samples_needed is None
+    assert missing.explanation == "kld_mean: not measured: no device here; wanted at most 0.1"
+    assert known.verdict is Verdict.FAIL
+    broken = Estimate(value=math.nan, low=None, high=None, samples=50)
+    (failed,) = judge({"kld_mean": GateSpec(max=1)}, {"kld_mean": broken}, unmeasured="no device here")
+    assert failed.verdict is Verdict.FAIL
+
+
 def test_no_gates_no_verdict() -> None:
     assert judge({}, {"kld_mean": estimate(1, 0, 2)}) == ()
     assert overall(()) is Verdict.NONE

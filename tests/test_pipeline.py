@@ -268,11 +268,17 @@ def test_evaluation_on_calibration_text_is_refused(recipe_file: Write) -> None:
     assert "calibration never saw" in result.stderr
 
 
+@pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize(
     ("sections", "code", "says"),
     [
-        ({"target": "h200"}, 8, "onnxruntime-gpu"),
-        ({"target": "h200", "engine": {"backend": "tensorrt", "max_context": 128}}, 6, "TensorRT"),
+        ({"target": "h200"}, 8, "no CUDA device here"),
+        ({"target": "h200", "engine": {"backend": "tensorrt", "max_context": 128}}, 8, "no CUDA device here"),
+        (
+            {"target": "h200", "engine": {"backend": "tensorrt-rtx", "max_context": 128}},
+            6,
+            "cannot load a tensorrt-rtx",
+        ),
         ({"engine": {"backend": "tensorrt", "max_context": 128}}, 6, "cannot load a tensorrt engine"),
         ({"engine": {"max_context": 4096}}, 6, "128 positions"),
     ],

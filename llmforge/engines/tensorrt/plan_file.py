@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """Content of `plan.json`. Times stay out of it: equal builds give equal bytes."""
+    """Content of `plan.json`. Times stay out of it: equal plans have equal records."""
 
     format: int
     key: str  # of the source
