@@ -96,6 +96,8 @@ def rehearse(folder: Path) -> dict[str, Any]:
         buckets=config.buckets,
         graphs=config.graphs,
     )
+    infos = zip(session._session.get_inputs(), session._session.get_input_memory_infos(), strict=True)
+    found["read_on_host"] = [f"{value.name}: {info.name}" for value, info in infos if info.name != "Cuda"]
     found["providers"] = session._session.get_providers()
     found["caches_as_configured"] = session.caches == config.caches
     cache = session.allocate(config.max_batch, config.max_context)

@@ -13,6 +13,7 @@ class Recorder:
 
     def __init__(self, session: Any) -> None:
         self._session = session
+        self.session: Any = None  # of llmforge, whose calls come here
         self.recorded: dict[int, Any] = {}
         self.replays: list[int] = []
         self.silent = False  # never record, and say nothing

@@ -87,6 +87,7 @@ def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(monke
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert found["providers"][0] == "CUDAExecutionProvider"
     assert found["caches_as_configured"] is True
+    assert found["read_on_host"] == ["total_sequence_length: Cpu"]
     # Recorded by the first run of an id, replayed in it and in those that follow, wherever inputs are bound.
     wanted = [[0, 0], [1, 1], [1, 2], [1, 3]]
     assert [each["recorded_and_replayed"] for each in found["captures"]] == [wanted] * 4

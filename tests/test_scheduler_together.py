@@ -142,19 +142,38 @@ def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
     assert stats.prefill_tokens + stats.prefix_hit_tokens <= stats.prompt_tokens
 
 
-def test_over_device_memory_everybody_gets_the_bits_of_the_session_of_the_cpu(runner, folder, texts):
-    """Through the session that drives a GPU, over the host's memory: buckets padded, decode steps replayed."""
-    captures = [Capture(i + 1, b, n) for i, (n, b) in enumerate([(1024, 8), (1024, 4), (256, 8), (256, 4), (256, 2)])]
+CAPTURES = [Capture(i + 1, b, n) for i, (n, b) in enumerate([(1024, 8), (1024, 4), (256, 8), (256, 4), (256, 2)])]
+
+
+@pytest.fixture
+def recorder(runner, folder) -> Recorder:
+    """What stands for ONNX Runtime in `recorder.session`, which drives a GPU, here over the host's memory."""
+    options = {"buckets": (2, 4, 8), "graphs": GraphPlan("require", tuple(CAPTURES))}
     model = folder / "engine" / "model.onnx"
-    options = {"buckets": (2, 4, 8), "graphs": GraphPlan("require", tuple(captures))}
     session = DeviceSession(model, runner.config.session.resolve(), HostDevice(), **options)
-    session._session = recorder = Recorder(session._session)
+    session._session = made = Recorder(session._session)
+    made.session = session
+    return made
+
+
+def test_over_device_memory_everybody_gets_the_bits_of_the_session_of_the_cpu(runner, recorder, texts):
+    """Buckets padded, decode steps replayed, behind blocks of the prefix cache."""
     given: list[list[list[tuple[Any, ...]]]] = []
-    for backend in (runner.session, session):
+    for backend in (runner.session, recorder.session):
         everybody = clients(texts, np.random.default_rng(3))[:100]
         serve(everybody, runner, backend, speculation=None)
         answers = [client.received.chunks for client in everybody]
         given.append([[(c.text, c.token_id, c.finish_reason, c.logprob) for c in chunks] for chunks in answers])
     assert given[0] == given[1]
     assert sum(chunk[3] is not None for answer in given[0] for chunk in answer) > 50  # their probabilities, too
-    assert {captures[number - 1].batch for number in recorder.replays} == {2, 4, 8}
+    assert {CAPTURES[number - 1].batch for number in recorder.replays} == {2, 4, 8}
+
+
+def test_prompts_that_are_answered_together_take_the_rows_of_their_bucket(runner, recorder, texts):
+    over = Runner(recorder.session, runner.config, runner.tokenizer, None)
+    prompts, samplings = [text[:20] for text in texts[:3]], [Sampling(max_tokens=5, ignore_eos=True)] * 3
+    list(over.generate_batch(prompts[:1], samplings[:1]))  # the first use allocates and records
+    recorder.replays.clear()
+    got, wanted = ([step.token_ids for step in each.generate_batch(prompts, samplings)] for each in (over, runner))
+    assert got == wanted
+    assert {CAPTURES[number - 1].batch for number in recorder.replays} == {4}

@@ -23,9 +23,9 @@ from llmforge.errors import (
     VersionMismatch,
 )
 from llmforge.recipe import EngineSpec
-from llmforge.runtime import engines
 from llmforge.runtime.config import DeviceFacts, GraphPlan, PlanFacts, ProfileFacts, RuntimeConfig, SessionOptions
 from llmforge.runtime.device import require_cuda
+from llmforge.runtime.loading import open_engine
 from llmforge.runtime.session import Session, SessionConfig
 from llmforge.runtime.tensorrt import PlanSession
 from llmforge.runtime.tensorrt_plan import bucket_sizes, open_plan
@@ -78,7 +78,7 @@ class Bench:
         wanted = config(**changes)
         rtx = wanted.provider == "tensorrt-rtx"
         self.monkeypatch.setitem(sys.modules, wanted.plan.module, fake_api(self.engine, rtx=rtx))
-        return engines.load(self.folder, wanted)
+        return open_engine(self.folder, wanted)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_rows_at_addresses_that_tensorrt_does_not_take_are_refused(monkeypatch, 
     (tmp_path / "model.plan").write_bytes(b"plan")
     odd = FakeEngine(serialized(), cuda, 63, ((1, CHUNK), (ROWS, 1)))
     monkeypatch.setitem(sys.modules, "tensorrt", fake_api(odd, rtx=False))
-    session = engines.load(tmp_path, config(max_context=63))
+    session = open_engine(tmp_path, config(max_context=63))
     with pytest.raises(
         UnsupportedError, match="has 8064 bytes, and TensorRT takes addresses that are multiples of 256"
     ):
@@ -262,7 +262,7 @@ def test_no_device_is_said_before_a_plan_is_looked_at(tmp_path, monkeypatch):
             require_cuda()
         except EnvironmentLacks:
             with pytest.raises(EnvironmentLacks, match="needs a CUDA device"):
-                engines.load(tmp_path, config(rtx=rtx))
+                open_engine(tmp_path, config(rtx=rtx))
 
 
 def test_buckets_are_powers_of_two_and_the_most():
@@ -330,7 +330,7 @@ def test_a_plan_of_a_traced_model_decodes_like_the_engine_of_the_cpu(tiny_checkp
     (tmp_path / "model.plan").write_bytes(b"plan")
     monkeypatch.setitem(sys.modules, "tensorrt", fake_api(engine, rtx=False))
     vocabulary = reference.vocabulary
-    session = engines.load(tmp_path, config(vocabulary=vocabulary, caches=reference.caches))
+    session = open_engine(tmp_path, config(vocabulary=vocabulary, caches=reference.caches))
     caches = [each.allocate(ROWS, CAPACITY) for each in (session, reference)]
     assert [each.obstacle for each in session.recordings] == [None, None, None]
     for ids, past, (start, stop), rows in STEPS:

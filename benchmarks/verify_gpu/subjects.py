@@ -22,10 +22,10 @@ from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.recipe import EngineSpec
+from llmforge.runtime import loading
 from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
 from llmforge.runtime.cuda import DeviceSession
 from llmforge.runtime.device import HostDevice
-from llmforge.runtime.engines import load
 from llmforge.runtime.session import Session
 from llmforge.trace import trace
 from llmforge.transform import Budget, Context, Pass
@@ -98,7 +98,7 @@ def open_engine(folder: Path, scale: Scale) -> Any:
     """Open an engine with what runs it; in a dry run, the session that drives a GPU, over the host's memory."""
     config = RuntimeConfig.read(folder / "engine" / FILE)
     if not scale.dry:
-        return load(folder / "engine", config)
+        return loading.open_engine(folder / "engine", config)
     model = folder / "engine" / MODEL_FILE
     return DeviceSession(model, config.session.resolve(), HostDevice(), buckets=(config.max_batch,))
 

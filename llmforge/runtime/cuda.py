@@ -37,10 +37,10 @@ from llmforge.runtime.config import Capture, GraphPlan
 from llmforge.runtime.device import INSTALL, Buffer, Device
 from llmforge.runtime.device_cache import DeviceCache, Memory
 from llmforge.runtime.device_inputs import Inputs, Place
-from llmforge.runtime.recording import ONE, Probe, Recording, prove
+from llmforge.runtime.recording import ONE, Probe, Recording, probe_feeds, prove
 from llmforge.runtime.session import LOAD_FAILURES, SessionConfig, open_graph, session_options
 from llmforge.runtime.signature import Signature
-from llmforge.runtime.steps import Counts, make_feeds, run_step
+from llmforge.runtime.steps import Counts, run_step
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -96,8 +96,12 @@ class DeviceSession:
         self.caches, self.states = signature.caches, signature.states
         self.recordings: tuple[Recording, ...] = ()  # of the cache that was allocated last
         self._fed = tuple(name for name in signature.inputs if name not in signature.cache_types)
-        # The kernel reads it on the host, as ONNX Runtime's operator declares.
-        self._hosted = {interface.TOTAL_SEQUENCE_LENGTH} & set(self._fed)
+        self._hosted = self._read_on_host()
+        if self._captures and (kept := self._hosted - {interface.TOTAL_SEQUENCE_LENGTH, interface.LOGITS_ROWS}):
+            raise UnsupportedError(
+                f"{where}: {', '.join(sorted(kept))} is read on the host: a recorded step would keep its first value",
+                hint="engine.cuda_graphs: off",
+            )
         self._most_rows = most = max((1, *self._buckets, *(capture.batch for capture in self._captures)))
         self._decode_inputs = Inputs(device, self._fed, self._hosted, most * WIDEST_BYTES)
         self._inputs = Inputs(device, self._fed, self._hosted, WIDEST_BYTES)  # of all other steps; grows
@@ -189,6 +193,16 @@ class DeviceSession:
             )
         return session
 
+    def _read_on_host(self) -> set[str]:
+        """Name the inputs whose values are read on the host, wherever the graph runs.
+
+        ONNX Runtime copies an input that is bound elsewhere than it is read, once, and never looks at it again.
+        """
+        if self.device.kind == "cpu":  # where all are: those of GroupQueryAttention on a GPU
+            return {interface.TOTAL_SEQUENCE_LENGTH} & set(self._fed)
+        infos = zip(self._session.get_inputs(), self._session.get_input_memory_infos(), strict=True)
+        return {value.name for value, info in infos if info.name == "Cpu"}
+
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
 
@@ -279,13 +293,11 @@ class DeviceSession:
         self.recordings = tuple(recordings)
 
     def _probe(self, capture: Capture, number: int, cache: DeviceCache) -> Probe:
-        """Make what runs a token in every row behind `capture.length - 1` slots of zeros."""
-        past = np.full(capture.batch, capture.length - 1, np.int32)
+        """Make what runs a probe's step over `cache`."""
         out = np.empty((capture.batch, 1, self.vocabulary), np.float32)
 
         def feeds(token: int) -> dict[str, NDArray[Any]]:
-            ids = np.full((capture.batch, 1), token, np.int64)
-            return make_feeds(self.signature, ids, past, np.array([-1], np.int64), None, None)
+            return probe_feeds(self.signature, token, capture)
 
         def probe(token: int, *, recorded: bool, elsewhere: bool = False) -> NDArray[np.float32]:
             which = number if recorded else UNRECORDED

@@ -6,13 +6,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.errors import VerificationError
 from llmforge.runtime.config import Capture
+from llmforge.runtime.signature import Signature
+from llmforge.runtime.steps import make_feeds
 
 # Two tokens whose logits are compared, and how many steps of each kind are timed.
 ONE, OTHER, TIMED = 1, 2, 5
@@ -21,8 +23,18 @@ ONE, OTHER, TIMED = 1, 2, 5
 NEAR = 0.01
 
 
+def probe_feeds(signature: Signature, token: int, capture: Capture) -> dict[str, NDArray[Any]]:
+    """Make the feeds of a step of `token` in every row: at the end of the longest text, or before it for `OTHER`.
+
+    So a replay that keeps the lengths it was recorded with is found out, too.
+    """
+    ids = np.full((capture.batch, 1), token, np.int64)
+    past = np.full(capture.batch, max(0, capture.length - (1 if token == ONE else 2)), np.int32)
+    return make_feeds(signature, ids, past, np.array([-1], np.int64), None, None)
+
+
 class Probe(Protocol):
-    """Runs a step of one token in every row; returns logits [B, 1, V]."""
+    """Runs a step of one token in every row (`probe_feeds`); returns logits [B, 1, V]."""
 
     def __call__(self, token: int, *, recorded: bool, elsewhere: bool = False) -> NDArray[np.float32]:
         """Run it through the recording, or unrecorded.
@@ -75,7 +87,8 @@ def prove(
         failures: what `probe` raises where a step cannot be recorded.
     """
     before = free_bytes()
-    one, other = probe(ONE, recorded=False), probe(OTHER, recorded=False)
+    # The other one first: what it writes lies before what `ONE` writes, which reads it from then on.
+    other, one = probe(OTHER, recorded=False), probe(ONE, recorded=False)
     apart = float(np.abs(one - other).max())
     unrecorded_ms = _timed(probe, recorded=False)
 

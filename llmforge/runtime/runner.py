@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.errors import ForgeError, InputError, UsageError
-from llmforge.runtime import engines
 from llmforge.runtime.backend import Backend, Rows
 from llmforge.runtime.chat import ChatTemplate
 from llmforge.runtime.chooser import Choosers
 from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.loading import open_engine
 from llmforge.runtime.request import Chunk, Request, check_tokens
 from llmforge.runtime.sampling import GREEDY, Sampling
 from llmforge.runtime.scheduler import PREFILL_CHUNK, Scheduler
@@ -150,11 +150,11 @@ class Runner:
         """
         with self._lock:
             padded = min((size for size in self.session.buckets or () if size >= wanted), default=wanted)
-            free = ((self._free(count), count) for count in (padded, wanted))
-            start, rows = next((each for each in free if each[0] is not None), (None, wanted))
+            rows = padded if self._free(padded) is not None else wanted
+            start = self._free(rows)
             if start is None:
                 raise UsageError(
-                    f"{rows} sequences asked for while {sum(self._taken)} run; this artifact runs {len(self._taken)}",
+                    f"{wanted} sequences asked for while {sum(self._taken)} run; this artifact runs {len(self._taken)}",
                     hint="finish or close the others first, or build with a larger engine.max_batch",
                 )
             if self._cache is None:
@@ -182,7 +182,7 @@ def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
     """
     folder = artifact / "tokenizer"
     config = RuntimeConfig.read(artifact / "engine" / FILE)
-    session = engines.load(artifact / "engine", config, threads, device)
+    session = open_engine(artifact / "engine", config, threads, device)
     return Runner(session, config, read_tokenizer(folder / "tokenizer.json"), ChatTemplate.read(folder))
 
 

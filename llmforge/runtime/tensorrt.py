@@ -31,9 +31,9 @@ from llmforge.runtime.config import Capture, RuntimeConfig
 from llmforge.runtime.device import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.device_cache import DeviceCache, Memory
 from llmforge.runtime.device_inputs import ALIGNMENT_BYTES, Inputs, Place
-from llmforge.runtime.recording import ONE, Probe, Recording, prove
+from llmforge.runtime.recording import ONE, Probe, Recording, probe_feeds, prove
 from llmforge.runtime.signature import Signature
-from llmforge.runtime.steps import Counts, make_feeds, run_step
+from llmforge.runtime.steps import Counts, run_step
 from llmforge.runtime.tensorrt_plan import Plan, bucket_sizes, check_caches, check_profiles, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ class PlanSession:
         recordings = []
         for number, batch in enumerate(sorted(self._buckets, reverse=True), start=1):
             capture = Capture(number, batch, self._capacity)
-            probe = self._probe(batch, cache.rows(0, batch), found)
+            probe = self._probe(capture, cache.rows(0, batch), found)
             recording = prove(capture, probe, lambda: self.device.memory()[0], (RuntimeError,))
             logger.info("%s", recording)
             if self._required:
@@ -257,14 +257,13 @@ class PlanSession:
         self._recorded[cache.memory] = found
         self.recordings = tuple(recordings)
 
-    def _probe(self, batch: int, cache: DeviceCache, found: dict[int, _Recorded]) -> Probe:
-        """Make what runs a token in every row behind a full cache of zeros, and records into `found`."""
-        past = np.full(batch, self._capacity - 1, np.int32)
+    def _probe(self, capture: Capture, cache: DeviceCache, found: dict[int, _Recorded]) -> Probe:
+        """Make what runs a probe's step over `cache`, and records into `found`."""
+        batch = capture.batch
         out = np.empty((batch, 1, self.vocabulary), np.float32)
 
         def feeds(token: int) -> dict[str, NDArray[Any]]:
-            ids = np.full((batch, 1), token, np.int64)
-            return make_feeds(self.signature, ids, past, np.array([-1], np.int64), None, None)
+            return probe_feeds(self.signature, token, capture)
 
         def probe(token: int, *, recorded: bool, elsewhere: bool = False) -> NDArray[np.float32]:
             places = self._decode_inputs.fill(feeds(token))

@@ -16,7 +16,7 @@ from llmforge.runtime.tensorrt import PlanSession
 from llmforge.runtime.tensorrt_plan import open_plan
 
 
-def load(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Backend[Any]:
+def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Backend[Any]:
     """Open the engine in `folder`, which `config` describes; `device` counts the GPUs, where it runs on one.
 
     Raises:
