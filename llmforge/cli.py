@@ -309,12 +309,12 @@ def passes(name: str | None, as_json: bool) -> None:
 def targets(name: str | None, as_json: bool) -> None:
     """List the targets, or show the facts of one.
 
-    NAME `local` is the CPU at hand.
+    NAME `local` is the CPU at hand; a file that `doctor` wrote can stand in its place.
     """
     from llmforge import describe
     from llmforge import targets as devices
 
-    found = [devices.load(name)] if name else [devices.load(each) for each in devices.names()]
+    found = [devices.find(name)] if name else [devices.load(each) for each in devices.names()]
     if as_json:
         facts = [target.model_dump(mode="json", exclude_none=True) for target in found]
         _write_json(facts[0] if name else facts)

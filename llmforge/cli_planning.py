@@ -39,6 +39,10 @@ _DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4")
 @click.option("--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), help="Of activations; the checkpoint's own.")
 @click.option("--weights", type=click.Choice(_DTYPES), help="Of matrices; that of activations if left out.")
 @click.option("--kv", type=click.Choice(_DTYPES), help="Of the cache; that of activations if left out.")
+@click.option(
+    "--products", "product", type=click.Choice(["fp8", "fp4", "int8"]),
+    help="Round activations, too, and multiply in this dtype; left out, in that of activations.",
+)  # fmt: skip
 @click.option("--tp", "ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Devices that share it.")
 @click.option("--price", type=click.FloatRange(min=0, min_open=True), help="US dollars an hour, of one device.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg|html", help="Draw the roofline there.")
@@ -54,6 +58,7 @@ def plan(
     dtype: str | None,
     weights: str | None,
     kv: str | None,
+    product: str | None,
     ranks: int,
     price: float | None,
     plot: Path | None,
@@ -76,6 +81,7 @@ def plan(
         compute=dtype,
         weights=weights,
         kv=kv,
+        product=product,
         ranks=ranks,
         usd_per_hour=price,
     )

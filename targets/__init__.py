@@ -244,7 +244,8 @@ def read(path: Path) -> Target:
     try:
         return Target.model_validate({"name": path.stem, **content})
     except ValidationError as error:
-        raise UsageError(f"{path}: not a target: {error}") from None
+        wrong = (f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in error.errors())
+        raise UsageError(f"{path}: not a target: {'; '.join(wrong)}") from None
 
 
 def matrix_share_of(dtype: str) -> Share:

@@ -403,7 +403,11 @@ def test_targets_are_listed_and_shown_with_sources() -> None:
     assert [line.split()[0] for line in invoke("targets").stdout.splitlines()] == targets.names()
     shown = invoke("targets", "l4").stdout
     assert "compute capability  8.9" in shown
-    assert "bandwidth  300 GB/s (not verified)\n    NVIDIA L4 datasheet" in shown
+    assert "bandwidth  300 GB/s\n    NVIDIA AIConfigurator" in shown
+    assert "int4, dense  485 TOP/s (not verified)\n    NVIDIA L4 datasheet" in shown
+    assert "pcie, 8 devices, one direction  32 GB/s" in shown
+    assert "an hour, 2026-03  0.44 USD (not verified)" in shown
+    assert "tensorrt-rtx  computes in bf16, fp16; weights bf16, fp16, fp8, int4, int8; cache bf16, fp16" in shown
     assert json.loads(invoke("targets", "l4", "--json").stdout)["rates"]["int8"]["value"] == 242
     assert invoke("targets", "local").stdout.startswith(targets.local().name)
     assert len(json.loads(invoke("targets", "--json").stdout)) == len(targets.names())

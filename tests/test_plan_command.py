@@ -1,6 +1,8 @@
 """`llmforge plan` through its runner: tables, JSON, plots, and the message and exit code of each mistake."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -134,15 +136,29 @@ def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     plan = facts(ROOT / "recipes" / "quickstart.yaml", "--target", machine)
     assert plan["scheme"] == {
         "compute": "fp32", "weights": "int4", "kv": "int8", "product": "int8", "embedding": "int8", "block": 32,
-        "symmetric": False,
+        "symmetric": False, "head": None,
     }  # fmt: skip
     assert plan["workload"] == {"prompt": 768, "output": 256, "batch": 8}
     assert plan["target"] == "here"
     assert plan["model"]["context"] == 1024
+    kernels = next(each for each in plan["passes"] if each["change"] == "cpu-kernels")
+    assert (kernels["verdict"], round(kernels["tpot"], 2)) == ("pays", 0.7)
     rtn = facts(ROOT / "recipes" / "int4-rtn.yaml", "--target", machine)
     assert rtn["build"]["cpu_s"] < plan["build"]["cpu_s"]  # calibration
     fp32 = facts(ROOT / "recipes" / "fp32.yaml", "--target", machine)
     assert fp32["memory"]["weights"] > 4 * plan["memory"]["weights"]
+
+
+def test_a_recipe_for_tensorrt_keeps_its_passes_in_mind() -> None:
+    plan = facts(ROOT / "recipes" / "llama-rtx4090-tensorrt-fp8.yaml")
+    assert (plan["target"], plan["backend"]) == ("rtx-4090", "tensorrt-rtx")
+    dtypes = plan["scheme"]
+    assert (dtypes["compute"], dtypes["weights"], dtypes["head"], dtypes["embedding"]) == ("fp16", "fp8", "fp8", "fp16")
+    assert dtypes["product"] == "fp16"
+    layers, table = 6_821_888 - 8192 * 256, 8192 * 256
+    assert plan["memory"]["weights"] == pytest.approx(layers + table + 2 * table, rel=0.01)
+    shown = invoke(ROOT / "recipes" / "llama-rtx4090-tensorrt-fp8.yaml").stdout
+    assert "fp16 activations, weights fp8, embedding fp16, cache fp16, products in fp16" in shown
 
 
 def test_a_recipe_for_this_machine_says_how_to_measure_it() -> None:
@@ -164,6 +180,7 @@ def test_a_recipe_for_this_machine_says_how_to_measure_it() -> None:
         (("--target", "h200", "--engine", "tensorrt-rtx"), 6, "TensorRT-RTX 1.7 has no target SM 9.0"),
         (("--target", "b200", "--engine", "onnxruntime"), 6, "holds neither code for SM 10.0 nor PTX"),
         (("--target", "a100-80", "--weights", "fp8"), 6, "no fp8 arithmetic"),
+        (("--target", "h200", "--products", "fp4"), 6, "multiplies nothing in fp4"),
         (("--target", "h200", "--tp", "3"), 6, "cannot be split over 3"),
         (("--target", "h200", "--prompt", "140000"), 2, "above the 131072"),
         (("--target", "h200", "--context", "9", "--prompt", "9"), 2, "leaves no token"),
@@ -247,3 +264,30 @@ def test_every_target_with_figures_can_be_drawn(llama: Path, tmp_path: Path) -> 
     assert invoke(llama, *(part for name in names for part in ("--target", name)), "--plot", path).exit_code == 0
     assert len(list(drawn(path).iter(f"{SVG}polyline"))) == 2 * len(names)
     assert plot.SUFFIXES == (".svg", ".html")
+
+
+def test_known_families_cost_no_torch(llama: Path) -> None:
+    code = (
+        "import sys\nfrom llmforge.cli import cli\n"
+        f"cli(['plan', {str(llama)!r}, '--target', 'h200'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+# the documentation
+
+
+def test_the_examples_of_the_documentation_run(llama: Path, machine: Path, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    commands = [
+        line.removeprefix("$ llmforge plan ") for line in text.splitlines() if line.startswith("$ llmforge plan")
+    ]
+    assert len(commands) == 7
+    for command in commands:
+        words = command.partition(" #")[0].split()
+        named = {"CHECKPOINT": str(llama), "here.yaml": str(machine), "roofline.svg": str(tmp_path / "roofline.svg")}
+        words = [named.get(word, str(ROOT / word) if word.startswith("recipes/") else word) for word in words]
+        result = invoke(*words)
+        assert result.exit_code == 0, f"{command}: {result.stderr}"

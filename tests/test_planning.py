@@ -31,7 +31,7 @@ def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes
     device = targets.load(target) if isinstance(target, str) else target
     backend = changes.pop("backend", device.engines[0])
     workload = Workload(changes.pop("prompt", 1024), changes.pop("output", 256), changes.pop("batch", 1))
-    dtypes = {key: changes.pop(key) for key in ("compute", "weights", "kv") if key in changes}
+    dtypes = {key: changes.pop(key) for key in ("compute", "weights", "kv", "product") if key in changes}
     shape = SHAPES[name]
     chosen = scheme.choose(device, backend, shape.dtype, **dtypes)
     return deployment.make(shape, device, backend, chosen, workload, **changes)
@@ -59,6 +59,15 @@ def test_weights_are_every_parameter_once() -> None:
     assert 2 * halves > BF16.weight_bytes(shape)  # norms stand on each
 
 
+def test_a_tied_head_in_another_dtype_is_a_matrix_of_its_own() -> None:
+    tied = families.shape("t", {**LLAMA, "tie_word_embeddings": True})
+    shared = Scheme("fp16", "int8", "fp16", "fp16", "fp16", block=0)
+    own = replace(shared, head="int8")
+    assert own.weight_bytes(tied) - shared.weight_bytes(tied) == tied.head_matrix
+    assert own.head_bytes(tied) == tied.head_matrix == shared.head_bytes(tied) / 2
+    assert shared.weight_bits("int8") == 8
+
+
 def test_caches_split_by_heads_until_there_is_one_for_each() -> None:
     shape = SHAPES["qwen3-30b-a3b"]  # 4 heads of keys
     whole = BF16.kv_bytes_per_token(shape)
@@ -79,13 +88,14 @@ def test_dtypes_that_are_not_given(target: str, backend: Any, checkpoint: str, c
 
 
 def test_products_of_quantized_weights() -> None:
-    def chosen(target: str, weights: Any) -> Scheme:
+    def chosen(target: str, weights: Any, product: Any = None) -> Scheme:
         device = targets.load(target)
-        return scheme.choose(device, device.engines[0], "bf16", weights=weights)
+        return scheme.choose(device, device.engines[0], "bf16", weights=weights, product=product)
 
     assert chosen("h200", "int4").product == "bf16"  # widened
-    assert chosen("h200", "fp8").product == "fp8"
-    assert chosen("b200", "fp4").product == "fp4"
+    assert chosen("h200", "fp8").product == "bf16"
+    assert chosen("h200", "fp8", "fp8").product == "fp8"
+    assert chosen("b200", "fp4", "fp4").product == "fp4"
     assert chosen("cpu-avx512-vnni", "int4").product == "int8"
     assert (chosen("h200", "int4").embedding, chosen("cpu-avx2", "int4").embedding) == ("bf16", "int8")
 
@@ -99,6 +109,7 @@ def test_products_of_quantized_weights() -> None:
         ("h200", {"weights": "fp4"}, "SM 9.0 has no fp4 arithmetic, which came with SM 10.0"),
         ("h200", {"compute": "fp32"}, "fused attention takes fp16 and bf16"),
         ("h200", {"kv": "int8"}, "caches keys and values as bf16, fp16"),
+        ("h200", {"product": "fp4"}, "multiplies nothing in fp4: SM 9.0 has no fp4 arithmetic"),
         ("cpu-avx2", {"compute": "bf16"}, "compute in fp32"),
         ("cpu-avx2", {"kv": "int4"}, "caches keys and values as fp32, int8"),
     ],
@@ -109,7 +120,7 @@ def test_dtypes_that_an_engine_does_not_take(target: str, dtypes: Any, says: str
         scheme.choose(device, device.engines[0], "bf16", **dtypes)
     assert says in caught.value.message
     assert caught.value.hint is not None
-    assert "it takes" in caught.value.hint
+    assert "it takes" in caught.value.hint or "it multiplies in" in caught.value.hint
 
 
 @pytest.mark.parametrize("sm", ["75", "80", "86", "89", "90", "100", "120"])
@@ -311,6 +322,18 @@ def test_a_split_that_heads_do_not_allow_is_refused() -> None:
     assert list(roofline.degrees(odd, A100)) == [1, 2, 4]
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"head_dim": 264}, "16 to 256 channels"), ({"head_dim": 20}, "in multiples of 8")],
+)
+def test_heads_without_a_kernel_of_tensorrt_are_refused(change: dict[str, int], says: str) -> None:
+    shape = families.shape("odd", {**LLAMA, **change})
+    with pytest.raises(UnsupportedError, match="whose keys have") as caught:
+        deployment.make(shape, A100, "tensorrt", BF16, Workload())
+    assert says in caught.value.message
+    assert deployment.make(shape, A100, "onnxruntime", BF16, Workload()).memory.fits
+
+
 def test_a_cpu_without_figures_says_how_to_get_them() -> None:
     with pytest.raises(UsageError, match="no memory bandwidth") as caught:
         planned(target="cpu-avx2")
@@ -341,7 +364,13 @@ def verdicts(plan: Plan) -> dict[str, str]:
 def test_quantization_pays_where_weights_are_what_is_read() -> None:
     at_one = {each.change: each for each in advice.advise(planned())}
     assert at_one["quantize-weights, bits: 4"].verdict == "pays"
-    assert at_one["quantize-weights, bits: 4"].tpot < at_one["quantize-weights, bits: 8"].tpot < 1
+    assert at_one["quantize-weights, bits: 4"].tpot < at_one["quantize-channels, dtype: int8"].tpot < 1
+    weights, all_of_it = (
+        at_one["quantize-channels, dtype: fp8"],
+        at_one["quantize-channels, dtype: fp8, activations: static"],
+    )
+    assert weights.tpot == all_of_it.tpot
+    assert all_of_it.ttft < weights.ttft == pytest.approx(1)
     assert "bound by memory" in at_one["quantize-weights, bits: 4"].reason
     crowded = {each.change: each for each in advice.advise(planned(batch=256, prompt=4096))}
     assert crowded["quantize-weights, bits: 4"].tpot > 0.9  # caches are most of what is read
@@ -353,17 +382,21 @@ def test_quantization_pays_where_weights_are_what_is_read() -> None:
 
 def test_quantization_that_makes_it_fit_pays() -> None:
     found = {each.change: each for each in advice.advise(planned("llama-2-70b", "h100-sxm"))}
-    assert found["quantize-weights, bits: 8"].reason == "it makes the model fit"
+    assert found["quantize-channels, dtype: int8"].reason == "it makes the model fit"
     assert verdicts(planned("llama-2-70b", "h100-sxm"))["quantize-weights, bits: 4"] == "pays"
 
 
 def test_what_is_done_or_refused_says_so() -> None:
     found = verdicts(planned(weights="int8"))
-    assert found["quantize-weights, bits: 8"] == "done"
-    assert found["fp4 weights and activations"] == "refused"
-    assert verdicts(planned(target="b200"))["fp4 weights and activations"] == "pays"
-    reasons = {each.change: each.reason for each in advice.advise(planned("llama-2-7b", "t4"))}
-    assert "no fp8 arithmetic" in reasons["fp8 weights and activations"]
+    assert found["quantize-channels, dtype: int8"] == "done"
+    assert found["fp4, activations too (no pass yet)"] == "refused"
+    assert verdicts(planned(target="b200"))["fp4, activations too (no pass yet)"] == "pays"
+    assert found["quantize-channels, dtype: int8, activations: static"] != "done"
+    rounded = verdicts(planned(weights="fp8", product="fp8"))
+    assert rounded["quantize-channels, dtype: fp8, activations: static"] == "done"
+    reasons = {each.change: each.reason for each in advice.advise(planned("llama-2-7b", "t4", backend="tensorrt"))}
+    assert "no fp8 arithmetic" in reasons["quantize-channels, dtype: fp8"]
+    assert "quantize-weights, bits: 8" in verdicts(planned(backend="onnxruntime"))
 
 
 def test_flash_attention_pays_more_the_longer_the_prompt() -> None:

@@ -166,7 +166,7 @@ def test_a_folder_of_another_architecture_goes_through_the_frontend(tmp_path: Pa
 def test_bad_folders_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         config.read(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="no config.json"):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
         config.read(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):

@@ -10,7 +10,7 @@ from llmforge.planning.deployment import Workload
 from llmforge.planning.roofline import Ceilings
 from llmforge.planning.scheme import Scheme
 from llmforge.planning.shape import Shape
-from llmforge.targets import Target
+from llmforge.targets import Figure, Target
 
 from .shapes import PUBLIC
 
@@ -20,6 +20,13 @@ INT8 = Scheme("bf16", "int8", "bf16", "bf16", "int8", block=4096)  # gpt-fast: a
 INT4 = Scheme("bf16", "int4", "bf16", "bf16", "int4", block=32, symmetric=False)
 FP8 = Scheme("fp16", "fp8", "fp8", "fp8", "fp8")  # weights, activations and cache
 FP8_WEIGHTS = Scheme("bf16", "fp8", "bf16", "fp8", "bf16")
+
+
+ZEN4 = Scheme("fp32", "int4", "int8", "int8", "int4", block=128, symmetric=False)
+QWEN = families.shape("qwen3-0.6b", {
+    **PUBLIC["qwen3-30b-a3b"], "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+})  # fmt: skip
 
 
 def shape(name: str) -> Shape:
@@ -169,6 +176,38 @@ def test_throughput_of_the_largest_batch_that_fits(
     batch = deployment.largest_batch(shape(model), target, scheme, prompt + output, ranks)
     parts = roofline.request_seconds(shape(model), scheme, Ceilings.of(target, scheme), batch, prompt, output, ranks)
     assert abs(off(output / sum(parts), published)) <= 0.12
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "measured_ms", "within"),
+    [(1, 32, 13.2, 0.05), (1, 2048, 17.5, 0.06), (8, 32, 20.5, 0.25)],
+)
+def test_decoding_on_this_project_s_own_cpu(rows: int, context: int, measured_ms: float, within: float) -> None:
+    """docs/performance.md, "Where the time goes": Qwen3-0.6B in int4, int8 cache, 321 MB in 9.9 ms at the bandwidth."""
+    step = roofline.decode(QWEN, ZEN4, Ceilings.of(zen4(), ZEN4), rows, context)
+    assert abs(off(step.seconds * 1e3, measured_ms)) <= within
+
+
+def test_a_prompt_on_this_project_s_own_cpu() -> None:
+    step = roofline.prefill(QWEN, ZEN4, Ceilings.of(zen4(), ZEN4), 512)
+    assert abs(off(step.seconds * 1e3, 960)) <= 0.15
+    assert step.bound == "compute"
+
+
+def zen4() -> Target:
+    """Make the machine of docs/performance.md: its bandwidth of that minute, its kernels alone."""
+    by = {"source": "docs/performance.md", "verified": True}
+    return Target(
+        name="zen4",
+        title="two cores of an AMD EPYC",
+        kind="cpu",
+        isa=targets.Isa.AVX512_VNNI,
+        cores=2,
+        memory_gb=Figure(value=16, **by),
+        bandwidth_gbs=Figure(value=32.4, **by),
+        rates={"fp32": Figure(value=0.39, **by), "int8": Figure(value=0.719, **by)},
+        engines=("onnxruntime",),
+    )
 
 
 def test_what_fits_agrees_with_what_was_run() -> None:

@@ -1,13 +1,15 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
 from llmforge import targets
 from llmforge.errors import EnvironmentLacks, ForgeError, UnsupportedError, UsageError
-from llmforge.targets import Isa
+from llmforge.targets import Isa, achieved
+from llmforge.targets.support import unsupported
 
 AVX2 = {"sse2", "avx", "avx2", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -47,6 +49,98 @@ def test_rates_of_one_gpu_follow_its_generation() -> None:
     assert targets.load("l4").rates["fp8"].value == 242
     assert "tensorrt-rtx" not in targets.load("h100-sxm").engines  # it has no SM90
     assert "tensorrt-rtx" in targets.load("rtx-5090").engines
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_its_link_its_power_and_complete_rates(name: str) -> None:
+    target = targets.load(name)
+    assert target.interconnect is not None
+    assert (target.interconnect.kind == "nvlink") is (
+        name in {"a100-40", "a100-80", "h100-sxm", "h200", "b200", "gb200"}
+    )
+    assert target.tdp_w is not None
+    assert target.sm is not None
+    capability = int(target.sm)
+    wanted = {"fp32", "fp16", "int8"}
+    wanted |= {"bf16"} if capability >= 80 else set()
+    wanted |= {"fp8"} if capability >= 89 else set()
+    wanted |= {"fp4"} if capability >= 100 else set()
+    wanted |= {"int4"} if capability < 90 else set()  # Hopper's tensor cores have no int4
+    assert set(target.rates) - {"tf32"} == wanted
+    assert target.rates["int8"].value >= target.rates["fp16"].value >= target.rates["fp32"].value
+    link = target.interconnect
+    figures = [target.memory_gb, target.bandwidth_gbs, *target.rates.values(), link.gbs, target.tdp_w]
+    for figure in figures:
+        assert figure is not None
+        assert not figure.verified or "NVIDIA" in figure.source, "read where its maker publishes it"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_prices_have_a_day(name: str) -> None:
+    price = targets.load(name).usd_per_hour
+    assert (price is None) is (name == "gb200")
+    assert price is None or price.date[:2] == "20"
+
+
+def test_names_are_known_in_any_case() -> None:
+    assert targets.load("H200") == targets.load("h200")
+    assert targets.load("RTX-4090").name == "rtx-4090"
+    assert targets.load("LOCAL") == targets.local()
+
+
+@pytest.mark.parametrize(("name", "meant"), [("h100", "h100-pcie, h100-sxm"), ("A100", "a100-40, a100-80")])
+def test_a_name_of_several_devices_lists_them(name: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        targets.load(name)
+    assert caught.value.message == f"{name!r} can be any of 2 targets: {meant}"
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "reason"),
+    [
+        ("h200", "tensorrt-rtx", "TensorRT-RTX 1.7 has no target SM 9.0"),
+        ("b200", "onnxruntime", "holds neither code for SM 10.0 nor PTX"),
+        ("gb200", "onnxruntime", "holds neither code for SM 10.0 nor PTX"),
+        ("cpu-avx2", "tensorrt", "it builds engines for NVIDIA GPUs alone"),
+    ],
+)
+def test_an_engine_that_does_not_run_says_why(name: str, backend: targets.Backend, reason: str) -> None:
+    error = refusal(lambda: targets.load(name).require_engine(backend))
+    assert error.exit_code == 6
+    assert reason in error.message
+    with pytest.raises(UnsupportedError, match=r"cannot load"):
+        targets.load(name).support(backend)
+
+
+@pytest.mark.parametrize("name", targets.names())
+def test_engines_are_all_that_run(name: str) -> None:
+    target = targets.load(name)
+    every: tuple[targets.Backend, ...] = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+    assert set(target.engines) == {backend for backend in every if unsupported(backend, target.sm) is None}
+    for backend in target.engines:
+        taken = target.support(backend)
+        assert taken.compute
+        assert taken.compute <= taken.weights
+        assert all(taken.refusal(dtype, "compute") is None for dtype in taken.compute)
+
+
+def test_an_engine_that_does_not_run_cannot_be_listed(tmp_path: Path) -> None:
+    path = tmp_path / "b200.yaml"
+    path.write_text((targets.FOLDER / "b200.yaml").read_text().replace("[tensorrt]", "[tensorrt, onnxruntime]"))
+    with pytest.raises(UsageError, match="`engines` cannot hold onnxruntime: the onnxruntime-gpu"):
+        targets.read(path)
+
+
+def test_shares_are_defaults_with_a_source_until_a_file_says_otherwise() -> None:
+    target = targets.load("l4")
+    assert 0 < target.share("bandwidth").value <= 1
+    assert target.matrix_share("int8") == target.share("matrix_8")
+    assert target.matrix_share("bf16") == target.share("matrix_16")
+    own = targets.Figure(value=0.5, source="measured", verified=True)
+    assert target.model_copy(update={"achieved": {"bandwidth": own}}).share("bandwidth").value == 0.5
+    for sm in (None, "75", "120"):
+        for name in get_args(targets.Share):
+            assert getattr(achieved.defaults(sm), name).source
 
 
 def test_a_target_cannot_be_changed() -> None:

@@ -89,15 +89,13 @@ def _bound() -> list[Gpu]:
         runtime = _runtime()
     except EnvironmentLacks:
         return []
-    error, count = runtime.cudaGetDeviceCount()
-    if int(error) != 0:
-        return []
+    error, *counted = runtime.cudaGetDeviceCount()
     found = []
-    for index in range(count):
-        error, facts = runtime.cudaGetDeviceProperties(index)
+    for index in range(counted[0] if int(error) == 0 else 0):
+        error, *facts = runtime.cudaGetDeviceProperties(index)
         if int(error) == 0:
-            sm = f"{facts.major}{facts.minor}"
-            found.append(Gpu(index, facts.name.decode(), sm, int(facts.totalGlobalMem)))
+            device = facts[0]
+            found.append(Gpu(index, device.name.decode(), f"{device.major}{device.minor}", int(device.totalGlobalMem)))
     return found
 
 

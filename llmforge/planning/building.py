@@ -1,7 +1,7 @@
 """What a build will take: CPU time, memory and disk, from coefficients measured on this project's own builds.
 
-One core of an AMD EPYC (Zen 4), nothing validated. int4 in blocks of 128, rounded to nearest: the shape of Qwen3-0.6B in
-bf16 (596 M parameters, 1.19 GB) took 41 s, of them 13.3 for codes and the proof of the budget, 4.3 for writing the
+One core of an AMD EPYC (Zen 4), nothing validated. int4 in blocks of 128, rounded to nearest: the shape of Qwen3-0.6B
+in bf16 (596 M parameters, 1.19 GB) took 41 s, of them 13.3 for codes and the proof of the budget, 4.3 for writing the
 engine, 2.0 for hashing the checkpoint. GPTQ with 2048 tokens: four of its layers (63 M parameters) took 69 s; 13 of
 them are what their products with so many tokens take at 20 Gflop/s, which grows with the text. TensorRT: eight layers
 of 320 MB in all, two profiles, 14 to 17 s. Validation (quality, latency, its baseline) is not in it: it depends on the

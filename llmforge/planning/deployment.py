@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llmforge.engines.tensorrt import refusals
+from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.errors import UnsupportedError, UsageError
 from llmforge.planning import roofline
 from llmforge.planning.roofline import Ceilings, Step
@@ -133,7 +135,7 @@ def make(
 
     Raises:
         UsageError: the target's file lacks a figure, or the workload is longer than the model's context.
-        UnsupportedError: the model cannot be split so.
+        UnsupportedError: the model cannot be split so, or the engine has no kernel for its attention.
     """
     if shape.context is not None and workload.context > shape.context:
         raise UsageError(
@@ -141,6 +143,7 @@ def make(
             f"{shape.name} is made for",
             hint="give a shorter --prompt or --output",
         )
+    _refuse_heads(shape, backend)
     ceilings = Ceilings.of(target, scheme)
     allowed = tuple(roofline.degrees(shape, target))
     if ranks not in allowed:
@@ -167,6 +170,22 @@ def make(
         cost=_cost(shape, target, scheme, ceilings, workload, ranks, usd_per_hour),
         notes=tuple(_notes(shape, target, backend, scheme)),
     )
+
+
+def _refuse_heads(shape: Shape, backend: Backend) -> None:
+    """Refuse heads for which TensorRT has no fused attention."""
+    if backend == "onnxruntime":
+        return
+    for _, attention in shape.attentions():
+        keys, values = attention.key_dim, attention.value_dim
+        if keys == values and keys in refusals.HEAD_DIMS:
+            continue
+        rule = refusals.TABLE[Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER]
+        raise UnsupportedError(
+            f"{backend} builds no engine of {shape.name}, whose keys have {keys} channels a head and values {values}: "
+            f"{rule.reason}",
+            hint=rule.hint,
+        )
 
 
 def memory(shape: Shape, target: Target, scheme: Scheme, workload: Workload, ranks: int = 1) -> Memory:

@@ -198,7 +198,8 @@ def _memory(plan: Plan) -> Table:
 
 
 def _largest(plan: Plan) -> Table:
-    table = Table(title="Largest batch by context", title_justify="left")
+    title = "Largest batch by context"
+    table = Table(title=title, title_justify="left", min_width=len(title))
     for context, _ in plan.largest:
         table.add_column(count(context), justify="right")
     table.add_row(*(count(batch) if batch else Text("none", "bold red") for _, batch in plan.largest))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ class Request:
     compute: str | None = None
     weights: str | None = None
     kv: str | None = None
+    product: str | None = None
     ranks: int = 1
     usd_per_hour: float | None = None
 
@@ -46,7 +47,9 @@ class _Intent:
     compute: Dtype | None = None
     weights: Dtype | None = None
     kv: Dtype | None = None
+    product: Dtype | None = None
     embedding: Dtype | None = None
+    head: Dtype | None = None
     block: int | None = None
     symmetric: bool = True
     calibration_tokens: int = 0
@@ -86,7 +89,9 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
         compute=cast(Dtype | None, asked.compute) or intent.compute,
         weights=cast(Dtype | None, asked.weights) or intent.weights,
         kv=cast(Dtype | None, asked.kv) or intent.kv,
+        product=cast(Dtype | None, asked.product) or intent.product,
         embedding=intent.embedding,
+        head=intent.head,
         block=intent.block,
         symmetric=intent.symmetric,
     )
@@ -120,25 +125,37 @@ def _intent(recipe: Recipe) -> _Intent:
 
     spec, calibration = recipe.engine, recipe.calibration
     instances: dict[str, Any] = {each.name: each for each in recipe.instantiate(passes.ALL)}
-    weights = instances.get("quantize-weights")
-    solved = weights is not None and weights.method == "gptq"
     cache, precision = instances.get("quantize-kv-cache"), instances.get("lower-precision")
-    return _Intent(
+    common = _Intent(
         backend=spec.backend,
         batch=spec.max_batch,
         context=spec.max_context,
         compute=None if precision is None else precision.dtype,
-        weights=None if weights is None else cast(Dtype, f"int{weights.bits}"),
         kv=None if cache is None else cast(Dtype, f"int{cache.bits}"),
-        embedding=_embedding(weights),
-        block=None if weights is None else weights.block_size,
-        symmetric=True if weights is None else weights.symmetric,
-        calibration_tokens=calibration.samples * calibration.length if calibration is not None and solved else 0,
     )
+    if (blocks := instances.get("quantize-weights")) is not None:
+        solved = blocks.method == "gptq" and calibration is not None
+        return replace(
+            common,
+            weights=cast(Dtype, f"int{blocks.bits}"),
+            embedding=_embedding(blocks),
+            block=blocks.block_size,
+            symmetric=blocks.symmetric,
+            calibration_tokens=calibration.samples * calibration.length if solved and calibration else 0,
+        )
+    if (channels := instances.get("quantize-channels")) is not None:
+        return replace(
+            common,
+            weights=channels.dtype,
+            product=channels.dtype if channels.activations == "static" else None,
+            head=channels.dtype if channels.head else None,
+            block=0,
+        )
+    return common
 
 
 def _embedding(weights: Any) -> Dtype | None:
     """Return what `quantize-weights` makes of embedding and head; 16 bits mean that it leaves them alone."""
-    if weights is None or weights.embedding_bits not in (4, 8):
+    if weights.embedding_bits not in (4, 8):
         return None
     return cast(Dtype, f"int{weights.embedding_bits}")

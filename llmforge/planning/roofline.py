@@ -145,8 +145,7 @@ def weights_read(shape: Shape, scheme: Scheme, rows: float, ranks: int = 1) -> f
         for count, layer in shape.layers
     )
     vectors = shape.vectors + sum(count * layer.vectors for count, layer in shape.layers)
-    head = scheme.bytes_of(shape.head_matrix, scheme.embedding)
-    return (scheme.bytes_of(split) + head) / ranks + scheme.bytes_of(vectors, scheme.compute)
+    return (scheme.bytes_of(split) + scheme.head_bytes(shape)) / ranks + scheme.bytes_of(vectors, scheme.compute)
 
 
 def turning_batch(shape: Shape, scheme: Scheme, ceilings: Ceilings, context: float, ranks: int = 1) -> int | None:

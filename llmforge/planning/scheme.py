@@ -22,8 +22,9 @@ class Scheme:
     """Dtypes of a decoder.
 
     `compute` is the dtype of activations between layers, `product` that in which matrices are multiplied, `embedding`
-    that of the table of tokens and of the head. Quantized weights have one scale for `block` of them, and a zero point
-    where they are not symmetric.
+    that of the table of tokens, `head` that of the product that gives logits (None: as the embedding; a tied head in
+    another dtype is a matrix of its own). Quantized weights have one scale for `block` of them (0: for each output
+    feature, which is not counted), and a zero point where they are not symmetric.
     """
 
     compute: Dtype
@@ -33,13 +34,14 @@ class Scheme:
     embedding: Dtype
     block: int = GPU_BLOCK
     symmetric: bool = True
+    head: Dtype | None = None
 
     def weight_bits(self, dtype: Dtype) -> float:
         """Return the bits of one weight stored as `dtype`, with its part of scales and zero points."""
         bits = BITS[dtype]
         if dtype == "fp4":
             return bits + FP4_SCALE_BITS / FP4_BLOCK
-        if dtype in ("int8", "int4"):
+        if dtype in ("int8", "int4") and self.block:
             zero = 0 if self.symmetric else bits
             return bits + (BITS[self.compute] + zero) / self.block
         return bits
@@ -52,9 +54,13 @@ class Scheme:
         """Return the bytes of all parameters on one of `ranks` devices; vectors are on each."""
         vectors = shape.vectors + sum(count * layer.vectors for count, layer in shape.layers)
         split = sum(count * (layer.matrices + layer.expert * layer.experts) for count, layer in shape.layers)
-        tables = self.bytes_of(shape.embedding + shape.head, self.embedding)
-        total = (self.bytes_of(split) + tables) / ranks + self.bytes_of(vectors, self.compute)
-        return math.ceil(total)
+        own_head = shape.head or (0 if self.head in (None, self.embedding) else shape.head_matrix)
+        tables = self.bytes_of(shape.embedding, self.embedding) + self.bytes_of(own_head, self.head or self.embedding)
+        return math.ceil((self.bytes_of(split) + tables) / ranks + self.bytes_of(vectors, self.compute))
+
+    def head_bytes(self, shape: Shape) -> float:
+        """Return the bytes of the product that gives logits."""
+        return self.bytes_of(shape.head_matrix, self.head or self.embedding)
 
     def kv_bytes_per_token(self, shape: Shape, ranks: int = 1) -> int:
         """Return the bytes that one token adds to the caches on one of `ranks` devices.
@@ -71,13 +77,12 @@ class Scheme:
 
     def words(self) -> str:
         """Say it in a line."""
-        stored = (
-            self.weights
-            if self.weights in ("fp32", "fp16", "bf16", "fp8", "fp4")
-            else (f"{self.weights} in blocks of {self.block}")
-        )
-        head = "" if self.embedding == self.weights else f", embedding and head {self.embedding}"
-        return f"{self.compute} activations, weights {stored}{head}, cache {self.kv}, products in {self.product}"
+        blocks = f" in blocks of {self.block}" if self.block else " with a scale a channel"
+        stored = self.weights + (blocks if self.weights in ("int8", "int4") else "")
+        ends = {"embedding": self.embedding, "head": self.head or self.embedding}
+        other = [f"{name} {dtype}" for name, dtype in ends.items() if dtype != self.weights]
+        parts = [f"{self.compute} activations", f"weights {stored}", *other, f"cache {self.kv}"]
+        return ", ".join([*parts, f"products in {self.product}"])
 
 
 def choose(
@@ -88,7 +93,9 @@ def choose(
     compute: Dtype | None = None,
     weights: Dtype | None = None,
     kv: Dtype | None = None,
+    product: Dtype | None = None,
     embedding: Dtype | None = None,
+    head: Dtype | None = None,
     block: int | None = None,
     symmetric: bool = True,
 ) -> Scheme:
@@ -112,28 +119,30 @@ def choose(
                 f"{backend} on {target.name} takes no {dtype} for {option}: {reason}",
                 hint=f"it takes {', '.join(sorted(getattr(support, role)))}",
             )
+    if product is not None and product not in target.rates:
+        raise UnsupportedError(
+            f"{target.name} multiplies nothing in {product}: {support.why.get(product, 'it has no rate for it')}",
+            hint=f"it multiplies in {', '.join(target.rates)}",
+        )
     return Scheme(
         compute=compute,
         weights=weights,
         kv=kv,
-        product=product(target, compute, weights),
+        product=product or _product(target, compute, weights),
         embedding=embedding or _embedding(target, compute, weights),
-        block=block or (GPU_BLOCK if target.kind == "gpu" else CPU_BLOCK),
+        block=(GPU_BLOCK if target.kind == "gpu" else CPU_BLOCK) if block is None else block,
         symmetric=symmetric,
+        head=head,
     )
 
 
-def product(target: Target, compute: Dtype, weights: Dtype) -> Dtype:
-    """Return the dtype in which matrices are multiplied.
+def _product(target: Target, compute: Dtype, weights: Dtype) -> Dtype:
+    """Return the dtype in which matrices are multiplied, where nothing is said.
 
-    fp8 and fp4 engines round activations too. int8 and int4 weights are widened on GPUs; on CPUs activations are
-    rounded to int8 (accuracy_level 4, docs/cpu-kernels.md).
+    Quantized weights are widened on GPUs, unless a pass rounds activations, too; on CPUs activations are rounded to
+    int8 (docs/cpu-kernels.md).
     """
-    if weights in ("fp8", "fp4"):
-        return weights
-    if weights in ("int8", "int4"):
-        return "int8" if target.kind == "cpu" else compute
-    return compute
+    return "int8" if target.kind == "cpu" and weights in ("int8", "int4") else compute
 
 
 def _embedding(target: Target, compute: Dtype, weights: Dtype) -> Dtype:
