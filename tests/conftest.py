@@ -40,18 +40,6 @@ def tiny_checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be a machine without a GPU, wherever the test runs."""
-    from llmforge import engines
-    from llmforge.errors import EnvironmentLacks
-
-    def require_cuda() -> object:
-        raise EnvironmentLacks("no CUDA device here", hint="…")
-
-    monkeypatch.setattr(engines, "require_cuda", require_cuda)
-
-
 @pytest.fixture(scope="session")
 def bf16_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, ir.Model]:
     """A random Llama of 2 layers stored in bf16, tied, and its canonical graph, which tests clone."""
@@ -75,3 +63,15 @@ def sample_graph(sample_checkpoint: Path) -> ir.Model:
     from llmforge.trace import trace
 
     return trace(Checkpoint.open(sample_checkpoint))
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a machine without a GPU, wherever the test runs."""
+    from llmforge import engines
+    from llmforge.errors import EnvironmentLacks
+
+    def require_cuda() -> object:
+        raise EnvironmentLacks("no CUDA device here", hint="…")
+
+    monkeypatch.setattr(engines, "require_cuda", require_cuda)

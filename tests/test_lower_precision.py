@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,17 +14,20 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from pydantic import ValidationError
 
 from llmforge import data, derived, graph, metrics, options, probe, targets, text
 from llmforge.checkpoint import Checkpoint
+from llmforge.cli import cli
 from llmforge.engines import onnxruntime as engines
 from llmforge.errors import CheckpointError, RecipeError, UnsupportedError, VerificationError
-from llmforge.passes import ALL, FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv
+from llmforge.passes import ALL, FlashAttention, FuseExperts, FuseNorms, GenaiInterface, PackGateUp, PackQkv
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.recipe import Recipe
+from llmforge.runtime import load as load_runner
 from llmforge.runtime.session import Session, SessionConfig
 from llmforge.statistics import KvRange, Statistics
 from llmforge.trace import trace
@@ -33,6 +38,7 @@ from . import graphs, zoo
 
 GPU = Context(targets.load("h100-sxm"))
 LOOSE = Budget(kld_mean=1.0)
+TIGHT = {"kld_mean": 1e-4}
 FLOAT, FP16, BF16, INT8 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.INT8
 TEXTS = [np.random.default_rng(7).integers(0, 96, length) for length in (48, 40, 33)]
 
@@ -267,6 +273,16 @@ def test_an_activation_beyond_fp16_is_an_error_that_names_it(tmp_path: Path) -> 
     check.check(change, model, change.run(model, GPU))
 
 
+@pytest.mark.parametrize("whole_bytes", [0, 1 << 30])
+def test_exact_passes_may_follow(whole_bytes: int, tmp_path: Path) -> None:
+    model = graphs.llama()
+    fuse(model)
+    lower(model, "fp16", context=graphs.CPU)
+    check = Verifier(model, folder=tmp_path, whole_bytes=whole_bytes)
+    change = GenaiInterface()
+    assert check.check(change, model, change.run(model, graphs.CPU)).max_abs_difference == 0
+
+
 def test_refused_where_the_dtype_does_not_run() -> None:
     model = graphs.llama(graphs.Llama(layers=1))
     with pytest.raises(UnsupportedError, match=r"t4 .* does not compute in bf16"):
@@ -314,3 +330,36 @@ def test_budget_of_a_model_that_is_never_run_whole(tmp_path: Path) -> None:
     assert in_pieces is not None
     assert whole is not None
     assert 0.3 < in_pieces / whole < 3  # other tokens of the same text
+
+
+@pytest.mark.slow
+def test_an_fp16_artifact_is_built_measured_and_run(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    words = ["graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report"]
+    rng = random.Random(0)
+    lines = [json.dumps({"id": str(i), "text": " ".join(rng.choices(words, k=30))}) for i in range(10)]
+    (tmp_path / "evaluation.jsonl").write_text("\n".join(lines))
+    recipe = {
+        "schema": 1,
+        "name": "tiny",
+        "checkpoint": str(tiny_checkpoint),
+        "target": "local",
+        "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
+        "passes": [
+            "fuse-norms",
+            "pack-qkv",
+            "flash-attention",
+            {"lower-precision": {"dtype": "fp16", "budget": TIGHT}},
+        ],
+        "validation": {"quality": {"data": "evaluation.jsonl", "context": 64}},
+        "gates": {"kld_mean": {"max": 1e-4}},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    result = CliRunner().invoke(
+        cli, ["build", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out"), "--quiet"]
+    )
+    assert result.exit_code == 0, result.output
+    runner = load_runner(Path(result.stdout.strip().splitlines()[-1]), threads=1)
+    assert {cache.dtype for cache in runner.config.caches} == {"float16"}
+    logits = runner.logits([1, 2, 3, 4, 5])
+    assert logits.dtype == np.float32
+    assert np.isfinite(logits).all()

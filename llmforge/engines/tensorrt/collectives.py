@@ -4,8 +4,8 @@
     y = llmforge::AllGather(x)  axis -1   becomes  y = Transpose(DistCollective(Transpose(x)))  {all_gather}
 
 A gathered tensor is put together along its first axis, so the last one is brought to the front: [B, R, V/n] becomes
-[V/n, B, R], [V, B, R] and [B, R, V]. Attributes as the parser of TensorRT-RTX 1.7.1 reads them; `root` -1, no group:
-all ranks.
+[V/n, B, R], [V, B, R] and [B, R, V]. Attributes are those that the parser of TensorRT-RTX 1.7.1 reads; `root` -1 and no
+group: all ranks.
 """
 
 from __future__ import annotations
