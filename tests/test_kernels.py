@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from llmforge import targets
 from llmforge.engines import kernels
 from llmforge.errors import VerificationError
 
@@ -52,6 +53,13 @@ def test_devices_that_run_the_wheel(code: list[int], ptx: list[int], sm: int, ru
         json.dumps({"wheel": "", "provider": "", "read_by": "", "machine_code": code, "ptx": ptx, "kernels": {}})
     )
     assert found.covers(sm) is runs
+
+
+def test_targets_load_onnxruntime_where_the_wheel_has_code_for_them() -> None:
+    gpus = [target for target in map(targets.load, targets.names()) if target.kind == "gpu"]
+    assert {target.name for target in gpus if not kernels.cuda().covers(int(target.sm or 0))} >= {"b200", "gb200"}
+    for target in gpus:
+        assert ("onnxruntime" in target.engines) == kernels.cuda().covers(int(target.sm or 0)), target.name
 
 
 @pytest.mark.parametrize(
