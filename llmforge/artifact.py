@@ -46,7 +46,7 @@ CHUNK_BYTES = 1 << 20
 LISTED = 5  # files that a message names before it counts the rest
 TOOLS = (
     "jinja2", "ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", "onnxscript", "tensorrt",
-    "tokenizers", "torch", "transformers",
+    "tensorrt-rtx", "tokenizers", "torch", "transformers",
 )  # fmt: skip
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 
 import onnx_ir as ir
@@ -95,15 +96,15 @@ class _Job:
     def manifest(self) -> Manifest:
         return self.opened.manifest
 
-    @property
+    @cached_property
     def waiting(self) -> pending.Pending:
         return pending.read(self.opened.path / "engine")
 
-    @property
+    @cached_property
     def target(self) -> targets.Target:
         return targets.load(self.waiting.target)
 
-    @property
+    @cached_property
     def spec(self) -> EngineSpec:
         return EngineSpec.model_validate_json(self.waiting.engine)
 
