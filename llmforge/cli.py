@@ -124,12 +124,14 @@ def build(
     if loaded is not None:
         loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
 
-    from llmforge import finishing, pipeline
-
     with console.progress(quiet=quiet) as progress:
         if pending is not None:
+            from llmforge import finishing
+
             result = finishing.finish(pending, loaded, progress)
         else:
+            from llmforge import pipeline
+
             assert loaded is not None
             result = pipeline.build(loaded, out, progress)
     if as_json:

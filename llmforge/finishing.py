@@ -14,14 +14,14 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmforge import artifact, engines, evidence, gates, passes, pipeline, targets
+from llmforge import artifact, engines, evidence, gates, passes, targets
 from llmforge.artifact import Artifact, Manifest
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, pending
 from llmforge.errors import UsageError
 from llmforge.evaluate import machine
 from llmforge.evidence import Clock, Evidence
-from llmforge.pipeline import BuildResult
+from llmforge.pipeline import BuildResult, evaluation_windows
 from llmforge.progress import Progress, Silent
 from llmforge.recipe import EngineSpec, GateSpec, Recipe, ServingSpec
 from llmforge.report import model as records
@@ -145,7 +145,7 @@ class _Job:
             spec=self.recipe.validation,
             target=self.target,
             checkpoint=checkpoint,
-            windows=pipeline.evaluation_windows(self.recipe, checkpoint),
+            windows=evaluation_windows(self.recipe, checkpoint),
             threads=physical_cores(),
             progress=self.progress,
         )

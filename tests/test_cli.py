@@ -166,7 +166,7 @@ def test_interrupting_is_no_bug(fake: FakePipeline, tmp_path: Path) -> None:
         ([str(FP32), "--set", "engine.max_batch=0"], "--set engine.max_batch=0: engine.max_batch: must be"),
         ([str(FP32), "--set", "passes.fuse-norms.speed=1"], "passes.fuse-norms.speed: unknown key"),
         ([str(FP32), "--fast"], "No such option"),
-        ([], "Missing argument 'RECIPE'"),
+        ([], "a recipe is missing"),
     ],
 )
 def test_a_wrong_recipe_or_usage_is_2(fake: FakePipeline, args: list[str], says: str) -> None:
