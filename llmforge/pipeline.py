@@ -28,7 +28,7 @@ from llmforge import (
     interface,
     options,
     passes,
-    plan,
+    rehearsal,
     targets,
     text,
     transform,
@@ -199,7 +199,7 @@ class _Job:
         """Refuse what cannot become an engine, before any weight is read."""
         self.progress.stage("Plan")
         linears = calibration.plan(self.checkpoint, demands, dialect.caches(model)) if demands else frozenset()
-        plan.rehearse(
+        rehearsal.rehearse(
             model,
             steps,
             target=self.target,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmforge import passes, plan, targets
+from llmforge import passes, rehearsal, targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.errors import UnsupportedError
 from llmforge.passes import (
@@ -58,10 +58,10 @@ def held(name: str, folder: Path) -> None:
     for each in SCHEMES:
         reason = REFUSED.get(each, {}).get(name)
         if reason is None:
-            plan.rehearse(model, SCHEMES[each], target=H100, spec=SPEC, checkpoint=checkpoint)
+            rehearsal.rehearse(model, SCHEMES[each], target=H100, spec=SPEC, checkpoint=checkpoint)
             continue
         with pytest.raises(UnsupportedError, match=reason) as caught:
-            plan.rehearse(model, SCHEMES[each], target=H100, spec=SPEC, checkpoint=checkpoint)
+            rehearsal.rehearse(model, SCHEMES[each], target=H100, spec=SPEC, checkpoint=checkpoint)
         assert caught.value.hint
 
 
@@ -83,11 +83,11 @@ def test_the_shipped_recipe_is_rehearsed(sample_checkpoint: Path) -> None:
     checkpoint = Checkpoint.open(sample_checkpoint)
     model = trace(checkpoint)
     names = frozenset(checkpoint.tensors)
-    plan.rehearse(
+    rehearsal.rehearse(
         model, steps, target=targets.load(recipe.target), spec=recipe.engine, checkpoint=checkpoint, calibrated=names
     )
     with pytest.raises(UnsupportedError, match="lower-precision") as caught:
-        plan.rehearse(
+        rehearsal.rehearse(
             model,
             [step for step in steps if step.name not in ("lower-precision", "quantize-weights")],
             target=H100,

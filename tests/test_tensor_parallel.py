@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge import dialect, engines, graph, passes, plan, probe, shard_plan, targets
+from llmforge import dialect, engines, graph, passes, probe, rehearsal, shard_plan, targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.collectives import meetings, traffic
 from llmforge.derived import Stored
@@ -236,9 +236,9 @@ def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path:
     arguments = {"target": targets.load("cpu-avx2"), "checkpoint": checkpoint}
     steps = recipe.instantiate(passes.ALL)
     with pytest.raises(UnsupportedError, match="an engine of onnxruntime runs a model alone"):
-        plan.rehearse(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
+        rehearsal.rehearse(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="which 3 ranks cannot share evenly"):
-        plan.rehearse(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
+        rehearsal.rehearse(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
 
 
 def test_a_plan_of_each_rank_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 
-from llmforge import calibration, dialect, passes, plan, targets
+from llmforge import calibration, dialect, passes, rehearsal, targets
 from llmforge.artifact import Artifact
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
@@ -52,7 +52,7 @@ def rehearse(name: str, target: str, checkpoint: Checkpoint, model: ir.Model) ->
     demands = [demand for step in steps for demand in step.demands()]
     linears = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
     device = targets.load(target)
-    plan.rehearse(model, steps, target=device, spec=recipe.engine, checkpoint=checkpoint, calibrated=linears)
+    rehearsal.rehearse(model, steps, target=device, spec=recipe.engine, checkpoint=checkpoint, calibrated=linears)
 
 
 def test_every_recipe_for_tensorrt_is_here() -> None:

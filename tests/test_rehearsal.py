@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmforge import calibration, dialect, passes, plan, targets
+from llmforge import calibration, dialect, passes, rehearsal, targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import interop
 from llmforge.engines import onnxruntime as engines
@@ -56,7 +56,7 @@ def steps_of(recipe: str) -> tuple[Pass, ...]:
 def rehearse(checkpoint: Checkpoint, model: Any, steps: tuple[Pass, ...]) -> None:
     demands = [demand for step in steps for demand in step.demands()]
     linears = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
-    plan.rehearse(model, steps, target=TARGET, spec=ENGINE, checkpoint=checkpoint, calibrated=linears)
+    rehearsal.rehearse(model, steps, target=TARGET, spec=ENGINE, checkpoint=checkpoint, calibrated=linears)
 
 
 def open_unread(name: str, folder: Path) -> Checkpoint:
