@@ -64,7 +64,7 @@ def shipped(path: Path) -> list[str]:
     return [node.op_type for node in ir.load(path / "engine" / "model.onnx").graph.all_nodes()]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_4_bits_by_calibration_ship_and_generate(name: str, tmp_path: Path) -> None:
     validation = {
         "quality": {"data": "evaluation.jsonl", "context": 64},
@@ -100,7 +100,9 @@ def test_fp32_experts_ship_as_the_kernel_and_answer_as_transformers(name: str, t
     np.testing.assert_allclose(load(built.path, threads=2).logits(ids.tolist()), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "qwen3-moe")]
+)
 def test_every_pass_of_a_recipe_holds(name: str, tmp_path: Path) -> None:
     """The fusing passes in fp32, then 4 bits of all but one layer's experts, then the kernel for the one left."""
     zoo.write(name, tmp_path / "checkpoint", **MODELS[name])  # type: ignore[arg-type]

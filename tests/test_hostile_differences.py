@@ -73,7 +73,7 @@ DIFFERENCES: Mapping[str, Difference] = {
     "norm by the largest magnitude": Difference({ROOT: "hidden_states / hidden_states.abs().amax(-1, keepdim=True)"}),
     # positions
     "angles with a wobble": Difference({"cos = emb.cos()": "cos = emb.cos().abs()"}, right=True),
-    "only queries are rotated": Difference({ROTATED_KEYS: "k_embed = k"}, slow=False),
+    "only queries are rotated": Difference({ROTATED_KEYS: "k_embed = k"}),
     "keys turn the other way": Difference({ROTATED_KEYS: ROTATED_KEYS.replace("* sin", "* -sin")}),
     "queries grow with their position": Difference(
         behind(ANGLES, 'query_states = query_states * (1.0 + 0.1 * kwargs["position_ids"][:, None, :, None])')
@@ -87,7 +87,6 @@ DIFFERENCES: Mapping[str, Difference] = {
         {"self.scaling = self.head_dim**-0.5": "self.scaling = self.head_dim**-0.5 / (1 + layer_idx)"},
         right=True,
         layers=4,
-        slow=False,
     ),
     "a bias that grows with the slot": Difference(
         {
@@ -95,8 +94,7 @@ DIFFERENCES: Mapping[str, Difference] = {
                 "**kwargs", "position_bias=0.1 * torch.arange(key_states.shape[2]),\n            **kwargs"
             ),
             SCORES: f'attn_weights = attn_weights + kwargs.get("position_bias", 0.0)\n    {SCORES}',
-        },
-        slow=False,
+        }
     ),
     "a bias inside the mask": Difference(
         {"            attention_mask,\n            dropout": "            attention_mask + 0.5,\n            dropout"}
@@ -107,8 +105,7 @@ DIFFERENCES: Mapping[str, Difference] = {
             "self.config._attn_implementation, eager_attention_forward": '"eager", eager_attention_forward',
             "attn_weights = nn.functional.dropout(": "attn_weights = torch.tanh(attn_weights)\n"
             "    attn_weights = nn.functional.dropout(",
-        },
-        slow=False,
+        }
     ),
     "a tanh behind attention": Difference({OUTPUT: "attn_output = self.o_proj(torch.tanh(attn_output))"}, right=True),
     "keys alone have a norm": Difference(
@@ -121,9 +118,7 @@ DIFFERENCES: Mapping[str, Difference] = {
     "values change behind the cache": Difference(behind(UPDATED, "value_states = value_states * 2.0"), right=True),
     "keys move behind the cache": Difference(behind(UPDATED, "key_states = key_states.roll(1, 2)"), slow=False),
     # masks
-    "a mask that hides the token itself": Difference(
-        mask(and_mask_function="lambda b, h, q, k: (k < q) | (k == 0)"), slow=False
-    ),
+    "a mask that hides the token itself": Difference(mask(and_mask_function="lambda b, h, q, k: (k < q) | (k == 0)")),
     "a mask that shows the next token": Difference(mask(or_mask_function="lambda b, h, q, k: k <= q + 1"), slow=False),
     "a mask with a hole": Difference(mask(and_mask_function="lambda b, h, q, k: k != q - 3")),
     # layers
@@ -140,7 +135,7 @@ DIFFERENCES: Mapping[str, Difference] = {
         slow=False,
     ),
     "tokens are centered": Difference({MLP: "hidden_states = self.mlp(hidden_states - hidden_states.mean(1, True))"}),
-    "tokens add up": Difference({MLP: "hidden_states = self.mlp(hidden_states.cumsum(1))"}, slow=False),
+    "tokens add up": Difference({MLP: "hidden_states = self.mlp(hidden_states.cumsum(1))"}),
     "rows of a batch are centered": Difference(
         {MLP: "hidden_states = self.mlp(hidden_states - hidden_states.mean(0, True))"}
     ),
