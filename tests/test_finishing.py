@@ -24,7 +24,7 @@ RTX = {"backend": "tensorrt-rtx", "max_context": 96, "max_batch": 2}
 Write = Callable[..., Path]
 
 
-pytestmark = pytest.mark.usefixtures("no_device")
+pytestmark = [pytest.mark.usefixtures("no_device"), pytest.mark.xdist_group("finishing")]
 
 
 @pytest.fixture(autouse=True)

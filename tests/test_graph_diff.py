@@ -19,6 +19,8 @@ from llmforge.trace import trace
 from . import zoo
 from .checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.xdist_group("graph_diff")  # its fixtures take seconds: they are made once
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

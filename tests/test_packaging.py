@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("packaging")  # its fixtures take seconds: they are made once
+
 ROOT = Path(__file__).parent.parent
 # Folders at the top of the repository that ship inside the package, and what of them.
 MAPPED = {"passes": "*.py", "targets": "*", "recipes": "*"}

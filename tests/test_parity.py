@@ -21,6 +21,8 @@ from llmforge.runtime import Runner, Sampling, load
 from llmforge.trace import trace
 from llmforge.transform import Context
 
+pytestmark = pytest.mark.xdist_group("parity")  # its fixtures take seconds: they are made once
+
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 20, 40, 64
 TARGET = targets.local()
 

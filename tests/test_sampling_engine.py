@@ -15,6 +15,8 @@ from llmforge.runtime.speculation import Payoff, PromptLookup, Speculation
 
 from .engines import Received, sample_runner
 
+pytestmark = pytest.mark.xdist_group("sampling_engine")  # its fixtures take seconds: they are made once
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "default": {"type": "boolean"}},

@@ -24,6 +24,8 @@ from llmforge.runtime.stats import EngineStats
 from .engines import Received, sample_runner
 from .recorder import Recorder
 
+pytestmark = pytest.mark.xdist_group("scheduler_together")  # its fixtures take seconds: they are made once
+
 REQUESTS = 200
 CHUNK = 64
 CACHE_BLOCKS = 60

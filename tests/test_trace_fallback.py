@@ -20,7 +20,10 @@ from llmforge.verify_trace import prove_candidate, verify_trace
 
 from .sweep import compare, shrink
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # transformers' own, about its models
+    pytest.mark.xdist_group("trace_fallback"),
+]
 
 
 def operators(model: ir.Model) -> Counter[str]:

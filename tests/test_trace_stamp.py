@@ -134,6 +134,7 @@ def test_what_depends_on_the_depth_in_code_alone_is_seen(
     assert sum(node.op_type == "Mul" for node in full.graph) == 5 * 2 + 1
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_weight_are_not_copied_with_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

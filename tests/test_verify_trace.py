@@ -14,6 +14,8 @@ from llmforge.verify_trace import verify_trace
 
 from . import zoo
 
+pytestmark = pytest.mark.xdist_group("verify_trace")  # its fixtures take seconds: they are made once
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
