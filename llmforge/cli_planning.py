@@ -112,6 +112,8 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, a
 
     if path is not None and not measure:
         raise UsageError("--write writes what --measure measures; give --measure as well")
+    if device != "cpu" and not measure:
+        raise UsageError("--device says what --measure measures; give --measure as well")
     here, found = machine.describe(), gpus.find()
     checks = environment.checklist(here, found, Path.cwd())
     ceilings = None

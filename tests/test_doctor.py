@@ -338,6 +338,7 @@ def test_the_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.Mon
     [
         (("--write", "here.yaml"), 2, "give --measure as well"),
         (("--measure", "--device", "cuda:0"), 8, "there is no NVIDIA GPU cuda:0"),
+        (("--device", "cuda:0"), 2, "give --measure as well"),
         (("--measure", "--device", "gpu"), 2, "wanted cpu or cuda:N"),
     ],
 )

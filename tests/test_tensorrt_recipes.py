@@ -21,7 +21,11 @@ pytest.importorskip("tensorrt_rtx")
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 INT4, FP8, H200 = "llama-rtx4090-tensorrt", "llama-rtx4090-tensorrt-fp8", "h200-tensorrt"
-QUICK = ("calibration.samples=2", "passes.quantize-weights.method=rtn")
+QUICK = (
+    "calibration.samples=2",
+    "passes.quantize-weights.method=rtn",
+    "passes.quantize-weights.budget.kld_mean=0.1",
+)
 
 # recipe → targets that it is built for, and those that it is refused for, with the reason
 BUILT = {

@@ -63,6 +63,7 @@ def test_a_dry_run_writes_its_tables_marks_them_and_goes_on_where_it_was(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_whole_dry_run_goes_well(tmp_path):
     done = verify("--dry-run", "--work", str(tmp_path))
     steps = json.loads((tmp_path / "gpu-evidence.json").read_text())["steps"]
