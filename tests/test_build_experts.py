@@ -88,6 +88,7 @@ def test_4_bits_by_calibration_ship_and_generate(name: str, tmp_path: Path) -> N
     assert chunks[-1].usage.output_tokens == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def test_fp32_experts_ship_as_the_kernel_and_answer_as_transformers(name: str, tmp_path: Path) -> None:
     built = pipeline.build(recipe(tmp_path, name, [*FUSED, "fuse-experts"]), tmp_path / "out")

@@ -127,12 +127,11 @@ DIFFERENCES: Mapping[str, Difference] = {
         {OUTPUT: f"{OUTPUT} * (-1.0 if self.layer_idx % 3 == 2 else 1.0)"}, right=True, layers=7
     ),
     "the fifth layer alone is doubled": Difference(
-        {OUTPUT: f"{OUTPUT} * (2.0 if self.layer_idx == 4 else 1.0)"}, right=True, layers=6, slow=False
+        {OUTPUT: f"{OUTPUT} * (2.0 if self.layer_idx == 4 else 1.0)"}, right=True, layers=6
     ),
     # between tokens
     "tokens see the one before": Difference(
         {MLP: "hidden_states = self.mlp(hidden_states + nn.functional.pad(hidden_states[:, :-1], (0, 0, 1, 0)))"},
-        slow=False,
     ),
     "tokens are centered": Difference({MLP: "hidden_states = self.mlp(hidden_states - hidden_states.mean(1, True))"}),
     "tokens add up": Difference({MLP: "hidden_states = self.mlp(hidden_states.cumsum(1))"}),
