@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse versions of pytest and pytest-xdist that do not keep a group of tests in one process, and do not say so."""
+    if not getattr(config.option, "loadgroup", False):
+        return
+    for item in items:
+        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} has a group, which this pytest-xdist ignores with this pytest")
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder with the sample checkpoint and the texts."""
