@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse versions of pytest and pytest-xdist that do not keep a group of tests in one process, and do not say so."""
+    """Refuse a pytest with which pytest-xdist ignores groups and does not say so."""
     if not getattr(config.option, "loadgroup", False):
         return
     for item in items:

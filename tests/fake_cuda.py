@@ -151,5 +151,5 @@ class FakeCuda:
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, sm: int = 89) -> FakeCuda:
     """Let `CudaDevice` find a GPU of the host's memory."""
     fake = FakeCuda(sm)
-    monkeypatch.setattr(device, "_bindings", lambda: fake)
+    monkeypatch.setattr(device, "_bindings", lambda install: fake)
     return fake

@@ -64,7 +64,7 @@ def test_every_command_ends_with_exit_code_8_and_one_helpful_line(for_gpu: Path,
     assert done.exit_code == 8
     error, hint = done.stderr.splitlines()
     assert "this needs a CUDA device" in error
-    assert "llmforge[cuda]" in hint
+    assert f"llmforge[{RuntimeConfig.read(for_gpu / 'engine' / 'runtime.json').provider}]" in hint
 
 
 @pytest.mark.skipif(has_cuda(), reason="there is a CUDA device")

@@ -34,12 +34,12 @@ from llmforge import interface, native
 from llmforge.errors import EnvironmentLacks, UnsupportedError
 from llmforge.runtime import device_cache
 from llmforge.runtime.config import Capture, GraphPlan
-from llmforge.runtime.device import INSTALL, Buffer, Device
+from llmforge.runtime.device import Buffer, Device, how_to_install
 from llmforge.runtime.device_cache import DeviceCache, Memory
 from llmforge.runtime.device_inputs import Inputs, Place
 from llmforge.runtime.recording import ONE, Probe, Recording, probe_feeds, prove
 from llmforge.runtime.session import LOAD_FAILURES, SessionConfig, open_graph, session_options
-from llmforge.runtime.signature import Signature
+from llmforge.runtime.signature import Signature, Signed
 from llmforge.runtime.steps import Counts, run_step
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ WIDEST_BYTES = 8  # of what is fed for each row of a decode step: int64
 UNRECORDED = -1
 
 
-class DeviceSession:
+class DeviceSession(Signed):
     """A decoder graph (docs/dialect.md) in ONNX Runtime, over the memory of `device`.
 
     Args:
@@ -92,8 +92,6 @@ class DeviceSession:
             raise UnsupportedError(f"{where}: its caches grow in every step, and only the CPU's session copies them")
         if self._captures and interface.ATTENTION_MASK in signature.inputs:
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
-        self.inputs, self.outputs, self.vocabulary = signature.inputs, signature.outputs, signature.vocabulary
-        self.caches, self.states = signature.caches, signature.states
         self.recordings: tuple[Recording, ...] = ()  # of the cache that was allocated last
         self._fed = tuple(name for name in signature.inputs if name not in signature.cache_types)
         self._hosted = self._read_on_host()
@@ -128,16 +126,6 @@ class DeviceSession:
     def notes(self) -> tuple[str, ...]:
         """Which steps are not recorded though they were planned to be, and why."""
         return tuple(each.note for each in self.recordings if each.obstacle is not None)
-
-    @property
-    def steady_from(self) -> int:
-        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
-        return self.signature.steady_from
-
-    @property
-    def reuse_obstacle(self) -> str | None:
-        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
-        return self.signature.reuse_obstacle
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens, and record steps over those that fit.
@@ -180,7 +168,7 @@ class DeviceSession:
         if provider not in ort.get_available_providers():
             raise EnvironmentLacks(
                 f"the installed onnxruntime {ort.__version__} has no {provider}: it is the one for CPUs",
-                hint=f"pip uninstall onnxruntime, then {INSTALL}",
+                hint=f"pip uninstall onnxruntime, then {how_to_install()}",
             )
         graphs = {"enable_cuda_graph": "1" if self._captures else "0"}
         own = {"device_id": str(self.device.index), **graphs, **options}
@@ -189,7 +177,7 @@ class DeviceSession:
             raise EnvironmentLacks(
                 f"onnxruntime {ort.__version__} could not load its {provider} on {self.device.name}: "
                 f"{said or 'it gives no reason'}",
-                hint=f"its libraries must match the driver: {INSTALL}",
+                hint=f"its libraries must match the driver: {how_to_install()}",
             )
         return session
 

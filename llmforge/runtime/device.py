@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from llmforge.errors import EnvironmentLacks
 
-INSTALL = "pip install 'llmforge[cuda]' on a machine with an NVIDIA GPU and its driver"
+
+def how_to_install(extra: str = "cuda") -> str:
+    """Say what a machine lacks that has no GPU, or nothing that reaches it; `extra` brings what runs there."""
+    return f"pip install 'llmforge[{extra}]' on a machine with an NVIDIA GPU and its driver"
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,17 +142,20 @@ class CudaDevice:
     Calls go to a stream of its own. ONNX Runtime and TensorRT have theirs, so `synchronize` stands between what is
     written here and what they run.
 
+    `extra` is the one of this package that brings what is to run there, for hints.
+
     Raises:
         EnvironmentLacks: there is no such device, or no way to reach it.
     """
 
     kind = "cuda"
 
-    def __init__(self, index: int = 0) -> None:
-        self._cuda = cuda = _bindings()
+    def __init__(self, index: int = 0, extra: str = "cuda") -> None:
+        install = how_to_install(extra)
+        self._cuda = cuda = _bindings(install)
         status, count = cuda.cudaGetDeviceCount()
         if status != cuda.cudaError_t.cudaSuccess or count < 1:
-            raise EnvironmentLacks(f"this needs a CUDA device, and there is none here ({status.name})", hint=INSTALL)
+            raise EnvironmentLacks(f"this needs a CUDA device, and there is none here ({status.name})", hint=install)
         if not 0 <= index < count:
             raise EnvironmentLacks(
                 f"CUDA device {index} is asked for, and this process sees {count}",
@@ -286,21 +292,21 @@ class CudaGraph:
     nodes: int
 
 
-def require_cuda(index: int = 0) -> CudaDevice:
-    """Reach the CUDA device `index`.
+def require_cuda(index: int = 0, extra: str = "cuda") -> CudaDevice:
+    """Reach the CUDA device `index`; `extra` of this package brings what is to run there.
 
     Raises:
         EnvironmentLacks: there is none here, or no way to reach it.
     """
-    return CudaDevice(index)
+    return CudaDevice(index, extra)
 
 
-def _bindings() -> Any:
+def _bindings(install: str) -> Any:
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:  # the package is not there, or the library that it loads
         raise EnvironmentLacks(
-            f"this needs a CUDA device, and cuda-bindings, which reaches one, cannot be imported: {error}", hint=INSTALL
+            f"this needs a CUDA device, and cuda-bindings, which reaches one, cannot be imported: {error}", hint=install
         ) from error
 
 

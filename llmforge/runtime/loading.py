@@ -52,7 +52,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
 
 def _gpu(config: RuntimeConfig, index: int) -> CudaDevice:
     """Reach the GPU, and hold it against what the engine wants: kernels were chosen, or compiled, for it."""
-    gpu = devices.require_cuda(index)
+    gpu = devices.require_cuda(index, extra=config.provider)  # extras are named like providers
     assert config.device is not None
     if gpu.sm != config.device.sm:
         raise VersionMismatch(

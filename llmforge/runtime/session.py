@@ -25,7 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge import interface, native
 from llmforge.errors import InputError, UnsupportedError
-from llmforge.runtime.signature import CACHE_TYPES, ELEMENTS, Signature
+from llmforge.runtime.signature import CACHE_TYPES, ELEMENTS, Signature, Signed
 from llmforge.runtime.steps import make_feeds, run_step
 
 PROVIDER = "CPUExecutionProvider"
@@ -96,7 +96,7 @@ class Cache:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
-class Session:
+class Session(Signed):
     """A decoder graph (docs/dialect.md) in ONNX Runtime on the CPU.
 
     `inputs` and `outputs` name what the graph takes and returns, `caches` describes its cache inputs, `vocabulary` is
@@ -134,8 +134,6 @@ class Session:
         for name, dtype in signature.cache_types.items():
             if not ELEMENTS[dtype].on_hosts:
                 raise UnsupportedError(f"{where}: {name} is {dtype}, which no kernel for CPUs reads")
-        self.inputs, self.outputs, self.vocabulary = signature.inputs, signature.outputs, signature.vocabulary
-        self.caches, self.states = signature.caches, signature.states
         self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
 
     @property
@@ -152,16 +150,6 @@ class Session:
     def notes(self) -> tuple[str, ...]:
         """Nothing: whatever was asked for is done."""
         return ()
-
-    @property
-    def steady_from(self) -> int:
-        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
-        return self.signature.steady_from
-
-    @property
-    def reuse_obstacle(self) -> str | None:
-        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
-        return self.signature.reuse_obstacle
 
     def allocate(self, batch: int, capacity: int) -> Cache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""

@@ -32,7 +32,7 @@ from llmforge.runtime.device import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.device_cache import DeviceCache, Memory
 from llmforge.runtime.device_inputs import ALIGNMENT_BYTES, Inputs, Place
 from llmforge.runtime.recording import ONE, Probe, Recording, probe_feeds, prove
-from llmforge.runtime.signature import Signature
+from llmforge.runtime.signature import Signature, Signed
 from llmforge.runtime.steps import Counts, run_step
 from llmforge.runtime.tensorrt_plan import Plan, bucket_sizes, check_caches, check_profiles, read_tensors
 
@@ -50,7 +50,7 @@ class _Recorded:
     graph: CudaGraph
 
 
-class PlanSession:
+class PlanSession(Signed):
     """A decoder in a deserialized plan (`llmforge.runtime.backend.Backend`).
 
     Args:
@@ -67,8 +67,6 @@ class PlanSession:
         self.device, self._plan = device, plan
         inputs, outputs = read_tensors(plan)
         self.signature = signature = Signature.of(inputs, outputs, plan.where)
-        self.inputs, self.outputs, self.vocabulary = signature.inputs, signature.outputs, signature.vocabulary
-        self.caches, self.states = signature.caches, signature.states
         check_caches(plan, inputs, config.max_context)
         prefill, decode = check_profiles(plan, config)
         assert config.plan is not None
@@ -113,16 +111,6 @@ class PlanSession:
     def notes(self) -> tuple[str, ...]:
         """Which steps are not recorded, and why."""
         return tuple(each.note for each in self.recordings if each.obstacle is not None)
-
-    @property
-    def steady_from(self) -> int:
-        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
-        return self.signature.steady_from
-
-    @property
-    def reuse_obstacle(self) -> str | None:
-        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
-        return self.signature.reuse_obstacle
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; steps run over the plan's capacity alone.
