@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from llmforge import artifact
 from llmforge.artifact import Artifact, check_name, content_digest, publish, staging, tool_versions, version_of
 from llmforge.errors import EnvironmentLacks, InputError, UsageError
 
+ROOT = Path(__file__).parents[1]
 RECIPE = {"schema": 1, "name": "tiny", "passes": [{"fuse-norms": {}}]}
 FACTS: dict[str, Any] = {
     "recipe": RECIPE,
@@ -380,20 +382,51 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
-def test_killed_at_every_step(tmp_path: Path) -> None:
+class Builders:
+    """Makes processes that build and die early, as forks of one without threads: a fork of this one could hang."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def until(self, step: int) -> int:
+        """Build until just before the `step`-th change of the file system; return the exit status."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{step}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+def fork_builders(out: Path) -> None:
+    """Build in a fork of this process for every number that comes in, and say how it ended."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _die_before(int(line))
+                build(out, files={"report/report.json": b"new"})
+                os._exit(0)
+            finally:  # an exception must not leave a second one that forks
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+@pytest.fixture
+def builders(tmp_path: Path) -> Iterator[Builders]:
+    code = (
+        "import pathlib, sys; from tests import test_artifact; test_artifact.fork_builders(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Builders(process)
+
+
+def test_killed_at_every_step(tmp_path: Path, builders: Builders) -> None:
     """Die just before the n-th change of the file system, for every n: the version is whole or hidden, never lost."""
     version = build(tmp_path, files={"report/report.json": b"old"}).path
     step = 0
     while True:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _die_before(step)
-                build(tmp_path, files={"report/report.json": b"new"})
-                os._exit(0)
-            finally:  # an exception must not leave a second pytest running
-                os._exit(1)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = builders.until(step)
         for path in finished(tmp_path):
             Artifact.open(path).verify()
         copy = tmp_path / f"copy-{step}"  # where somebody deletes the version before the next build
