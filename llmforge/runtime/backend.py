@@ -40,7 +40,7 @@ C = TypeVar("C", bound=Rows)
 class Backend(Protocol[C]):
     """A decoder that is driven step by step over caches of its own.
 
-    `step` means what `llmforge.runtime.session.Session.step` says, and nothing more is asked of it than this: several
+    `step` means what `llmforge.runtime.steps.Stepping.step` says, and nothing more is asked of it than this: several
     rows of one token each; one row of several tokens, with or without a past; logits of the last row or of `rows`.
     """
 

@@ -39,8 +39,8 @@ from llmforge.runtime.device_cache import DeviceCache, Memory
 from llmforge.runtime.device_inputs import Inputs, Place
 from llmforge.runtime.recording import ONE, Probe, Recording, probe_feeds, prove
 from llmforge.runtime.session import LOAD_FAILURES, SessionConfig, open_graph, session_options
-from llmforge.runtime.signature import Signature, Signed
-from llmforge.runtime.steps import Counts, run_step
+from llmforge.runtime.signature import Signature
+from llmforge.runtime.steps import Stepping
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,7 +51,7 @@ WIDEST_BYTES = 8  # of what is fed for each row of a decode step: int64
 UNRECORDED = -1
 
 
-class DeviceSession(Signed):
+class DeviceSession(Stepping[DeviceCache]):
     """A decoder graph (docs/dialect.md) in ONNX Runtime, over the memory of `device`.
 
     Args:
@@ -144,20 +144,6 @@ class DeviceSession(Signed):
         array: NDArray[np.float32] = self.device.host(shape, "float32")
         return array
 
-    def step(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        rows: NDArray[np.int64] | None = None,
-        out: NDArray[np.float32] | None = None,
-        lengths: Counts | None = None,
-        text_lengths: Counts | None = None,
-    ) -> NDArray[np.float32]:
-        """Run the tokens `ids` after what `cache` holds: see `llmforge.runtime.session.Session.step`."""
-        graph, run = self.signature, self._run
-        return self._on_thread(lambda: run_step(graph, run, ids, past_lengths, cache, rows, out, lengths, text_lengths))
-
     def _open(self, model: Path | bytes, config: SessionConfig, options: Mapping[str, str], where: str) -> Any:
         """Open the session on its provider: ONNX Runtime goes on with the CPU alone where it cannot load another."""
         entries, provider = session_options(config), PROVIDERS[self.device.kind]
@@ -194,6 +180,10 @@ class DeviceSession(Signed):
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
 
+    def _run_rows(self, *step: Any) -> None:
+        run = super()._run_rows
+        self._on_thread(lambda: run(*step))
+
     def _run(
         self,
         feeds: Mapping[str, NDArray[Any]],
@@ -201,7 +191,6 @@ class DeviceSession(Signed):
         cache: DeviceCache,
         out: NDArray[np.float32],
     ) -> None:
-        """Run the graph on `feeds`; it gives exactly the logits of `out`."""
         batch, tokens = feeds[interface.INPUT_IDS].shape
         if tokens == 1 and out.shape[1] == 1 and batch <= self._most_rows:
             length, number = self._recording(cache, int(past_lengths.max()) + 1)

@@ -25,8 +25,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge import interface, native
 from llmforge.errors import InputError, UnsupportedError
-from llmforge.runtime.signature import CACHE_TYPES, ELEMENTS, Signature, Signed
-from llmforge.runtime.steps import make_feeds, run_step
+from llmforge.runtime.signature import CACHE_TYPES, ELEMENTS, Signature
+from llmforge.runtime.steps import Stepping, make_feeds
 
 PROVIDER = "CPUExecutionProvider"
 CACHE_DTYPES = {key: element.name for key, element in CACHE_TYPES.items() if element.on_hosts}
@@ -96,7 +96,7 @@ class Cache:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
-class Session(Signed):
+class Session(Stepping[Cache]):
     """A decoder graph (docs/dialect.md) in ONNX Runtime on the CPU.
 
     `inputs` and `outputs` name what the graph takes and returns, `caches` describes its cache inputs, `vocabulary` is
@@ -167,38 +167,6 @@ class Session(Signed):
         """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
         return Path(self._session.end_profiling())
 
-    def step(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: Cache,
-        rows: NDArray[np.int64] | None = None,
-        out: NDArray[np.float32] | None = None,
-        lengths: NDArray[np.integer[Any]] | None = None,
-        text_lengths: NDArray[np.integer[Any]] | None = None,
-    ) -> NDArray[np.float32]:
-        """Run the tokens `ids` after what `cache` holds, and store their keys and values there.
-
-        Args:
-            ids: int64 [B, S], B = `cache.batch`; shorter rows padded on the right.
-            past_lengths: int32 [B], the tokens that each row of `cache` holds already.
-            cache: written at slots `past_lengths[b]` … `past_lengths[b] + S - 1` of each row.
-            rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last.
-            out: fp32 [B, R, V], C-contiguous, to write the logits to; the same array again saves binding it.
-            lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
-            text_lengths: [B], the tokens of the whole text that the step is a part of; None: the step ends it. Rotary
-                angles that depend on the length of a text (LongRoPE) need it.
-
-        Returns:
-            Logits, fp32 [B, R, V]: `out`, or a new array.
-
-        Raises:
-            UsageError: the tokens do not fit into the cache.
-            ValueError: shapes do not agree.
-        """
-        graph, run = self.signature, self._run_graph
-        return run_step(graph, run, ids, past_lengths, cache, rows, out, lengths, text_lengths)
-
     def read(
         self,
         names: Sequence[str],
@@ -214,7 +182,7 @@ class Session(Signed):
         values = self._session.run(list(names), {**feeds, **self._past(cache, past_lengths)})
         return dict(zip(names, values, strict=True))
 
-    def _run_graph(
+    def _run(
         self,
         feeds: Mapping[str, NDArray[Any]],
         past_lengths: NDArray[np.int32],

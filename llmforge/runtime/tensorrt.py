@@ -32,8 +32,8 @@ from llmforge.runtime.device import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.device_cache import DeviceCache, Memory
 from llmforge.runtime.device_inputs import ALIGNMENT_BYTES, Inputs, Place
 from llmforge.runtime.recording import ONE, Probe, Recording, probe_feeds, prove
-from llmforge.runtime.signature import Signature, Signed
-from llmforge.runtime.steps import Counts, run_step
+from llmforge.runtime.signature import Signature
+from llmforge.runtime.steps import Stepping
 from llmforge.runtime.tensorrt_plan import Plan, bucket_sizes, check_caches, check_profiles, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Recorded:
     graph: CudaGraph
 
 
-class PlanSession(Signed):
+class PlanSession(Stepping[DeviceCache]):
     """A decoder in a deserialized plan (`llmforge.runtime.backend.Backend`).
 
     Args:
@@ -62,6 +62,8 @@ class PlanSession(Signed):
         InputError: the plan is not what `config` says.
         UnsupportedError: the plan does not write its caches in place, or its steps cannot be shown to be recorded.
     """
+
+    rows_alone = True  # the profile of prompts has one row
 
     def __init__(self, plan: Plan, config: RuntimeConfig, device: CudaDevice) -> None:
         self.device, self._plan = device, plan
@@ -139,24 +141,13 @@ class PlanSession(Signed):
         array: NDArray[np.float32] = self.device.host(shape, "float32")
         return array
 
-    def step(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        rows: NDArray[np.int64] | None = None,
-        out: NDArray[np.float32] | None = None,
-        lengths: Counts | None = None,
-        text_lengths: Counts | None = None,
-    ) -> NDArray[np.float32]:
-        """Run the tokens `ids` after what `cache` holds: see `llmforge.runtime.session.Session.step`."""
+    def _check(self, ids: NDArray[np.int64], past_lengths: NDArray[np.int32], cache: DeviceCache) -> None:
         if cache.capacity != self._capacity or ids.shape[1] > self._most_tokens or len(ids) > self._most_rows:
             raise ValueError(
                 f"ids {ids.shape} and a cache of {cache.capacity} tokens; the plan takes {self._most_rows} rows, "
                 f"{self._most_tokens} tokens of one, and caches of {self._capacity}"
             )
-        graph, run = self.signature, self._run
-        return run_step(graph, run, ids, past_lengths, cache, rows, out, lengths, text_lengths, alone=True)
+        super()._check(ids, past_lengths, cache)
 
     def _context(self, profile: int, *, recorded: bool) -> Any:
         """Make a context for a profile, in the memory that all of them share."""
