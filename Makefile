@@ -8,9 +8,6 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# A test that hangs where no signal reaches it, in a library's own code, ends the run with its stack instead of the run
-# hanging with it. Longer than any `timeout` of the tests that `make test` runs.
-HANGS := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true
 PROMPT ?= If the file does not exist,
 
 .PHONY: help quickstart test test-slow triton verify-gpu cuda-device lint types contracts check clean
@@ -25,7 +22,7 @@ quickstart: $(VENV)/.runtime  ## Build recipes/quickstart.yaml and generate from
 	echo; echo "The report: $$artifact/report/report.html"
 
 test: $(VENV)/.dev  ## Run the tests, less those that take minutes
-	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0 --durations 20 $(HANGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0 --durations 20
 
 test-slow: $(VENV)/.dev  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not gpu'

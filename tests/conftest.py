@@ -12,12 +12,20 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "8")
 
+from . import stall
 from .checkpoints import write_checkpoint
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from llmforge.checkpoint import Checkpoint
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        stall.listen()
+    elif getattr(config.option, "dist", "no") != "no":
+        config.pluginmanager.register(stall.Watch(stall.LIMIT_S))
 
 
 @pytest.hookimpl(trylast=True)
