@@ -182,47 +182,6 @@ def _reads_growing_caches(
     return any(growing.values())
 
 
-class Signed:
-    """What every session says of its graph (`llmforge.runtime.backend.Backend`), as `signature` has it."""
-
-    signature: Signature
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of what the graph takes."""
-        return self.signature.inputs
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of what it returns."""
-        return self.signature.outputs
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of logits of a row."""
-        return self.signature.vocabulary
-
-    @property
-    def caches(self) -> tuple[CacheInput, ...]:
-        """Its caches of keys and values."""
-        return self.signature.caches
-
-    @property
-    def states(self) -> tuple[StateInput, ...]:
-        """Its states of fixed size."""
-        return self.signature.states
-
-    @property
-    def steady_from(self) -> int:
-        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
-        return self.signature.steady_from
-
-    @property
-    def reuse_obstacle(self) -> str | None:
-        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
-        return self.signature.reuse_obstacle
-
-
 def _cache_input(value: Argument, outputs: Collection[str], where: str) -> CacheInput:
     name, shape = value.name, value.shape
     if len(shape) != 4 or not (isinstance(shape[1], int) and isinstance(shape[3], int)):

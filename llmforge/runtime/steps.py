@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmforge import interface
 from llmforge.errors import UsageError
 from llmforge.runtime.backend import Rows
-from llmforge.runtime.signature import Signature, Signed
+from llmforge.runtime.signature import CacheInput, Signature, StateInput
 
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
 
@@ -20,13 +20,49 @@ C = TypeVar("C", bound=Rows)
 Counts = NDArray[np.integer[Any]]
 
 
-class Stepping(Signed, Generic[C], ABC):
-    """A session that steps over caches of type `C`; a subclass runs its graph once.
+class Stepping(ABC, Generic[C]):
+    """A session that steps over caches of type `C`; a subclass sets `signature`, and runs its graph once.
 
     `rows_alone`: a row of several tokens always runs by itself.
     """
 
     rows_alone = False
+    signature: Signature
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of what the graph takes."""
+        return self.signature.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of what it returns."""
+        return self.signature.outputs
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits of a row."""
+        return self.signature.vocabulary
+
+    @property
+    def caches(self) -> tuple[CacheInput, ...]:
+        """Its caches of keys and values."""
+        return self.signature.caches
+
+    @property
+    def states(self) -> tuple[StateInput, ...]:
+        """Its states of fixed size."""
+        return self.signature.states
+
+    @property
+    def steady_from(self) -> int:
+        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
+        return self.signature.steady_from
+
+    @property
+    def reuse_obstacle(self) -> str | None:
+        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
+        return self.signature.reuse_obstacle
 
     @abstractmethod
     def _run(
