@@ -65,7 +65,7 @@ def held(name: str, folder: Path) -> None:
         assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "deepseek-v2"])
+@pytest.mark.parametrize("name", ["llama-tied", pytest.param("deepseek-v2", marks=[pytest.mark.slow])])
 def test_two_architectures(name: str, tmp_path: Path) -> None:
     held(name, tmp_path)
 

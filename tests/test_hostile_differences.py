@@ -116,7 +116,7 @@ DIFFERENCES: Mapping[str, Difference] = {
         right=True,
     ),
     "values change behind the cache": Difference(behind(UPDATED, "value_states = value_states * 2.0"), right=True),
-    "keys move behind the cache": Difference(behind(UPDATED, "key_states = key_states.roll(1, 2)"), slow=False),
+    "keys move behind the cache": Difference(behind(UPDATED, "key_states = key_states.roll(1, 2)")),
     # masks
     "a mask that hides the token itself": Difference(mask(and_mask_function="lambda b, h, q, k: (k < q) | (k == 0)")),
     "a mask that shows the next token": Difference(mask(or_mask_function="lambda b, h, q, k: k <= q + 1"), slow=False),

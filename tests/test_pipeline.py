@@ -105,6 +105,7 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     assert chunks[-1].usage.output_tokens == 8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its model
 def test_a_model_of_its_own_attention_is_built_and_says_so(recipe_file: Write, tmp_path: Path) -> None:
     shrink.write("diffllama", tmp_path / "diffllama")
@@ -141,6 +142,7 @@ def test_two_builds_give_the_same_bytes(recipe_file: Write, tmp_path: Path) -> N
     assert (first.path / "engine/model.onnx.data").read_bytes() == (second.path / "engine/model.onnx.data").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_calibration_goes_on_where_it_was(
     recipe_file: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

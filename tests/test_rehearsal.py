@@ -113,6 +113,7 @@ def build(name: str, recipe: str, folder: Path, *, without: str = "") -> Statist
     return statistics
 
 
+@pytest.mark.slow
 def test_ranges_are_calibrated_where_a_layer_caches_keys_and_values(tmp_path: Path) -> None:
     statistics = build("qwen3-5", "quickstart", tmp_path, without="genai-interface")
     # layer 0 keeps a state, layer 1 attends

@@ -44,12 +44,16 @@ TWENTY = {
     "bert": ("encoder-only", "it is an encoder, not a decoder"),
     "bart": ("encoder-decoder", "it is an encoder-decoder"),
 }
+# What other tests trace models like, or is like others of the twenty.
+SLOW = {"qwen2", "falcon", "phi3", "deepseek_v3", "qwen3_next", "codegen"}
 # transformers cannot even make their default configuration
 IMPOSSIBLE = {"gemma4_assistant"}
 TABLE = ROOT / "docs/architectures.md"
 
 
-@pytest.mark.parametrize("model_type", TWENTY)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in TWENTY]
+)
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
 def test_a_type_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
     shrink.write(model_type, tmp_path)

@@ -88,7 +88,7 @@ def test_a_model_without_a_state_takes_no_lengths(tmp_path: Path) -> None:
 # Passes and sessions -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3-5", "minicpm3"])
+@pytest.mark.parametrize("name", ["qwen3-5", pytest.param("minicpm3", marks=[pytest.mark.slow])])
 def test_passes_keep_what_the_model_computes(name: str, tmp_path: Path) -> None:
     model = traced(name, tmp_path)
     session = served(model)

@@ -89,14 +89,8 @@ def test_layers_that_do_not_repeat_are_all_traced_and_the_graph_says_why(tmp_pat
     assert windows == [7, 0, 0, 7]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "in a layer",
-        pytest.param("between layers", marks=[pytest.mark.slow]),
-        pytest.param("behind the layers", marks=[pytest.mark.slow]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in a layer", "between layers", "behind the layers"])
 def test_what_depends_on_the_depth_in_code_alone_is_seen(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
