@@ -29,27 +29,6 @@ def alone(runner: Runner, ids: tuple[int, ...], sampling: Sampling) -> str:
     return "".join(chunk.text for chunk in runner.generate(ids, sampling))
 
 
-def test_requests_of_many_threads_get_what_they_get_alone(runner):
-    requests = [Request(prompt(5 + i, seed=i), TEN) for i in range(12)]
-    texts: dict[int, str] = {}
-
-    with Engine(runner) as engine:
-
-        def client(i: int) -> None:
-            texts[i] = "".join(chunk.text for chunk in engine.stream(requests[i]))
-
-        threads = [threading.Thread(target=client, args=(i,)) for i in range(len(requests))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        stats = engine.stats()
-    assert [texts[i] for i in range(12)] == [alone(runner, request.prompt, TEN) for request in requests]
-    assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0)
-    assert (stats.output_tokens, stats.finished) == (120, {"length": 12})
-    assert max(stats.steps) == 3
-
-
 class Held(Received):
     """Holds the engine's thread from the first chunk on, until it may go: what a receiver must not do."""
 
@@ -61,6 +40,33 @@ class Held(Received):
         super().receive(item)
         self.reached.set()
         assert self.go.wait(60)
+
+
+def test_requests_of_many_threads_get_what_they_get_alone(runner):
+    requests = [Request(prompt(5 + i, seed=i), TEN) for i in range(12)]
+    texts: dict[int, str] = {}
+
+    with Engine(runner) as engine:
+
+        def client(i: int) -> None:
+            texts[i] = "".join(chunk.text for chunk in engine.stream(requests[i]))
+
+        held = Held()  # until all have come: on busy cores the first would be gone before the last thread starts
+        engine.submit(Request(prompt(4, seed=99), TEN), held.receive)
+        assert held.reached.wait(60)
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(len(requests))]
+        for thread in threads:
+            thread.start()
+        while engine.stats().waiting < len(requests):
+            time.sleep(0.01)
+        held.go.set()
+        for thread in threads:
+            thread.join()
+        stats = engine.stats()
+    assert [texts[i] for i in range(12)] == [alone(runner, request.prompt, TEN) for request in requests]
+    assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0)
+    assert (stats.output_tokens, stats.finished) == (130, {"length": 13})
+    assert max(stats.steps) == 3
 
 
 def test_a_full_engine_refuses_and_a_closed_stream_makes_room(runner):
