@@ -221,9 +221,11 @@ def test_a_stream_on_the_wire_is_events_that_end_with_done(address: str) -> None
 def test_16_streams_at_once_are_what_each_is_alone(address: str, runner: Runner, engine: Engine) -> None:
     prompts = [f"{PROMPT} {i} " + "more " * i for i in range(16)]
     before = engine.stats()
+    ready = threading.Barrier(len(prompts), timeout=60)  # a client takes longer to make than a short answer
 
     def ask(prompt: str) -> str:
         with client_of(address) as client:
+            ready.wait()
             stream = client.completions.create(model="small", prompt=prompt, max_tokens=40, temperature=0, stream=True)
             return "".join(event.choices[0].text for event in stream)
 
