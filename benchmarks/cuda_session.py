@@ -34,6 +34,7 @@ def write_engine(folder: Path) -> None:
     from llmforge import targets
     from llmforge.checkpoint import Checkpoint
     from llmforge.engines import cuda
+    from llmforge.lowering.pass_base import Budget, Context
     from llmforge.passes.flash_attention import FlashAttention
     from llmforge.passes.fuse_norms import FuseNorms
     from llmforge.passes.lower_precision import LowerPrecision
@@ -41,7 +42,6 @@ def write_engine(folder: Path) -> None:
     from llmforge.passes.pack_qkv import PackQkv
     from llmforge.recipe import EngineSpec
     from llmforge.trace import trace
-    from llmforge.transform import Budget, Context
 
     checkpoint, target = Checkpoint.open(ROOT / "tests" / "data" / "docs-llama-7m"), targets.load(TARGET)
     model, any_cost = trace(checkpoint), Budget(kld_mean=1e9)
@@ -57,10 +57,10 @@ def rehearse(folder: Path) -> dict[str, Any]:
     """Inside the wheel: load the engine, allocate its cache, which records, and take steps of every kind."""
     import onnxruntime as ort
 
-    from llmforge.runtime import cuda
-    from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
-    from llmforge.runtime.device import HostDevice
-    from llmforge.runtime.recording import ONE, OTHER, Recording
+    from llmforge.runtime.backends import cuda
+    from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
+    from llmforge.runtime.backends.cuda_graph_capture import ONE, OTHER, Recording
+    from llmforge.runtime.backends.device import HostDevice
 
     ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
     stand_in = ctypes.CDLL("libcudart.so.13")

@@ -31,12 +31,13 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from llmforge import dialect, graph, passes, targets  # noqa: E402
+from llmforge import passes, targets  # noqa: E402
+from llmforge.base.errors import ForgeError  # noqa: E402
 from llmforge.checkpoint import Checkpoint  # noqa: E402
 from llmforge.engines import onnxruntime as engines  # noqa: E402
-from llmforge.errors import ForgeError  # noqa: E402
+from llmforge.ir import dialect, graph  # noqa: E402
+from llmforge.lowering.pass_base import Budget, Context, Pass  # noqa: E402
 from llmforge.trace import trace  # noqa: E402
-from llmforge.transform import Budget, Context, Pass  # noqa: E402
 from tests import zoo  # noqa: E402
 
 TOLERANCE = 1e-4  # of logits with a standard deviation of about 0.6: a wrong graph is off by far more

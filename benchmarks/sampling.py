@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from llmforge.runtime import Sampling  # noqa: E402
-from llmforge.runtime.chooser import TokenChooser  # noqa: E402
+from llmforge.runtime.sampling.sampler import TokenChooser  # noqa: E402
 
 REPEATS = 300
 CASES: Mapping[str, Mapping[str, Any]] = {

@@ -48,7 +48,7 @@ class Llmforge:
 
     def __init__(self, artifact: str, threads: int) -> None:
         from llmforge.runtime import Request, Sampling
-        from llmforge.runtime.engine import Engine
+        from llmforge.runtime.serving.engine import Engine
 
         self._engine = Engine.load(Path(artifact), threads=threads)
         self._request = lambda ids, n: Request(tuple(ids), Sampling(max_tokens=n, ignore_eos=True))

@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 
 from llmforge import runtime
-from llmforge.errors import Unavailable
+from llmforge.base.errors import Unavailable
 from llmforge.runtime import Engine, EngineOptions, Request, Runner, Sampling
 
 WORDS = "the file system module returns a list of values when path exists and raises an error otherwise".split()  # noqa: SIM905

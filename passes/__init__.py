@@ -1,5 +1,6 @@
 """The passes, one flat file each, and the explicit tuple of all of them."""
 
+from llmforge.lowering.pass_base import Pass
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
@@ -12,7 +13,6 @@ from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.transform import Pass
 
 # In the order in which a recipe would name them.
 ALL: tuple[type[Pass], ...] = (

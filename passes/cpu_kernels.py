@@ -31,9 +31,11 @@ import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge import cpu_attention, cpu_linear, graph, native
-from llmforge.errors import UnsupportedError
-from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge import native
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph
+from llmforge.lowering import cpu_attention, cpu_linear
+from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _MICROSOFT = "com.microsoft"
 

@@ -36,8 +36,8 @@ from typing import ClassVar, NamedTuple
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph, interface
-from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.ir import graph, interface
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _HEAD_MULTIPLE = 8
 _HEAD_MULTIPLE_WITH_ROTARY = 16

@@ -13,7 +13,7 @@ thread, 8 of 16 experts, H 2048, I 768: a decode step takes 20 ms in place of 43
 Fires for every `llmforge::MoE`
 - whose gates are SiLU, with any alpha, beta and limit, or that has no gates and ReLU, SiLU or the tanh form of GELU,
 - whose matrices are fp32 initializers that nothing else reads,
-- whose router provably makes no negative weight (`llmforge.routing`): the kernel leaves such experts out.
+- whose router provably makes no negative weight (`llmforge.ir.routing`): the kernel leaves such experts out.
 
 Quantized experts have a kernel of their own, which `quantize-weights` writes; it stands in front of this pass.
 
@@ -27,9 +27,10 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph, moe_kernels
-from llmforge.routing import MOE
-from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.ir import graph
+from llmforge.ir.routing import MOE
+from llmforge.lowering import moe_kernels
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph
-from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _FUSED = {
     "RMSNormalization": "SkipSimplifiedLayerNormalization",

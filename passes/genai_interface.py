@@ -35,10 +35,10 @@ import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph, interface, logits_rows
-from llmforge.dialect import STATE_OPERATORS
-from llmforge.errors import UnsupportedError
-from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph, interface, logits_rows
+from llmforge.ir.dialect import STATE_OPERATORS
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _ATTENTION = {("llmforge", "Attention"), ("llmforge", "GrowingAttention")}
 _KEPT = (interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS)

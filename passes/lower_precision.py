@@ -13,7 +13,7 @@ com.microsoft::GroupQueryAttention, MatMulNBits, MoE and QMoE, whose scales foll
 compute matrix products, attention, experts, rotary embedding, norms (whose sums are fp32: `stash_type` 1), convolutions
 and what is pointwise between them.
 
-What stays in fp32, behind Casts, is listed in `llmforge.precision`: routers, states of recurrent layers with their
+What stays in fp32, behind Casts, is listed in `lowering.precision`: routers, states of recurrent layers with their
 rates, softmax, exponentials and powers in plain operators, angles and scales made of positions, what is behind the head
 (soft caps of logits), and with `head: fp32` the head itself, its weight included.
 
@@ -21,7 +21,7 @@ Comes after `fuse-norms`, `pack-qkv`, `pack-gate-up`, `flash-attention`, `quanti
 `quantize-kv-cache`, which read fp32 graphs. Refused where the target does not compute in the dtype.
 
 Numerics: lossy, within the budget of the recipe, measured in an fp32 twin that rounds as the graph does
-(`llmforge.emulation`). A weight or an activation beyond 65504, where fp16 ends, is an error and never an infinity.
+(`lowering.emulation`). A weight or an activation beyond 65504, where fp16 ends, is an error and never an infinity.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge import derived, element_types, graph, interface, precision, routing
-from llmforge.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import derived, dtype_inference, graph, interface, routing
+from llmforge.lowering import precision
+from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.targets import Target
-from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 FLOAT = ir.DataType.FLOAT
 _DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -70,7 +71,7 @@ class LowerPrecision(Pass):
         """
         _require_dtype(context.target, self.dtype)
         dtype = _DTYPES[self.dtype]
-        element_types.complete(model)
+        dtype_inference.complete(model)
         changes = Changes()
         if (held := _half_of(model)) is not None:
             if held != dtype:

@@ -26,9 +26,9 @@ import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph, interface, logits_rows
-from llmforge.errors import UnsupportedError
-from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph, interface, logits_rows
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _PAST = (3, 4)  # inputs of Attention: past_key, past_value
 _PRESENT = (1, 2)  # outputs: present_key, present_value

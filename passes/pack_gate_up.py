@@ -20,8 +20,8 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
-from llmforge import linear
-from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.lowering import linear
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _ACTIVATIONS = {"Elu", "Gelu", "HardSwish", "Mish", "Relu", "Sigmoid", "Softplus", "Swish", "Tanh"}
 

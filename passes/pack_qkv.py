@@ -22,8 +22,8 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
-from llmforge import linear
-from llmforge.transform import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.lowering import linear
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _ATTENTION = {("llmforge", "Attention"), ("com.microsoft", "GroupQueryAttention")}
 # Between a projection and attention, one tensor in and one out: the first input is the one that matters.

@@ -32,11 +32,12 @@ import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge import channels, graph, logits_rows, routing
-from llmforge.derived import Derived, swapped
-from llmforge.errors import DataError, UnsupportedError
-from llmforge.statistics import Demand, InputRangeDemand, Statistics
-from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.base.errors import DataError, UnsupportedError
+from llmforge.ir import graph, logits_rows, routing
+from llmforge.ir.derived import Derived, swapped
+from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.quantization import channels
+from llmforge.quantization.statistics import Demand, InputRangeDemand, Statistics
 
 _DTYPES = {"int8": channels.INT8, "fp8": channels.FP8}
 

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph, interface
-from llmforge.errors import DataError
-from llmforge.statistics import Demand, KvRange, KvRangeDemand
-from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.base.errors import DataError
+from llmforge.ir import graph, interface
+from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
 
 _LARGEST = 127  # of int8 whose negative fits as well
 _PAST = (3, 4)  # inputs of GroupQueryAttention: past_key, past_value

@@ -21,7 +21,7 @@ Fires for
   bits, `accuracy_level` 4, this moves the KLD of the sample checkpoint (tests/data) by 0.00035 in blocks of 32 and by
   0.0009 in blocks of 128, which the activations share.
 
-- the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.moe_kernels`): with `bits`,
+- the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.lowering.moe_kernels`): with `bits`,
   `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller. With
   `gptq`, each expert is rounded in view of the tokens that chose it. A router, which makes ids and weights, stays as it
   is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its bits.
@@ -53,13 +53,14 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph, interface, logits_rows, moe_kernels, quantized, routing
-from llmforge import linear as linears
-from llmforge.derived import by_output
-from llmforge.errors import CheckpointError
-from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, reordered, rtn, stack
-from llmforge.statistics import Demand, Statistics, WeightDemand
-from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.base.errors import CheckpointError
+from llmforge.ir import graph, interface, logits_rows, routing
+from llmforge.ir.derived import by_output
+from llmforge.lowering import linear as linears
+from llmforge.lowering import moe_kernels
+from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, reordered, rtn, stack
+from llmforge.quantization.statistics import Demand, Statistics, WeightDemand
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
 _INT8_ACTIVATIONS: Literal[4] = 4  # accuracy_level
@@ -232,21 +233,21 @@ class _Rewriting:
             self.changes.skipped.append(Skipped(str(node.name), str(reason)))
             return
         parts = [
-            quantized.register(self.model, str(weight.name), matrix, graph.sources(weight), experts=experts.count)
+            initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), experts=experts.count)
             for weight, matrix in ((experts.up, up), (experts.down, down))
         ]
         moe_kernels.fuse_quantized(self.model, experts, parts[0], parts[1], self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
         self._note(node, f"{self.step.method}, {_summary(grid)}, {shape}")
 
-    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> quantized.Lazy:
+    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> initializers.Lazy:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
         count, k, n = (int(str(dim)) for dim in graph.dims(weight) or ())
         if self.step.method == "gptq":
             calibrated = self._calibrated(_names(weight))
             rows = (n * np.arange(count)[:, None] + order).reshape(-1)
-            return quantized.Lazy(lambda: reordered(calibrated(), rows), count * n, k, grid)
-        return quantized.Lazy(_rounding_experts(weight, order, grid), count * n, k, grid)
+            return initializers.Lazy(lambda: reordered(calibrated(), rows), count * n, k, grid)
+        return initializers.Lazy(_rounding_experts(weight, order, grid), count * n, k, grid)
 
     def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
         """Return what puts the matrix together from the calibrated ones of `names`."""
@@ -273,11 +274,11 @@ class _Rewriting:
 
     def _register(
         self, weight: ir.Value, calculate: Callable[[], QuantizedMatrix], n: int, k: int, grid: Grid, flat: bool = False
-    ) -> quantized.Parts:
-        matrix = quantized.Lazy(calculate, n, k, grid)
-        return quantized.register(self.model, str(weight.name), matrix, graph.sources(weight), flat=flat)
+    ) -> initializers.Parts:
+        matrix = initializers.Lazy(calculate, n, k, grid)
+        return initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), flat=flat)
 
-    def _multiply(self, layer: linears.Linear, parts: quantized.Parts, n: int, k: int, grid: Grid) -> None:
+    def _multiply(self, layer: linears.Linear, parts: initializers.Parts, n: int, k: int, grid: Grid) -> None:
         """Put MatMulNBits in the place of a linear layer."""
         level = self.step.accuracy_level
         attributes = {"N": n, "K": k, "bits": grid.bits, "block_size": grid.block_size, "accuracy_level": level}
@@ -288,7 +289,7 @@ class _Rewriting:
         graph.supersede(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
-    def _gather(self, node: ir.Node, parts: quantized.Parts, v: int, k: int, grid: Grid, tied: bool) -> None:
+    def _gather(self, node: ir.Node, parts: initializers.Parts, v: int, k: int, grid: Grid, tied: bool) -> None:
         """Put GatherBlockQuantized in the place of the embedding."""
         attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": grid.block_size, "bits": grid.bits}
         ids, scales, name = node.inputs[1], parts.scales, str(node.name)

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llmforge import located_yaml
-from llmforge.errors import EnvironmentLacks, UnsupportedError, UsageError
+from llmforge.base import located_yaml
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.targets.achieved import Assumption, defaults
 from llmforge.targets.support import Backend as Backend
 from llmforge.targets.support import Support, support, unsupported

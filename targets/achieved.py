@@ -4,7 +4,7 @@
     all-reduce    = 2 · (n - 1) / n · bytes / (link · its share) + collective_us
 
 The shares were chosen to reproduce the first column of public figures below, and hold for the second within 18 %, but
-for gpt-fast's int4 (tests/test_published.py names each figure and the error). A target file can replace them.
+for gpt-fast's int4 (tests/planning/test_published.py names each figure and the error). A target file can replace them.
 
     fitted                                          held out
     gpt-fast, A100, Llama-2-7B bf16, 1 row          int8, 70B, and 2, 4 and 8 GPUs of both

@@ -87,7 +87,7 @@ def sample_graph(sample_checkpoint: Path) -> ir.Model:
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be a machine without a GPU, wherever the test runs."""
     from llmforge import engines
-    from llmforge.errors import EnvironmentLacks
+    from llmforge.base.errors import EnvironmentLacks
 
     def require_cuda() -> object:
         raise EnvironmentLacks("no CUDA device here", hint="…")

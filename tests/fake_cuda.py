@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmforge.runtime import device
+from llmforge.runtime.backends import device
 
 FREE = 1 << 30
 PAGE = 4096

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from llmforge import interface
+from llmforge.ir import interface
 
 from .fake_cuda import FakeCuda
 

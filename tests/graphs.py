@@ -10,9 +10,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import graph, targets
-from llmforge.transform import Changes, Context, Pass
-from llmforge.verify import Verification, Verifier
+from llmforge import targets
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Changes, Context, Pass
+from llmforge.verification.verifier import Verification, Verifier
 
 CPU = Context(target=targets.load("cpu-avx2"))
 MAX_POSITION = 64

@@ -8,10 +8,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge import interface, probe
-from llmforge.collectives import ALL_GATHER, ALL_REDUCE
-from llmforge.parts import Arrays, Index, Part, behind, cut_out
-from llmforge.tensor_parallel import Split
+from llmforge.ir import interface
+from llmforge.parallel.collectives import ALL_GATHER, ALL_REDUCE
+from llmforge.parallel.split import Split
+from llmforge.verification import probe
+from llmforge.verification.subgraph import Arrays, Index, Part, behind, cut_out
 
 
 class Ranks:

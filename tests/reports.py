@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from llmforge.evaluate.latency import Bandwidth, Footprint, Latency, Point, Spread, Timing
-from llmforge.evaluate.machine import Machine
-from llmforge.evaluate.quality import DocumentSums, Quality
-from llmforge.gates import judge, overall
-from llmforge.metrics import Estimate
+from llmforge.evaluation.gates import judge, overall
+from llmforge.evaluation.latency import Bandwidth, Footprint, Latency, Point, Spread, Timing
+from llmforge.evaluation.machine import Machine
+from llmforge.evaluation.metrics import Estimate
+from llmforge.evaluation.quality import DocumentSums, Quality
+from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
 from llmforge.recipe import GateSpec
 from llmforge.report.model import (
     BuildRecord,
@@ -22,7 +23,6 @@ from llmforge.report.model import (
     VerificationRecord,
     measured,
 )
-from llmforge.transform import Numerics, Rewritten, Skipped
 
 
 def spread(p50: float) -> Spread:

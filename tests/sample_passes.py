@@ -7,10 +7,10 @@ import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge import graph
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
 from llmforge.passes.pack_qkv import PackQkv
-from llmforge.statistics import Demand, KvRangeDemand
-from llmforge.transform import Budget, Changes, Context, Numerics, Pass, Rewritten
+from llmforge.quantization.statistics import Demand, KvRangeDemand
 
 
 class Inert(Pass):

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import graph
 from llmforge.engines.tensorrt.support import OPERATORS
+from llmforge.ir import graph
 
 B, S, C, D = 2, 3, 8, 64  # batch, sequence, capacity, channels
 Maker = Callable[["Bench"], ir.Value]

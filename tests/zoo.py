@@ -14,7 +14,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from llmforge import interface
+from llmforge.ir import interface
 
 from .checkpoints import write_tokenizer
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import benchmarks.verify_gpu as program
-from llmforge.errors import ForgeError, UsageError
-from llmforge.runtime.device import require_cuda
+from llmforge.base.errors import ForgeError, UsageError
+from llmforge.runtime.backends.device import require_cuda
 
 
 def main() -> None:

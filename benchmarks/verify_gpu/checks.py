@@ -22,9 +22,9 @@ import numpy as np
 
 from benchmarks.verify_gpu import place, speed
 from benchmarks.verify_gpu.scale import Scale
-from llmforge.errors import EnvironmentLacks, VerificationError
-from llmforge.runtime.config import FILE, RuntimeConfig
-from llmforge.runtime.device import Block
+from llmforge.base.errors import EnvironmentLacks, VerificationError
+from llmforge.runtime.backends.config import FILE, RuntimeConfig
+from llmforge.runtime.backends.device import Block
 
 PACKAGES = (
     "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from benchmarks.verify_gpu.scale import Scale
 from llmforge import targets
-from llmforge.errors import EnvironmentLacks
-from llmforge.runtime import device as devices
-from llmforge.runtime.device import Device, HostDevice
+from llmforge.base.errors import EnvironmentLacks
+from llmforge.runtime.backends import device as devices
+from llmforge.runtime.backends.device import Device, HostDevice
 
 
 def device(scale: Scale) -> Device:

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.verify_gpu.checks import Step
 
 OK, REFUSED, NOT_RUN, FAILED = "ok", "refused", "not run", "failed"
-# Exit codes of llmforge (llmforge/errors.py): what is asked for cannot be served, or this machine lacks something.
+# Exit codes of llmforge (llmforge/base/errors.py): what is asked for cannot be served, or this machine lacks something.
 _BY_EXIT = {0: OK, 6: REFUSED, 8: NOT_RUN}
 REASON_CHARACTERS = 600
 

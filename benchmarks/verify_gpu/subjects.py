@@ -15,20 +15,20 @@ from benchmarks.verify_gpu.scale import Scale
 from llmforge import engines, passes, targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines.onnxruntime import write_tokenizer
-from llmforge.evaluate import footprint
+from llmforge.evaluation import footprint
+from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.recipe import EngineSpec
-from llmforge.runtime import loading
-from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.cuda import DeviceSession
-from llmforge.runtime.device import HostDevice
-from llmforge.runtime.session import Session
+from llmforge.runtime.backends import loading
+from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
+from llmforge.runtime.backends.cuda import DeviceSession
+from llmforge.runtime.backends.device import HostDevice
+from llmforge.runtime.backends.session import Session
 from llmforge.trace import trace
-from llmforge.transform import Budget, Context, Pass
 
 SAMPLE = Path("tests/data/docs-llama-7m")
 ANY_COST = Budget(kld_mean=1e9)  # weights are random: what precision costs is measured on real ones

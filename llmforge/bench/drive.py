@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+from llmforge.base.errors import ForgeError, UsageError
 from llmforge.bench.figures import Outcome
 from llmforge.bench.workload import Demand
-from llmforge.errors import ForgeError, UsageError
-from llmforge.runtime.engine import Engine
-from llmforge.runtime.request import Chunk, Request
-from llmforge.runtime.sampling import Sampling
+from llmforge.runtime.sampling.options import Sampling
+from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.request import Chunk, Request
 
 # Threads that wait for answers of an open loop; a request that is due when all of them wait is sent late, and its
 # lateness counts as latency.

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.bench.figures import Outcome
 from llmforge.bench.workload import Demand
-from llmforge.errors import EnvironmentLacks, UsageError
 
 TIMEOUT_S = 600.0  # for a byte to arrive
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from llmforge.errors import UsageError
-from llmforge.metrics import Estimate, quantile_interval
+from llmforge.base.errors import UsageError
+from llmforge.evaluation.metrics import Estimate, quantile_interval
 
 _MILLISECONDS = {"ms": 1.0, "s": 1000.0}
 _OBJECTIVE = re.compile(r"(?P<name>[a-z]+)=(?P<number>\d+(?:\.\d+)?)(?P<unit>ms|s)")

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from llmforge.bench.figures import Distribution, Figures
-from llmforge.evaluate.machine import Machine
-from llmforge.metrics import Estimate
+from llmforge.evaluation.machine import Machine
+from llmforge.evaluation.metrics import Estimate
 
 
 class _Record(BaseModel):

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmforge import __version__
+from llmforge.base.errors import UsageError
 from llmforge.bench.drive import InProcess, Subject
 from llmforge.bench.endpoint import Endpoint
 from llmforge.bench.report import BenchReport, EngineRecord, Point
 from llmforge.bench.sweep import Plan, Progress, Setting, measure, replay, utilization
 from llmforge.bench.workload import Demand, Encode, Prompts, RandomPrompts, TextPrompts, longest, read_trace
-from llmforge.data import read_documents
-from llmforge.errors import UsageError
-from llmforge.evaluate import machine
-from llmforge.evaluate.footprint import Footprint
-from llmforge.runtime.config import FILE, RuntimeConfig
-from llmforge.runtime.engine import Engine, EngineOptions
-from llmforge.runtime.runner import read_tokenizer
-from llmforge.runtime.stats import EngineStats
+from llmforge.checkpoint.documents import read_documents
+from llmforge.evaluation import machine
+from llmforge.evaluation.footprint import Footprint
+from llmforge.runtime.backends.config import FILE, RuntimeConfig
+from llmforge.runtime.serving.engine import Engine, EngineOptions
+from llmforge.runtime.serving.runner import read_tokenizer
+from llmforge.runtime.serving.stats import EngineStats
 
 NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
 SEVERAL_A_STEP = "MBU: not known, because speculation gives several tokens a step"

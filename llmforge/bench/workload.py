@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.errors import DataError, UsageError
+from llmforge.base.errors import DataError, UsageError
 
 Encode = Callable[[str], list[int]]
 

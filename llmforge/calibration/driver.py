@@ -12,18 +12,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmforge import gptq, quantization
+from llmforge import quantization
+from llmforge.base.errors import DataError, UnsupportedError
+from llmforge.base.progress import Progress, Silent
 from llmforge.calibration import experts as of_experts
 from llmforge.calibration.layer import Layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Results, Store
 from llmforge.checkpoint import Checkpoint
-from llmforge.errors import DataError, UnsupportedError
-from llmforge.progress import Progress, Silent
-from llmforge.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
-from llmforge.text import Window
-from llmforge.trace import experts
-from llmforge.trace import weights as sources
+from llmforge.checkpoint.text import Window
+from llmforge.quantization import gptq
+from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
+from llmforge.trace.export import weights as sources
+from llmforge.trace.hooks import experts
 
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
 

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from llmforge import gptq, quantization
-from llmforge.quantization import Float32, Grid, QuantizedMatrix
-from llmforge.trace.experts import names, probe, weights
+from llmforge import quantization
+from llmforge.quantization import Float32, Grid, QuantizedMatrix, gptq
+from llmforge.trace.hooks.experts import names, probe, weights
 
 # Damping rises by SCARCITY · K / tokens: an expert that few tokens chose has a Hessian of low rank, which GPTQ would
 # fit at the cost of all other tokens. Error on other tokens, against plain rounding, of random [128, 256] matrices in

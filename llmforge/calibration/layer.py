@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
 from llmforge.checkpoint import Checkpoint
-from llmforge.errors import UnsupportedError
 from llmforge.quantization import Float32
-from llmforge.trace.experts import marked
-from llmforge.trace.weights import Source, load
+from llmforge.trace.export.weights import Source, load
+from llmforge.trace.hooks.experts import marked
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 Given = tuple[torch.Tensor, ...]  # what a module is called with

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts
 from llmforge.calibration.layer import Call, Layer, copy_with_weights, linears_of
 from llmforge.checkpoint import Checkpoint
-from llmforge.errors import UnsupportedError
-from llmforge.trace.experts import marked
-from llmforge.trace.weights import Source, plan
+from llmforge.trace.export.weights import Source, plan
+from llmforge.trace.hooks.experts import marked
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.quantization import Grid, Packed, QuantizedMatrix, pack, unpack
-from llmforge.statistics import KvRange
+from llmforge.quantization.statistics import KvRange
 
 FOLDER = ".calibration"
 _KEY_CHARACTERS = 32  # of SHA-256 in a file's name: 128 bits

@@ -19,10 +19,10 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.evaluate.machine import read_bandwidth
+from llmforge.evaluation.machine import read_bandwidth
+from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.targets import local
-from llmforge.transform import Budget, Context
 
 WORKING_SET_BYTES = 1 << 28  # a decode step of a small model, and more than any cache but those of large servers
 ROWS, COLUMNS, INNER = 512, 2048, 2048  # a prompt through a layer of a model of one to three billion parameters

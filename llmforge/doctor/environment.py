@@ -12,10 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from llmforge import native, targets, versions
+from llmforge import native, targets
+from llmforge.base import versions
+from llmforge.base.errors import EnvironmentLacks
 from llmforge.doctor.gpus import Gpu
-from llmforge.errors import EnvironmentLacks
-from llmforge.evaluate.machine import Machine
+from llmforge.evaluation.machine import Machine
 from llmforge.targets.support import ORT_CAPABILITIES, RTX_CAPABILITIES
 
 State = Literal["yes", "no", "optional"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmforge import targets
-from llmforge.errors import EnvironmentLacks
+from llmforge.base.errors import EnvironmentLacks
 
 _QUERY = "name,compute_cap,memory.total"
 _TIMEOUT_S = 20  # a driver that hangs does not keep anybody waiting

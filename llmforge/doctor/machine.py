@@ -10,10 +10,10 @@ from typing import cast
 from ruamel.yaml import YAML
 
 from llmforge import targets
+from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.doctor.ceilings import Ceilings
 from llmforge.doctor.gpus import Gpu
-from llmforge.errors import UnsupportedError, UsageError
-from llmforge.evaluate.machine import Machine
+from llmforge.evaluation.machine import Machine
 from llmforge.targets import Figure, Rate, Share, Target
 
 _DIGITS = 4  # of a measured figure

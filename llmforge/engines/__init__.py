@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmforge.errors import EnvironmentLacks, UnsupportedError
-from llmforge.runtime.device import require_cuda
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.runtime.backends.device import require_cuda
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from llmforge.progress import Progress
+    from llmforge.base.progress import Progress
+    from llmforge.lowering.pass_base import Changes
     from llmforge.recipe import EngineSpec
-    from llmforge.runtime.config import RuntimeConfig
+    from llmforge.runtime.backends.config import RuntimeConfig
     from llmforge.targets import Backend, Target
-    from llmforge.transform import Changes
 
 # Why no engine of a backend shares a model with others (docs/tensor-parallelism.md).
 _ALONE: Mapping[Backend, str] = {
@@ -107,7 +107,7 @@ def refuse_ranks(backend: Backend, degree: int) -> None:
     if degree > 1:
         raise UnsupportedError(
             f"engine.tensor_parallel is {degree}; an engine of {backend} runs a model alone: {_ALONE[backend]}",
-            hint="set `tensor_parallel: 1`; `llmforge.tensor_parallel.split` makes the graphs of all ranks",
+            hint="set `tensor_parallel: 1`; `llmforge.parallel.split.split` makes the graphs of all ranks",
         )
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import graph
+from llmforge.base.errors import UnsupportedError, VerificationError
+from llmforge.base.progress import Progress, Silent
 from llmforge.engines import (
     Engine,
     cuda_attention,
@@ -24,14 +25,21 @@ from llmforge.engines import (
     signatures,
 )
 from llmforge.engines import onnxruntime as standard
-from llmforge.errors import UnsupportedError, VerificationError
-from llmforge.progress import Progress, Silent
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Changes, Skipped
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, DeviceFacts, RuntimeConfig, SessionOptions
-from llmforge.runtime.cuda import DeviceSession
-from llmforge.runtime.device import require_cuda
+from llmforge.runtime.backends.config import (
+    DATA_FILE,
+    FILE,
+    FORMAT,
+    MODEL_FILE,
+    DeviceFacts,
+    RuntimeConfig,
+    SessionOptions,
+)
+from llmforge.runtime.backends.cuda import DeviceSession
+from llmforge.runtime.backends.device import require_cuda
 from llmforge.targets import Target
-from llmforge.transform import Changes, Skipped
 
 VERSION = kernels.cuda().wheel.rpartition("=")[2]
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge import graph
-from llmforge.errors import VerificationError
+from llmforge.base.errors import VerificationError
+from llmforge.ir import graph
 
 DEBUG_VARIABLE = "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"
 XQA, CUDNN, FLASH, EFFICIENT = "XQA", "CUDNN_FLASH_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge import graph, interface
-from llmforge.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph, interface
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.config import Capture, GraphPlan
+from llmforge.runtime.backends.config import Capture, GraphPlan
 
 # Lengths that a graph serves: up to these, then all. Between two of them attention's scratch memory and splits are four
 # times too large at most; what it reads of the cache follows the rows' own lengths.

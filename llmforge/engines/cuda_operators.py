@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
-from llmforge import graph
 from llmforge.engines import kernels
-from llmforge.transform import Rewritten
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Rewritten
 
 MICROSOFT = "com.microsoft"
 FLOAT, FLOAT16, BFLOAT16, BOOL = (ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16", "BOOL"))

@@ -17,12 +17,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from llmforge import graph, interface
+from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine
 from llmforge.engines.onnxruntime import write_tokenizer
-from llmforge.errors import UnsupportedError
-from llmforge.runtime.config import MODEL_FILE
+from llmforge.ir import graph, interface
+from llmforge.runtime.backends.config import MODEL_FILE
 
 GENAI_FILE = "genai_config.json"
 OPTIMUM_FILES = ("config.json", "generation_config.json")

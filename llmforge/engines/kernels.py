@@ -22,7 +22,7 @@ from importlib import resources
 import onnx_ir as ir
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from llmforge.errors import VerificationError
+from llmforge.base.errors import VerificationError
 
 FILE = "cuda_kernels.json"
 

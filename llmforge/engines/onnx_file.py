@@ -11,9 +11,9 @@ from typing import BinaryIO, Protocol, runtime_checkable
 
 import onnx_ir as ir
 
-from llmforge.errors import VerificationError
-from llmforge.progress import Progress
-from llmforge.runtime.config import DATA_FILE, MODEL_FILE
+from llmforge.base.errors import VerificationError
+from llmforge.base.progress import Progress
+from llmforge.runtime.backends.config import DATA_FILE, MODEL_FILE
 
 # Tensors below this size stay in model.onnx: scales, row defaults, shapes, which shape inference must see as constants.
 INLINE_BELOW_BYTES = 1024

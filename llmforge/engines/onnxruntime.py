@@ -14,18 +14,19 @@ import onnx_ir as ir
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as registry
 
-from llmforge import dialect, folding, graph, native
+from llmforge import native
+from llmforge.base.errors import UnsupportedError, VerificationError
+from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, onnx_file
-from llmforge.errors import UnsupportedError, VerificationError
-from llmforge.progress import Progress, Silent
+from llmforge.ir import constant_folding, dialect, graph
+from llmforge.ir.recurrence import Recurrence
+from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
-from llmforge.recurrence import Recurrence
-from llmforge.runtime import chat
-from llmforge.runtime.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
-from llmforge.runtime.session import PROVIDER, Session
+from llmforge.runtime.backends.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
+from llmforge.runtime.backends.session import PROVIDER, Session
+from llmforge.runtime.serving import chat
 from llmforge.targets import Target
-from llmforge.transform import Changes, Rewritten
 
 MICROSOFT = "com.microsoft"
 LLMFORGE = "llmforge"
@@ -71,7 +72,7 @@ def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
         recurrence.call_kernel(node)
     lowered = dialect.expand(lowered) if canonical else lowered
     rewritten += fuse_transposed_weights(lowered)
-    if folded := folding.fold(lowered):
+    if folded := constant_folding.fold(lowered):
         rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
     return lowered, rewritten
 

@@ -15,12 +15,12 @@ from typing import Literal
 import onnx_ir as ir
 
 from llmforge import engines
+from llmforge.base.errors import InputError
+from llmforge.base.progress import Progress
 from llmforge.engines import Engine, onnx_file
-from llmforge.errors import InputError
-from llmforge.progress import Progress
 from llmforge.recipe import EngineSpec
-from llmforge.runtime import entries
-from llmforge.runtime.config import MODEL_FILE, PENDING_FILE
+from llmforge.runtime.backends import strict_json
+from llmforge.runtime.backends.config import MODEL_FILE, PENDING_FILE
 from llmforge.targets import Target
 
 FORMAT = 1
@@ -84,7 +84,7 @@ def read(folder: Path) -> Pending:
         data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise InputError(f"{file}: not a JSON file: {error}") from error
-    found = entries.read(Pending, data, str(file))
+    found = strict_json.read(Pending, data, str(file))
     if found.format != FORMAT:
         raise InputError(
             f"{file}: format {found.format}; this llmforge reads format {FORMAT}",

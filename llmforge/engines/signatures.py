@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from llmforge import graph, interface
-from llmforge.runtime.signature import CacheInput
+from llmforge.ir import graph, interface
+from llmforge.runtime.backends.signature import CacheInput
 
 
 def vocabulary(model: ir.Model) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from llmforge.errors import EnvironmentLacks, UsageError
+from llmforge.base.errors import EnvironmentLacks, UsageError
 
 DOMAIN = "llmforge.cpu"
 VERSION = 1  # of the operators and of the layout of their weights

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmforge.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError
 from llmforge.planning import roofline
 from llmforge.planning.deployment import Plan, largest_batch, memory
 from llmforge.planning.roofline import Step

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import CONFIG, CONTEXTS, load_config, read_settings
-from llmforge.errors import CheckpointError, UnsupportedError
 from llmforge.planning import families
 from llmforge.planning.families import Unsaid
 from llmforge.planning.shape import Attention, Layer, Shape, runs
@@ -15,7 +15,7 @@ from llmforge.planning.shape import Attention, Layer, Shape, runs
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from llmforge.trace.survey import LayerSurvey
+    from llmforge.trace.export.shape_summary import LayerSurvey
 
 _UNBOUNDED = 8192  # positions at which a model without a limit is looked at
 
@@ -42,7 +42,7 @@ def surveyed(name: str, config: PretrainedConfig, folder: Path) -> Shape:
         CheckpointError: sizes are missing.
         UnsupportedError: the frontend cannot build it, or tell its layers.
     """
-    from llmforge.trace.survey import survey
+    from llmforge.trace.export.shape_summary import survey
 
     text = config.get_text_config()
 

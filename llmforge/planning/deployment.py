@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
 from llmforge.engines.tensorrt.refusals import Feature
-from llmforge.errors import UnsupportedError, UsageError
 from llmforge.planning import roofline
 from llmforge.planning.roofline import Ceilings, Step
 from llmforge.planning.scheme import BITS, Scheme

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from llmforge.errors import UsageError
+from llmforge.base.errors import UsageError
 from llmforge.planning.deployment import Plan
 from llmforge.planning.roofline import Step
 from llmforge.report.charts import Mark

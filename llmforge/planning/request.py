@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from llmforge import targets
-from llmforge.errors import UsageError
+from llmforge.base.errors import UsageError
 from llmforge.planning import advice, building, config, deployment, scheme
 from llmforge.planning.deployment import Workload
 from llmforge.planning.render import Planned

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from llmforge.errors import UsageError
+from llmforge.base.errors import UsageError
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Attention, Shape
 from llmforge.targets import Rate, Target

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmforge.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import Shape
 from llmforge.targets import Backend, Target
 from llmforge.targets.support import Dtype, Role

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmforge.evaluate.latency import Latency, Spread
-from llmforge.evaluate.quality import HISTOGRAM_BINS_PER_DECADE, HISTOGRAM_DECADES, Quality
-from llmforge.gates import GateResult
+from llmforge.evaluation.gates import GateResult
+from llmforge.evaluation.latency import Latency, Spread
+from llmforge.evaluation.quality import HISTOGRAM_BINS_PER_DECADE, HISTOGRAM_DECADES, Quality
 from llmforge.report.model import PassRecord
 
 _MARGIN = 0.2  # of a gate's span, left free on both sides

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from llmforge.errors import InputError
-from llmforge.evaluate.latency import Latency
-from llmforge.evaluate.machine import Machine
-from llmforge.evaluate.quality import Quality
-from llmforge.gates import GateResult, Verdict
-from llmforge.metrics import Estimate
-from llmforge.transform import Numerics, Rewritten, Skipped
+from llmforge.base.errors import InputError
+from llmforge.evaluation.gates import GateResult, Verdict
+from llmforge.evaluation.latency import Latency
+from llmforge.evaluation.machine import Machine
+from llmforge.evaluation.metrics import Estimate
+from llmforge.evaluation.quality import Quality
+from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
 
 
 class _Record(BaseModel):

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llmforge.gates import Verdict
+from llmforge.evaluation.gates import Verdict
 from llmforge.report import charts, figures, view
 from llmforge.report.model import Report
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llmforge.evaluate.latency import Latency
-from llmforge.evaluate.quality import DocumentSums, Quality
-from llmforge.gates import Verdict
-from llmforge.metrics import Estimate
+from llmforge.evaluation.gates import Verdict
+from llmforge.evaluation.latency import Latency
+from llmforge.evaluation.metrics import Estimate
+from llmforge.evaluation.quality import DocumentSums, Quality
+from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.report import figures
 from llmforge.report.model import Report
-from llmforge.transform import Rewritten, Skipped
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """The runtime: loads an artifact and generates text. It needs neither torch nor transformers."""
 
-from llmforge.runtime.answer import Ticket
-from llmforge.runtime.constraints import Constraint
-from llmforge.runtime.engine import Engine, EngineOptions
-from llmforge.runtime.request import Chunk, Receiver, Request, TokenLogprob, Usage
-from llmforge.runtime.runner import Runner, Step, load
-from llmforge.runtime.sampling import Sampling
-from llmforge.runtime.stats import EngineStats
+from llmforge.runtime.sampling.constraints import Constraint
+from llmforge.runtime.sampling.options import Sampling
+from llmforge.runtime.serving.engine import Engine, EngineOptions
+from llmforge.runtime.serving.request import Chunk, Receiver, Request, TokenLogprob, Usage
+from llmforge.runtime.serving.runner import Runner, Step, load
+from llmforge.runtime.serving.sequence import Ticket
+from llmforge.runtime.serving.stats import EngineStats
 
 __all__ = [
     "Chunk",

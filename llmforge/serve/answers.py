@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from starlette.concurrency import run_in_threadpool
 
-from llmforge.errors import ForgeError, Unavailable
-from llmforge.runtime.answer import Ticket
-from llmforge.runtime.engine import Engine
-from llmforge.runtime.request import Chunk
+from llmforge.base.errors import ForgeError, Unavailable
+from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.request import Chunk
+from llmforge.runtime.serving.sequence import Ticket
 from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call
 from llmforge.serve.replies import AnswerTimeout

@@ -17,10 +17,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from llmforge.errors import ForgeError, Unavailable, UsageError
-from llmforge.runtime.engine import Engine
-from llmforge.runtime.request import Chunk, Usage
-from llmforge.runtime.runner import Runner
+from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.request import Chunk, Usage
+from llmforge.runtime.serving.runner import Runner
 from llmforge.serve.answers import Answers
 from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call, chat_call, encode_messages, text_call

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from llmforge.errors import ForgeError, Unavailable
-from llmforge.runtime.engine import Engine
-from llmforge.runtime.stats import COUNTERS, GAUGES
+from llmforge.base.errors import ForgeError, Unavailable
+from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.stats import COUNTERS, GAUGES
 
 # Bounds in seconds, about two a factor of five: from a small model's step to a long prompt on a slow machine.
 _GAP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)

@@ -1,7 +1,7 @@
 """OpenAI's requests, read: from the body of a call to what the engine is asked. No HTTP here.
 
 Shapes: https://platform.openai.com/docs/api-reference/chat and …/completions, as of 2026. Parameters that OpenAI does
-not know (`top_k`, `min_p`, `ignore_eos`, …) have vLLM's names; `llmforge.runtime.parameters` reads them.
+not know (`top_k`, `min_p`, `ignore_eos`, …) have vLLM's names; `runtime.sampling.parameters` reads them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmforge.errors import InputError, UsageError
-from llmforge.runtime.parameters import samplings_of
-from llmforge.runtime.request import Request
-from llmforge.runtime.runner import Runner
+from llmforge.base.errors import InputError, UsageError
+from llmforge.runtime.sampling.parameters import samplings_of
+from llmforge.runtime.serving.request import Request
+from llmforge.runtime.serving.runner import Runner
 
 Kind = Literal["chat", "text"]
 

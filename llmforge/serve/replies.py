@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llmforge.errors import ForgeError, Unavailable, UsageError
-from llmforge.runtime.request import Chunk, TokenLogprob, Usage
+from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.runtime.serving.request import Chunk, TokenLogprob, Usage
 from llmforge.serve.protocol import Call, UnknownModel
 from llmforge.serve.token_bytes import TokenBytes
 

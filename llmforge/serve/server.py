@@ -13,8 +13,8 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from llmforge.errors import EnvironmentLacks, Unavailable
-from llmforge.runtime.engine import Engine
+from llmforge.base.errors import EnvironmentLacks, Unavailable
+from llmforge.runtime.serving.engine import Engine
 from llmforge.serve.app import create_app
 
 ALIVE_POLL_S = 0.5  # between two looks at the engine

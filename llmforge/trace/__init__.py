@@ -6,7 +6,7 @@ experts (`experts`, `rows`). One step is exported and translated (`capture`), wi
 repeat (`depth`), cleaned up (`cleanup`), grown to its depth (`stamp`), and its initializers get the checkpoint's
 tensors, lazily (`weights`). Where a substitution fails, the model's own attention is traced (`fallback`). What the
 dialect's verifier then does not know is refused by name. `reference` is what a graph is held against
-(`llmforge.verify_trace`).
+(`llmforge.verification.trace_verifier`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import dialect, interface
-from llmforge.errors import NotADecoder, UnsupportedError, VerificationError
-from llmforge.trace import pattern, stamp
-from llmforge.trace.pattern import Irregular, Pattern
+from llmforge.base.errors import NotADecoder, UnsupportedError, VerificationError
+from llmforge.ir import dialect, interface
+from llmforge.trace.export import pattern, replicate_layers
+from llmforge.trace.export.pattern import Irregular, Pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from llmforge.checkpoint import Checkpoint
-    from llmforge.trace import weights
+    from llmforge.trace.export import weights
 
 UNBOUNDED = 8192  # positions at which a model is looked at whose configuration does not say how many it has
 
@@ -38,8 +38,8 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
     says in its metadata (`pattern.LAYERS`) what was done.
 
     Where attention, masks or positions cannot be hooked, the model's own attention is traced (`fallback`), and the
-    metadata `interface.FALLBACK` of the graph says why. Such a graph is a candidate: `llmforge.verify_trace` proves or
-    refuses it.
+    metadata `interface.FALLBACK` of the graph says why. Such a graph is a candidate:
+    `verification.trace_verifier` proves or refuses it.
 
     Raises:
         CheckpointError: a parameter has no tensor, or one of another shape.
@@ -62,9 +62,11 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
 def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     """Trace with attention, masks and rotary embedding substituted; all layers, where they are `irregular`."""
     # here, because these import torch and transformers, which take seconds
-    from llmforge.trace import capture, cleanup, experts, internals, primitives, skeleton, tokenwise, weights
-    from llmforge.trace.attention import Attention
-    from llmforge.trace.primitives import OpenAttention
+    from llmforge.trace.canonicalize import attention_recognition, simplification, tokenwise
+    from llmforge.trace.canonicalize.attention_recognition import OpenAttention
+    from llmforge.trace.export import capture, skeleton, weights
+    from llmforge.trace.hooks import experts, internals
+    from llmforge.trace.hooks.attention import Attention
 
     geometry = checkpoint.geometry
     positions = UNBOUNDED if geometry.context is None else geometry.context
@@ -81,17 +83,17 @@ def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
         graph, repetition = capture.capture(
             model, mode, attention, positions, geometry.layers, shorten=irregular is None
         )
-    cleanup.name_dims(graph)
+    simplification.name_dims(graph)
     if open_code:
         weightless = {capture.MODEL + name for name in model.state_dict()}
-        primitives.recognize(graph, weightless, positions)
+        attention_recognition.recognize(graph, weightless, positions)
     if geometry.context is None and any(name.startswith("rotary.") for name in graph.graph.initializers):
         raise UnsupportedError("its configuration has no max_position_embeddings, the length of its rotary tables")
-    cleanup.canonicalize(graph)
+    simplification.canonicalize(graph)
     tokenwise.check(graph)
     if isinstance(repetition, Pattern):
         try:
-            stamp.stamp(graph, repetition)
+            replicate_layers.stamp(graph, repetition)
         except Irregular as reason:
             return _hooked(checkpoint, reason)
     return _finished(graph, model, checkpoint, sources, irregular or repetition)
@@ -103,7 +105,7 @@ def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: Un
     Raises:
         UnsupportedError: `reason`, where this way fails too, and why it does.
     """
-    from llmforge.trace import fallback
+    from llmforge.trace.export import fallback
 
     try:
         fallback.refuse_unprovable(checkpoint)
@@ -121,7 +123,9 @@ def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: Un
 
 def _own(checkpoint: Checkpoint, irregular: Irregular | None, reason: str) -> ir.Model:
     """Trace the model's own attention, because of `reason`; all layers, where they are `irregular`."""
-    from llmforge.trace import capture, cleanup, experts, fallback, internals, rotary, skeleton, weights
+    from llmforge.trace.canonicalize import simplification
+    from llmforge.trace.export import capture, fallback, skeleton, weights
+    from llmforge.trace.hooks import experts, internals, rotary
 
     geometry = checkpoint.geometry
     positions = UNBOUNDED if geometry.context is None else geometry.context
@@ -140,10 +144,10 @@ def _own(checkpoint: Checkpoint, irregular: Irregular | None, reason: str) -> ir
             shorten=irregular is None,
             substituted=rotary.untouched,
         )
-    cleanup.canonicalize(graph, weights={capture.MODEL + name for name in model.state_dict()})
+    simplification.canonicalize(graph, weights={capture.MODEL + name for name in model.state_dict()})
     if isinstance(repetition, Pattern):
         try:
-            stamp.stamp(graph, repetition)
+            replicate_layers.stamp(graph, repetition)
         except Irregular as again:
             return _own(checkpoint, again, reason)
     graph.metadata_props[interface.FALLBACK] = reason
@@ -158,7 +162,7 @@ def _finished(
     repetition: Pattern | Irregular,
 ) -> ir.Model:
     """Attach the weights of a clean graph, and check it."""
-    from llmforge.trace import capture, weights
+    from llmforge.trace.export import capture, weights
 
     weights.attach(graph, capture.MODEL, model, checkpoint, sources)
     pattern.record(graph, repetition)

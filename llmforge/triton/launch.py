@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmforge.errors import EnvironmentLacks
+from llmforge.base.errors import EnvironmentLacks
 
 PROGRAM = "tritonserver"
 

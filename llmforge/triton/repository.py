@@ -31,9 +31,9 @@ import numpy as np
 
 from llmforge import targets
 from llmforge.artifact import Artifact
-from llmforge.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.recipe import ServingSpec
-from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.triton import sources
 from llmforge.triton.backend import checks, signature
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint import SMALL_FILES, Checkpoint
-from llmforge.errors import CheckpointError
 
 from ..checkpoints import write_checkpoint
 

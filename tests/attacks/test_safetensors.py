@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from llmforge.errors import CheckpointError
-from llmforge.weights import HEADER_LIMIT_BYTES, TensorEntry, digest_weights, read_header, read_small
+from llmforge.base.errors import CheckpointError
+from llmforge.checkpoint.safetensors_file import (
+    HEADER_LIMIT_BYTES,
+    TensorEntry,
+    digest_weights,
+    read_header,
+    read_small,
+)
 
 from ..checkpoints import safetensors_bytes
 

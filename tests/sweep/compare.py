@@ -14,11 +14,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 
-from llmforge import dialect, interface
+from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.errors import UnsupportedError
+from llmforge.ir import dialect, interface
 from llmforge.trace import trace
-from llmforge.verify_trace import prove_candidate
+from llmforge.verification.trace_verifier import prove_candidate
 
 from ..zoo import standard_session
 from . import shrink

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import graph as g
-from llmforge import interface
-from llmforge.building import Builder
+from llmforge.ir import graph as g
+from llmforge.ir import interface
+from llmforge.ir.builder import Builder
 
 # Head dimensions for which TensorRT-RTX 1.7 has a kernel: 16, 24, 32, 48, 64, 80, 96, 128, 192 and 256 built on SM89;
 # 8, 512 and 576 did not.

@@ -10,11 +10,11 @@ from typing import Any, BinaryIO
 
 import onnx_ir as ir
 
+from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.engines.tensorrt import layers
 from llmforge.engines.tensorrt.build_log import BuildLog
 from llmforge.engines.tensorrt.library import Library
 from llmforge.engines.tensorrt.profiles import Profile
-from llmforge.errors import UnsupportedError, VerificationError
 
 # Builder flags that are set otherwise than the module does by default. TF32 is on by default, and would round the
 # operands of fp32 products to 10 bits of mantissa: the engine computes what the graph says.

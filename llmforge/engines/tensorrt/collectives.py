@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from llmforge import graph
+from llmforge.ir import graph
 
 _TO_FRONT, _TO_BACK = [2, 0, 1], [1, 2, 0]
 

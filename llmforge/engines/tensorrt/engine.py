@@ -12,7 +12,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmforge import graph
+from llmforge.base.progress import Progress, Silent
 from llmforge.engines import Engine, onnx_file, require_device, signatures
 from llmforge.engines.onnxruntime import check_context
 from llmforge.engines.tensorrt import builder, library, plan_file, profiles, refusals
@@ -21,9 +21,10 @@ from llmforge.engines.tensorrt.library import Library
 from llmforge.engines.tensorrt.plan_cache import PlanCache, default_folder
 from llmforge.engines.tensorrt.plan_file import PlanRecord, Source
 from llmforge.engines.tensorrt.profiles import Profile
-from llmforge.progress import Progress, Silent
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Changes
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.config import (
+from llmforge.runtime.backends.config import (
     DATA_FILE,
     FILE,
     FORMAT,
@@ -34,9 +35,8 @@ from llmforge.runtime.config import (
     RuntimeConfig,
     SessionOptions,
 )
-from llmforge.runtime.signature import ELEMENTS, CacheInput
+from llmforge.runtime.backends.signature import ELEMENTS, CacheInput
 from llmforge.targets import Target
-from llmforge.transform import Changes
 
 __all__ = ["build", "check_context", "lower", "require_host"]
 

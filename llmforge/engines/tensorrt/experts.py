@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import graph as g
-from llmforge import moe
+from llmforge.ir import graph as g
+from llmforge.ir import moe
 
 MOST_READ = 4  # a Mixtral has 8 experts, of which a token chooses 2
 _IDS, _UP, _UP_BIAS, _DOWN, _DOWN_BIAS = 1, 3, 5, 4, 6

@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from llmforge.errors import VerificationError
+from llmforge.base.errors import VerificationError
 
 # ONNX operator → the type of layer that stands for one of its nodes. Softmax: none beyond the graph's own means that
 # no attention was taken apart.

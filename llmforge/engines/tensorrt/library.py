@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from llmforge.errors import EnvironmentLacks, UnsupportedError
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.targets import Backend
 
 

@@ -4,7 +4,7 @@
 name what has no way through, and holds what it writes against what was seen to build (`support`); what compute
 capabilities lack stands in `refusals`. `obstacles` lists all of that at plan time; no weight is read for any of it.
 
-The graph keeps the names of `llmforge.interface`. Batch and sequence stay open, the capacity of caches is a number.
+The graph keeps the names of `llmforge.ir.interface`. Batch and sequence stay open, the capacity of caches is a number.
 `logits_rows` has no default, since an engine's inputs have none, and may count from the end. `position_ids` is always
 an input: masks are made of it.
 """
@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from llmforge import element_types, interface
-from llmforge import graph as g
-from llmforge.building import Builder
+from llmforge.base.errors import UnsupportedError
 from llmforge.engines.tensorrt import collectives, experts, refusals, support
 from llmforge.engines.tensorrt.attention import Attentions
 from llmforge.engines.tensorrt.weights import Weights
 from llmforge.engines.tensorrt.weights import obstacle as weights_obstacle
-from llmforge.errors import UnsupportedError
+from llmforge.ir import dtype_inference, interface
+from llmforge.ir import graph as g
+from llmforge.ir.builder import Builder
+from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
-from llmforge.transform import Changes, Rewritten
 
 MICROSOFT, LLMFORGE = "com.microsoft", "llmforge"
 CAPACITY = "capacity"  # the dimension of caches that becomes a number
@@ -152,7 +152,7 @@ _OBSTACLES: Mapping[tuple[str, str], Callable[[ir.Node], Obstacle | None]] = {
 def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
     """Write a clone of `model`, without obstacles, as standard ONNX whose caches have `capacity` slots."""
     lowered = model.clone()
-    element_types.complete(lowered)
+    dtype_inference.complete(lowered)
     writing = _Rewriting(lowered, capacity)
     changes = Changes()
     for node in list(lowered.graph):
@@ -161,7 +161,7 @@ def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
     writing.select_rows()
     _fix_capacity(lowered, capacity)
     g.drop_unused(lowered)
-    element_types.complete(lowered)
+    dtype_inference.complete(lowered)
     return lowered, changes
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmforge.base.errors import InputError
 from llmforge.engines.tensorrt import plan_file
 from llmforge.engines.tensorrt.plan_file import PlanRecord
-from llmforge.errors import InputError
 
 ENVIRONMENT = "LLMFORGE_CACHE"  # names another folder
 LIMIT_BYTES = 32 << 30  # of plans: two of an 8B model in fp16

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llmforge.errors import InputError
-from llmforge.runtime import entries
+from llmforge.base.errors import InputError
+from llmforge.runtime.backends import strict_json
 
 FILE = "plan.json"
 FORMAT = 1
@@ -64,7 +64,7 @@ class PlanRecord:
             raise InputError(f"{path} is missing: nothing says what the plan beside it was built from") from error
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
             raise InputError(f"{path}: not a JSON file: {error}") from error
-        record = entries.read(cls, data, str(path))
+        record = strict_json.read(cls, data, str(path))
         if record.format != FORMAT or record.key != record.source.key:
             raise InputError(
                 f"{path}: not the record of a plan of format {FORMAT}, or edited", hint="build the artifact again"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge import graph
-from llmforge.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph
 from llmforge.targets import Target
 
 HEAD_DIMS = range(16, 257, 8)  # channels of a head that a fused attention kernel exists for

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError
 
 _HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 _FLOATS = _HALVES | {ir.DataType.FLOAT}

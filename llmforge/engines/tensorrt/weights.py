@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge import graph as g
-from llmforge.building import Builder
+from llmforge.ir import graph as g
+from llmforge.ir.builder import Builder
 
 BITS = 4
 BLOCK_SIZES = (32, 64, 128)  # those that were seen to build

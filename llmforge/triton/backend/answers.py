@@ -18,10 +18,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
-from llmforge.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
-from llmforge.runtime.answer import Ticket
-from llmforge.runtime.engine import Engine
-from llmforge.runtime.request import Chunk, TokenLogprob
+from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.request import Chunk, TokenLogprob
+from llmforge.runtime.serving.sequence import Ticket
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.inputs import Ask
 from llmforge.triton.backend.metrics import Metrics

@@ -1,6 +1,6 @@
 """Whether an environment can serve, told in plain words before anything is imported that it may lack.
 
-This module imports the standard library and `llmforge.errors` alone, for it runs first.
+This module imports the standard library and `llmforge.base.errors` alone, for it runs first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from llmforge.errors import EnvironmentLacks, VersionMismatch
+from llmforge.base.errors import EnvironmentLacks, VersionMismatch
 
 PYTHON = (3, 11)
 # Import name → oldest version that serves; ONNX Runtime's is the artifact's own business (engine/runtime.json).

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.errors import UsageError
-from llmforge.runtime.parameters import sampling_of
-from llmforge.runtime.request import Request
-from llmforge.runtime.runner import Runner
+from llmforge.base.errors import UsageError
+from llmforge.runtime.sampling.parameters import sampling_of
+from llmforge.runtime.serving.request import Request
+from llmforge.runtime.serving.runner import Runner
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.signature import TensorSpec
 

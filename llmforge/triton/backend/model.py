@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from llmforge.errors import EnvironmentLacks, ForgeError
-from llmforge.runtime.config import FILE, RuntimeConfig
-from llmforge.runtime.engine import Engine
+from llmforge.base.errors import EnvironmentLacks, ForgeError
+from llmforge.runtime.backends.config import FILE, RuntimeConfig
+from llmforge.runtime.serving.engine import Engine
 from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.backend.answers import Sender, fail
 from llmforge.triton.backend.metrics import Metrics

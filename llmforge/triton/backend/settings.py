@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmforge.errors import UsageError
-from llmforge.runtime.engine import EngineOptions
+from llmforge.base.errors import UsageError
+from llmforge.runtime.serving.engine import EngineOptions
 
 # Read by Triton's python backend itself.
 _TRITONS_OWN = ("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")

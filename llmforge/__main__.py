@@ -1,0 +1,5 @@
+"""`python -m llmforge` is the command `llmforge`."""
+
+from llmforge.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""What every room stands on: errors, progress, versions, YAML that knows its places. It knows nothing of models."""

@@ -1,0 +1,53 @@
+"""The packages whose internals llmforge uses: each is pinned to one version, and no other is tried."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+from llmforge.base.errors import EnvironmentLacks, VersionMismatch
+
+# What `trace.internals` and its neighbors reach into: tests/trace/test_hooks.py lists every name that they use.
+PINNED = ("onnx-ir", "onnxscript", "torch", "transformers")
+_EXACT = re.compile(r"([A-Za-z0-9._-]+)==([^;,\s]+)")
+
+
+def check() -> None:
+    """Return if the installed versions are those that llmforge's own metadata pins; a build tag ("+cpu") is free.
+
+    Raises:
+        VersionMismatch: one is not; names both versions.
+        EnvironmentLacks: a package is missing, or llmforge runs from a folder without being installed.
+    """
+    wanted = pins()
+    for package in PINNED:
+        try:
+            installed = metadata.version(package)
+        except metadata.PackageNotFoundError as error:
+            raise EnvironmentLacks(
+                f"{package} {wanted[package]} is not installed; building needs it",
+                hint=f"pip install '{package}=={wanted[package]}'",
+            ) from error
+        if installed.partition("+")[0] != wanted[package]:
+            raise VersionMismatch(
+                f"{package} {installed} is installed; this llmforge was proven with {package} {wanted[package]}, "
+                "whose internals it uses",
+                hint=f"pip install '{package}=={wanted[package]}' (constraints.txt has the whole set)",
+            )
+
+
+def pins() -> dict[str, str]:
+    """Read the version that llmforge's metadata pins each package of `PINNED` to.
+
+    Raises:
+        EnvironmentLacks: there is no metadata.
+    """
+    try:
+        requirements = metadata.requires("llmforge") or []
+    except metadata.PackageNotFoundError as error:
+        raise EnvironmentLacks(
+            "llmforge runs from a folder, and nothing says which versions it needs", hint="pip install -e ."
+        ) from error
+    exact = filter(None, (_EXACT.match(requirement) for requirement in requirements))
+    found = {match[1].lower(): match[2] for match in exact}
+    return {package: found[package] for package in PINNED}

@@ -1,0 +1,121 @@
+"""Rehearse a recipe on a graph whose weights nobody has read: what cannot become an engine is refused at once.
+
+The passes run on a copy of the traced graph, with a stand-in for what calibration would measure, and the result is
+lowered. Nothing is proven here: passes are, when they run on the graph itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from llmforge import engines
+from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines import interop
+from llmforge.ir import dialect, graph
+from llmforge.lowering import pass_base
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
+from llmforge.parallel import shard_plan
+from llmforge.quantization import QuantizedMatrix
+from llmforge.quantization.statistics import KvRange, Statistics
+from llmforge.recipe import EngineSpec
+from llmforge.targets import Target
+
+
+def rehearse(
+    model: ir.Model,
+    steps: Sequence[Pass],
+    *,
+    target: Target,
+    spec: EngineSpec,
+    checkpoint: Checkpoint,
+    calibrated: frozenset[str] = frozenset(),
+) -> None:
+    """Run `steps` over a copy of `model`, lower it, and return if an engine can be made of it.
+
+    `calibrated` names the linears that calibration will quantize.
+
+    Raises:
+        UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
+            finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph; the model
+            cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
+    """
+    rehearsed = model.clone()
+    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
+    facts: set[str] = set()
+    idle: dict[str, str] = {}  # fact → why it does not hold
+    for step in steps:
+        for fact in sorted(step.requires - facts):
+            raise UnsupportedError(
+                f"{step.name} cannot do anything here: {idle.get(fact, f'nothing provides {fact}')}",
+                hint=f"leave {step.name} out of the recipe",
+            )
+        changes = pass_base.run(step, rehearsed, context)
+        if changes:
+            facts |= step.provides
+        elif step.numerics is Numerics.LOSSY:
+            raise UnsupportedError(
+                f"{step.name} finds nothing to do on this model: {_reason(changes)}",
+                hint=f"leave {step.name} out of the recipe",
+            )
+        else:
+            idle |= {fact: f"{step.name} left every node alone: {_reason(changes)}" for fact in step.provides}
+    builder = engines.for_target(spec.backend, target)
+    if spec.tensor_parallel > 1:
+        shard_plan.plan(rehearsed.clone(), spec.tensor_parallel)
+        engines.refuse_ranks(spec.backend, spec.tensor_parallel)
+    lowered, _ = builder.lower(rehearsed, target, spec)
+    builder.check_context(lowered, spec.max_context)
+    interop.check(lowered, checkpoint)
+
+
+def _reason(changes: Changes) -> str:
+    """Give the first reason of those that were left alone."""
+    if not changes.skipped:
+        return "the graph has no node that it could change"
+    first = changes.skipped[0]
+    return f"{first.node}: {first.reason}"
+
+
+def _ranges(model: ir.Model) -> dict[int, KvRange]:
+    """Stand in for the ranges of every cache of keys and values."""
+    shapes: dict[int, dict[str, tuple[int, int]]] = {}
+    for value in model.graph.inputs:
+        past, dims = dialect.PAST.fullmatch(str(value.name)), graph.dims(value)
+        if past and past[2] in ("key", "value") and dims and isinstance(dims[1], int) and isinstance(dims[3], int):
+            shapes.setdefault(int(past[1]), {})[past[2]] = (dims[1], dims[3])
+    return {
+        layer: KvRange(np.ones(parts["key"], np.float32), np.ones(parts["value"], np.float32))
+        for layer, parts in shapes.items()
+        if len(parts) == 2
+    }
+
+
+def _peaks(model: ir.Model) -> dict[str, float]:
+    """Stand in for the ranges of what every linear reads."""
+    return {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
+
+
+@dataclass(frozen=True)
+class _Promised(Mapping[str, QuantizedMatrix]):
+    """Names of matrices that are not there yet."""
+
+    names: frozenset[str]
+
+    def __getitem__(self, name: str) -> QuantizedMatrix:
+        if name not in self.names:
+            raise KeyError(name)
+        raise AssertionError(f"{name} was read before it was calibrated")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)

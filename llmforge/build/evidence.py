@@ -1,0 +1,156 @@
+"""What is measured on an engine as it ships, or why nothing is; and how its gates end."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx_ir as ir
+
+from llmforge import engines
+from llmforge.base.progress import Progress
+from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.text import Window
+from llmforge.engines import Engine
+from llmforge.evaluation import footprint, gates, latency, quality
+from llmforge.evaluation.baseline import Baseline
+from llmforge.evaluation.latency import Latency, Subject
+from llmforge.evaluation.quality import Quality
+from llmforge.recipe import GateSpec, Metric, ValidationSpec
+from llmforge.report import model as records
+from llmforge.runtime import Runner
+from llmforge.runtime import load as load_runner
+from llmforge.targets import Target
+
+PENDING = "the engine is not built yet"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured on the shipped engine."""
+
+    quality: Quality | None
+    latency: Latency | None
+    baseline: str | None  # what it was held against, in words
+    unmeasured: str | None = None  # why the engine could not be run; None: it could
+
+    def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
+        """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
+        runs_in_onnxruntime = engine is not None and engine.config.plan is None
+        return records.EngineRecord(
+            backend=backend,
+            files=tuple(
+                records.EngineFile(name=file.name, size_bytes=file.stat().st_size) for file in sorted(folder.iterdir())
+            ),
+            session=dataclasses.asdict(engine.config.session) if engine is not None and runs_in_onnxruntime else {},
+            facts={} if engine is None else dict(engine.facts),
+            pending=engine is None,
+            unmeasured=self.unmeasured,
+        )
+
+    def judge(self, specs: Mapping[Metric, GateSpec], engine: records.EngineRecord) -> tuple[gates.GateResult, ...]:
+        """Decide the gates; what could not be measured leaves them undecided."""
+        measured = records.measured(quality=self.quality, latency=self.latency, engine=engine)
+        return gates.judge(specs, measured, unmeasured=self.unmeasured)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Counts what a build takes, from when it was made."""
+
+    began: float = field(default_factory=time.perf_counter)
+    cpu_began: float = field(default_factory=lambda: _cpu_seconds())
+
+    def record(self) -> records.BuildRecord:
+        """Read it."""
+        return records.BuildRecord(
+            seconds=time.perf_counter() - self.began,
+            cpu_seconds=_cpu_seconds() - self.cpu_began,
+            peak_rss_bytes=_peak_rss_bytes(),
+        )
+
+
+def measure(
+    artifact: Path,
+    engine: Engine | None,
+    model: ir.Model,
+    *,
+    spec: ValidationSpec,
+    target: Target,
+    checkpoint: Checkpoint,
+    windows: Sequence[Window],
+    threads: int,
+    progress: Progress,
+) -> Evidence:
+    """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
+
+    `model` is the graph that the engine was made of, `windows` the text for its quality. An engine that is not built
+    yet (None), or that this machine does not run, is not measured.
+    """
+    reason = PENDING if engine is None else engines.why_not_run(target)
+    if engine is None or reason is not None or (spec.quality is None and spec.latency is None):
+        return Evidence(None, None, None, reason)
+    progress.stage("Load engine and baseline")
+    began = time.perf_counter()
+    runner = load_runner(artifact, threads=threads)
+    load_seconds = time.perf_counter() - began
+    baseline = Baseline(checkpoint, threads=threads)
+    return Evidence(
+        _quality(runner, baseline, windows, progress) if spec.quality is not None else None,
+        _latency(runner, baseline, engine, model, load_seconds, spec, threads, progress),
+        baseline.description,
+    )
+
+
+def _quality(runner: Runner, baseline: Baseline, windows: Sequence[Window], progress: Progress) -> Quality:
+    progress.stage("Measure quality")
+    return quality.compare(windows, baseline.logits, lambda ids: runner.logits(ids.tolist()), progress=progress.advance)
+
+
+def _latency(
+    runner: Runner,
+    baseline: Baseline,
+    engine: Engine,
+    model: ir.Model,
+    load_seconds: float,
+    spec: ValidationSpec,
+    threads: int,
+    progress: Progress,
+) -> Latency | None:
+    if spec.latency is None:
+        return None
+    progress.stage("Measure latency")
+    return latency.measure(
+        Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds),
+        Subject.of_baseline(baseline),
+        footprint.count(model, engine.size_bytes),
+        prompt_tokens=spec.latency.prompt_tokens,
+        output_tokens=spec.latency.output_tokens,
+        repetitions=spec.latency.repetitions,
+        vocabulary=runner.config.vocabulary,
+        threads=threads,
+        progress=progress.advance,
+    )
+
+
+def _describe(runner: Runner, threads: int) -> str:
+    config = runner.config
+    if config.plan is not None:
+        return f"llmforge runtime, {config.plan.module} {config.plan.version}"
+    return f"llmforge runtime, ONNX Runtime {config.onnxruntime}, {threads} threads"
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _peak_rss_bytes() -> int:
+    """Largest resident set of this process so far; the unit of ru_maxrss is KiB, on macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,120 @@
+"""Calibration and evaluation text: JSON Lines of `{"id": …, "text": …}`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmforge.base.errors import DataError
+
+
+@dataclass(frozen=True)
+class Document:
+    """One piece of text; `where` is the file:line that it was read from."""
+
+    id: str
+    text: str
+    where: str
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Read every document of a JSON Lines file, in order; blank lines are skipped, other keys are ignored.
+
+    A line without `id` is named after its place, `FILE:LINE`.
+
+    Raises:
+        DataError: the file is missing, is not UTF-8 or holds no document; a line is not JSON, has no text, or repeats
+            the id of an earlier one.
+    """
+    documents: list[Document] = []
+    seen: dict[str, Document] = {}
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        document = _parse(line, f"{path}:{number}", default_id=f"{path.name}:{number}")
+        if document.id in seen:
+            raise DataError(
+                f"{document.where}: id {document.id!r} was already used at {seen[document.id].where}",
+                hint="ids name documents in reports: make each one unique",
+            )
+        seen[document.id] = document
+        documents.append(document)
+    if not documents:
+        raise DataError(f"{path}: holds no document", hint='write one `{"id": …, "text": …}` a line')
+    return documents
+
+
+def refuse_overlap(calibration: Sequence[Document], evaluation: Sequence[Document]) -> None:
+    """Refuse evaluation text that calibration has seen: the same file and line, the same id, or the same text.
+
+    Texts are compared without regard to white space.
+
+    Raises:
+        DataError: a document stands in both.
+    """
+    ids = {document.id: document for document in calibration}
+    texts = {_fingerprint(document.text): document for document in calibration}
+    hits = [
+        (twin, document, what)
+        for document in evaluation
+        for twin, what in ((texts.get(_fingerprint(document.text)), "text"), (ids.get(document.id), "id"))
+        if twin is not None
+    ]
+    if not hits:
+        return
+    twin, document, what = hits[0]
+    shared = len({document.where for _, document, _ in hits})
+    raise DataError(
+        f"{document.where}: evaluation document {document.id!r} has the {what} of calibration document {twin.id!r} "
+        f"({twin.where}); {shared} of {len(evaluation)} evaluation documents were seen by calibration",
+        hint="evaluate on text that calibration never saw",
+    )
+
+
+def digest(path: Path) -> str:
+    """Hash the bytes of a data file: SHA-256, hex.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror}", hint="data paths are relative to the recipe"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8") from error
+    return content.split("\n")  # not splitlines: a JSON string may hold U+2028 unescaped
+
+
+def _parse(line: str, where: str, default_id: str) -> Document:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}:{error.colno}: not JSON: {error.msg}") from error
+    if not isinstance(record, dict):
+        raise DataError(f'{where}: not an object; expected {{"id": …, "text": …}}')
+    text = record.get("text")
+    if not isinstance(text, str) or not text.strip():
+        problem = "no `text`" if "text" not in record else "`text` is empty or not a string"
+        raise DataError(f"{where}: {problem}; its keys: {', '.join(record) or 'none'}")
+    identity = record.get("id", default_id)
+    if not isinstance(identity, str) or not identity:
+        raise DataError(f"{where}: `id` is not a string: {identity!r}")
+    return Document(identity, text, where)
+
+
+def _fingerprint(text: str) -> str:
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()

@@ -1,0 +1,371 @@
+"""A Hugging Face checkpoint folder: configuration, tokenizer, lazily mapped tensors, a digest of the content.
+
+Nothing in the folder is executed: no `trust_remote_code`, no pickle. `Checkpoint.open` reads headers and refuses what
+cannot be used; `Checkpoint.verify` is the one walk over all weight bytes. The folder may be a Hub snapshot, whose
+files are symbolic links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+from tokenizers import Tokenizer
+
+from llmforge.base import versions
+from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.base.progress import Progress, Silent
+from llmforge.checkpoint.safetensors_file import TensorEntry, digest_weights, listed, parse_json, read_small, same_bytes
+from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CONFIG = "config.json"
+CONTEXTS = ("max_position_embeddings", "max_seq_len")  # how configurations name the longest text they are made for
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+# Besides the weights, what a build can depend on: all of it is in the digest.
+SMALL_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CHAT_TEMPLATE, WEIGHTS_INDEX)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # what chat templates may name
+DIGEST_FORMAT = b"llmforge checkpoint 1\n"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes of a decoder, from its configuration."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    context: int | None  # tokens; None where the configuration states none, as where positions are unbounded (ALiBi)
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """An opened checkpoint; its tensors are mapped, not read."""
+
+    path: Path  # absolute
+    config: PretrainedConfig
+    geometry: Geometry
+    tensors: Mapping[str, TensorEntry] = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
+    chat_template: str | None = field(repr=False)
+    special_tokens: Mapping[str, str]  # "bos_token": "<s>", …: those that the tokenizer configuration names
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    weight_files: tuple[Path, ...] = field(repr=False)
+    _digest: str | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Open the checkpoint in folder `path`.
+
+        Raises:
+            CheckpointError: the folder is not a usable checkpoint.
+            UnsupportedError: its architecture is unknown, or its weights are already quantized.
+            VersionMismatch: another transformers or torch is installed than this llmforge was proven with.
+        """
+        versions.check()
+        folder = path.absolute()
+        settings = read_settings(folder)
+        tokenizer_settings = _read_optional(folder / TOKENIZER_CONFIG)
+        _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
+        files = weight_files(folder)
+        tensors = read_headers(folder, files)
+        config = load_config(folder, settings)
+        generation = _read_optional(folder / GENERATION_CONFIG)
+        text = config.get_text_config()
+        eos = _token_ids(generation.get("eos_token_id", getattr(text, "eos_token_id", None)), "eos_token_id", folder)
+        bos = _token_ids(generation.get("bos_token_id", getattr(text, "bos_token_id", None)), "bos_token_id", folder)
+        return cls(
+            path=folder,
+            config=config,
+            geometry=_geometry(text, folder),
+            tensors=tensors,
+            tokenizer=_load_tokenizer(folder),
+            chat_template=_chat_template(folder, tokenizer_settings),
+            special_tokens=_special_tokens(tokenizer_settings),
+            eos_token_ids=eos,
+            bos_token_id=bos[0] if bos else None,
+            weight_files=files,
+        )
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer, as the `tokenizers` library reads it."""
+        return self.path / TOKENIZER
+
+    @property
+    def architecture(self) -> str:
+        """Name the model's class, or its configuration's where that is not said."""
+        return str((self.config.architectures or [type(self.config).__name__])[0])
+
+    @property
+    def parameters(self) -> int:
+        """Count the elements of all tensors."""
+        return sum(entry.elements for entry in self.tensors.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(entry.size_bytes for entry in self.tensors.values())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content, hexadecimal: equal for equal files, wherever they lie. Runs `verify` if need be."""
+        return self._digest if self._digest is not None else self.verify()
+
+    def verify(self, progress: Progress | None = None) -> str:
+        """Walk once over all weight bytes: hash them, and refuse NaN and infinity. Returns `digest`.
+
+        The digest is SHA-256 over one line `<name> <SHA-256>` for every file read, sorted by name. `progress` is told
+        the bytes done.
+
+        Raises:
+            CheckpointError: a weight is not finite, or a file changed since it was opened.
+        """
+        progress = progress or Silent()
+        total = sum(file.stat().st_size for file in self.weight_files)
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            progress.advance(done, total)
+
+        hashes: dict[str, str] = {}
+        for file in self.weight_files:
+            entries = [entry for entry in self.tensors.values() if entry.file == file]
+            hashes[file.name] = digest_weights(file, entries, advance)
+        for name in SMALL_FILES:
+            if (self.path / name).exists():
+                hashes[name] = hashlib.sha256(read_small(self.path / name)).hexdigest()
+        lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
+        self._digest = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
+        return self._digest
+
+    def tensor(self, name: str) -> ir.ExternalTensor:
+        """Map one tensor; its bytes are read when it is.
+
+        The path is absolute and `base_dir` empty, because onnx-ir refuses symbolic and hard links below a `base_dir`.
+        """
+        entry = self.tensors[name]
+        return ir.ExternalTensor(
+            str(entry.file), entry.offset, entry.size_bytes, entry.dtype, shape=ir.Shape(entry.shape), name=name
+        )
+
+    def require(
+        self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """Name the tensor that supplies each parameter of a model.
+
+        `parameters` gives the shape of each; `tied` maps a parameter to the one that its architecture can share it
+        with (`{"lm_head.weight": "model.embed_tokens.weight"}`). A tie holds only where the configuration declares
+        it and, as in transformers, only where no tensor of other content is there: either name may supply both.
+
+        Raises:
+            CheckpointError: a parameter is missing, has another shape, or is not of a floating-point dtype.
+        """
+        ties = (tied or {}) if self._declares_tie() else {}
+        found = {name: self._supplier(name, ties) for name in parameters}
+        sources = {name: source for name, source in found.items() if source is not None}
+        missing = [name for name in parameters if name not in sources]
+        if missing:
+            raise self._lacks(missing, parameters)
+        for name, source in sources.items():
+            self._check_tensor(name, self.tensors[source], parameters[name])
+        return sources
+
+    def _supplier(self, name: str, ties: Mapping[str, str]) -> str | None:
+        partner = ties.get(name, "")
+        if name in self.tensors:
+            shared = partner in self.tensors and same_bytes(self.tensors[name], self.tensors[partner])
+            return partner if shared else name
+        others = [partner, *(tied for tied, to in ties.items() if to == name)]
+        return next((other for other in others if other in self.tensors), None)
+
+    def _declares_tie(self) -> bool:
+        return bool(getattr(self.config, "tie_word_embeddings", False))
+
+    def _lacks(self, missing: list[str], parameters: Mapping[str, tuple[int, ...]]) -> CheckpointError:
+        needs = f"{self.path}: the checkpoint lacks {listed(missing)}"
+        head = (self.geometry.vocabulary, self.geometry.hidden)
+        alike = [entry.name for entry in self.tensors.values() if entry.shape == head]
+        if [parameters[name] for name in missing] == [head] and alike and not self._declares_tie():
+            return CheckpointError(
+                f"{needs}, and {CONFIG} does not declare tie_word_embeddings",
+                hint=f'if the model shares {alike[0]!r}, set "tie_word_embeddings": true in {CONFIG}',
+            )
+        unused = sorted(set(self.tensors) - set(parameters))
+        kind = type(self.config).__name__.removesuffix("Config")
+        return CheckpointError(
+            f"{needs}: {len(missing)} of the {len(parameters)} parameters that {kind} needs with this {CONFIG}",
+            hint=f"it holds {listed(unused)} instead" if unused else "some of the weights were not saved",
+        )
+
+    def _check_tensor(self, name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+        where = f"{entry.file}: tensor {entry.name!r}"
+        if entry.shape != shape:
+            raise CheckpointError(f"{where} has shape {list(entry.shape)}, {CONFIG} makes {name!r} {list(shape)}")
+        if not entry.dtype.is_floating_point():
+            raise CheckpointError(f"{where} is {entry.dtype.name}; weights must be of a floating-point dtype")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read `config.json` and refuse what no later stage may meet.
+
+    Raises:
+        CheckpointError: there is no such file, or it asks for code.
+        UnsupportedError: the weights are already quantized.
+    """
+    if not folder.is_dir():
+        what = "is a file, a checkpoint is a folder" if folder.exists() else "no such folder"
+        raise CheckpointError(f"{folder}: {what}", hint="a model of the Hub: `hf download ORG/NAME --local-dir FOLDER`")
+    file = folder / CONFIG
+    if not file.exists() and not file.is_symlink():
+        hint = "the folder must hold config.json, tokenizer.json and model.safetensors, or its shards and their index"
+        if (folder / "adapter_config.json").exists():
+            hint = "this is an adapter: merge it into its base model first (peft's merge_and_unload)"
+        raise CheckpointError(f"{folder}: not a Hugging Face checkpoint: it has no {CONFIG}", hint=hint)
+    settings = parse_json(read_small(file), file)
+    _refuse_remote_code(file, settings)
+    quantization = settings.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(
+            f"{file}: the weights are already quantized (quantization_config: {method!r})",
+            hint="start from the checkpoint that they were made of; the recipe says how to quantize it",
+        )
+    return settings
+
+
+def _read_optional(file: Path) -> dict[str, Any]:
+    return parse_json(read_small(file), file) if file.exists() or file.is_symlink() else {}
+
+
+def _refuse_remote_code(file: Path, settings: Mapping[str, Any]) -> None:
+    if "auto_map" in settings:
+        raise CheckpointError(
+            f"{file}: auto_map asks to run Python code that comes with the checkpoint; llmforge never does",
+            hint="where transformers knows the model_type by itself, remove auto_map from a copy of the file",
+        )
+
+
+def load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
+    """Make the configuration of transformers from `settings`, which `folder` holds.
+
+    Raises:
+        CheckpointError: transformers refuses it.
+        UnsupportedError: transformers does not know the architecture.
+    """
+    from huggingface_hub.errors import StrictDataclassError  # here, because transformers imports torch
+    from transformers import AutoConfig, __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    file = folder / CONFIG
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{file}: model_type must name the architecture, is {model_type!r}")
+    if model_type not in CONFIG_MAPPING:
+        near = get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
+        raise UnsupportedError(
+            f"{file}: model_type {model_type!r} is unknown to transformers {__version__}",
+            hint=f"nearest: {', '.join(near)}" if near else "a newer architecture needs a newer llmforge",
+        )
+    # transformers' validation lets the errors of its own arithmetic on wild values through
+    wild = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (StrictDataclassError, *wild) as error:
+        raise CheckpointError(f"{file}: transformers refuses it: {error}") from error
+    return config
+
+
+def _geometry(text: PretrainedConfig, folder: Path) -> Geometry:
+    """Read the sizes by the names that transformers gives them for every architecture (its `attribute_map`).
+
+    Sizes of heads and caches are only checked: a dry run of the model tells them, layer by layer (`llmforge.trace`).
+    """
+
+    def size(name: str) -> int:
+        value = getattr(text, name, None)
+        if type(value) is not int:
+            raise UnsupportedError(f"{folder / CONFIG}: {text.model_type} gives no single {name}")
+        if value < 1:
+            raise CheckpointError(f"{folder / CONFIG}: {name} must be at least 1, is {value}")
+        return value
+
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        try:
+            given = getattr(text, name, None)
+        except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: layers differ
+            continue
+        if type(given) is int:
+            size(name)
+    context = next((found for name in CONTEXTS if (found := getattr(text, name, None)) is not None), None)
+    return Geometry(
+        layers=size("num_hidden_layers"),
+        hidden=size("hidden_size"),
+        vocabulary=size("vocab_size"),
+        context=context if type(context) is int and context > 0 else None,
+    )
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    file = folder / TOKENIZER
+    if not file.exists() and not file.is_symlink():
+        raise CheckpointError(
+            f"{folder}: no {TOKENIZER}",
+            hint="write it with transformers: AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')",
+        )
+    data = read_small(file)
+    try:
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise CheckpointError(f"{file}: tokenizers cannot read it: {error}") from error
+
+
+def _chat_template(folder: Path, tokenizer_settings: Mapping[str, Any]) -> str | None:
+    """Find the chat template: its own file, or `chat_template` of the tokenizer configuration (one, or one by name)."""
+    file = folder / CHAT_TEMPLATE
+    if file.exists() or file.is_symlink():
+        try:
+            return read_small(file).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file}: not UTF-8: {error}") from error
+    template = tokenizer_settings.get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{folder / TOKENIZER_CONFIG}: chat_template must be text, is {type(template).__name__}")
+    return template
+
+
+def _special_tokens(tokenizer_settings: Mapping[str, Any]) -> dict[str, str]:
+    """Read the text of special tokens: each a string, or an object with its `content`."""
+    tokens: dict[str, str] = {}
+    for name in SPECIAL_TOKENS:
+        token = tokenizer_settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+def _token_ids(value: object, name: str, folder: Path) -> tuple[int, ...]:
+    """Normalize a token id, a list of them, or none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise CheckpointError(f"{folder}: {name} must be a token id or a list of them, is {value!r}")
+    return tuple(ids)

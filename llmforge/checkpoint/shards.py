@@ -1,0 +1,99 @@
+"""Find the weight files of a checkpoint folder: one safetensors file, or shards and their index.
+
+The index is `model.safetensors.index.json`: `{"weight_map": {<tensor>: <shard file>}, …}`, as transformers writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from llmforge.base.errors import CheckpointError
+from llmforge.checkpoint.safetensors_file import TensorEntry, listed, parse_json, read_header, read_small
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """List the safetensors files; the single file wins over an index, as in transformers.
+
+    Raises:
+        CheckpointError: there are none, a shard is missing, or the index is not one.
+    """
+    single = folder / WEIGHTS
+    if single.exists() or single.is_symlink():
+        return (single,)
+    if not (folder / WEIGHTS_INDEX).exists():
+        raise _no_weights(folder)
+    weight_map = _weight_map(folder / WEIGHTS_INDEX)
+    shards = sorted(set(weight_map.values()))
+    files = tuple(folder / shard for shard in shards)
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(files)} shards missing: {listed(missing)}",
+            hint="fetch the checkpoint again; complete files are not fetched twice",
+        )
+    return files
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        return CheckpointError(
+            f"{folder}: only pickled weights ({listed(pickles)}); loading a pickle can run any code, "
+            f"llmforge reads {WEIGHTS} or its shards",
+            hint='convert it where you trust it: python -c "from transformers import AutoModelForCausalLM as M; '
+            "M.from_pretrained('FOLDER', dtype='auto').save_pretrained('NEW_FOLDER')\", and copy the tokenizer's files",
+        )
+    other = sorted(file.name for file in folder.glob("*.safetensors"))
+    return CheckpointError(
+        f"{folder}: no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}",
+        hint=f"it holds {listed(other)}: are they shards without their index?" if other else None,
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Read tensor name → shard file name, each a bare name in the same folder."""
+    weight_map = parse_json(read_small(index), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map must map tensor names to shard files")
+    for name, shard in weight_map.items():
+        bare = isinstance(shard, str) and shard.isprintable() and not shard.startswith(".") and "/" not in shard
+        if not bare or "\\" in shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: tensor {name!r} is said to be in {shard!r}; "
+                "allowed are names of .safetensors files in the same folder, without a path"
+            )
+    return weight_map
+
+
+def read_headers(folder: Path, files: Collection[Path]) -> dict[str, TensorEntry]:
+    """Read the headers of all weight files: the tensors by name, sorted.
+
+    Raises:
+        CheckpointError: a file is refused by `read_header`, a tensor is there twice or none at all, or the index
+            names a tensor that its shard lacks.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(f"{folder}: tensor {name!r} is in {tensors[name].file.name} and in {file.name}")
+            tensors[name] = entry
+    if not tensors:
+        raise CheckpointError(f"{folder}: the weight files hold no tensors")
+    if folder / WEIGHTS not in files:
+        _check_index(folder / WEIGHTS_INDEX, tensors)
+    return dict(sorted(tensors.items()))
+
+
+def _check_index(index: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    for name, shard in _weight_map(index).items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(
+                f"{index}: names tensor {name!r} in {shard}, which does not hold it",
+                hint="index and shards come from different versions; fetch the checkpoint again",
+            )

@@ -1,0 +1,180 @@
+"""Passes, targets and artifacts in words, for the command line."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmforge.artifact import Artifact
+from llmforge.ir.summary import GraphFacts
+from llmforge.lowering import options
+from llmforge.lowering.pass_base import Pass
+from llmforge.runtime.backends.config import PENDING_FILE
+from llmforge.targets import Figure, Target
+from llmforge.targets.support import Support
+from llmforge.trace.export.pattern import Pattern
+
+_PENDING = f"engine/{PENDING_FILE}"
+_BOUNDS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "multipleOf": "a multiple of {}",
+}
+
+
+def summary(cls: type[Pass]) -> str:
+    """Say what a pass does, in one line."""
+    return (inspect.getdoc(cls) or "").partition("\n")[0]
+
+
+def pass_facts(cls: type[Pass]) -> dict[str, Any]:
+    """Write all about a pass as plain data."""
+    return {
+        "name": cls.name,
+        "numerics": cls.numerics.value,
+        "summary": summary(cls),
+        "description": _documentation(cls),
+        "requires": sorted(cls.requires),
+        "provides": sorted(cls.provides),
+        "options": options.schema(cls),
+    }
+
+
+def pass_text(cls: type[Pass]) -> str:
+    """Write all about a pass for people: what it does, then its options."""
+    lines = [f"{cls.name} ({cls.numerics.value})", "", _documentation(cls), ""]
+    for title, facts in (("Requires", cls.requires), ("Provides", cls.provides)):
+        if facts:
+            lines += [f"{title}: {', '.join(sorted(facts))}", ""]
+    lines += ["Options", *(_options(options.schema(cls)) or ["  none"])]
+    return "\n".join(lines)
+
+
+def target_text(target: Target) -> str:
+    """Write the facts of a target for people, each figure with its source."""
+    lines = [f"{target.name} ({target.kind})", target.title, ""]
+    if target.isa is not None:
+        lines.append(f"instruction set  {target.isa.value}")
+    if target.sm is not None:
+        lines.append(f"compute capability  {target.sm[:-1]}.{target.sm[-1]}")
+    if target.cores is not None:
+        lines.append(f"cores  {target.cores}")
+    lines.append(f"engines  {', '.join(target.engines)}")
+    lines += [line for name, unit, figure in _figures(target) for line in _figure(name, unit, figure)]
+    for backend in target.engines:
+        lines += _support(backend, target.support(backend))
+    lines += ["", *(f"- {note}" for note in target.notes)] if target.notes else []
+    return "\n".join(lines)
+
+
+def graph_text(facts: GraphFacts, pattern: Pattern | None) -> str:
+    """Write what a traced graph is made of."""
+    sparse = facts.active_parameters < facts.parameters
+    active = f", of which a token uses {facts.active_parameters:,}" if sparse else ""
+    rows = {
+        "nodes": f"{facts.nodes:,}",
+        "parameters": f"{facts.parameters:,}{active}",
+        "weights": f"{facts.weight_bytes:,} bytes in {facts.initializers:,} tensors",
+        "cache": f"{facts.cache_bytes_per_token:,} bytes a token in {facts.caches:,} tensors",
+    }
+    if pattern is not None:
+        copied = pattern.depth - pattern.traced
+        rows["layers"] = f"{pattern.depth}: {pattern.traced} traced, {copied} copied (period {pattern.period})"
+    lines = [f"{title:<12}{value}" for title, value in rows.items()]
+    return "\n".join([*lines, "", *(f"  {count:>6,}  {name}" for name, count in facts.operators.items())])
+
+
+def artifact_text(artifact: Artifact) -> str:
+    """Write what an artifact is and what it was made of."""
+    manifest = artifact.manifest
+    rows = {
+        "gates": manifest.verdict,
+        "target": manifest.target,
+        "content": manifest.content_digest,
+        "checkpoint": manifest.checkpoint,
+        "created": f"{manifest.created:%Y-%m-%d %H:%M} UTC",
+        **({"engine": "not built yet: `llmforge build --finish`"} if _PENDING in manifest.files else {}),
+        "requires": ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing",
+        "built with": ", ".join(f"{tool} {version}" for tool, version in manifest.tools.items()),
+    }
+    lines = [f"{manifest.name} {manifest.version}", *(f"  {title:<12}{value}" for title, value in rows.items())]
+    lines += [f"  {record.size_bytes:>14,}  {path}" for path, record in manifest.files.items()]
+    return "\n".join(lines)
+
+
+def _documentation(cls: type[Pass]) -> str:
+    """Return the docstring of the pass's file, which enumerates its cases; else that of its class."""
+    return inspect.getdoc(sys.modules[cls.__module__]) or inspect.getdoc(cls) or ""
+
+
+def _options(schema: Mapping[str, Any], indent: str = "  ", root: Mapping[str, Any] | None = None) -> list[str]:
+    root = root or schema
+    lines: list[str] = []
+    for name, written in schema.get("properties", {}).items():
+        described = {**_referred(written, root), **{key: value for key, value in written.items() if key != "$ref"}}
+        need = "required" if name in schema.get("required", ()) else f"default {_plain(described.get('default'))}"
+        lines.append(f"{indent}{name}: {_kind(described, root)}; {need}")
+        if "description" in described:
+            lines.append(f"{indent}    {described['description']}")
+        lines += _options(described, indent + "    ", root)
+    return lines
+
+
+def _kind(described: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Say which values an option takes."""
+    if "enum" in described:
+        return " or ".join(_plain(value) for value in described["enum"])
+    if "const" in described:
+        return _plain(described["const"])
+    if "anyOf" in described:
+        return " or ".join(_kind(_referred(choice, root), root) for choice in described["anyOf"])
+    words = [{"object": "mapping", "array": "list"}.get(described.get("type", ""), described.get("type", "value"))]
+    words += [text.format(described[key]) for key, text in _BOUNDS.items() if key in described]
+    return ", ".join(words)
+
+
+def _referred(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "$ref" not in node:
+        return node
+    found: Mapping[str, Any] = root["$defs"][node["$ref"].removeprefix("#/$defs/")]
+    return found
+
+
+def _plain(value: object) -> str:
+    """Write a value as a recipe would."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _figures(target: Target) -> Iterator[tuple[str, str, Figure]]:
+    if target.memory_gb is not None:
+        yield "memory", "GB", target.memory_gb
+    if target.bandwidth_gbs is not None:
+        yield "bandwidth", "GB/s", target.bandwidth_gbs
+    for dtype, figure in target.rates.items():
+        yield f"{dtype}, dense", "TOP/s" if dtype.startswith("int") else "TFLOP/s", figure
+    if target.interconnect is not None:
+        link = target.interconnect
+        yield f"{link.kind}, {link.domain} devices, one direction", "GB/s", link.gbs
+    if target.tdp_w is not None:
+        yield "power", "W", target.tdp_w
+    if target.usd_per_hour is not None:
+        yield f"an hour, {target.usd_per_hour.date}", "USD", target.usd_per_hour
+
+
+def _support(backend: str, support: Support) -> list[str]:
+    """Say what an engine takes on a target."""
+    roles = {"computes in": support.compute, "weights": support.weights, "cache": support.kv}
+    taken = "; ".join(f"{role} {', '.join(sorted(dtypes))}" for role, dtypes in roles.items())
+    missing = [f"    no {dtype}: {reason}" for dtype, reason in support.why.items()]
+    return [f"{backend}{'' if support.verified else ' (not verified)'}  {taken}", *missing]
+
+
+def _figure(name: str, unit: str, figure: Figure) -> list[str]:
+    mark = "" if figure.verified else " (not verified)"
+    return [f"{name}  {figure.value:g} {unit}{mark}", f"    {figure.source}"]

@@ -1,0 +1,171 @@
+"""The commands `plan` and `doctor`. Like all commands they import what they need when they run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmforge.base.errors import EnvironmentLacks, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from llmforge.doctor.ceilings import Ceilings
+    from llmforge.doctor.gpus import Gpu
+    from llmforge.evaluation.machine import Machine
+
+_PLAIN_WIDTH = 200  # columns of a table where there is no terminal
+_DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4")
+
+
+@click.command()
+@click.argument("what", metavar="RECIPE|CHECKPOINT", type=click.Path(path_type=Path))
+@click.option(
+    "--target", "names", multiple=True, metavar="NAME|FILE.yaml",
+    help="Device to plan for, in whatever case; may be given again. The recipe's own if left out.",
+)  # fmt: skip
+@click.option("--engine", type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx"]), help="What runs it.")
+@click.option("--batch", type=click.IntRange(min=1), help="Sequences at once; the recipe's max_batch, else 1.")
+@click.option("--prompt", type=click.IntRange(min=1), help="Tokens of a prompt; 1024, or what the context allows.")
+@click.option("--output", type=click.IntRange(min=1), help="Tokens of an answer; 256, or what the context allows.")
+@click.option("--context", type=click.IntRange(min=2), help="Prompt and answer together, in place of --prompt.")
+@click.option("--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), help="Of activations; the checkpoint's own.")
+@click.option("--weights", type=click.Choice(_DTYPES), help="Of matrices; that of activations if left out.")
+@click.option("--kv", type=click.Choice(_DTYPES), help="Of the cache; that of activations if left out.")
+@click.option(
+    "--products", "product", type=click.Choice(["fp8", "fp4", "int8"]),
+    help="Round activations, too, and multiply in this dtype; left out, in that of activations.",
+)  # fmt: skip
+@click.option("--tp", "ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Devices that share it.")
+@click.option("--price", type=click.FloatRange(min=0, min_open=True), help="US dollars an hour, of one device.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg|html", help="Draw the roofline there.")
+@click.option("--json", "as_json", is_flag=True, help="Write all of it as JSON.")
+def plan(
+    what: Path,
+    names: tuple[str, ...],
+    engine: str | None,
+    batch: int | None,
+    prompt: int | None,
+    output: int | None,
+    context: int | None,
+    dtype: str | None,
+    weights: str | None,
+    kv: str | None,
+    product: str | None,
+    ranks: int,
+    price: float | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Predict memory, speed and cost of RECIPE or CHECKPOINT on a device.
+
+    Nothing is built and no weight is read: a folder with config.json is enough. With several targets, one line each.
+    """
+    from llmforge.planning import plot as plots
+    from llmforge.planning import render, request
+
+    asked = request.Request(
+        targets=names,
+        backend=engine,
+        batch=batch,
+        prompt=prompt,
+        output=output,
+        context=context,
+        compute=dtype,
+        weights=weights,
+        kv=kv,
+        product=product,
+        ranks=ranks,
+        usd_per_hour=price,
+    )
+    planned = request.answer(what, asked)
+    if plot is not None:
+        plots.write([each.plan for each in planned], plot)
+    if as_json:
+        facts = [render.data(each) for each in planned]
+        click.echo(json.dumps(facts[0] if len(facts) == 1 else facts, indent=1, ensure_ascii=False))
+    else:
+        _show(render.details(planned[0]) if len(planned) == 1 else render.comparison(planned))
+
+
+@click.command()
+@click.option("--measure", is_flag=True, help="Measure memory bandwidth and the rates of matrix products.")
+@click.option(
+    "--write", "path", type=click.Path(path_type=Path), metavar="FILE.yaml",
+    help="With --measure: write a target file of this machine, for --target and recipes.",
+)  # fmt: skip
+@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="What to measure.")
+@click.option("--threads", type=click.IntRange(min=1), help="Most threads to measure with; all physical cores.")
+@click.option("--json", "as_json", is_flag=True, help="Write it as JSON.")
+def doctor(measure: bool, path: Path | None, device: str, threads: int | None, as_json: bool) -> None:
+    """Show what can be built and run on this machine, and how fast it is."""
+    from llmforge.cli import console
+    from llmforge.doctor import environment, gpus, render
+    from llmforge.evaluation import machine
+
+    if path is not None and not measure:
+        raise UsageError("--write writes what --measure measures; give --measure as well")
+    if device != "cpu" and not measure:
+        raise UsageError("--device says what --measure measures; give --measure as well")
+    here, found = machine.describe(), gpus.find()
+    checks = environment.checklist(here, found, Path.cwd())
+    ceilings = None
+    if measure:
+        with console.progress() as progress:
+            ceilings = _measured(device, found, here, threads, path, progress.stage)
+    if as_json:
+        facts = render.data(checks, environment.packages(), environment.settings(), found, ceilings)
+        click.echo(json.dumps(facts, indent=1, ensure_ascii=False))
+    else:
+        _show(render.report(checks, ceilings))
+    if path is not None:
+        click.echo(str(path), err=as_json)
+
+
+def _measured(
+    device: str,
+    found: Sequence[Gpu],
+    here: Machine,
+    threads: int | None,
+    path: Path | None,
+    told: Callable[[str], None],
+) -> Ceilings | None:
+    """Measure `device` and write its target file to `path`; the ceilings of a CPU."""
+    from llmforge.doctor import ceilings, gpus, machine
+
+    day = datetime.now(UTC).date().isoformat()
+    name = "" if path is None else path.stem
+    if device == "cpu":
+        cpu = ceilings.measure(threads or here.cores, told)
+        if path is not None:
+            machine.write(machine.of_cpu(name, here, cpu, day), path)
+        return cpu
+    gpu = next((each for each in found if device == f"cuda:{each.index}"), None)
+    if gpu is None:
+        known = ", ".join(["cpu", *(f"cuda:{each.index}" for each in found)])
+        if re.fullmatch(r"cuda:\d+", device) is None:
+            raise UsageError(f"--device {device!r}: wanted cpu or cuda:N", hint=f"here: {known}")
+        raise EnvironmentLacks(f"there is no NVIDIA GPU {device} on this machine", hint=f"here: {known}")
+    told(f"Copies on {gpu.title}")
+    bandwidth = gpus.copy_bandwidth(gpu)
+    told(f"Products on {gpu.title}")
+    rates = gpus.matrix_rates(gpu, ceilings.cuda_product(gpus.PRODUCT))
+    for what, rate in (("bytes copied", bandwidth), *rates.items()):
+        click.echo(f"{gpu.title}: {what}: {rate / 1e12:.3g} T/s", err=True)
+    if path is not None:
+        machine.write(machine.of_gpu(name, gpu, bandwidth, rates, day), path)
+    return None
+
+
+def _show(content: RenderableType) -> None:
+    from rich.console import Console
+
+    # Where there is no terminal, rich would break lines at 80 columns.
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(content)

@@ -1,1 +1,0 @@
-"""Measurements of an artifact beside the checkpoint it was made from: quality, latency, and the machine they ran on."""

@@ -1,0 +1,109 @@
+"""The original checkpoint as transformers runs it: what an artifact's quality and speed are held against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import CheckpointError
+from llmforge.checkpoint import Checkpoint
+
+
+class Baseline:
+    """A checkpoint in transformers, in fp32 arithmetic on its stored weights.
+
+    fp32 holds bf16 and fp16 weights exactly, so that only the reference's own rounding (about 1e-6) is left. Attention
+    is PyTorch's scaled dot product, generation one DynamicCache, both transformers' defaults. Local files only, no
+    remote code, no pickle.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, threads: int) -> None:
+        """Load the weights; every later call computes on `threads` threads.
+
+        Raises:
+            CheckpointError: transformers cannot load the checkpoint or misses weights.
+        """
+        import torch
+        import transformers
+
+        self._threads = threads
+        began = time.perf_counter()
+        with _threads(threads), _no_progress_bar():
+            try:
+                loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    checkpoint.path,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+            except (OSError, ValueError, KeyError) as error:
+                raise CheckpointError(f"{checkpoint.path}: transformers cannot load it: {error}") from error
+        self._model, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            raise CheckpointError(
+                f"{checkpoint.path}: transformers would fill {len(missing)} missing weights with random numbers, "
+                f"the first {missing[0]}",
+                hint="a baseline with invented weights proves nothing; complete the checkpoint",
+            )
+        self._model.eval()
+        self.load_seconds = time.perf_counter() - began
+        self.description = (
+            f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
+            f"weights, attention {self._model.config._attn_implementation}, threads: {threads}"
+        )
+
+    def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Compute the logits [S, V] of one sequence `ids` [S], with no cache."""
+        import torch
+
+        with torch.inference_mode(), _threads(self._threads):
+            output = self._model(input_ids=torch.from_numpy(np.array(ids, np.int64))[None], use_cache=False)
+        logits: NDArray[np.float32] = output.logits[0].numpy()
+        return logits
+
+    def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+        """Yield `tokens` greedy tokens after the prompt `ids` [S]; EOS does not end it."""
+        import torch
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        step = torch.from_numpy(np.array(ids, np.int64))[None]
+        for _ in range(tokens):
+            with torch.inference_mode(), _threads(self._threads):
+                output = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                step = output.logits[:, -1].argmax(-1, keepdim=True)
+            yield int(step)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing on standard error while it loads weights; its setting is given back."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute on `count` torch threads, and give the process its own setting back."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,65 @@
+"""What one decode step reads, counted on the graph that the passes leave."""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict
+
+from llmforge.ir import interface
+from llmforge.ir.routing import share_read
+
+# Inputs of which an operator reads a few rows: embeddings with their scales and zero points, tables of cos and sin.
+_LOOKED_UP = {
+    ("", "Gather"): {0},
+    ("", "RotaryEmbedding"): {1, 2},
+    ("com.microsoft", "GatherBlockQuantized"): {0, 2, 3},
+    ("com.microsoft", "GroupQueryAttention"): {7, 8},
+    ("llmforge.cpu", "Embedding"): {1},
+    ("llmforge.cpu", "GroupQueryAttention"): {4, 5},
+    ("llmforge.cpu", "GroupQueryAttentionInt8"): {4, 5},
+}
+
+
+class Footprint(BaseModel):
+    """What an artifact weighs, on disk and on the memory bus."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    artifact_bytes: int  # all files of the engine
+    weight_bytes_per_token: int  # that one decode step reads: initializers but tables and experts it does not choose
+    kv_bytes_per_token: int  # of cache, for each token of context, all layers
+
+
+def count(model: ir.Model, artifact_bytes: int) -> Footprint:
+    """Count the bytes that a decode step of `model` reads; an initializer that several nodes read counts once.
+
+    Of experts count those that a token chooses, at batch 1. Experts that were expanded to a Loop cannot be told apart
+    from tables: count before the lowering.
+
+    A cache input is [batch, kv_heads, capacity, head_dim]; a token of context is one slot of it. States of fixed size
+    do not grow with the context and count as none.
+    """
+    weights = sum(
+        math.ceil(share_read(value) * _bytes(tensor.dtype, [int(dim) for dim in tensor.shape.numpy()]))
+        for value in model.graph.initializers.values()
+        if (tensor := value.const_value) is not None and not _only_looked_up(value)
+    )
+    kv = 0
+    for value in model.graph.inputs:
+        name = value.name or ""
+        if interface.present_of(name) != name and not interface.is_state(name):
+            if value.shape is None or value.dtype is None:
+                raise ValueError(f"cache input {value.name} has no shape or dtype")
+            kv += _bytes(value.dtype, [value.shape[axis] for axis in (1, 3)])
+    return Footprint(artifact_bytes=artifact_bytes, weight_bytes_per_token=weights, kv_bytes_per_token=kv)
+
+
+def _only_looked_up(value: ir.Value) -> bool:
+    uses = value.uses()
+    return bool(uses) and all(index in _LOOKED_UP.get((node.domain, node.op_type), ()) for node, index in uses)
+
+
+def _bytes(dtype: ir.DataType, dims: list[int | ir.SymbolicDim]) -> int:
+    return -(-math.prod(dim for dim in dims if isinstance(dim, int)) * dtype.bitwidth // 8)

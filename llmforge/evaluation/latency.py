@@ -1,0 +1,265 @@
+"""Latency of an artifact beside its baseline: both in one process, turn by turn, on the same random prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from llmforge.base.errors import UsageError, VerificationError
+from llmforge.evaluation.footprint import Footprint
+from llmforge.evaluation.machine import read_bandwidth
+from llmforge.evaluation.metrics import Estimate, quantile_interval
+
+if TYPE_CHECKING:
+    from llmforge.evaluation.baseline import Baseline
+    from llmforge.runtime import Runner
+
+DRAM_PROBE_BYTES = 2**28  # 256 MB: several times the last-level cache of most machines
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something that generates: the artifact or the baseline.
+
+    `generate(ids [S] int64, tokens)` yields `tokens` greedy tokens one by one, each as soon as it is known, reusing
+    nothing of earlier calls and ignoring EOS.
+    """
+
+    description: str
+    generate: Callable[[NDArray[np.int64], int], Iterator[int]]
+    load_seconds: float
+
+    @classmethod
+    def of_baseline(cls, baseline: Baseline) -> Subject:
+        """Time the checkpoint in transformers."""
+        return cls(baseline.description, baseline.generate, baseline.load_seconds)
+
+    @classmethod
+    def of_runner(cls, runner: Runner, *, description: str, load_seconds: float) -> Subject:
+        """Time the shipped engine: its tokens, without turning them into text, as on the baseline's side."""
+        from llmforge.runtime import Sampling  # brings ONNX Runtime, which who only reads reports does not need
+
+        def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+            sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            for step in runner.generate_batch([ids.tolist()], [sampling]):
+                (token,) = step.token_ids
+                assert token is not None  # the only row is alive
+                yield token
+
+        return cls(description, generate, load_seconds)
+
+
+class Spread(BaseModel):
+    """Percentiles of a duration over the repetitions, in milliseconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    p50: Estimate
+    p95: float
+
+    @classmethod
+    def of(cls, durations_ms: Sequence[float]) -> Spread:
+        """Summarize measured durations."""
+        return cls(p50=_median(durations_ms), p95=float(np.quantile(durations_ms, 0.95)))
+
+
+class Timing(BaseModel):
+    """One side at one prompt length.
+
+    TTFT: from handing over the prompt to the first token. TPOT: mean time of each later token of one generation. ITL:
+    time between two tokens, over all generations together.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    ttft_ms: Spread
+    tpot_ms: Spread
+    itl_p95_ms: float
+    itl_p99_ms: float
+    tokens_per_second: float  # of decoding, 1000 / median TPOT
+
+
+class Point(BaseModel):
+    """Both sides at one prompt length, one sequence at a time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    prompt_tokens: int
+    artifact: Timing
+    baseline: Timing | None
+    ttft_speedup: Estimate | None  # median over the repetitions of baseline / artifact
+    tpot_speedup: Estimate | None
+    bytes_read_per_token: int  # weights, and the cache at the middle of the generation
+    bandwidth_utilization: float  # MBU: bytes read per token / median TPOT / bandwidth of a working set that large
+
+
+class Bandwidth(BaseModel):
+    """What this machine reads, measured in the same run by a numpy probe (llmforge.evaluation.machine)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    threads: int
+    dram_bytes_per_second: float  # a working set of DRAM_PROBE_BYTES
+    working_set_bytes: int  # what one decode step reads at the shortest prompt
+    working_set_bytes_per_second: float  # the same probe on that much; far above DRAM where a cache holds it
+
+
+class Latency(BaseModel):
+    """All timings of one run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    repetitions: int
+    output_tokens: int
+    threads: int
+    seed: int
+    artifact: str  # what ran, in words
+    baseline: str | None
+    artifact_load_ms: float
+    baseline_load_ms: float | None
+    footprint: Footprint
+    bandwidth: Bandwidth
+    points: tuple[Point, ...]
+
+    def estimates(self) -> dict[str, Estimate]:
+        """Name the figures that a gate can decide on, each at the prompt length where it is worst."""
+        return {
+            "ttft_p50_ms": max((point.artifact.ttft_ms.p50 for point in self.points), key=_value),
+            "tpot_p50_ms": max((point.artifact.tpot_ms.p50 for point in self.points), key=_value),
+        }
+
+
+def measure(
+    artifact: Subject,
+    baseline: Subject | None,
+    footprint: Footprint,
+    *,
+    prompt_tokens: Sequence[int],
+    output_tokens: int,
+    repetitions: int,
+    vocabulary: int,
+    threads: int,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Latency:
+    """Time both sides in turn (A B A B …), so that a machine that slows down slows both.
+
+    Every repetition has a new random prompt, the same for both sides, so that no prefix can be reused. One generation
+    of each side and length runs before the clock counts. `progress` is told generations done and their total.
+
+    Raises:
+        UsageError: fewer than 2 output tokens, no prompt length, or no repetition.
+        VerificationError: a side yields another number of tokens than it was asked for.
+    """
+    if output_tokens < 2 or repetitions < 1 or not prompt_tokens or min(prompt_tokens) < 1:
+        raise UsageError(
+            f"latency of {repetitions} repetitions, prompts {list(prompt_tokens)}, {output_tokens} output tokens: "
+            "wanted 1 repetition or more, prompts of 1 token or more, and 2 output tokens or more"
+        )
+    rng = np.random.default_rng(seed)
+    subjects = (artifact,) if baseline is None else (artifact, baseline)
+    times: dict[tuple[int, int], list[NDArray[np.float64]]] = {}
+    done, total = 0, len(subjects) * len(prompt_tokens) * (repetitions + 1)
+    for repetition in range(-1, repetitions):  # -1 warms up
+        for length in prompt_tokens:
+            ids = rng.integers(0, vocabulary, length, np.int64)
+            for side, subject in enumerate(subjects):
+                progress(done, total)
+                durations = _timed(subject, ids, output_tokens)
+                if repetition >= 0:
+                    times.setdefault((length, side), []).append(durations)
+                done += 1
+    progress(total, total)
+    bandwidth = _bandwidth(footprint, min(prompt_tokens) + output_tokens // 2, threads)
+    return Latency(
+        repetitions=repetitions,
+        output_tokens=output_tokens,
+        threads=threads,
+        seed=seed,
+        artifact=artifact.description,
+        baseline=None if baseline is None else baseline.description,
+        artifact_load_ms=artifact.load_seconds * 1e3,
+        baseline_load_ms=None if baseline is None else baseline.load_seconds * 1e3,
+        footprint=footprint,
+        bandwidth=bandwidth,
+        points=tuple(
+            _point(length, times[length, 0], times.get((length, 1)), footprint, bandwidth) for length in prompt_tokens
+        ),
+    )
+
+
+def _timed(subject: Subject, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:
+    """Generate once and return the milliseconds that each token took [tokens]; the first is the TTFT."""
+    stamps = [time.perf_counter()]
+    stamps.extend(time.perf_counter() for _ in subject.generate(ids, tokens))
+    if len(stamps) != tokens + 1:
+        raise VerificationError(
+            f"{subject.description} yielded {len(stamps) - 1} tokens after a prompt of {len(ids)}; asked: {tokens}",
+            hint="generation that is timed ignores EOS and stop conditions; does the prompt fit the context?",
+        )
+    return np.diff(stamps) * 1e3
+
+
+def _bandwidth(footprint: Footprint, context: int, threads: int) -> Bandwidth:
+    working_set = footprint.weight_bytes_per_token + context * footprint.kv_bytes_per_token
+    return Bandwidth(
+        threads=threads,
+        dram_bytes_per_second=read_bandwidth(DRAM_PROBE_BYTES, threads),
+        working_set_bytes=working_set,
+        # Beyond the probe of DRAM a larger working set tells nothing new, and its memory may not be there.
+        working_set_bytes_per_second=read_bandwidth(min(working_set, DRAM_PROBE_BYTES), threads),
+    )
+
+
+def _point(
+    prompt_tokens: int,
+    artifact: list[NDArray[np.float64]],
+    baseline: list[NDArray[np.float64]] | None,
+    footprint: Footprint,
+    bandwidth: Bandwidth,
+) -> Point:
+    output_tokens = len(artifact[0])
+    bytes_read = footprint.weight_bytes_per_token + footprint.kv_bytes_per_token * (prompt_tokens + output_tokens // 2)
+    timing = _timing(artifact)
+    ttft_speedup = tpot_speedup = None
+    if baseline is not None:
+        pairs = list(zip(baseline, artifact, strict=True))
+        ttft_speedup = _median([float(theirs[0] / ours[0]) for theirs, ours in pairs])
+        tpot_speedup = _median([float(theirs[1:].mean() / ours[1:].mean()) for theirs, ours in pairs])
+    return Point(
+        prompt_tokens=prompt_tokens,
+        artifact=timing,
+        baseline=None if baseline is None else _timing(baseline),
+        ttft_speedup=ttft_speedup,
+        tpot_speedup=tpot_speedup,
+        bytes_read_per_token=bytes_read,
+        bandwidth_utilization=bytes_read / (timing.tpot_ms.p50.value / 1e3) / bandwidth.working_set_bytes_per_second,
+    )
+
+
+def _timing(generations: list[NDArray[np.float64]]) -> Timing:
+    tpot = Spread.of([float(durations[1:].mean()) for durations in generations])
+    itl_p95, itl_p99 = np.quantile(np.concatenate([durations[1:] for durations in generations]), (0.95, 0.99))
+    return Timing(
+        ttft_ms=Spread.of([float(durations[0]) for durations in generations]),
+        tpot_ms=tpot,
+        itl_p95_ms=float(itl_p95),
+        itl_p99_ms=float(itl_p99),
+        tokens_per_second=1e3 / tpot.p50.value,
+    )
+
+
+def _median(values: Sequence[float]) -> Estimate:
+    """Estimate the median of what each repetition gave; it has bounds from 6 repetitions on."""
+    low, high = quantile_interval(np.asarray(values, np.float64), 0.5) or (None, None)
+    return Estimate(value=float(np.median(values)), low=low, high=high, samples=len(values), of="repetitions")
+
+
+def _value(estimate: Estimate) -> float:
+    return estimate.value

@@ -1,0 +1,43 @@
+"""What expansions of operators share: constants by name, nodes beside a node, nodes that every layer may read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.ir import graph as g
+
+PREFIX = "expand"  # of the names of constants made here
+
+
+@dataclass
+class Builder:
+    """Adds nodes to `model`."""
+
+    model: ir.Model
+
+    def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
+        array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
+        return g.initializer(self.model, f"{PREFIX}.{name}", array)
+
+    def _add(
+        self, node: ir.Node, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
+    ) -> ir.Value:
+        return g.insert(node, op_type, list(inputs), attributes)[0]
+
+    def _first(
+        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
+    ) -> ir.Value:
+        """Add a node that every layer may read: behind the last of its inputs, else at the head of the graph."""
+        producers = [producer for value in inputs if (producer := value.producer()) is not None]
+        node = ir.Node("", op_type, inputs, ir.convenience.convert_attributes(dict(attributes or {})))
+        if producers:
+            order = {member: index for index, member in enumerate(self.model.graph)}
+            self.model.graph.insert_after(max(producers, key=order.__getitem__), node)
+        else:
+            self.model.graph.insert_before(self.model.graph[0], node)
+        return node.outputs[0]

@@ -1,0 +1,161 @@
+"""Tensors that are computed from other tensors by a function that is named, so that two can be seen to be made alike.
+
+A plain lazy tensor hides how it comes about: only reading it tells what it holds. Of a derived one, its function and
+its parts say it: where two layers derive their weights by one function from the corresponding tensors, what was proven
+of one holds for the other (`llmforge.verification.changed_subgraphs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.base.errors import CheckpointError
+
+Function = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
+
+
+class Derived(ir.LazyTensor):
+    """`function` of the values of `parts`, computed whenever it is read.
+
+    `function` is pure, and one object for all tensors that are made alike: a function of a module, not a closure.
+    """
+
+    def __init__(
+        self, function: Function, parts: Sequence[ir.TensorProtocol], dtype: ir.DataType, shape: ir.Shape, name: str
+    ) -> None:
+        super().__init__(self._compute, dtype, shape, name=name)
+        self.function = function
+        self.parts = tuple(parts)
+
+    def _compute(self) -> ir.TensorProtocol:
+        try:
+            return ir.Tensor(self.function([part.numpy() for part in self.parts]), name=self.name)
+        except OverflowError as error:
+            raise CheckpointError(f"{self.name}: {error}") from error
+
+
+class Stored(ir.LazyTensor):
+    """A matrix that is a cast, and perhaps the transpose, of one that is stored.
+
+    What wants it as it is stored, piece by piece, need not pay for a whole copy in another layout.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], ir.TensorProtocol],
+        stored: Callable[[], NDArray[Any]],
+        dtype: ir.DataType,
+        shape: ir.Shape,
+        name: str,
+        *,
+        transposed: bool,
+    ) -> None:
+        super().__init__(read, dtype, shape, name=name)
+        self.stored = stored
+        self.transposed = transposed
+
+
+def is_stored(tensor: ir.TensorProtocol) -> bool:
+    """Say whether `tensor` [K, N] is stored as [N, K], whole or in parts that are side by side."""
+    if isinstance(tensor, Derived):
+        return tensor.function in (side_by_side, to_fp32) and all(map(is_stored, tensor.parts))
+    return isinstance(tensor, Stored) and tensor.transposed
+
+
+def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
+    """Return the weight of a linear layer as [N, K], in the dtype in which it is stored.
+
+    `transposed`: `tensor` is [K, N]. A matrix that is stored as [N, K] is not copied, and no more than its stored bytes
+    where several are stacked.
+    """
+    if isinstance(tensor, Derived) and tensor.function is to_fp32:
+        return by_output(tensor.parts[0], transposed=transposed)
+    if isinstance(tensor, Stored) and tensor.transposed == transposed:
+        return tensor.stored()
+    if isinstance(tensor, Derived) and transposed and is_stored(tensor):
+        return np.concatenate([by_output(part, transposed=True) for part in tensor.parts])
+    return tensor.numpy().T if transposed else tensor.numpy()
+
+
+def side_by_side(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Concatenate along the last axis."""
+    return np.concatenate(parts, axis=-1)
+
+
+def swapped(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Transpose a matrix."""
+    return parts[0].T
+
+
+def to_fp32(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Cast to fp32: exact for fp16 and bf16."""
+    return parts[0].astype(np.float32)
+
+
+def to_fp16(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Round to fp16, to nearest even.
+
+    Raises:
+        OverflowError: a finite number is beyond the largest that fp16 holds.
+    """
+    with np.errstate(over="ignore"):
+        rounded = parts[0].astype(np.float16)
+    lost = ~np.isfinite(rounded) & np.isfinite(parts[0])
+    if lost.any():
+        largest = float(np.abs(parts[0][lost].astype(np.float64)).max())
+        raise OverflowError(f"it holds {largest:.6g}; fp16 ends at {float(np.finfo(np.float16).max):.0f}")
+    return rounded
+
+
+def to_bf16(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Round to bf16, to nearest even."""
+    return parts[0].astype(ml_dtypes.bfloat16)
+
+
+CASTS: Mapping[ir.DataType, Function] = {
+    ir.DataType.FLOAT: to_fp32,
+    ir.DataType.FLOAT16: to_fp16,
+    ir.DataType.BFLOAT16: to_bf16,
+}
+
+
+def cast(tensor: ir.TensorProtocol, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
+    """Give `tensor` in another dtype of `CASTS`, rounded to nearest even, lazily but for what is in memory.
+
+    What it is made of stays seen: a stored matrix is one still, and so are its parts where several are side by side.
+    A checkpoint that stores `dtype` is read as it is: fp32 in between holds all its numbers.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    if isinstance(tensor, Derived) and tensor.function is side_by_side:
+        parts = [cast(part, dtype, str(part.name)) for part in tensor.parts]
+        return Derived(side_by_side, parts, dtype, tensor.shape, name)
+    if isinstance(tensor, Stored):
+        return _cast_stored(tensor, dtype, name)
+    if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
+        return ir.Tensor(_cast_named(tensor.numpy(), dtype, name), dtype=dtype, name=name)
+    return Derived(CASTS[dtype], [tensor], dtype, ir.Shape(tensor.shape.numpy()), name)
+
+
+def _cast_named(array: NDArray[Any], dtype: ir.DataType, name: str) -> NDArray[Any]:
+    try:
+        return array if array.dtype == dtype.numpy() else CASTS[dtype]([array])
+    except OverflowError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def _cast_stored(tensor: Stored, dtype: ir.DataType, name: str) -> Stored:
+    def stored() -> NDArray[Any]:
+        return _cast_named(tensor.stored(), dtype, name)
+
+    def read() -> ir.TensorProtocol:
+        array = stored()
+        return ir.Tensor(np.ascontiguousarray(array.T if tensor.transposed else array), dtype=dtype, name=name)
+
+    return Stored(read, stored, dtype, ir.Shape(tensor.shape.numpy()), name, transposed=tensor.transposed)

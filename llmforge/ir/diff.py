@@ -1,0 +1,155 @@
+"""What differs between two graphs, as plain data and in words; nodes and initializers are matched by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from llmforge.ir import graph as g
+from llmforge.ir.summary import operators
+
+COMPARED_BYTES = 1 << 16  # initializers up to this size are compared by content, larger ones by dtype and shape
+
+
+@dataclass(frozen=True)
+class GraphDiff:
+    """Everything that differs between graph A and graph B; all empty where nothing does."""
+
+    opsets: Mapping[str, tuple[int | None, int | None]]
+    operators: Mapping[str, tuple[int, int]]  # name → nodes in A, in B
+    nodes_removed: tuple[str, ...]  # "model.layers.0/Add (Add)": in A alone
+    nodes_added: tuple[str, ...]
+    nodes_changed: Mapping[str, tuple[str, ...]]  # name → what is different, "epsilon: 1e-05 → 1e-06"
+    initializers_removed: tuple[str, ...]
+    initializers_added: tuple[str, ...]
+    initializers_changed: Mapping[str, str]
+    interface: Mapping[str, str]  # graph inputs and outputs, "input input_ids" → what is different
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, field.name) for field in fields(self))
+
+
+def diff(a: ir.Model, b: ir.Model) -> GraphDiff:
+    """Compare two graphs.
+
+    Nodes are matched by name; inputs of a node are compared by the names of their values, so that a renamed value
+    shows where it is read. Wiring is not followed any further: `graph.fingerprint` tells whether two graphs are equal.
+    """
+    nodes_a, nodes_b = _nodes(a), _nodes(b)
+    tensors_a, tensors_b = a.graph.initializers, b.graph.initializers
+    counts_a, counts_b = operators(a), operators(b)
+    changed = {name: tuple(_node_changes(nodes_a[name], nodes_b[name])) for name in nodes_a if name in nodes_b}
+    contents = {name: _tensor_change(tensors_a[name], tensors_b[name]) for name in tensors_a if name in tensors_b}
+    return GraphDiff(
+        opsets=_apart(dict(a.opset_imports), dict(b.opset_imports), None),
+        operators=_apart(counts_a, counts_b, 0),
+        nodes_removed=tuple(_titled(nodes_a[name]) for name in nodes_a if name not in nodes_b),
+        nodes_added=tuple(_titled(nodes_b[name]) for name in nodes_b if name not in nodes_a),
+        nodes_changed={name: changes for name, changes in changed.items() if changes},
+        initializers_removed=tuple(sorted(set(tensors_a) - set(tensors_b))),
+        initializers_added=tuple(sorted(set(tensors_b) - set(tensors_a))),
+        initializers_changed={name: change for name, change in contents.items() if change},
+        interface=dict(_interface_changes(a, b)),
+    )
+
+
+def text(difference: GraphDiff) -> list[str]:
+    """Write a difference for people, a line each: `-` only in A, `+` only in B, `~` in both and different."""
+    lines = []
+    for domain, (a, b) in difference.opsets.items():
+        lines.append(f"~ opset of {domain or 'ai.onnx'}: {a} → {b}")
+    lines += [f"~ {what}: {change}" for what, change in difference.interface.items()]
+    lines += [f"~ {operator}: {a} → {b} nodes" for operator, (a, b) in difference.operators.items()]
+    lines += [f"- node {name}" for name in difference.nodes_removed]
+    lines += [f"+ node {name}" for name in difference.nodes_added]
+    for name, changes in difference.nodes_changed.items():
+        lines += [f"~ node {name}: {change}" for change in changes]
+    lines += [f"- initializer {name}" for name in difference.initializers_removed]
+    lines += [f"+ initializer {name}" for name in difference.initializers_added]
+    lines += [f"~ initializer {name}: {change}" for name, change in difference.initializers_changed.items()]
+    return lines or ["no difference"]
+
+
+def _nodes(model: ir.Model) -> dict[str, ir.Node]:
+    """Map names to nodes; one without a name of its own is called after what it computes."""
+    named: dict[str, ir.Node] = {}
+    for node in model.graph.all_nodes():
+        name = node.name or f"node of {node.outputs[0].name}"
+        named[name if name not in named else f"{name}, of {node.outputs[0].name}"] = node
+    return named
+
+
+def _titled(node: ir.Node) -> str:
+    return f"{node.name or node.outputs[0].name} ({_operator(node)})"
+
+
+def _operator(node: ir.Node) -> str:
+    return f"{node.domain}::{node.op_type}".removeprefix("::")
+
+
+def _node_changes(a: ir.Node, b: ir.Node) -> Iterator[str]:
+    if _operator(a) != _operator(b):
+        yield f"{_operator(a)} → {_operator(b)}"
+    attributes_a = {name: _plain(attribute) for name, attribute in a.attributes.items()}
+    attributes_b = {name: _plain(attribute) for name, attribute in b.attributes.items()}
+    for name, (before, after) in _apart(attributes_a, attributes_b, None).items():
+        yield f"{name}: {before} → {after}"
+    reads_a = ["" if value is None else str(value.name) for value in a.inputs]
+    reads_b = ["" if value is None else str(value.name) for value in b.inputs]
+    if reads_a != reads_b:
+        yield f"inputs: {', '.join(reads_a)} → {', '.join(reads_b)}"
+    if len(a.outputs) != len(b.outputs):
+        yield f"outputs: {len(a.outputs)} → {len(b.outputs)}"
+
+
+def _plain(attribute: ir.Attr) -> object:
+    """Return the value of an attribute; floats as ONNX stores them, in fp32."""
+    if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+        return "a subgraph"
+    if attribute.type == ir.AttributeType.FLOAT:
+        return str(np.float32(attribute.as_float()))
+    if attribute.type == ir.AttributeType.FLOATS:
+        return [str(np.float32(x)) for x in attribute.as_floats()]
+    return list(attribute.value) if isinstance(attribute.value, tuple | list) else attribute.value
+
+
+def _tensor_change(a: ir.Value, b: ir.Value) -> str:
+    if _typed(a) != _typed(b):
+        return f"{_typed(a)} → {_typed(b)}"
+    x, y = a.const_value, b.const_value
+    if x is None or y is None or x.nbytes > COMPARED_BYTES or not (_readable(x) and _readable(y)):
+        return ""
+    return "" if x.tobytes() == y.tobytes() else "other numbers"
+
+
+def _readable(tensor: ir.TensorProtocol) -> bool:
+    """Say whether the numbers are there: a graph may be written without its weights."""
+    return not isinstance(tensor, ir.ExternalTensor) or Path(tensor.path).is_file()
+
+
+def _interface_changes(a: ir.Model, b: ir.Model) -> Iterator[tuple[str, str]]:
+    for kind, ours, theirs in (("input", a.graph.inputs, b.graph.inputs), ("output", a.graph.outputs, b.graph.outputs)):
+        before = {str(value.name): _typed(value) for value in ours}
+        after = {str(value.name): _typed(value) for value in theirs}
+        for name, (x, y) in _apart(before, after, "absent").items():
+            yield f"{kind} {name}", f"{x} → {y}"
+
+
+def _typed(value: ir.Value) -> str:
+    dims = g.dims(value)
+    shape = "of unknown rank" if dims is None else f"[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"
+    return f"{'untyped' if value.dtype is None else value.dtype.name} {shape}"
+
+
+def _apart(a: Mapping[str, Any], b: Mapping[str, Any], absent: Any) -> dict[str, tuple[Any, Any]]:
+    """Pair the entries that differ, in the order of `a`, then of `b`."""
+    return {
+        name: (a.get(name, absent), b.get(name, absent))
+        for name in {**a, **b}
+        if a.get(name, absent) != b.get(name, absent)
+    }

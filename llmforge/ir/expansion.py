@@ -1,0 +1,210 @@
+"""Write `llmforge::` operators as standard ONNX (opset 24), so that any runtime of it runs a canonical graph.
+
+`llmforge::Attention` becomes two TensorScatter, which write the step's keys and values into the cache, and one
+Attention over the whole buffer under a boolean mask [batch, 1, sequence, capacity], built once for every window, or an
+additive one by head, where scores have a bias by position.
+`llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
+written stands in `llmforge.ir.recurrence`.
+`llmforge::GrowingAttention` becomes two Concat, of past and new, and the same Attention under a mask that the graph's
+`attention_mask` narrows. What reads that mask in place of lengths stands in `llmforge.ir.masked_step`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph as g
+from llmforge.ir import interface, moe
+from llmforge.ir.builder import PREFIX, Builder
+from llmforge.ir.masked_step import MaskedStep
+from llmforge.ir.recurrence import Recurrence
+
+Places = tuple[ir.Value, ir.Value]  # slots [T], and those of the queries [B, S, 1] or [S, 1]: int64
+
+COLLECTIVES = ("AllReduce", "AllGather")
+HIDDEN_SLOT = np.float32(np.finfo(np.float32).min)  # added to a masked score: exp of it is 0, and it makes no NaN
+
+
+def expand(model: ir.Model) -> ir.Model:
+    """Clone `model` with every `llmforge` operator written as standard ONNX; tensors are shared, not copied.
+
+    Raises:
+        UnsupportedError: it is the graph of one rank of several: standard ONNX has no collectives.
+    """
+    for node in model.graph:
+        if node.domain == "llmforge" and node.op_type in COLLECTIVES:
+            raise UnsupportedError(
+                f"{node.op_type} {node.name} puts the results of several ranks together; standard ONNX has no operator "
+                "that does",
+                hint="use an engine with collectives (docs/tensor-parallelism.md)",
+            )
+    clone = model.clone()
+    attention, recurrence, masked = _Expansion(clone), Recurrence(clone), MaskedStep(clone)
+    rules = {
+        "Attention": attention.attention,
+        "GrowingAttention": attention.growing_attention,
+        "CacheLengths": masked.cache_lengths,
+        "TokenOrder": masked.token_order,
+        "RowPlaces": masked.row_places,
+        "CausalConv": recurrence.causal_conv,
+        "LinearAttention": recurrence.linear_attention,
+    }
+    for node in list(clone.graph):
+        if node.domain == "llmforge" and node.op_type in rules:
+            rules[node.op_type](node)
+        elif (node.domain, node.op_type) == ("llmforge", "MoE"):
+            g.supersede(node.outputs[0], moe.expand(clone, node, PREFIX))
+    g.drop_unused(clone)
+    return clone
+
+
+@dataclass
+class _Expansion(Builder):
+    """The expansion of attention: what its layers share."""
+
+    _lengths: ir.Value | None = None
+    _slots: Places | None = None
+    _masks: dict[int, ir.Value] = field(default_factory=dict)
+    _biases: dict[tuple[ir.Value, ir.Value], ir.Value] = field(default_factory=dict)
+
+    def attention(self, node: ir.Node) -> None:
+        """Replace one `llmforge::Attention`; comments give shapes: B, S, C = batch, sequence, capacity."""
+        _, k, v, past_key, past_value, lengths = (_present(node, index) for index in range(6))
+        kv_heads = node.attributes.get_int("kv_num_heads")
+        write = self._write_indices(lengths)
+        keys = self._scatter(node, past_key, self._split(node, k, kv_heads), write)
+        values = self._scatter(node, past_value, self._split(node, v, kv_heads), write)
+        places = self._places(past_key, lengths)
+        self._attend(node, keys, values, places, self._mask(node.attributes.get_int("window"), places))
+
+    def growing_attention(self, node: ir.Node) -> None:
+        """Replace one `llmforge::GrowingAttention`; the caches hold P slots before the step, and P + S after it."""
+        _, k, v, past_key, past_value, held = (_present(node, index) for index in range(6))
+        kv_heads = node.attributes.get_int("kv_num_heads")
+        keys = self._add(node, "Concat", [past_key, self._split(node, k, kv_heads)], {"axis": 2})
+        values = self._add(node, "Concat", [past_value, self._split(node, v, kv_heads)], {"axis": 2})
+        places = self._growing_places(past_key, held)
+        self._attend(node, keys, values, places, self._mask(node.attributes.get_int("window"), places, held))
+
+    def _attend(self, node: ir.Node, keys: ir.Value, values: ir.Value, places: Places, mask: ir.Value) -> None:
+        """Replace `node` by Attention over `keys` and `values`, which are its presents, under `mask`."""
+        sinks, slopes = (node.inputs[index] if len(node.inputs) > index else None for index in (6, 7))
+        numbers = {name: attribute.value for name, attribute in node.attributes.items()}
+        q, heads = _present(node, 0), numbers["num_heads"]
+        present_keys, present_values = keys, values
+        if slopes is not None:
+            mask = self._with_slopes(mask, slopes, places, heads)  # fp32 [B, H, S, C]
+        if sinks is not None:
+            keys, values, mask = self._with_sinks(node, keys, values, mask, sinks, heads, slopes is not None)
+        attributes = {"scale": numbers["scale"], "softcap": numbers["softcap"], "softmax_precision": 1}  # 1: fp32
+        y = self._add(node, "Attention", [self._split(node, q, heads), keys, values, mask], attributes)  # [B, H, S, Dv]
+        y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
+        y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
+        for old, new in zip(node.outputs, (y, present_keys, present_values), strict=True):
+            g.supersede(old, new)
+
+    def _split(self, node: ir.Node, x: ir.Value, heads: int) -> ir.Value:
+        """[B, S, H·D] → [B, H, S, D]."""
+        split = self._add(node, "Reshape", [x, self._constant(f"heads_{heads}", [0, 0, heads, -1])])
+        return self._add(node, "Transpose", [split], {"perm": [0, 2, 1, 3]})
+
+    def _scatter(self, node: ir.Node, past: ir.Value, new: ir.Value, write: ir.Value) -> ir.Value:
+        """Write [B, kv_heads, S, D] into the slots of [B, kv_heads, C, D] from each row's length on."""
+        return self._add(node, "TensorScatter", [past, new, write], {"axis": -2})
+
+    def _write_indices(self, lengths: ir.Value) -> ir.Value:
+        """int64 [B], as TensorScatter wants them."""
+        if self._lengths is None:
+            self._lengths = self._first("Cast", [lengths], {"to": int(ir.DataType.INT64)})
+        return self._lengths
+
+    def _places(self, past_key: ir.Value, lengths: ir.Value) -> Places:
+        """Slots int64 [C], and those of the queries [B, S, 1]."""
+        if self._slots is None:
+            rows = self._first("Unsqueeze", [self._write_indices(lengths), self._constant("axes_1_2", [1, 2])])
+            steps = self._first("Unsqueeze", [self._count(self._ids(), 1), self._constant("axis_1", [1])])
+            self._slots = self._count(past_key, 2), self._first("Add", [rows, steps])
+        return self._slots
+
+    def _growing_places(self, past_key: ir.Value, held: ir.Value) -> Places:
+        """Slots int64 [P + S], and those of the queries [S, 1]."""
+        if self._slots is None:
+            past = self._first("Squeeze", [self._first("Shape", [past_key], {"start": 2, "end": 3})])
+            own = self._first("Add", [self._count(self._ids(), 1), past])
+            self._slots = self._count(held, 1), self._first("Unsqueeze", [own, self._constant("axis_1", [1])])
+        return self._slots
+
+    def _mask(self, window: int, places: Places, held: ir.Value | None = None) -> ir.Value:
+        """bool [B, 1, S, slots]: slot t for the query of slot p where t ≤ p, and t > p - window where there is one.
+
+        `held` [B, slots] says which slots hold a token, where not all up to p do. A query always sees itself: padding
+        that saw nothing would come out as NaN, and its value poison every sum.
+        """
+        if window in self._masks:
+            return self._masks[window]
+        slots, own = places
+        allowed = self._first("LessOrEqual", [slots, own])
+        if window:
+            start = self._first("Sub", [own, self._constant(f"window_{window}", window)])
+            allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
+        if held is None:
+            self._masks[window] = self._first("Unsqueeze", [allowed, self._constant("axis_1", [1])])
+        else:
+            tokens = self._first("Cast", [held], {"to": int(ir.DataType.BOOL)})
+            tokens = self._first("Unsqueeze", [tokens, self._constant("axes_1_2", [1, 2])])  # [B, 1, 1, slots]
+            allowed = self._first("And", [tokens, allowed])
+            self._masks[window] = self._first("Or", [allowed, self._first("Equal", [slots, own])])
+        return self._masks[window]
+
+    def _ids(self) -> ir.Value:
+        return next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
+
+    def _count(self, size: ir.Value, axis: int) -> ir.Value:
+        """0, 1, … up to the size of `axis`."""
+        extent = self._first("Shape", [size], {"start": axis, "end": axis + 1})
+        end = self._first("Squeeze", [extent])
+        return self._first("Range", [self._constant("zero", 0), end, self._constant("one", 1)])
+
+    def _with_slopes(self, mask: ir.Value, slopes: ir.Value, places: Places, heads: int) -> ir.Value:
+        """Write the mask as a bias, slope·(t - p) where slot t is seen from p; layers of one mask share it."""
+        if (mask, slopes) not in self._biases:
+            slots, own = places
+            away = self._first("Cast", [self._first("Sub", [slots, own])], {"to": int(ir.DataType.FLOAT)})
+            away = self._first("Unsqueeze", [away, self._constant("axis_before_2", [-3])])  # [B, 1, S, slots]
+            column = self._first("Reshape", [slopes, self._constant(f"column_{heads}", [1, heads, 1, 1])])
+            bias = self._first("Mul", [column, away])
+            hidden = self._constant("hidden", HIDDEN_SLOT)
+            self._biases[(mask, slopes)] = self._first("Where", [mask, bias, hidden])  # [B, H, S, slots]
+        return self._biases[(mask, slopes)]
+
+    def _with_sinks(
+        self, node: ir.Node, keys: ir.Value, values: ir.Value, mask: ir.Value, sinks: ir.Value, heads: int, biased: bool
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Add one slot of zeros, whose score is 0, and bias it by each head's sink: exact, and it adds no value."""
+
+        def grow(x: ir.Value) -> ir.Value:
+            return self._add(node, "Pad", [x, self._constant("one_slot", [0, 0, 0, 0, 0, 0, 1, 0])])
+
+        by_head = mask
+        if not biased:
+            none, hidden = self._constant("visible", np.float32(0)), self._constant("hidden", HIDDEN_SLOT)
+            bias = self._add(node, "Where", [mask, none, hidden])  # [B, 1, S, C]
+            by_head = self._add(node, "Expand", [bias, self._constant(f"by_head_{heads}", [1, heads, 1, 1])])
+        if sinks.dtype != ir.DataType.FLOAT:  # masks are fp32, whatever attention computes in
+            sinks = self._add(node, "Cast", [sinks], {"to": int(ir.DataType.FLOAT)})
+        column = self._add(node, "Reshape", [sinks, self._constant(f"column_{heads}", [1, heads, 1, 1])])
+        start, end = self._constant("slice_0", [0]), self._constant("slice_1", [1])
+        like = self._add(node, "Slice", [by_head, start, end, self._constant("axis_3", [3])])  # [B, H, S, 1]
+        shape = self._add(node, "Shape", [like])
+        sink = self._add(node, "Expand", [column, shape])
+        return grow(keys), grow(values), self._add(node, "Concat", [by_head, sink], {"axis": 3})
+
+
+def _present(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None, f"{node.name}: input {index} of Attention is absent"
+    return value

@@ -1,0 +1,79 @@
+"""The operators that read `attention_mask` in place of lengths (docs/dialect.md), as standard ONNX.
+
+A runtime that feeds a mask pads where it likes: onnxruntime-genai on the right, transformers on the left.
+GroupQueryAttention knows padding on the right alone, so the tokens of a row are moved to its beginning. All of it is
+integers, a few nodes for the whole graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from llmforge.ir import graph as g
+from llmforge.ir.builder import Builder
+
+
+@dataclass
+class MaskedStep(Builder):
+    """The expansion of `CacheLengths`, `TokenOrder` and `RowPlaces`; sizes and sums are shared.
+
+    Comments give shapes: B, S, T = batch, tokens of the step, slots that the mask covers; R rows.
+    """
+
+    _sizes: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    _extents: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    _counts: dict[ir.Value, ir.Value] = field(default_factory=dict)
+
+    def cache_lengths(self, node: ir.Node) -> None:
+        """Replace `CacheLengths`: int64 [B, T] → int32 [B], the ones of each row less 1; int32 scalar T."""
+        (mask,) = _inputs(node)
+        last = self._add(node, "Sub", [self._count(mask), self._constant("one", 1)])  # [B, 1]
+        last = self._add(node, "Squeeze", [last, self._constant("axis_1", [1])])
+        for old, new in zip(node.outputs, (last, self._extent(mask)), strict=True):
+            g.supersede(old, self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}))
+
+    def token_order(self, node: ir.Node) -> None:
+        """Replace `TokenOrder`: (mask [B, T], ids [B, S]) → int64 [B, S], and its inverse where something reads it."""
+        mask, ids = _inputs(node)
+        size, zero = self._size(ids), self._constant("zero", 0)
+        first = self._add(node, "ArgMax", [mask], {"axis": 1, "keepdims": 1})  # [B, 1]
+        alone = self._add(node, "Equal", [size, self._size(mask)])  # the mask covers this step and no past
+        padding = self._add(node, "Where", [alone, first, zero])  # [B, 1]
+        steps = self._add(node, "Range", [zero, self._extent(ids), self._constant("one", 1)])  # [S]
+        for old, turn in zip(node.outputs, ("Add", "Sub"), strict=False):
+            if old.uses():
+                moved = self._add(node, turn, [steps, padding])
+                g.supersede(old, self._add(node, "Mod", [moved, size]))
+
+    def row_places(self, node: ir.Node) -> None:
+        """Replace `RowPlaces`: (rows [R], mask [B, T], ids [B, S]) → int64 [B, R]."""
+        rows, mask, ids = _inputs(node)
+        # At least 1, for a row of padding alone: its remainder would be a division by 0.
+        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._extent(ids)])  # [B, 1]
+        g.supersede(node.outputs[0], self._add(node, "Mod", [rows, tokens]))
+
+    def _count(self, mask: ir.Value) -> ir.Value:
+        """Sum the ones of each row: [B, T] → [B, 1]."""
+        if mask not in self._counts:
+            self._counts[mask] = self._first("ReduceSum", [mask, self._constant("axis_1", [1])], {"keepdims": 1})
+        return self._counts[mask]
+
+    def _size(self, x: ir.Value) -> ir.Value:
+        """Read the size of axis 1: [1]."""
+        if x not in self._sizes:
+            self._sizes[x] = self._first("Shape", [x], {"start": 1, "end": 2})
+        return self._sizes[x]
+
+    def _extent(self, x: ir.Value) -> ir.Value:
+        """Read the size of axis 1 as a scalar."""
+        if x not in self._extents:
+            self._extents[x] = self._first("Squeeze", [self._size(x)])
+        return self._extents[x]
+
+
+def _inputs(node: ir.Node) -> list[ir.Value]:
+    inputs = [value for value in node.inputs if value is not None]
+    assert len(inputs) == len(node.inputs), f"{node.name}: an input is absent"
+    return inputs

@@ -1,0 +1,272 @@
+"""Layers that carry a state of fixed size from token to token: references, and how they are written in standard ONNX.
+
+`llmforge::CausalConv` becomes one depthwise Conv over the state and the step's tokens; `llmforge::LinearAttention`
+becomes a Scan over tokens, in which a padded token has a decay of exp(0) and an update rate of 0 and so changes
+nothing. For ONNX Runtime there is a kernel of the same rule, which needs the same treatment of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.ir import graph as g
+from llmforge.ir import interface
+from llmforge.ir.builder import Builder
+
+ACTIVATIONS = ("none", "silu")
+
+_Floats = NDArray[np.float32]
+_Lengths = NDArray[np.int32]
+
+
+def causal_conv(
+    x: _Floats,
+    weight: _Floats,
+    past: _Floats,
+    past_lengths: _Lengths,
+    lengths: _Lengths,
+    bias: _Floats | None = None,
+    *,
+    activation: str,
+) -> tuple[_Floats, _Floats]:
+    """Compute `llmforge::CausalConv` token by token, as docs/dialect.md defines it; the reference of tests.
+
+    x [B, S, C], weight [C, 1, K], past [B, K-1, C], past_lengths and lengths int32 [B], bias [C] → y [B, S, C], of
+    which rows beyond `lengths` are zeros here, and present [B, K-1, C].
+    """
+    y, present = np.zeros_like(x), past.copy()
+    for b in range(len(x)):
+        if past_lengths[b] == 0:
+            present[b] = 0
+        for s in range(lengths[b]):
+            window = np.concatenate([present[b], x[b, s : s + 1]])  # [K, C]
+            total = (window * weight[:, 0].T).sum(0) + (0 if bias is None else bias)
+            y[b, s] = total / (1 + np.exp(-total)) if activation == "silu" else total
+            present[b] = window[1:]
+    return y, present
+
+
+def linear_attention(
+    q: _Floats,
+    k: _Floats,
+    v: _Floats,
+    decay: _Floats,
+    beta: _Floats,
+    past: _Floats,
+    past_lengths: _Lengths,
+    lengths: _Lengths,
+    *,
+    num_heads: int,
+    scale: float,
+) -> tuple[_Floats, _Floats]:
+    """Compute `llmforge::LinearAttention` token by token, as docs/dialect.md defines it; the reference of tests.
+
+    q, k [B, S, num_heads·D], v [B, S, H·Dv], decay, beta [B, S, H], past [B, H, D, Dv], past_lengths and lengths
+    int32 [B] → y [B, S, H·Dv], of which rows beyond `lengths` are zeros here, and present [B, H, D, Dv].
+    """
+    batch, heads, width, value_width = past.shape
+    present = past.astype(np.float64)
+    y = np.zeros(v.shape, np.float64)
+    for b in range(batch):
+        if past_lengths[b] == 0:
+            present[b] = 0
+        for s in range(lengths[b]):
+            for h in range(heads):
+                at = h // (heads // num_heads)
+                query, key = (x[b, s, at * width : (at + 1) * width].astype(np.float64) for x in (q, k))
+                columns = slice(h * value_width, (h + 1) * value_width)
+                state = present[b, h] * np.exp(decay[b, s, h])
+                state += np.outer(key, beta[b, s, h] * (v[b, s, columns] - key @ state))
+                present[b, h] = state
+                y[b, s, columns] = scale * (query @ state)
+    return y.astype(np.float32), present.astype(np.float32)
+
+
+@dataclass
+class Recurrence(Builder):
+    """The expansion of layers with a state; comments give shapes: B, S = batch, sequence."""
+
+    def causal_conv(self, node: ir.Node) -> None:
+        """Replace one `llmforge::CausalConv`: C channels, a kernel of K taps."""
+        x, weight, past, past_lengths, lengths = (_given(node, index) for index in range(5))
+        bias = node.inputs[5] if len(node.inputs) > 5 else None
+        channels, _, taps = _static(weight)
+        start = self._start(node, past, past_lengths, 3)
+        whole = self._add(node, "Concat", [start, x], {"axis": 1})  # [B, K-1+S, C]
+        turned = self._add(node, "Transpose", [whole], {"perm": [0, 2, 1]})
+        inputs = [turned, weight] if bias is None else [turned, weight, bias]
+        y = self._add(node, "Conv", inputs, {"group": channels, "kernel_shape": [taps]})  # [B, C, S]
+        if node.attributes.get_string("activation") == "silu":
+            y = self._add(node, "Mul", [y, self._add(node, "Sigmoid", [y])])
+        y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1]})
+        # The last K-1 rows that are real stand in rows lengths[b] … lengths[b] + K-2 of `whole`.
+        rows = self._add(node, "Add", [self._column(lengths), self._constant(f"taps_{taps - 1}", [*range(taps - 1)])])
+        rows = self._add(node, "Unsqueeze", [rows, self._constant("axis_2", [2])])  # [B, K-1, 1]
+        present = self._add(node, "GatherND", [whole, rows], {"batch_dims": 1})
+        for old, new in zip(node.outputs, (y, present), strict=True):
+            g.supersede(old, new)
+
+    def linear_attention(self, node: ir.Node) -> None:
+        """Replace one `llmforge::LinearAttention`: H heads of values, D channels of keys and Dv of values."""
+        q, k, v, decay, beta, past, past_lengths, lengths = (_given(node, index) for index in range(8))
+        heads, width, value_width = _static(past)[1:]
+        few = node.attributes["num_heads"].as_int()
+        start = self._start(node, past, past_lengths, 4)
+        decay, rate = self._without_padding(node, decay, beta, lengths)
+        kept = self._add(node, "Exp", [decay])  # [B, S, H]
+        scale = self._constant(f"scale_{node.attributes['scale'].as_float()}", _scale(node))
+        query, key = (self._by_head(node, x, few, heads, width) for x in (self._add(node, "Mul", [q, scale]), k))
+        value = self._add(node, "Reshape", [v, self._constant(f"split_{heads}", [0, 0, heads, -1])])
+        scanned = [query, key, value, kept, rate]
+        count = len(scanned)
+        attributes = [
+            ir.AttrGraph("body", _one_token(heads, width, value_width)),
+            ir.AttrInt64("num_scan_inputs", count),
+            ir.AttrInt64s("scan_input_axes", [1] * count),
+            ir.AttrInt64s("scan_output_axes", [1]),
+        ]
+        scan = ir.Node("", "Scan", [start, *scanned], attributes, num_outputs=2)
+        self.model.graph.insert_before(node, scan)
+        present, y = scan.outputs
+        y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
+        for old, new in zip(node.outputs, (y, present), strict=True):
+            g.supersede(old, new)
+
+    def call_kernel(self, node: ir.Node) -> None:
+        """Replace one `llmforge::LinearAttention` by ONNX Runtime's own, which knows no padding and no fresh rows."""
+        q, k, v, decay, beta, past, past_lengths, lengths = (_given(node, index) for index in range(8))
+        start = self._start(node, past, past_lengths, 4)
+        outputs = g.insert(
+            node,
+            "LinearAttention",
+            [q, k, v, start, *self._without_padding(node, decay, beta, lengths)],
+            {
+                "q_num_heads": node.attributes["num_heads"].as_int(),
+                "kv_num_heads": _static(past)[1],
+                "scale": node.attributes["scale"].as_float(),
+                "update_rule": "gated_delta",
+            },
+            domain="com.microsoft",
+            outputs=2,
+            name=node.name,
+        )
+        node.name = f"{node.name}.replaced"
+        self.model.opset_imports.setdefault("com.microsoft", 1)
+        for old, new in zip(node.outputs, outputs, strict=True):
+            g.supersede(old, new)
+
+    def _without_padding(
+        self, node: ir.Node, decay: ir.Value, beta: ir.Value, lengths: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """Let a padded token keep the state as it is: decay exp(0), rate 0."""
+        real, zero = self._real(lengths), self._zero(decay)
+        return self._add(node, "Where", [real, decay, zero]), self._add(node, "Where", [real, beta, zero])
+
+    def _start(self, node: ir.Node, past: ir.Value, past_lengths: ir.Value, rank: int) -> ir.Value:
+        """Take the state where a row has a past; else zeros, whatever the buffer holds."""
+        none = self._constant("none", np.int32(0))
+        some = self._shared(("some", rank), lambda: self._first("Greater", [past_lengths, none]))
+        axes = self._constant(f"axes_to_{rank - 1}", [*range(1, rank)])
+        some = self._shared(("some by", rank), lambda: self._first("Unsqueeze", [some, axes]))
+        return self._add(node, "Where", [some, past, self._zero(past)])
+
+    def _zero(self, like: ir.Value) -> ir.Value:
+        """A scalar of the dtype of `like`."""
+        dtype = like.dtype or ir.DataType.FLOAT
+        return self._constant(f"zero_{dtype.name.lower()}", dtype.numpy().type(0))
+
+    def _column(self, lengths: ir.Value) -> ir.Value:
+        """int64 [B, 1]: the real tokens of each row."""
+
+        def make() -> ir.Value:
+            counts = self._first("Cast", [lengths], {"to": int(ir.DataType.INT64)})
+            return self._first("Unsqueeze", [counts, self._constant("axis_1", [1])])
+
+        return self._shared(("column",), make)
+
+    def _real(self, lengths: ir.Value) -> ir.Value:
+        """bool [B, S, 1]: the tokens that are no padding."""
+        ids = next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
+
+        def make() -> ir.Value:
+            extent = self._first("Squeeze", [self._first("Shape", [ids], {"start": 1, "end": 2})])
+            steps = self._first("Range", [self._constant("zero", 0), extent, self._constant("one", 1)])
+            real = self._first("Less", [steps, self._column(lengths)])
+            return self._first("Unsqueeze", [real, self._constant("axis_2", [2])])
+
+        return self._shared(("real",), make)
+
+    def _by_head(self, node: ir.Node, x: ir.Value, few: int, heads: int, width: int) -> ir.Value:
+        """[B, S, few·D] → [B, S, H, D]; each of `few` heads serves H / few neighbours."""
+        if few == heads:
+            return self._add(node, "Reshape", [x, self._constant(f"split_{heads}", [0, 0, heads, -1])])
+        x = self._add(node, "Reshape", [x, self._constant(f"apart_{few}_{width}", [0, 0, few, 1, width])])
+        x = self._add(node, "Expand", [x, self._constant(f"repeat_{heads // few}", [1, 1, 1, heads // few, 1])])
+        return self._add(node, "Reshape", [x, self._constant(f"heads_{heads}_{width}", [0, 0, heads, width])])
+
+    def _shared(self, key: tuple[object, ...], make: Callable[[], ir.Value]) -> ir.Value:
+        """Make a value that every layer reads, the first time that one asks."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def __post_init__(self) -> None:
+        self._made: dict[tuple[object, ...], ir.Value] = {}
+
+
+def _one_token(heads: int, width: int, value_width: int) -> ir.Graph:
+    """Make the body of the Scan, for one token of all rows.
+
+    state [B, H, D, Dv], q, k [B, H, D], v [B, H, Dv], kept, rate [B, H] → state, y [B, H, Dv].
+    """
+
+    def tensor(name: str, *dims: int | str) -> ir.Value:
+        return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["batch", *dims]))
+
+    state = tensor("state", heads, width, value_width)
+    q, k, v = tensor("q", heads, width), tensor("k", heads, width), tensor("v", heads, value_width)
+    kept, rate = tensor("kept", heads), tensor("rate", heads)
+    nodes: list[ir.Node] = []
+
+    def add(op_type: str, inputs: list[ir.Value], name: str) -> ir.Value:
+        nodes.append(ir.Node("", op_type, inputs, outputs=[ir.Value(name=name)]))
+        return nodes[-1].outputs[0]
+
+    def constant(name: str, axes: list[int]) -> ir.Value:
+        value = ir.Value(name=name)
+        attributes = [ir.AttrTensor("value", ir.Tensor(np.array(axes, np.int64)))]
+        nodes.append(ir.Node("", "Constant", [], attributes, outputs=[value]))
+        return value
+
+    row, column, cell = constant("row", [2]), constant("column", [3]), constant("cell", [2, 3])
+    left = add("Mul", [state, add("Unsqueeze", [kept, cell], "kept_cell")], "left")
+    key = add("Unsqueeze", [k, row], "key_row")  # [B, H, 1, D]
+    known = add("MatMul", [key, left], "known")  # [B, H, 1, Dv]: what the state holds for the key already
+    missing = add("Sub", [add("Unsqueeze", [v, row], "value_row"), known], "missing")
+    learned = add("Mul", [missing, add("Unsqueeze", [rate, cell], "rate_cell")], "learned")
+    update = add("Mul", [add("Unsqueeze", [k, column], "key_column"), learned], "update")  # [B, H, D, Dv]
+    after = add("Add", [left, update], "after")
+    y = add("Squeeze", [add("MatMul", [add("Unsqueeze", [q, row], "query_row"), after], "read"), row], "y")
+    for value, like in ((after, state), (y, v)):
+        value.type, value.shape = like.type, like.shape
+    return ir.Graph([state, q, k, v, kept, rate], [after, y], nodes=nodes, name="one_token", opset_imports={"": 24})
+
+
+def _scale(node: ir.Node) -> np.float32:
+    return np.float32(node.attributes["scale"].as_float())
+
+
+def _static(value: ir.Value) -> tuple[int, ...]:
+    """Return the dimensions of `value`, 0 for those that are not fixed."""
+    return tuple(dim if isinstance(dim, int) else 0 for dim in g.dims(value) or ())
+
+
+def _given(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None, f"{node.name}: input {index} of {node.op_type} is absent"
+    return value

@@ -1,0 +1,102 @@
+"""Run half precision where there are no kernels for it: fp32 arithmetic that rounds where the graph would.
+
+ONNX Runtime has no bf16 MatMul, Mul or Sigmoid on a CPU, and no fp16 ones for every operator. `emulate` makes a twin
+of a graph in which every fp16 or bf16 number is held in fp32: weights and caches hold the rounded numbers, and what an
+operator makes goes through two Casts, to the dtype and back. So an operator sums in fp32 and rounds its result once,
+as kernels for GPUs do. A number beyond the largest of fp16 becomes infinite in the twin as it would there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from llmforge.ir import dtype_inference
+from llmforge.ir.derived import Derived, to_fp32
+
+FLOAT = ir.DataType.FLOAT
+HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+_SMALL_BYTES = 1024
+# Operators that move numbers and make none: what they read is rounded already.
+_MOVES = {
+    *("Reshape", "Transpose", "Split", "Concat", "Slice", "Gather", "GatherND", "GatherElements", "Expand"),
+    *("Squeeze", "Unsqueeze", "TensorScatter", "TopK", "Identity", "ReduceMax", "Neg", "Abs", "Relu", "Max", "Min"),
+}
+
+
+def is_half(model: ir.Model) -> bool:
+    """Say whether `model` holds or computes numbers in half precision."""
+    held = [*model.graph.inputs, *model.graph.initializers.values()]
+    return any(value.dtype in HALVES for value in held) or any(_casts_down(node) for node in model.graph)
+
+
+def emulate(model: ir.Model) -> ir.Model:
+    """Return the fp32 twin of `model`, a graph of the dialect; `model` itself where nothing of it is in half precision.
+
+    Values keep their names: the twin's hold the same numbers in fp32. Tensors stay lazy.
+    """
+    if not is_half(model):
+        return model
+    twin = model.clone()
+    dtype_inference.complete(twin)
+    for name, value in twin.graph.initializers.items():
+        if value.dtype in HALVES and value.const_value is not None:
+            value.const_value = widened(value.const_value, name)
+            value.type = ir.TensorType(FLOAT)
+    for value in twin.graph.inputs:
+        if value.dtype in HALVES:
+            value.type = ir.TensorType(FLOAT)
+    for node in list(twin.graph):
+        _emulate(node)
+    return twin
+
+
+def _emulate(node: ir.Node) -> None:
+    """Let `node` compute in fp32, and round what it makes to the dtype that it had."""
+    halves = [(value, value.dtype) for value in node.outputs if value.dtype in HALVES and value.name]
+    for value, _ in halves:
+        value.type = ir.TensorType(FLOAT)
+    if node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")) in HALVES:
+        node.attributes["to"] = ir.AttrInt64("to", int(FLOAT))
+    if not node.domain and node.op_type in _MOVES:
+        return
+    for value, dtype in halves:
+        assert dtype is not None
+        _round(node, value, dtype)
+
+
+def _round(node: ir.Node, value: ir.Value, dtype: ir.DataType) -> None:
+    """Give `value`, an output of `node`, over to two Casts; what they make stands in its place, under its name."""
+    owner = node.graph
+    assert owner is not None
+    down = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(dtype))], name=f"{value.name}/round")
+    back = ir.Node("", "Cast", [down.outputs[0]], [ir.AttrInt64("to", int(FLOAT))], name=f"{value.name}/rounded")
+    down.outputs[0].name = f"{value.name}.half"
+    down.outputs[0].type, down.outputs[0].shape = ir.TensorType(dtype), value.shape
+    rounded = back.outputs[0]
+    rounded.type, rounded.shape = ir.TensorType(FLOAT), value.shape
+    readers = [(reader, index) for reader, index in value.uses() if reader is not down]
+    for reader, index in readers:
+        reader.replace_input_with(index, rounded)
+    for index, output in enumerate(owner.outputs):
+        if output is value:
+            owner.outputs[index] = rounded
+    name, value.name = value.name, f"{value.name}.exact"
+    rounded.name = name
+    owner.insert_after(node, [down, back])
+
+
+def widened(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """Hold the numbers of `tensor` in fp32: lazily, but for small constants, which ONNX Runtime wants to see."""
+    if tensor.nbytes < _SMALL_BYTES and not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
+        return ir.Tensor(tensor.numpy().astype(np.float32), name=name)
+    return Derived(to_fp32, [tensor], FLOAT, ir.Shape(tensor.shape.numpy()), name)
+
+
+def origin(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Return what was `widened` to `tensor`, or `tensor` itself: one object however often a graph is emulated."""
+    return tensor.parts[0] if isinstance(tensor, Derived) and tensor.function is to_fp32 else tensor
+
+
+def _casts_down(node: ir.Node) -> bool:
+    return node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")) in HALVES

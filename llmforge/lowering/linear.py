@@ -1,0 +1,151 @@
+"""Linear layers of a graph: recognize one, and stack several that read the same tensor into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from llmforge.ir import graph
+from llmforge.ir.derived import Derived, side_by_side
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`output = input @ weight + bias`, input [..., K], weight [K, N] and bias [N] initializers."""
+
+    matmul: ir.Node
+    weight: ir.Value
+    add: ir.Node | None
+    bias: ir.Value | None
+
+    @property
+    def input(self) -> ir.Value:
+        """The tensor that the layer reads."""
+        value = self.matmul.inputs[0]
+        assert value is not None
+        return value
+
+    @property
+    def output(self) -> ir.Value:
+        """The tensor that the layer makes, bias included."""
+        return (self.add or self.matmul).outputs[0]
+
+
+def of(output: ir.Value) -> Linear | None:
+    """Recognize the linear layer that makes `output`: `MatMul(x, W)`, or `Add` of that and a bias; else None."""
+    node = output.producer()
+    if node is None or node.domain:
+        return None
+    if node.op_type == "MatMul":
+        weight = node.inputs[1]
+        if weight is None or not weight.is_initializer() or weight.shape is None or weight.shape.rank() != 2:
+            return None
+        return Linear(node, weight, None, None)
+    if node.op_type != "Add":
+        return None
+    for product, bias in (node.inputs, node.inputs[::-1]):
+        if product is None or bias is None or not bias.is_initializer() or bias.shape is None or bias.shape.rank() != 1:
+            continue
+        layer = of(product)
+        if layer is not None and layer.bias is None and len(product.uses()) == 1:
+            return Linear(layer.matmul, layer.weight, node, bias)
+    return None
+
+
+def obstacle(layers: Sequence[Linear], name: str) -> str | None:
+    """Say why `layers` cannot become one layer called `name`; None where they can."""
+    if len({layer.input for layer in layers}) > 1:
+        return f"they read different tensors: {', '.join(str(layer.input.name) for layer in layers)}"
+    if len({layer.matmul for layer in layers}) < len(layers):
+        return "two of them are the same MatMul"
+    if len({layer.bias is None for layer in layers}) > 1:
+        with_bias = [str(layer.bias.name) for layer in layers if layer.bias is not None]
+        return f"some have a bias and some have none: {', '.join(with_bias)}"
+    if len({layer.weight.dtype for layer in layers}) > 1:
+        return f"their dtypes differ: {', '.join(str(layer.weight.dtype) for layer in layers)}"
+    if len({bool(graph.sources(layer.weight)) for layer in layers}) > 1:
+        return "some of their weights come from the checkpoint and some do not"
+    for value in (value for layer in layers for value in (layer.weight, layer.bias) if value is not None):
+        if len(value.uses()) > 1 or value.is_graph_output() or value.is_graph_input():
+            return f"initializer {value.name} has other readers"
+    owner = layers[0].matmul.graph
+    for taken in (f"{name}.weight", f"{name}.bias"):
+        if owner is not None and taken in owner.initializers:
+            return f"an initializer is named {taken} already"
+    return None
+
+
+def stack(layers: Sequence[Linear], name: str) -> None:
+    """Replace `layers`, for which `obstacle` finds none, by one MatMul, one Add where they have biases, and a Split.
+
+    With K input features and N₁, N₂, … output features, the weights [K, N₁], [K, N₂], … become `name`.weight
+    [K, N₁ + N₂ + …] and the biases `name`.bias: lazy tensors, nothing is read. The outputs keep their names.
+    """
+    owner = layers[0].matmul.graph
+    assert owner is not None
+    members = {layer.matmul for layer in layers}
+    first = next(node for node in owner if node in members)
+    widths = [_width(layer.weight) for layer in layers]
+    weight = _stacked([layer.weight for layer in layers], f"{name}.weight", owner)
+    [product] = graph.insert(first, "MatMul", [layers[0].input, weight], name=f"{name}/MatMul")
+    _describe(product, layers[0].matmul.outputs[0], sum(widths), f"{name}.product" if layers[0].bias else name)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    if biases:
+        [added] = graph.insert(first, "Add", [product, _stacked(biases, f"{name}.bias", owner)], name=f"{name}/Add")
+        _describe(added, product, sum(widths), name)
+        product = added
+    sizes = graph.initializer(owner, f"split_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
+    parts = graph.insert(first, "Split", [product, sizes], {"axis": -1}, outputs=len(layers), name=f"{name}/Split")
+    for layer, part in zip(layers, parts, strict=True):
+        graph.supersede(layer.output, part)
+    for layer in layers:
+        owner.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
+        for value in (layer.weight, layer.bias):
+            if value is not None and value.name is not None:
+                del owner.initializers[value.name]
+
+
+def common_name(layers: Sequence[Linear], member: str) -> str:
+    """Name what `layers` become: the dotted prefix that their weights share, and `member`.
+
+    `a.q_proj.weight`, `a.k_proj.weight`, `a.v_proj.weight` with the member `qkv_proj` make `a.qkv_proj`.
+    """
+    paths = [str(layer.weight.name).split(".") for layer in layers]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join([*shared, member])
+
+
+def _width(value: ir.Value) -> int:
+    """Return the last dimension of an initializer: the number of output features."""
+    assert value.shape is not None
+    width = value.shape[-1]
+    assert isinstance(width, int)
+    return width
+
+
+def _describe(value: ir.Value, like: ir.Value, width: int, name: str) -> None:
+    """Give `value` the type of `like`, its shape with `width` features, and a name."""
+    value.name, value.type = name, like.type
+    if like.shape is not None:
+        value.shape = ir.Shape([*like.shape[:-1], width])
+
+
+def _stacked(parts: Sequence[ir.Value], name: str, owner: ir.Graph) -> ir.Value:
+    """Register the initializers `parts`, side by side along their last axis, as one lazy initializer."""
+    tensors = [part.const_value for part in parts]
+    present = [tensor for tensor in tensors if tensor is not None]
+    assert len(present) == len(parts), "an initializer without a tensor"
+    assert parts[0].shape is not None
+    shape = ir.Shape([*parts[0].shape[:-1], sum(_width(part) for part in parts)])
+    stacked = graph.initializer(owner, name, Derived(side_by_side, present, present[0].dtype, shape, name))
+    names = [source for part in parts for source in graph.sources(part)]
+    if names:
+        graph.set_sources(stacked, names)
+    return stacked

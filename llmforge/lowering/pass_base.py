@@ -1,0 +1,116 @@
+"""What a pass is: a frozen record of options that rewrites a graph and says what it did."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmforge.base.errors import ForgeError, UnsupportedError
+from llmforge.quantization.statistics import Demand, Statistics
+from llmforge.targets import Target
+
+
+class Numerics(enum.Enum):
+    """How far a pass may move the logits; the pipeline proves it after every pass."""
+
+    EXACT = "exact"  # bit-equal
+    ROUNDING = (
+        "rounding"  # same arithmetic in another order: the tolerance of the dtype (llmforge.verification.verifier)
+    )
+    LOSSY = "lossy"  # within the budget that the recipe states
+
+
+class Budget(BaseModel):
+    """What a lossy pass may cost, against the graph before it, on text of the recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kld_mean: float = Field(gt=0, description="mean KL divergence from the graph before the pass, in nats a token")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One place that a pass changed."""
+
+    node: str  # name of a node that was there before the pass, or of an initializer
+    what: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One place that a pass considered and left alone."""
+
+    node: str
+    reason: str
+
+
+@dataclass
+class Changes:
+    """What a pass did; falsy exactly when the graph is unchanged."""
+
+    rewritten: list[Rewritten] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.rewritten)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass may look at besides the graph."""
+
+    target: Target
+    statistics: Statistics | None = None  # present when any pass of the recipe has demands
+
+    def require_onnxruntime(self, step: str, why: str) -> None:
+        """Return if the target has ONNX Runtime, which the pass `step` wants; `why` says for what, as a sentence.
+
+        Raises:
+            UnsupportedError: it has not.
+        """
+        if "onnxruntime" not in self.target.engines:
+            raise UnsupportedError(
+                f"{step}: target {self.target.name} runs {', '.join(self.target.engines)}; {why}",
+                hint=f"leave {step} out of the recipe",
+            )
+
+
+class Pass(ABC):
+    """A named graph transformation.
+
+    Subclasses are `pydantic.dataclasses.dataclass(frozen=True)`: each field is an option, typed, bounded and
+    described with `Annotated[..., Field(...)]`. A lossy pass has a required field `budget: Budget`.
+    """
+
+    name: ClassVar[str]  # verb-noun, kebab-case
+    numerics: ClassVar[Numerics]
+    requires: ClassVar[frozenset[str]] = frozenset()  # facts that earlier passes of the recipe must provide
+    provides: ClassVar[frozenset[str]] = frozenset()
+
+    def demands(self) -> tuple[Demand, ...]:
+        """Name the calibration statistics that `run` will read from its context."""
+        return ()
+
+    @abstractmethod
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        """Rewrite `model` in place.
+
+        Raises:
+            UnsupportedError: the target cannot run what the pass would write.
+        """
+
+
+def run(step: Pass, model: ir.Model, context: Context) -> Changes:
+    """Run `step`; an error that is none of ours leaves with the name of the pass."""
+    try:
+        return step.run(model, context)
+    except ForgeError:
+        raise
+    except Exception as error:
+        error.add_note(f"in pass {step.name}")
+        raise

@@ -1,0 +1,225 @@
+"""Which nodes of a decoder may compute in half precision, and which stay in fp32.
+
+Three kinds of operators: those that carry the work (`WORK`: matrix products, attention, experts, convolutions) compute
+in half precision; those whose results a few bits spoil (`DELICATE`: exponentials, sums of squares, powers) and the
+states of recurrent layers stay in fp32; all others follow what they read, and stay in fp32 where any of it is.
+Numbers that come from positions and constants alone are fp32, so the angles of a rotary embedding are, and scales by
+position; its tables, and what is looked up in a table, are rounded.
+
+Besides, whatever their operators are, these stay in fp32: routers, which choose experts; the decay and the rate of
+recurrent layers; what is behind the head. A sum as wide as the residual stream is of the stream's dtype, so that one
+fp32 part of it does not widen all layers behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from llmforge.ir import graph, interface, routing
+
+FLOAT = ir.DataType.FLOAT
+FLOATS = frozenset({FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+
+_Operator = tuple[str, str]
+
+LINEAR: frozenset[_Operator] = frozenset(
+    {("", "MatMul"), ("", "Gemm"), ("com.microsoft", "MatMulNBits"), ("com.microsoft", "FusedMatMul")}
+)
+WORK: frozenset[_Operator] = LINEAR | {
+    ("llmforge", "Attention"),
+    ("llmforge", "GrowingAttention"),
+    ("llmforge", "MoE"),
+    ("llmforge", "CausalConv"),
+    ("com.microsoft", "GroupQueryAttention"),
+    ("com.microsoft", "MoE"),
+    ("com.microsoft", "QMoE"),
+    ("", "RotaryEmbedding"),
+    ("", "TensorScatter"),
+}
+DELICATE: frozenset[_Operator] = frozenset(
+    {
+        ("llmforge", "LinearAttention"),
+        *(("", name) for name in ("Softmax", "Exp", "Log", "Softplus", "Pow", "Sqrt", "Reciprocal", "Sin", "Cos")),
+        *(("", name) for name in ("ReduceSum", "ReduceMean", "CumSum")),
+    }
+)
+_RESIDUAL_NORMS: frozenset[_Operator] = frozenset(
+    {("com.microsoft", "SkipSimplifiedLayerNormalization"), ("com.microsoft", "SkipLayerNormalization")}
+)
+# What makes numbers of codes or of places in a table, whose own numbers are rounded.
+_LOOKUPS: frozenset[_Operator] = frozenset(
+    {("", "Gather"), ("com.microsoft", "GatherBlockQuantized"), ("", "DequantizeLinear")}
+)
+# Inputs that are fp32 whatever their operator computes in: ALiBi slopes, scales of int8 caches.
+FP32_INPUTS: Mapping[_Operator, frozenset[int]] = {
+    ("llmforge", "Attention"): frozenset({7}),
+    ("llmforge", "GrowingAttention"): frozenset({7}),
+    ("com.microsoft", "GroupQueryAttention"): frozenset({12, 13}),
+}
+# One number in, one number out: what stands between a product and the rate of a recurrent layer, or behind the head.
+_POINTWISE = {
+    *("Add", "Sub", "Mul", "Div", "Neg", "Sigmoid", "Tanh", "Exp", "Softplus", "Log", "Clip", "Min", "Max"),
+    *("Where", "Cast", "Reshape"),
+}
+_RATES = (3, 4)  # inputs of llmforge::LinearAttention: decay, beta
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """What each node computes in."""
+
+    half: frozenset[ir.Node]
+    kept: Mapping[ir.Node, str]  # nodes that stay in fp32 for a reason that is not their operator's, and the reason
+    head: ir.Node | None  # makes the logits, or what they are capped from
+
+
+def is_float(value: ir.Value | None) -> bool:
+    """Say whether `value` holds floating-point numbers; every value has a dtype (`element_types.complete`)."""
+    return value is not None and value.dtype in FLOATS
+
+
+def keeps_fp32(cache: str) -> bool:
+    """Say whether the graph input or output `cache` is fp32 in any graph: a state that sums over all tokens."""
+    return cache.rpartition(".")[2] == "recurrent"
+
+
+def assign(model: ir.Model, *, head_in_fp32: bool) -> Assignment:
+    """Choose for every node of `model`, an fp32 graph of the dialect whose values all have a dtype."""
+    tail, head = _behind_head(model)
+    kept: dict[ir.Node, str] = dict.fromkeys(tail, "it is behind the head: logits are fp32")
+    if head is not None and head_in_fp32:
+        kept[head] = "it makes the logits, and `head: fp32` is asked for"
+    kept |= {node: f"it chooses the experts of {moe.name}" for node, moe in routing.routers(model).items()}
+    kept |= {node: f"it makes a rate of {layer.name}" for node, layer in _rates(model).items()}
+    walk = _Walk(kept, _residual_width(model))
+    for value in model.graph.inputs:
+        if is_float(value) and not keeps_fp32(str(value.name)):
+            walk.half_values.add(value)
+    for node in model.graph:
+        walk.visit(node)
+    walk.settle(model)
+    return Assignment(frozenset(walk.half), kept, head)
+
+
+class _Walk:
+    """One walk over a graph, in the order of its nodes."""
+
+    def __init__(self, kept: Mapping[ir.Node, str], width: int | None) -> None:
+        self.kept, self.width = kept, width
+        self.half: set[ir.Node] = set()
+        self.half_values: set[ir.Value] = set()
+        self.constant: set[ir.Value] = set()  # what follows from initializers alone
+        self.undecided: list[ir.Node] = []  # of those: their readers decide
+
+    def visit(self, node: ir.Node) -> None:
+        floats = [value for value in node.inputs if value is not None and is_float(value)]
+        if all(value is None or _is_fixed(value) or value in self.constant for value in node.inputs):
+            self.constant.update(node.outputs)
+            wide = (node.domain, node.op_type) in DELICATE or any(
+                value.producer() is not None and value.producer() not in self.undecided for value in floats
+            )
+            if floats and not wide:
+                self.undecided.append(node)
+        elif self._computes_in_half(node, floats):
+            self.add(node)
+
+    def add(self, node: ir.Node) -> None:
+        self.half.add(node)
+        self.half_values.update(value for value in node.outputs if is_float(value))
+
+    def _computes_in_half(self, node: ir.Node, floats: Iterable[ir.Value]) -> bool:
+        operator = (node.domain, node.op_type)
+        if node in self.kept or operator in DELICATE:
+            return False
+        if operator in WORK or _is_guard(node):
+            return True
+        if operator == ("", "Cast"):
+            return False  # the model asks for fp32, or makes it of integers
+        read = [value for value in floats if not _is_fixed(value) and value not in self.constant]
+        if not read:
+            return operator in _LOOKUPS
+        halves = [value in self.half_values for value in read]
+        return all(halves) or (any(halves) and self._is_residual(node))
+
+    def _is_residual(self, node: ir.Node) -> bool:
+        if (node.domain, node.op_type) in _RESIDUAL_NORMS:
+            return True
+        dims = graph.dims(node.outputs[0])
+        return node.op_type == "Add" and dims is not None and len(dims) == 3 and dims[-1] == self.width
+
+    def settle(self, model: ir.Model) -> None:
+        """Let constants be what their readers are, fp32 where any is; a table that is fp32 is not kept twice."""
+        outputs = set(model.graph.outputs)
+        for node in reversed(self.undecided):
+            readers = [reader for value in node.outputs for reader, _ in value.uses()]
+            if readers and all(reader in self.half for reader in readers) and not outputs & set(node.outputs):
+                self.add(node)
+        for node in model.graph:
+            table = node.inputs[0] if node in self.half and (node.domain, node.op_type) in _LOOKUPS else None
+            if (
+                table is not None
+                and is_float(table)
+                and _is_fixed(table)
+                and any(reader not in self.half for reader, _ in table.uses())
+            ):
+                self.half.discard(node)  # what reads its rows casts them
+
+
+def _is_guard(node: ir.Node) -> bool:
+    """Recognize what keeps the tokens of a com.microsoft::MoE from being overwritten: it must read what that reads."""
+    if (node.domain, node.op_type) != ("", "Where") or node.inputs[1] is None:
+        return False
+    maker = node.inputs[1].producer()
+    return maker is not None and (maker.domain, maker.op_type) == ("com.microsoft", "MoE")
+
+
+def _is_fixed(value: ir.Value) -> bool:
+    return value.is_initializer() and not value.is_graph_input()
+
+
+def _behind_head(model: ir.Model) -> tuple[list[ir.Node], ir.Node | None]:
+    """Walk up from the logits: the nodes behind the head, and the head."""
+    tail: list[ir.Node] = []
+    waiting = [value.producer() for value in model.graph.outputs if value.name == interface.LOGITS]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in tail:
+            continue
+        if (node.domain, node.op_type) in LINEAR:
+            return tail, node
+        if not node.domain and node.op_type in _POINTWISE:
+            tail.append(node)
+            waiting += [value.producer() for value in node.inputs if value is not None]
+    return tail, None
+
+
+def _rates(model: ir.Model) -> dict[ir.Node, ir.Node]:
+    """Map what makes the decay and the rate of a recurrent layer, from the product on, to the layer."""
+    found: dict[ir.Node, ir.Node] = {}
+    for layer in model.graph:
+        if (layer.domain, layer.op_type) != ("llmforge", "LinearAttention"):
+            continue
+        waiting = [layer.inputs[index] for index in _RATES]
+        while waiting:
+            value = waiting.pop()
+            node = None if value is None else value.producer()
+            if node is not None and not node.domain and node.op_type in _POINTWISE and node not in found:
+                found[node] = layer
+                waiting.extend(node.inputs)
+    return found
+
+
+def _residual_width(model: ir.Model) -> int | None:
+    """Read the width of the residual stream off the embedding, or off the head's product."""
+    for node in model.graph:
+        if (node.domain, node.op_type) in _LOOKUPS and any(
+            value is not None and value.name == interface.INPUT_IDS for value in node.inputs
+        ):
+            for value in (node.outputs[0], *(out for reader, _ in node.outputs[0].uses() for out in reader.outputs)):
+                dims = graph.dims(value)
+                if dims and len(dims) == 3 and isinstance(dims[-1], int):
+                    return dims[-1]
+    return None

@@ -1,0 +1,86 @@
+"""Quantized matrices as initializers of a graph, computed when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.ir import graph
+from llmforge.quantization.grids import Grid, QuantizedMatrix, pack
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The initializers of a matrix in the layout of com.microsoft::MatMulNBits (`llmforge.quantization.Packed`)."""
+
+    codes: ir.Value
+    scales: ir.Value
+    zero_points: ir.Value | None  # None where the grid is symmetric
+    grid: Grid
+
+
+@dataclass(eq=False)
+class Lazy:
+    """A quantized matrix [n, k] on `grid`, computed when the first of its parts is read.
+
+    The others are held until each has been read once: writing a model computes the matrix once and keeps nothing.
+    """
+
+    calculate: Callable[[], QuantizedMatrix]
+    n: int
+    k: int
+    grid: Grid
+    _held: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+
+    def take(self, part: str) -> NDArray[np.generic]:
+        """Return one part."""
+        if part not in self._held:
+            matrix = self.calculate()
+            assert matrix.grid == self.grid
+            assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
+            packed = pack(matrix)
+            self._held = {name: getattr(packed, name) for name, _, _ in self.parts()}
+        return self._held.pop(part)
+
+    def parts(self) -> Iterator[tuple[str, ir.DataType, tuple[int, ...]]]:
+        """Name each part, with its dtype and shape."""
+        blocks, bits = self.grid.blocks(self.k), self.grid.bits
+        yield "codes", ir.DataType.UINT8, (self.n, blocks, self.grid.block_size * bits // 8)
+        yield "scales", ir.DataType.FLOAT, (self.n, blocks)
+        if not self.grid.symmetric:
+            yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * bits // 8))
+
+
+def register(
+    owner: ir.Model, name: str, matrix: Lazy, sources: Sequence[str], *, flat: bool = False, experts: int = 0
+) -> Parts:
+    """Register the parts of `matrix` as `name`.codes, `name`.scales and, where there are any, `name`.zero_points.
+
+    `sources` are the parameters that it comes from (docs/dialect.md, Provenance). Codes are [n, blocks, bytes of a
+    block]; `flat` makes them [n, bytes of a row], for GatherBlockQuantized. Where the matrix is those of `experts`, on
+    top of each other, each part gets an axis of experts in front: codes [experts, n / experts, bytes of a row].
+
+    Raises:
+        ValueError: an initializer has one of these names.
+    """
+    values = {}
+    for part, dtype, shape in matrix.parts():
+        if (flat or experts) and part == "codes":
+            shape = (shape[0], shape[1] * shape[2])
+        if experts:
+            shape = (experts, shape[0] // experts, *shape[1:])
+        values[part] = graph.initializer(owner, f"{name}.{part}", _tensor(matrix, part, dtype, shape, name))
+    if sources:
+        graph.set_sources(values["codes"], sources)
+    return Parts(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
+
+
+def _tensor(matrix: Lazy, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
+    def read() -> ir.TensorProtocol:
+        return ir.Tensor(matrix.take(part).reshape(shape), name=f"{name}.{part}")
+
+    return ir.LazyTensor(read, dtype, ir.Shape(shape), name=f"{name}.{part}")

@@ -1,0 +1,58 @@
+"""What calibration is asked for and what it yields; torch-free, so that passes can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.quantization.grids import Grid, QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class WeightDemand:
+    """Quantize every decoder linear and expert with its inputs in view (GPTQ), but parameters that match `exclude`.
+
+    `damping` is the share of a Hessian's mean diagonal that is added to it; `exclude` are globs of parameter names;
+    `routers` says whether linears that choose experts are quantized, too.
+    """
+
+    grid: Grid
+    damping: float
+    exclude: tuple[str, ...] = ()
+    routers: bool = False
+
+
+@dataclass(frozen=True)
+class KvRangeDemand:
+    """Record the largest magnitudes of keys and values as attention sees them, after rotary embedding."""
+
+
+@dataclass(frozen=True)
+class InputRangeDemand:
+    """Record the largest magnitude of what each linear of a layer reads."""
+
+
+Demand = WeightDemand | KvRangeDemand | InputRangeDemand
+
+
+@dataclass(frozen=True)
+class KvRange:
+    """Largest magnitude of each cached channel of one layer: fp32 [kv_heads, head_dim], of K and of V."""
+
+    key: NDArray[np.float32]
+    value: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Results of one calibration, for all demands of a recipe."""
+
+    samples: int
+    tokens: int
+    # By parameter name, "model.layers.0.self_attn.q_proj.weight"; of experts [E·N, K], one after another. May be lazy.
+    linears: Mapping[str, QuantizedMatrix]
+    kv: Mapping[int, KvRange]  # by layer
+    inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name

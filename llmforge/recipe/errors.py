@@ -1,0 +1,113 @@
+"""What is wrong with a recipe, in the words of somebody who writes recipes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmforge.base.errors import RecipeError
+from llmforge.base.located_yaml import Location, Source, dotted, nearest
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: its place, its key, what is allowed there, and perhaps what to do."""
+
+    where: str  # file:line:column
+    key: str  # dotted
+    what: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.key}: {self.what}"
+
+
+def collect(problems: Sequence[Problem]) -> RecipeError:
+    """Make one error of all that is wrong."""
+    if len(problems) == 1:
+        return RecipeError(str(problems[0]), hint=problems[0].hint)
+    lines = [f"{problem} ({problem.hint})" if problem.hint else str(problem) for problem in problems]
+    return RecipeError("\n".join([f"{len(problems)} problems:", *lines]))
+
+
+def meant(word: str, known: Sequence[str]) -> str | None:
+    """Hint at the known name that `word` is nearest to."""
+    close = nearest(word, known)
+    return f"did you mean {close!r}?" if close not in (None, word) else None
+
+
+def describe(error: ValidationError, source: Source, schema: Mapping[str, Any], prefix: Location = ()) -> list[Problem]:
+    """Say what pydantic found in the data at `prefix`, whose JSON Schema is `schema`."""
+    problems = []
+    misspelled = {(*location[:-1], close) for location in _unknown(error) if (close := _closest(location, schema))}
+    for detail in error.errors():
+        inner = tuple(part for part in detail["loc"] if part != "[key]")
+        if detail["type"] == "missing" and inner in misspelled:
+            continue  # one slip, one problem: it is there under the wrong name
+        location = (*prefix, *inner)
+        key = dotted(tuple(part for i, part in enumerate(location) if not (i == 1 and location[0] == "passes")))
+        what, hint = _words(detail, inner, schema)
+        problems.append(Problem(source.where(location), key or "recipe", what, hint))
+    return problems
+
+
+def _unknown(error: ValidationError) -> list[Location]:
+    return [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
+
+
+def _closest(location: Location, schema: Mapping[str, Any]) -> str | None:
+    return nearest(str(location[-1]), properties(schema, location[:-1]) or [])
+
+
+def properties(schema: Mapping[str, Any], location: Location) -> list[str] | None:
+    """List the keys that a JSON Schema allows at `location`; None where it does not say."""
+    node = _resolve(schema, schema)
+    for part in location:
+        inner = node.get("properties", {}).get(part, node.get("additionalProperties"))
+        if not isinstance(inner, Mapping):
+            return None
+        node = _resolve(inner, schema)
+    if "properties" in node:
+        return list(node["properties"])
+    allowed: list[str] | None = node.get("propertyNames", {}).get("enum")
+    return allowed
+
+
+def _resolve(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Follow `$ref`, and `anyOf` to its alternative that is an object."""
+    while "$ref" in node:
+        node = root["$defs"][node["$ref"].removeprefix("#/$defs/")]
+    for choice in node.get("anyOf", ()):
+        resolved = _resolve(choice, root)
+        if "properties" in resolved:
+            return resolved
+    return node
+
+
+def _words(detail: Mapping[str, Any], location: Location, schema: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Turn one pydantic error into what is wrong and a hint."""
+    kind, got = detail["type"], detail["input"]
+    if kind == "missing":
+        inside = properties(schema, location)
+        return "required, and missing" + (f"; it has the keys {', '.join(inside)}" if inside else ""), None
+    if kind == "extra_forbidden":
+        known = properties(schema, location[:-1]) or []
+        return f"unknown key; allowed: {', '.join(known) or 'none'}", meant(str(location[-1]), known)
+    if kind == "value_error":
+        return str(detail["ctx"]["error"]), None
+    if kind == "literal_error":
+        allowed = str(detail["ctx"]["expected"])
+        words = [word.strip("' ") for word in allowed.replace(" or ", ", ").split(",")]
+        return f"must be {allowed}, not {_shown(got)}", meant(got, words) if isinstance(got, str) else None
+    message = detail["msg"].removeprefix("Input ").replace("should ", "must ", 1)
+    return f"{message}, not {_shown(got)}", None
+
+
+def _shown(value: object) -> str:
+    """Quote what was written, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,94 @@
+"""`--set KEY.KEY=VALUE`: change a recipe from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmforge.base.errors import RecipeError, UsageError
+from llmforge.base.located_yaml import Location, Plain, Source, parse
+from llmforge.recipe import errors
+
+
+def apply(overrides: Sequence[str], source: Source, schema: Mapping[str, Any]) -> None:
+    """Write each override into the data of `source`, in order; `schema` says which keys exist outside of `passes`.
+
+    `passes.NAME.OPTION` sets an option of the one pass of that name. Values are YAML.
+
+    Raises:
+        UsageError: an override has no `=`, or names a key or a pass that does not exist.
+    """
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        path = tuple(key.strip().split("."))
+        if not equals or not all(path):
+            raise UsageError(f"--set {override}: expected KEY.KEY=VALUE", hint="--set engine.max_context=512")
+        value = _value(override, text)
+        if path[0] == "passes" and len(path) > 1:
+            _set_option(source, path, value, override)
+        else:
+            _require_known(path, schema, override)
+            assert isinstance(source.data, dict)
+            _assign(source, source.data, path, value, override, outer=())
+
+
+def _value(override: str, text: str) -> Plain:
+    """Read the right-hand side as YAML; nothing at all is null."""
+    if not text.strip():
+        return None
+    try:
+        return parse(text, Path("value")).data
+    except RecipeError as error:
+        raise UsageError(f"--set {override}: {error.message}") from None
+
+
+def _require_known(path: Sequence[str], schema: Mapping[str, Any], override: str) -> None:
+    for depth, part in enumerate(path):
+        known = errors.properties(schema, tuple(path[:depth]))
+        if known is None or part not in known:
+            raise UsageError(
+                f"--set {override}: no key {'.'.join(path[: depth + 1])!r}; "
+                + (f"known: {', '.join(known)}" if known else f"{'.'.join(path[:depth])!r} has no keys"),
+                hint=errors.meant(part, known or ()),
+            )
+
+
+def _set_option(source: Source, path: Sequence[str], value: Plain, override: str) -> None:
+    """Set an option of a pass, whose entry may be a bare name."""
+    assert isinstance(source.data, dict)
+    entries = source.data.get("passes")
+    entries = entries if isinstance(entries, list) else []
+    names = [next(iter(entry), "") if isinstance(entry, dict) else str(entry) for entry in entries]
+    _, name, *option = path
+    if name not in names or not option:
+        raise UsageError(
+            f"--set {override}: "
+            + (f"the recipe has no pass {name!r}; " if option else "names no option; ")
+            + f"its passes: {', '.join(names) or 'none'}",
+            hint=errors.meant(name, names) if option else f"--set passes.{name}.OPTION=VALUE",
+        )
+    if names.count(name) > 1:
+        raise UsageError(f"--set {override}: the recipe has pass {name!r} {names.count(name)} times; edit the recipe")
+    index = names.index(name)
+    entry = entries[index]
+    if not isinstance(entry, dict) or entry[name] is None:
+        entry = entries[index] = {name: {}}
+    _assign(source, entry, (name, *option), value, override, outer=("passes", index))
+
+
+def _assign(
+    source: Source, data: dict[str, Any], path: Sequence[str], value: Plain, override: str, outer: Location
+) -> None:
+    """Put `value` at `path` below `data`, which stands at `outer`; sections on the way are made where absent."""
+    for part in path[:-1]:
+        if data.get(part) is None:
+            data[part] = {}
+        data = data[part]
+        if not isinstance(data, dict):
+            raise UsageError(f"--set {override}: {part!r} is not a section in the recipe ({source.where(outer)})")
+    data[path[-1]] = value
+    location = (*outer, *path)
+    for place in [known for known in source.places if known[: len(location)] == location]:
+        del source.places[place]
+    source.places[location] = f"--set {override}"

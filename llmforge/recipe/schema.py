@@ -1,0 +1,447 @@
+"""A recipe: what to build from which checkpoint, for which target, with which passes, evidence and gates.
+
+A recipe is a YAML file (schema 1, `recipes/quickstart.yaml` is an example); paths in it are relative to it. It is
+validated in two steps: `Recipe.load` checks all but the options of passes, and `Recipe.instantiate` makes the passes
+and checks what holds between them. Nothing heavy runs before both are through.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from llmforge import targets
+from llmforge.base.errors import RecipeError, UsageError
+from llmforge.base.located_yaml import Location, Source, dotted, read
+from llmforge.checkpoint import documents
+from llmforge.lowering import options
+from llmforge.lowering.pass_base import Numerics, Pass
+from llmforge.recipe.errors import Problem, collect, describe, meant
+from llmforge.recipe.overrides import apply
+from llmforge.targets import Backend
+
+Metric = Literal["perplexity_ratio", "kld_mean", "top1_agreement", "ttft_p50_ms", "tpot_p50_ms", "size_bytes"]
+QUALITY_METRICS = frozenset({"perplexity_ratio", "kld_mean", "top1_agreement"})
+LATENCY_METRICS = frozenset({"ttft_p50_ms", "tpot_p50_ms"})
+
+
+def _anchor(path: Path, info: ValidationInfo) -> Path:
+    """Make a path of the recipe absolute; the validation context is the folder of the recipe's file."""
+    return (info.context / path).resolve() if isinstance(info.context, Path) else path
+
+
+RecipePath = Annotated[Path, AfterValidator(_anchor)]
+
+
+def _anchor_target(target: str, info: ValidationInfo) -> str:
+    """Make the path of a target's file absolute; a name is known in lower case."""
+    return str(_anchor(Path(target), info)) if targets.is_file(target) else target.lower()
+
+
+TargetName = Annotated[str, AfterValidator(_anchor_target)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_by_name=True, validate_by_alias=True)
+
+
+class EngineSpec(_Section):
+    """The engine to build and the largest request that it serves."""
+
+    backend: Backend = Field(default="onnxruntime", description="what loads the engine")
+    max_context: int = Field(
+        ge=2, le=2**24, description="tokens of prompt and answer together, the KV cache's capacity"
+    )
+    max_batch: int = Field(default=1, ge=1, le=4096, description="sequences served at once")
+    threads: int | None = Field(
+        default=None, ge=1, le=4096, description="threads of a CPU engine; not set: one for each physical core"
+    )
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="GPUs that share one model, each with its part of every layer"
+    )
+    decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
+        default=(), description="rows that decode steps on a GPU are padded to; none: powers of two, and max_batch"
+    )
+    cuda_graphs: Literal["require", "allow", "off"] = Field(
+        default="require",
+        description="decode steps on a GPU as CUDA graphs; require: all, or the build fails; allow: those that can be",
+    )
+    deferred: bool = Field(
+        default=False,
+        description="publish the lowered graph, and build the engine later, on its GPU: `llmforge build --finish`",
+    )
+
+    @model_validator(mode="after")
+    def _batches_reach_the_largest(self) -> Self:
+        batches = self.decode_batches
+        if batches and (list(batches) != sorted(set(batches)) or batches[-1] != self.max_batch):
+            raise ValueError(
+                f"decode_batches is {list(batches)}; wanted numbers that ascend to max_batch, {self.max_batch}"
+            )
+        return self
+
+
+class CalibrationSpec(_Section):
+    """The text that calibration reads; a JSON Lines file of `{id, text}`."""
+
+    data: RecipePath = Field(description="JSON Lines of {id, text}, relative to the recipe")
+    samples: int = Field(ge=1, description="sequences to run")
+    length: int = Field(ge=2, description="tokens of each sequence")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="selects the sequences")
+
+
+class QualitySpec(_Section):
+    """Perplexity, KL divergence and top-1 agreement with the checkpoint, measured on the engine that ships."""
+
+    data: RecipePath = Field(description="JSON Lines of {id, text} that calibration must not have seen")
+    context: int = Field(ge=2, description="tokens of a window")
+
+
+class LatencySpec(_Section):
+    """Time to the first token and between tokens, of the engine and of the checkpoint, in the same run."""
+
+    prompt_tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        min_length=1, description="lengths of prompt to time"
+    )
+    output_tokens: int = Field(ge=2, description="tokens to generate after each prompt")
+    repetitions: int = Field(
+        default=10, ge=1, le=1000, description="runs of each length; a median has an interval from 6 on"
+    )
+
+
+class ValidationSpec(_Section):
+    """What is measured on the finished engine."""
+
+    quality: QualitySpec | None = None
+    latency: LatencySpec | None = None
+
+
+class TritonSpec(_Section):
+    """The model's place in a Triton Inference Server."""
+
+    kind: Literal["cpu", "gpu", "model"] | None = Field(
+        default=None, description="KIND_… of `instance_group`; not set: what the target is"
+    )
+    instances: int = Field(default=1, ge=1, le=64, description="processes, each with weights and KV cache of its own")
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), description="devices of kind gpu; none: all")
+    versions: int | None = Field(
+        default=1, ge=1, description="how many of the model's newest versions are served; null: all"
+    )
+
+
+class ServingSpec(_Section):
+    """How the engine is served; what is not set is the runtime's default."""
+
+    max_queue: int | None = Field(default=None, ge=0, description="requests that wait; one more is refused")
+    step_tokens: int | None = Field(default=None, ge=1, description="token budget of one step of the engine")
+    prefix_cache_bytes: int | None = Field(
+        default=None, ge=0, description="bound of what is kept of texts for later ones that begin alike; 0: nothing"
+    )
+    speculation: Literal["off", "prompt-lookup"] | None = Field(
+        default=None, description="tokens guessed from the text itself, where that pays"
+    )
+    timeout_s: float | None = Field(default=None, gt=0, description="deadline of requests that have none")
+    triton: TritonSpec = Field(default_factory=TritonSpec)
+
+    @model_validator(mode="after")
+    def _gpus_have_a_kind(self) -> Self:
+        if self.triton.gpus and self.triton.kind in ("cpu", "model"):
+            raise ValueError(f"`gpus` are of kind gpu, not {self.triton.kind}")
+        return self
+
+    def changed(self, overrides: Sequence[str]) -> ServingSpec:
+        """Apply overrides, `KEY.KEY=VALUE` with values in YAML.
+
+        Raises:
+            RecipeError, UsageError: one names nothing that could be set, or a value that is not allowed.
+        """
+        source, schema = Source(Path("serving"), self.model_dump(mode="json")), self.model_json_schema()
+        apply(overrides, source, schema)
+        try:
+            return ServingSpec.model_validate_json(json.dumps(source.data))
+        except ValidationError as error:
+            raise collect(describe(error, source, schema)) from None
+
+
+class GateSpec(_Section):
+    """The bounds of one metric; at least one of them."""
+
+    min: float | None = Field(default=None, description="smallest value that passes")
+    max: float | None = Field(default=None, description="largest value that passes")
+
+    @model_validator(mode="after")
+    def _has_bounds(self) -> Self:
+        if self.min is None and self.max is None:
+            raise ValueError("a gate needs `min`, `max` or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"nothing passes: min {self.min} is above max {self.max}")
+        return self
+
+
+class PassSpec(_Section):
+    """One entry of `passes`, as written: a bare name, or a name with options."""
+
+    name: str
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    where: str  # file:line:column of the entry
+
+
+class Recipe(_Section):
+    """A validated recipe; its paths are absolute."""
+
+    schema_version: Literal[1] = Field(alias="schema", description="version of this format")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name of the artifact, and of its folder")
+    checkpoint: RecipePath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
+    target: TargetName = Field(
+        description="deployment device: a name that `llmforge targets` lists, `local`, or a file that `doctor` wrote"
+    )
+    engine: EngineSpec
+    calibration: CalibrationSpec | None = None
+    passes: tuple[PassSpec, ...] = Field(description="what is done to the graph, in order")
+    validation: ValidationSpec = Field(default_factory=ValidationSpec)
+    gates: dict[Metric, GateSpec] = Field(default_factory=dict, description="bounds that the artifact must keep")
+    serving: ServingSpec = Field(default_factory=ServingSpec)
+
+    _source: Source = PrivateAttr()
+
+    @classmethod
+    def load(cls, path: Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read the recipe at `path`; `overrides` are `KEY.KEY=VALUE`, with values in YAML.
+
+        Raises:
+            RecipeError: the file does not validate; the message names file, line, column and key of each problem.
+            UsageError: an override names nothing that could be set.
+        """
+        source = read(path)
+        if not isinstance(source.data, dict):
+            raise RecipeError(f"{source.where(())}: a recipe is a mapping of `schema`, `name`, `checkpoint`, …")
+        apply(overrides, source, cls.model_json_schema())
+        written = {**source.data, "passes": _entries(source)} if "passes" in source.data else source.data
+        try:
+            recipe = cls.model_validate_json(json.dumps(written), context=path.resolve().parent)
+        except ValidationError as error:
+            raise collect(describe(error, source, cls.model_json_schema())) from None
+        recipe._source = source
+        if problems := list(recipe._inconsistencies()):
+            raise collect(problems)
+        return recipe
+
+    @property
+    def path(self) -> Path:
+        """The file that this recipe was read from."""
+        return self._source.path
+
+    def instantiate(self, registry: Sequence[type[Pass]]) -> tuple[Pass, ...]:
+        """Make the passes from their options, and check what holds between them.
+
+        Every fact that a pass requires is provided by an earlier one; only exact passes follow the one that lowers the
+        precision; a pass with demands has calibration data; a pass
+        with a budget has text to measure it on.
+
+        Raises:
+            RecipeError: no such pass or option, an option of the wrong type or range, a missing budget or fact.
+        """
+        known = {cls.name: cls for cls in registry}
+        made: list[Pass] = []
+        facts: frozenset[str] = frozenset()
+        problems: list[Problem] = []
+        for index, spec in enumerate(self.passes):
+            cls = known.get(spec.name)
+            if cls is None:
+                what = f"no such pass; known: {', '.join(known) or 'none'}"
+                problems.append(Problem(spec.where, f"passes.{spec.name}", what, meant(spec.name, list(known))))
+                continue
+            problems += _missing_facts(spec, cls, facts, registry)
+            problems += _after_precision(spec, cls, facts)
+            facts |= cls.provides
+            try:
+                made.append(options.make(cls, spec.options))
+            except ValidationError as error:
+                place = ("passes", index, spec.name)
+                problems += describe(error, self._source, options.schema(cls), prefix=place)
+                continue
+            problems += self._missing_text(spec, made[-1])
+        if problems:
+            raise collect(problems)
+        return tuple(made)
+
+    def resolved(self, passes: Sequence[Pass] = ()) -> dict[str, Any]:
+        """Write the recipe as plain JSON data that is the same on every machine.
+
+        Data files stand as their name and SHA-256, the checkpoint as the name of its folder (its digest is the
+        manifest's business). With the instantiated `passes`, their options include the defaults.
+
+        Raises:
+            DataError: a data file cannot be read.
+        """
+        plain = self.model_dump(mode="json", by_alias=True)
+        plain["checkpoint"] = self.checkpoint.name
+        if targets.is_file(self.target):
+            plain["target"] = _content(Path(self.target))
+        if self.calibration is not None:
+            plain["calibration"]["data"] = _content(self.calibration.data)
+        if self.validation.quality is not None:
+            plain["validation"]["quality"]["data"] = _content(self.validation.quality.data)
+        plain["passes"] = [{instance.name: options.values(instance)} for instance in passes] or [
+            {spec.name: spec.options} for spec in self.passes
+        ]
+        return plain
+
+    def _inconsistencies(self) -> Iterator[Problem]:
+        """Find what pydantic cannot see: sections that contradict each other, and names that live elsewhere."""
+        if targets.is_file(self.target):
+            yield from self._target_file(Path(self.target))
+        elif self.target not in (known := [targets.LOCAL, *targets.names()]):
+            yield self._problem(("target",), f"no such target; known: {', '.join(known)}", meant(self.target, known))
+        quality, latency, longest = self.validation.quality, self.validation.latency, self.engine.max_context
+        if quality is not None and quality.context > longest:
+            yield self._problem(
+                ("validation", "quality", "context"), f"{quality.context} is above engine.max_context, {longest}"
+            )
+        if latency is not None and max(latency.prompt_tokens) + latency.output_tokens > longest:
+            yield self._problem(
+                ("validation", "latency", "prompt_tokens"),
+                f"{max(latency.prompt_tokens)} tokens of prompt and {latency.output_tokens} of output are above "
+                f"engine.max_context, {longest}",
+            )
+        for metric in self.gates:
+            for section, metrics in (("quality", QUALITY_METRICS), ("latency", LATENCY_METRICS)):
+                if metric in metrics and getattr(self.validation, section) is None:
+                    yield self._problem(
+                        ("gates", metric),
+                        "nothing would measure it",
+                        f"add `validation: {{{section}: …}}`, or remove the gate",
+                    )
+
+    def _target_file(self, path: Path) -> Iterator[Problem]:
+        """Find what is wrong with the file of a target; an engine is built for one that is known everywhere."""
+        try:
+            target = targets.read(path)
+        except UsageError as error:
+            yield self._problem(("target",), error.message, error.hint)
+            return
+        if target.known_as not in targets.names():
+            yield self._problem(
+                ("target",),
+                f"{path.name} does not say which target it is like",
+                "add `like: NAME`, a target of the list",
+            )
+
+    def _missing_text(self, spec: PassSpec, instance: Pass) -> Iterator[Problem]:
+        if instance.demands() and self.calibration is None:
+            yield Problem(
+                spec.where,
+                f"passes.{spec.name}",
+                "with these options the pass reads calibration statistics, and the recipe has no `calibration`",
+                "add `calibration: {data: FILE.jsonl, samples: 64, length: 512}`",
+            )
+        elif instance.numerics is Numerics.LOSSY and self.calibration is None and self.validation.quality is None:
+            yield Problem(
+                spec.where,
+                f"passes.{spec.name}",
+                "the pass has a budget, and the recipe has no text to measure it on",
+                "add `calibration` or `validation: {quality: …}`",
+            )
+
+    def _problem(self, location: Location, what: str, hint: str | None = None) -> Problem:
+        return Problem(self._source.where(location), dotted(location), what, hint)
+
+
+def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:
+    """Make the JSON Schema of a recipe, for editors; it includes the options of each pass."""
+    whole = Recipe.model_json_schema(by_alias=True)
+    definitions = whole["$defs"]
+    definitions.pop("PassSpec")
+    definitions.pop("JsonValue", None)
+    entries: list[dict[str, Any]] = []
+    for cls in registry:
+        own = options.schema(cls)
+        definitions |= own.pop("$defs", {})
+        title = inspect.getdoc(cls) or cls.name
+        own["description"] = title
+        definitions[cls.name] = own
+        if not own.get("required"):
+            entries.append({"const": cls.name, "description": title.splitlines()[0]})
+        entries.append(
+            {
+                "type": "object",
+                "description": title.splitlines()[0],
+                "properties": {cls.name: {"$ref": f"#/$defs/{cls.name}"}},
+                "required": [cls.name],
+                "additionalProperties": False,
+            }
+        )
+    whole["properties"]["passes"]["items"] = {"anyOf": entries}
+    whole["properties"]["target"]["examples"] = [targets.LOCAL, *targets.names()]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole, "title": "llmforge recipe"}
+
+
+def _entries(source: Source) -> list[Any]:
+    """Bring each entry of `passes`, a bare name or `{name: {options}}`, to the form of `PassSpec`.
+
+    Raises:
+        RecipeError: `passes` is no list, or an entry has another form.
+    """
+    assert isinstance(source.data, dict)
+    written = source.data["passes"]
+    if not isinstance(written, list):
+        raise collect([Problem(source.where(("passes",)), "passes", "must be a list of passes")])
+    entries, problems = [], []
+    for index, entry in enumerate(written):
+        where = source.where(("passes", index))
+        name: object = entry
+        values: object = {}
+        if isinstance(entry, dict) and len(entry) == 1:
+            ((name, values),) = entry.items()
+            values = {} if values is None else values
+        if isinstance(name, str) and isinstance(values, dict):
+            entries.append({"name": name, "options": values, "where": where})
+        else:
+            what = "a pass is a bare name or one name with its options, `- name` or `- name: {option: value}`"
+            problems.append(Problem(where, f"passes.{index}", what))
+    if problems:
+        raise collect(problems)
+    return entries
+
+
+def _missing_facts(
+    spec: PassSpec, cls: type[Pass], facts: frozenset[str], registry: Sequence[type[Pass]]
+) -> Iterator[Problem]:
+    for fact in sorted(cls.requires - facts):
+        providers = [other.name for other in registry if fact in other.provides]
+        yield Problem(
+            spec.where,
+            f"passes.{spec.name}",
+            f"needs the fact {fact!r}, which no earlier pass of the recipe provides",
+            f"put {' or '.join(providers)} before it" if providers else None,
+        )
+
+
+def _after_precision(spec: PassSpec, cls: type[Pass], facts: frozenset[str]) -> Iterator[Problem]:
+    """Refuse passes that are proven in fp32 behind the one that leaves it."""
+    if "precision" in facts and cls.numerics is not Numerics.EXACT:
+        yield Problem(
+            spec.where,
+            f"passes.{spec.name}",
+            "stands behind a pass that lowers the precision; what it does is proven on fp32 graphs",
+            "put it in front",
+        )
+
+
+def _content(path: Path) -> dict[str, str]:
+    return {"name": path.name, "sha256": documents.digest(path)}

@@ -1,0 +1,1 @@
+"""What runs a graph: ONNX Runtime on a CPU or a GPU, TensorRT; and the memory of devices."""

@@ -1,0 +1,220 @@
+"""`engine/runtime.json`: what a runtime must know about an engine, written by the builder and read strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import onnxruntime
+
+from llmforge import native
+from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
+from llmforge.runtime.backends import strict_json
+from llmforge.runtime.backends.session import SessionConfig
+from llmforge.runtime.backends.signature import CacheInput
+
+FORMAT = 3
+FILE = "runtime.json"
+MODEL_FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"  # the larger initializers of the model
+PLAN_FILE = "model.plan"  # what TensorRT deserializes
+PENDING_FILE = "pending.json"  # stands in an engine's folder until the engine is built (llmforge.engines.pending)
+
+# What runs an engine: ONNX Runtime's CPU or CUDA provider, or a plan in TensorRT or TensorRT-RTX.
+Provider = Literal["cpu", "cuda", "tensorrt", "tensorrt-rtx"]
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """Options of ONNX Runtime that the builder chose. `threads` null: the physical cores of the serving machine."""
+
+    threads: int | None
+    optimize: bool
+    entries: Mapping[str, str]
+
+    def resolve(self, threads: int | None = None) -> SessionConfig:
+        """Make the options of a session on this machine; `threads` overrides what was chosen."""
+        return SessionConfig(threads or self.threads or physical_cores(), self.optimize, self.entries)
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The GPU that an engine wants."""
+
+    sm: int  # compute capability, ten times major plus minor: 89
+    memory_bytes: int  # weights, cache, activations and recorded graphs together
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One decode step that is recorded as a CUDA graph, and replayed for every step that fits into it.
+
+    `batch` rows, of which none holds more than `length` tokens after the step: kernels are chosen by the longest row,
+    which a recorded step cannot tell.
+    """
+
+    id: int  # ONNX Runtime's run option `gpu_graph_id`, 1 or more
+    batch: int
+    length: int
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """Which decode steps are recorded, in the order in which they are warmed up.
+
+    `mode`: require: an engine whose steps are not all recorded does not load; allow: what cannot be recorded runs
+    unrecorded, and is noted; off: nothing is recorded.
+    """
+
+    mode: Literal["require", "allow", "off"]
+    captures: tuple[Capture, ...]
+
+
+@dataclass(frozen=True)
+class ProfileFacts:
+    """One optimization profile of a plan, in the order of the plan's: steps of at most these rows and tokens a row."""
+
+    name: Literal["prefill", "decode"]
+    max_batch: int
+    max_sequence: int
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """A plan of TensorRT, or of TensorRT-RTX: it is loaded by the very version that built it."""
+
+    module: Literal["tensorrt", "tensorrt_rtx"]
+    version: str
+    file: str
+    profiles: tuple[ProfileFacts, ...]
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """Content of `runtime.json`.
+
+    `max_context` bounds prompt and answer together, in tokens; `max_batch` bounds the sequences that run at once.
+    A plan of TensorRT has `plan` in place of `onnxruntime`; what runs on a GPU has `device`. `buckets` are the numbers
+    of rows that decode steps are padded to, ascending; none: steps run the rows that they need.
+    """
+
+    format: int
+    onnxruntime: str | None  # the version that the engine was built and proved with
+    kernels: int | None  # the version of the CPU kernels (llmforge.native) that the engine needs; null: none
+    max_context: int
+    max_batch: int
+    vocabulary: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    caches: tuple[CacheInput, ...]
+    session: SessionOptions  # a plan has no use for them
+    provider: Provider = "cpu"
+    provider_options: Mapping[str, str] = field(default_factory=dict)  # of ONNX Runtime's CUDA provider
+    buckets: tuple[int, ...] = ()
+    device: DeviceFacts | None = None  # null: a CPU
+    graphs: GraphPlan | None = None
+    plan: PlanFacts | None = None
+
+    def to_json(self) -> str:
+        """Write the file's text: sorted keys, one trailing newline."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> RuntimeConfig:
+        """Read `path`.
+
+        Raises:
+            InputError: the file is missing, is no JSON, or has unknown, missing or wrong entries.
+            EnvironmentLacks: the engine is pending: it is built on another machine.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            if (path.parent / PENDING_FILE).is_file():
+                raise EnvironmentLacks(
+                    f"{path.parent.parent}: the engine of this artifact is not built yet: there is nothing to run",
+                    hint=f"`llmforge build --finish {path.parent.parent}`, on a host with its GPU",
+                ) from error
+            raise InputError(f"{path} is missing: {path.parent.parent} is not an artifact") from error
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+            raise InputError(f"{path}: not a JSON file: {error}") from error
+        if isinstance(data, dict) and data.get("format") != FORMAT:
+            raise InputError(
+                f"{path}: format {data.get('format')!r}; this llmforge reads format {FORMAT}",
+                hint="build the artifact again, or run it with the llmforge that built it",
+            )
+        config = strict_json.read(cls, data, str(path))
+        config._check_parts(str(path))
+        return config
+
+    def _check_parts(self, where: str) -> None:
+        """Refuse parts that `provider` does not have, and missing ones that it has."""
+        ours, gpu = self.provider in ("cpu", "cuda"), self.provider != "cpu"
+        parts = {"onnxruntime": ours, "plan": not ours, "device": gpu}
+        for name, wanted in parts.items():
+            if (getattr(self, name) is not None) != wanted:
+                state = "is missing" if wanted else "makes no sense"
+                raise InputError(f"{where}: {name} {state} where provider is {self.provider}")
+        if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
+            raise InputError(f"{where}: buckets is {list(self.buckets)}; wanted numbers of rows, ascending")
+        captures = () if self.graphs is None else self.graphs.captures
+        if len({capture.id for capture in captures}) < len(captures) or min((c.id for c in captures), default=1) < 1:
+            raise InputError(f"{where}: graphs: wanted captures with ids of their own, 1 or more")
+
+    @property
+    def requires(self) -> dict[str, str]:
+        """The package that runs the engine, by the name that pip knows, and its version."""
+        if self.plan is not None:
+            return {self.plan.module.replace("_", "-"): self.plan.version}
+        assert self.onnxruntime is not None
+        return {"onnxruntime-gpu" if self.provider == "cuda" else "onnxruntime": self.onnxruntime}
+
+    def check_versions(self) -> None:
+        """Refuse an ONNX Runtime of another minor release: its contrib operators and kernels change between them.
+
+        Raises:
+            VersionMismatch: always names both versions.
+            EnvironmentLacks: the engine needs the CPU kernels, and they are not compiled here.
+        """
+        if self.kernels not in (None, native.VERSION):
+            raise VersionMismatch(
+                f"the artifact was built with version {self.kernels} of the CPU kernels, and this llmforge has version "
+                f"{native.VERSION}",
+                hint="build the artifact again, or run it with the llmforge that built it",
+            )
+        if self.kernels is not None:
+            native.require()
+        if self.onnxruntime is None:
+            return
+        wanted, installed = self.onnxruntime.split(".")[:2], onnxruntime.__version__.split(".")[:2]
+        if wanted != installed:
+            raise VersionMismatch(
+                f"the artifact was built and validated with onnxruntime {self.onnxruntime}, "
+                f"and {onnxruntime.__version__} is installed",
+                hint=f"pip install 'onnxruntime=={self.onnxruntime}', or build the artifact again",
+            )
+
+
+def physical_cores() -> int:
+    """Count the physical cores that this process may use: hyper-threads share one, a container's quota limits them."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)  # macOS
+    siblings = {_siblings(cpu) for cpu in allowed}
+    return max(1, min(len(siblings), _quota(Path("/sys/fs/cgroup/cpu.max"), len(allowed))))
+
+
+def _siblings(cpu: int) -> str:
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return topology.read_text() if topology.exists() else str(cpu)
+
+
+def _quota(cpu_max: Path, unlimited: int) -> int:
+    """Read the CPUs that a control group grants: `cpu.max` holds "quota period" in µs, or "max period"."""
+    if not cpu_max.exists():
+        return unlimited
+    quota, period = cpu_max.read_text().split()
+    return unlimited if quota == "max" else max(1, int(quota) // int(period))

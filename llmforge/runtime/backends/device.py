@@ -1,0 +1,339 @@
+"""Memory of a device: allocated once, addressed by number, filled and read in the order of the calls.
+
+`CudaDevice` is a GPU, through the CUDA runtime of the package cuda-bindings. `HostDevice` is the memory of this process
+behind the same interface, so that whatever plans addresses and copies for a GPU also runs where there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import EnvironmentLacks
+
+
+def how_to_install(extra: str = "cuda") -> str:
+    """Say what a machine lacks that has no GPU, or nothing that reaches it; `extra` brings what runs there."""
+    return f"pip install 'llmforge[{extra}]' on a machine with an NVIDIA GPU and its driver"
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A piece of a device's memory, for as long as somebody holds this: `size` bytes from `address` on."""
+
+    address: int
+    size: int
+    memory: NDArray[np.uint8] | None = field(default=None, repr=False)  # the bytes, where they are the host's
+
+    def at(self, offset: int, size: int) -> int:
+        """Give the address of `size` bytes from `offset` on.
+
+        Raises:
+            ValueError: they reach beyond the buffer.
+        """
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise ValueError(f"bytes {offset} … {offset + size} of a buffer of {self.size}")
+        return self.address + offset
+
+
+@dataclass(frozen=True)
+class Block:
+    """`height` pieces of `width` bytes; each begins `pitch` bytes after the one before, the first at `offset`."""
+
+    buffer: Buffer
+    offset: int
+    pitch: int
+
+
+class Device(Protocol):
+    """What a backend needs of a device. Calls take effect in their order; `read` and `synchronize` wait for them."""
+
+    @property
+    def kind(self) -> str:
+        """The device's name in ONNX Runtime: cuda or cpu."""
+
+    @property
+    def index(self) -> int:
+        """Which of the machine's devices of its kind this is."""
+
+    @property
+    def name(self) -> str:
+        """The product's name."""
+
+    @property
+    def sm(self) -> int | None:
+        """Compute capability, ten times major plus minor; None: no GPU."""
+
+    def memory(self) -> tuple[int, int]:
+        """Count the bytes that are free, and all."""
+
+    def allocate(self, size: int) -> Buffer:
+        """Reserve `size` bytes of zeros, at an address that is a multiple of 256.
+
+        Raises:
+            EnvironmentLacks: the device has no room for them.
+        """
+
+    def host(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """Make an array on the host that `write` and `read` copy fastest, in page-locked memory; its values are any."""
+
+    def write(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Copy a C-contiguous array to the device; it must stay as it is until `synchronize`."""
+
+    def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Fill a C-contiguous array from the device."""
+
+    def copy(self, target: Block, source: Block, width: int, height: int) -> None:
+        """Copy `height` pieces of `width` bytes within the device."""
+
+    def synchronize(self) -> None:
+        """Wait for all that was asked for."""
+
+
+class HostDevice:
+    """The memory of this process as a device: no GPU, the same addresses and copies."""
+
+    kind = "cpu"
+    index = 0
+    name = "host memory"
+    sm = None
+
+    def memory(self) -> tuple[int, int]:
+        """Give 0 of 0: it is nobody's own."""
+        return 0, 0
+
+    def allocate(self, size: int) -> Buffer:
+        """Reserve zeros, whose pages are taken when they are first written."""
+        room = np.zeros(size + 256, np.uint8)
+        memory = room[-room.ctypes.data % 256 :][:size]
+        return Buffer(memory.ctypes.data, size, memory)
+
+    def host(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """Make an array."""
+        return np.empty(shape, dtype)
+
+    def write(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Copy an array into a buffer, now."""
+        _bytes(buffer, offset, values.nbytes)[:] = _flat(values)
+
+    def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Fill an array from a buffer."""
+        _flat(values)[:] = _bytes(buffer, offset, values.nbytes)
+
+    def copy(self, target: Block, source: Block, width: int, height: int) -> None:
+        """Copy pieces between buffers, now."""
+        _pieces(target, width, height)[:] = _pieces(source, width, height).copy()
+
+    def synchronize(self) -> None:
+        """Return: everything is done when its call returns."""
+
+
+class CudaDevice:
+    """One GPU, by its number among those that this process sees.
+
+    Calls go to a stream of its own. ONNX Runtime and TensorRT have theirs, so `synchronize` stands between what is
+    written here and what they run.
+
+    `extra` is the one of this package that brings what is to run there, for hints.
+
+    Raises:
+        EnvironmentLacks: there is no such device, or no way to reach it.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, index: int = 0, extra: str = "cuda") -> None:
+        install = how_to_install(extra)
+        self._cuda = cuda = _bindings(install)
+        status, count = cuda.cudaGetDeviceCount()
+        if status != cuda.cudaError_t.cudaSuccess or count < 1:
+            raise EnvironmentLacks(f"this needs a CUDA device, and there is none here ({status.name})", hint=install)
+        if not 0 <= index < count:
+            raise EnvironmentLacks(
+                f"CUDA device {index} is asked for, and this process sees {count}",
+                hint="CUDA_VISIBLE_DEVICES says which it sees; they count from 0",
+            )
+        self.index = index
+        self._select()
+        attribute = cuda.cudaDeviceAttr
+        major, minor = (
+            self._call(cuda.cudaDeviceGetAttribute(each, index), "its compute capability")
+            for each in (attribute.cudaDevAttrComputeCapabilityMajor, attribute.cudaDevAttrComputeCapabilityMinor)
+        )
+        self.sm: int = 10 * major + minor
+        self.name: str = self._call(cuda.cudaGetDeviceProperties(index), "its properties").name.decode().rstrip("\0")
+        # Not ordered after the default stream, which other libraries of the process may use.
+        self._stream = self._call(cuda.cudaStreamCreateWithFlags(cuda.cudaStreamNonBlocking), "a stream")
+
+    @property
+    def stream(self) -> int:
+        """The stream's handle, as TensorRT takes it."""
+        return int(self._stream)
+
+    def memory(self) -> tuple[int, int]:
+        """Count the bytes that are free, and all."""
+        self._select()
+        free, total = self._call(self._cuda.cudaMemGetInfo(), "its memory")
+        return int(free), int(total)
+
+    def allocate(self, size: int) -> Buffer:
+        """Reserve zeros; they are freed when nobody holds the buffer any more."""
+        self._select()
+        status, address = self._cuda.cudaMalloc(size)
+        if status == self._cuda.cudaError_t.cudaErrorMemoryAllocation:
+            self._cuda.cudaGetLastError()  # the next call would report it again
+            free, total = self.memory()
+            raise EnvironmentLacks(
+                f"{self.name} has no room for {size} more bytes: {free} of {total} are free",
+                hint="free the device for this, or build with a smaller engine.max_batch or engine.max_context",
+            )
+        self._call((status, address), f"{size} bytes")
+        buffer = Buffer(int(address), size)
+        weakref.finalize(buffer, _free, self._cuda, self.index, int(address)).atexit = False  # the process's end frees
+        self._call(self._cuda.cudaMemsetAsync(buffer.address, 0, size, self._stream), "zeros")
+        self.synchronize()
+        return buffer
+
+    def host(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """Make an array in page-locked memory, which the device reads and writes by itself."""
+        self._select()
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        address = int(self._call(self._cuda.cudaHostAlloc(max(size, 1), 0), f"{size} page-locked bytes"))
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        weakref.finalize(memory, self._cuda.cudaFreeHost, address).atexit = False
+        return np.ctypeslib.as_array(memory).view(dtype).reshape(shape)
+
+    def write(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Copy an array to the device; it must stay as it is until `synchronize`."""
+        self._move(
+            buffer.at(offset, values.nbytes),
+            _address(values),
+            values.nbytes,
+            self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice,
+        )
+
+    def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Fill an array from the device."""
+        self._move(
+            _address(values),
+            buffer.at(offset, values.nbytes),
+            values.nbytes,
+            self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost,
+        )
+        self.synchronize()
+
+    def copy(self, target: Block, source: Block, width: int, height: int) -> None:
+        """Copy pieces within the device."""
+        self._select()
+        into, out = (b.buffer.at(b.offset, b.pitch * (height - 1) + width) for b in (target, source))
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        pieces = (into, target.pitch, out, source.pitch, width, height)
+        self._call(self._cuda.cudaMemcpy2DAsync(*pieces, kind, self._stream), "a copy")
+
+    def synchronize(self) -> None:
+        """Wait for the stream."""
+        self._select()
+        self._call(self._cuda.cudaStreamSynchronize(self._stream), "its stream")
+
+    def record(self, run: Callable[[], None]) -> CudaGraph:
+        """Record what `run` sends to `stream`, which runs nothing of it yet."""
+        self._select()
+        cuda = self._cuda
+        self.synchronize()
+        # Of this thread alone: what other threads do meanwhile does not spoil it.
+        mode = cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call(cuda.cudaStreamBeginCapture(self._stream, mode), "a recording")
+        try:
+            run()
+        finally:
+            ended = cuda.cudaStreamEndCapture(self._stream)
+        recorded = self._call(ended, "a recording")
+        _, nodes = self._call(cuda.cudaGraphGetNodes(recorded), "a recording")
+        executable = self._call(cuda.cudaGraphInstantiate(recorded, 0), "a recording")
+        self._call(cuda.cudaGraphDestroy(recorded), "a recording")
+        graph = CudaGraph(executable, int(nodes))
+        weakref.finalize(graph, cuda.cudaGraphExecDestroy, executable).atexit = False
+        return graph
+
+    def replay(self, graph: CudaGraph) -> None:
+        """Run a recording, on the addresses that it was made with."""
+        self._select()
+        self._call(self._cuda.cudaGraphLaunch(graph.executable, self._stream), "a recording")
+
+    def _move(self, target: int, source: int, size: int, kind: Any) -> None:
+        self._select()
+        self._call(self._cuda.cudaMemcpyAsync(target, source, size, kind, self._stream), "a copy")
+
+    def _select(self) -> None:
+        """Make this the device of the calling thread: CUDA keeps one for each."""
+        self._call(self._cuda.cudaSetDevice(self.index), "the device")
+
+    def _call(self, returned: tuple[Any, ...], what: str) -> Any:
+        """Take the value out of what a function of CUDA returned: its status first."""
+        status, *values = returned
+        if status != self._cuda.cudaError_t.cudaSuccess:
+            raise RuntimeError(f"CUDA device {self.index}: {what}: {status.name}")
+        return values[0] if len(values) == 1 else values
+
+
+@dataclass(frozen=True, eq=False)
+class CudaGraph:
+    """Recorded work; `nodes` counts its kernels and copies."""
+
+    executable: Any
+    nodes: int
+
+
+def require_cuda(index: int = 0, extra: str = "cuda") -> CudaDevice:
+    """Reach the CUDA device `index`; `extra` of this package brings what is to run there.
+
+    Raises:
+        EnvironmentLacks: there is none here, or no way to reach it.
+    """
+    return CudaDevice(index, extra)
+
+
+def _bindings(install: str) -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:  # the package is not there, or the library that it loads
+        raise EnvironmentLacks(
+            f"this needs a CUDA device, and cuda-bindings, which reaches one, cannot be imported: {error}", hint=install
+        ) from error
+
+
+def _free(cuda: Any, index: int, address: int) -> None:
+    cuda.cudaSetDevice(index)
+    cuda.cudaFree(address)
+
+
+def _address(values: NDArray[Any]) -> int:
+    if not values.flags.c_contiguous:
+        raise ValueError(f"an array of strides {values.strides}; wanted a C-contiguous one")
+    return int(values.ctypes.data)
+
+
+def _flat(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Give the bytes of an array, as a view of it."""
+    _address(values)
+    return values.reshape(-1).view(np.uint8)
+
+
+def _bytes(buffer: Buffer, offset: int, size: int) -> NDArray[np.uint8]:
+    buffer.at(offset, size)
+    assert buffer.memory is not None
+    return buffer.memory[offset : offset + size]
+
+
+def _pieces(block: Block, width: int, height: int) -> NDArray[np.uint8]:
+    """Give the pieces of a block [height, width], as a view."""
+    whole = _bytes(block.buffer, block.offset, block.pitch * (height - 1) + width)
+    return np.lib.stride_tricks.as_strided(whole, (height, width), (block.pitch, 1))

@@ -1,0 +1,316 @@
+"""One ONNX Runtime session of a decoder, driven step by step over preallocated caches.
+
+Past and present of every layer are bound to one buffer, so that a step writes its keys and values in place; separate
+buffers would copy the whole cache in every step. Bindings are made once for a cache: a decode step of an unchanged
+shape writes its few input numbers into arrays that are bound already.
+
+A graph whose caches grow (docs/dialect.md, Interfaces of other runtimes) cannot write in place: its past is cut out of
+the buffers and its new slots are copied back, in every step. It runs here to be proved, not to be fast.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from llmforge import native
+from llmforge.base.errors import InputError, UnsupportedError
+from llmforge.ir import interface
+from llmforge.runtime.backends.signature import CACHE_TYPES, ELEMENTS, Signature
+from llmforge.runtime.backends.steps import Stepping, make_feeds
+
+PROVIDER = "CPUExecutionProvider"
+CACHE_DTYPES = {key: element.name for key, element in CACHE_TYPES.items() if element.on_hosts}
+
+# Severity 3 = errors only: warning 2 tells at every load that `logits_rows`, an input with a default, is not constant.
+_LOG_ERRORS = 3
+_FP8 = "float8_e4m3fn"
+_ONNX_FP8 = 17  # onnx.TensorProto.FLOAT8E4M3FN
+LOAD_FAILURES = (
+    ort_errors.EPFail,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """How ONNX Runtime runs a graph. `threads` counts those of one operator; 0 leaves the number to ONNX Runtime."""
+
+    threads: int
+    optimize: bool = True  # False: the graph runs as it is written, with no fusion by ONNX Runtime
+    entries: Mapping[str, str] = field(default_factory=dict)  # `session.*` and `mlas.*` configuration entries
+    profile: str | None = None  # beginning of the path of a trace of every operator; see `Session.end_profile`
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """Keys and values of `batch` sequences of at most `capacity` tokens; a row is one sequence.
+
+    `buffers` holds one array [batch, kv_heads, capacity, head_dim] for every cache input of the graph, and one
+    [batch, …] for every state, by input name. A row whose past is empty may hold anything: no graph reads it.
+    Memory that no token has reached is never touched.
+    """
+
+    batch: int
+    capacity: int
+    buffers: Mapping[str, NDArray[Any]] = field(repr=False)
+    _views: dict[tuple[int, int], Cache] = field(default_factory=dict, repr=False)
+
+    def rows(self, start: int, stop: int) -> Cache:
+        """Give rows `start` … `stop - 1` as a cache that shares this one's memory; equal calls give one object."""
+        if (start, stop) == (0, self.batch):
+            return self
+        if not 0 <= start < stop <= self.batch:
+            raise ValueError(f"rows {start}:{stop} of a cache of {self.batch} rows")
+        if (start, stop) not in self._views:
+            buffers = {name: buffer[start:stop] for name, buffer in self.buffers.items()}
+            self._views[start, stop] = Cache(stop - start, self.capacity, buffers)
+        return self._views[start, stop]
+
+    def copy(self, row: int, start: int, source: Cache, source_row: int, source_start: int, tokens: int) -> None:
+        """Copy `tokens` tokens, and states as a whole, from slot `source_start` of a row of `source` to `start`."""
+        for name, buffer in self.buffers.items():
+            if interface.is_state(name):
+                buffer[row] = source.buffers[name][source_row]
+            else:
+                taken = source.buffers[name][source_row, :, source_start : source_start + tokens]
+                buffer[row, :, start : start + tokens] = taken
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all buffers, touched or not."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+
+class Session(Stepping[Cache]):
+    """A decoder graph (docs/dialect.md) in ONNX Runtime on the CPU.
+
+    `inputs` and `outputs` name what the graph takes and returns, `caches` describes its cache inputs, `vocabulary` is
+    the number of logits of a row.
+
+    Args:
+        model: path of `model.onnx`, its external data beside it, or a serialized model.
+        config: threads and options of ONNX Runtime.
+        initializers: values, by name, of initializers that the model declares as external; they stay in memory here
+            and no file is read for them.
+
+    Raises:
+        InputError: the model cannot be read, or is not a decoder graph.
+        UnsupportedError: ONNX Runtime refuses the graph.
+    """
+
+    def __init__(
+        self,
+        model: Path | bytes,
+        config: SessionConfig,
+        *,
+        initializers: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
+        options = session_options(config)
+        native.register(options)
+        if initializers:
+            held = [ort_value(np.asarray(value, order="C")) for value in initializers.values()]
+            options.add_external_initializers(list(initializers), held)
+            self._held = held  # ONNX Runtime keeps pointers into them
+        where = str(model) if isinstance(model, Path) else "the model in memory"
+        self._session = open_graph(model, options, [PROVIDER], where)
+        graph = self._session
+        inputs = [*graph.get_inputs(), *graph.get_overridable_initializers()]
+        self.signature = signature = Signature.of(inputs, graph.get_outputs(), where)
+        for name, dtype in signature.cache_types.items():
+            if not ELEMENTS[dtype].on_hosts:
+                raise UnsupportedError(f"{where}: {name} is {dtype}, which no kernel for CPUs reads")
+        self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
+
+    @property
+    def buckets(self) -> None:
+        """None: decode steps run exactly the rows that they need (`llmforge.runtime.backends.interface.Backend`)."""
+        return None
+
+    @property
+    def longest_step(self) -> None:
+        """None: a step may have any number of tokens."""
+        return None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing: whatever was asked for is done."""
+        return ()
+
+    def allocate(self, batch: int, capacity: int) -> Cache:
+        """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""
+        if batch < 1 or capacity < 1:
+            raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
+        buffers = {c.name: _reserve((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
+        buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in self.states}
+        return Cache(batch, capacity, buffers)
+
+    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+        """Make an array for `out` of `step`."""
+        return np.empty(shape, np.float32)
+
+    def end_profile(self) -> Path:
+        """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
+        return Path(self._session.end_profiling())
+
+    def read(
+        self,
+        names: Sequence[str],
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: Cache,
+        rows: NDArray[np.int64],
+        lengths: NDArray[np.integer[Any]] | None = None,
+        text_lengths: NDArray[np.integer[Any]] | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
+        feeds = make_feeds(self.signature, ids, past_lengths, rows, lengths, text_lengths)
+        values = self._session.run(list(names), {**feeds, **self._past(cache, past_lengths)})
+        return dict(zip(names, values, strict=True))
+
+    def _run(
+        self,
+        feeds: Mapping[str, NDArray[Any]],
+        past_lengths: NDArray[np.int32],
+        cache: Cache,
+        out: NDArray[np.float32],
+    ) -> None:
+        """Run the graph on `feeds`; it gives exactly the logits of `out`."""
+        if self.signature.growing:
+            self._grow(feeds, past_lengths, cache, out)
+            return
+        binding = self._bindings.get(cache)
+        if binding is None:
+            binding = self._bindings[cache] = _Binding(self._session, cache)
+        binding.run(feeds, out, in_place=self.signature.declared_rows in (None, out.shape[1]))
+
+    def _past(self, cache: Cache, past_lengths: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
+        """Give the cache inputs: the buffers, or where caches grow each row's past at the end of the longest one's."""
+        return grown(cache.buffers, past_lengths) if self.signature.growing else cache.buffers
+
+    def _grow(
+        self,
+        feeds: Mapping[str, NDArray[Any]],
+        past_lengths: NDArray[np.int32],
+        cache: Cache,
+        out: NDArray[np.float32],
+    ) -> None:
+        """Run one step over a past that is cut out of `cache`, and copy the slots that it adds into `cache`."""
+        names = [interface.LOGITS, *(interface.present_of(name) for name in cache.buffers)]
+        logits, *presents = self._session.run(names, {**feeds, **self._past(cache, past_lengths)})
+        out[...] = logits
+        for buffer, present in zip(cache.buffers.values(), presents, strict=True):
+            store_grown(buffer, present, past_lengths)
+
+
+def ort_value(array: NDArray[Any]) -> Any:
+    """Hand over an array, whose memory stays in use.
+
+    numpy has no fp8: such an array has a dtype of another package, and goes over as bytes.
+    """
+    if array.dtype.name != _FP8:
+        return ort.OrtValue.ortvalue_from_numpy(array)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint8), _ONNX_FP8)
+
+
+def session_options(config: SessionConfig) -> ort.SessionOptions:
+    """Make ONNX Runtime's own options of ours."""
+    options = ort.SessionOptions()
+    options.log_severity_level = _LOG_ERRORS
+    options.intra_op_num_threads = config.threads
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL  # a decoder is a chain: nothing runs beside it
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if config.optimize else levels.ORT_DISABLE_ALL
+    if config.profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, config.profile
+    for key, value in config.entries.items():
+        options.add_session_config_entry(key, value)
+    return options
+
+
+def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequence[Any], where: str) -> Any:
+    """Open an inference session; raises what `Session` raises."""
+    try:
+        return ort.InferenceSession(model if isinstance(model, bytes) else str(model), options, providers=providers)
+    except ort_errors.NoSuchFile as error:
+        raise InputError(f"{where}: a file is missing: {error}") from error
+    except LOAD_FAILURES as error:
+        raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
+
+
+def _reserve(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """Make an array of zeros that takes a page of memory when it is first written there, and no sooner.
+
+    `np.zeros` asks the kernel for huge pages, so that a few tokens of every head would take the memory of many.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def grown(buffers: Mapping[str, NDArray[Any]], past_lengths: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+    """Cut the past out of buffers [B, kv_heads, capacity, head_dim]: each row's at the end of the longest one's."""
+    longest = int(past_lengths.max())
+    pasts = {}
+    for name, buffer in buffers.items():
+        pasts[name] = past = np.zeros((*buffer.shape[:2], longest, buffer.shape[3]), buffer.dtype)
+        for b, length in enumerate(past_lengths.tolist()):
+            past[b, :, longest - length :] = buffer[b, :, :length]
+    return pasts
+
+
+def store_grown(buffer: NDArray[Any], present: NDArray[Any], past_lengths: NDArray[np.int32]) -> None:
+    """Copy the slots that a step added at the end of `present` behind what each row of `buffer` holds."""
+    longest = int(past_lengths.max())
+    added = present.shape[2] - longest
+    for b, length in enumerate(past_lengths.tolist()):
+        buffer[b, :, length : length + added] = present[b, :, longest:]
+
+
+class _Binding:
+    """Inputs and outputs of a session bound to one cache and to arrays that are written in place."""
+
+    def __init__(self, session: ort.InferenceSession, cache: Cache) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        for name, buffer in cache.buffers.items():
+            value = ort.OrtValue.ortvalue_from_numpy(buffer)  # shares the memory of `buffer` and keeps it alive
+            self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output(interface.present_of(name), value)
+        self._inputs: dict[str, NDArray[Any]] = {}
+        self._out: NDArray[np.float32] | None = None
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], out: NDArray[np.float32], *, in_place: bool) -> None:
+        """Run one step: inputs from `feeds`, logits into `out`, by a copy unless `in_place`."""
+        for name, value in feeds.items():
+            bound = self._inputs.get(name)
+            if bound is not None and bound.shape == value.shape:
+                bound[...] = value
+                continue
+            # Our own copy: `feeds` may hand over an array of the caller, which a later step would write to.
+            self._inputs[name] = own = np.array(value, order="C")
+            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(own))
+        if not in_place:
+            self._binding.bind_output(interface.LOGITS)
+            self._out = None
+        elif out is not self._out:
+            self._binding.bind_ortvalue_output(interface.LOGITS, ort.OrtValue.ortvalue_from_numpy(out))
+            self._out = out
+        self._session.run_with_iobinding(self._binding)
+        if not in_place:
+            out[...] = self._binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first

@@ -1,0 +1,210 @@
+"""What a decoder graph takes and returns (docs/dialect.md), read from what an engine says of its inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from llmforge.base.errors import InputError, UnsupportedError
+from llmforge.ir import interface
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """A type of the elements of caches: `onnx` is its number in ONNX's TensorProto.DataType."""
+
+    name: str  # as numpy and ml_dtypes spell it
+    onnx: int
+    size_bytes: int
+    on_hosts: bool = True  # numpy has it by itself
+
+
+CACHE_TYPES: Mapping[str, ElementType] = MappingProxyType(
+    {
+        "tensor(float)": ElementType("float32", 1, 4),
+        "tensor(float16)": ElementType("float16", 10, 2),
+        "tensor(int8)": ElementType("int8", 3, 1),
+        "tensor(uint8)": ElementType("uint8", 2, 1),  # two int4 values a byte
+        "tensor(bfloat16)": ElementType("bfloat16", 16, 2, on_hosts=False),
+        "tensor(float8e4m3fn)": ElementType("float8_e4m3fn", 17, 1, on_hosts=False),
+    }
+)
+ELEMENTS: Mapping[str, ElementType] = MappingProxyType({each.name: each for each in CACHE_TYPES.values()})
+
+# What `interface.feeds` knows to make.
+_FED = {
+    interface.INPUT_IDS,
+    interface.POSITION_IDS,
+    interface.PAST_LENGTHS,
+    interface.LENGTHS,
+    interface.TEXT_LENGTHS,
+    interface.SEQLENS_K,
+    interface.TOTAL_SEQUENCE_LENGTH,
+    interface.ATTENTION_MASK,
+    interface.LOGITS_ROWS,
+}
+# ONNX Runtime 1.31 has a kernel for one token, and from two tokens on equal bits (measured, docs/runtime.md). Our own
+# attention has one for up to 8 queries (FEW_QUERIES in native/impl.inc).
+_STEADY_FROM, _STEADY_FROM_OWN = 2, 9
+
+
+@dataclass(frozen=True)
+class CacheInput:
+    """One cache that a graph takes and returns: `dtype` [batch, kv_heads, capacity, head_dim]."""
+
+    name: str
+    dtype: str  # as numpy spells it
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class StateInput:
+    """One state of fixed size that a graph takes and returns: `dtype` [batch, *dims]."""
+
+    name: str
+    dtype: str  # as numpy spells it
+    dims: tuple[int, ...]
+
+
+class Argument(Protocol):
+    """One input or output of a graph, as ONNX Runtime describes it; `shape` has a number for a fixed dimension."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def type(self) -> str:
+        """Its type: "tensor(float)"."""
+
+    @property
+    def shape(self) -> Sequence[int | str | None]:
+        """Its dimensions."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs and outputs of a decoder graph.
+
+    `growing`: its caches grow in every step, and are not written in place. `declared_rows`: how many rows of logits it
+    declares to give; None: any number.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    caches: tuple[CacheInput, ...]
+    states: tuple[StateInput, ...]
+    vocabulary: int
+    growing: bool
+    declared_rows: int | None
+
+    @classmethod
+    def of(cls, inputs: Sequence[Argument], outputs: Sequence[Argument], where: str) -> Signature:
+        """Read the signature of the graph at `where`.
+
+        Raises:
+            InputError: it is no decoder graph.
+            UnsupportedError: a type that nothing here reads.
+        """
+        given = {value.name for value in outputs}
+        past = [value for value in inputs if interface.present_of(value.name) != value.name]
+        caches = tuple(_cache_input(value, given, where) for value in past if not interface.is_state(value.name))
+        states = tuple(_state_input(value, given, where) for value in past if interface.is_state(value.name))
+        names = [value.name for value in inputs]
+        logits = next((value for value in outputs if value.name == interface.LOGITS), None)
+        if interface.INPUT_IDS not in names or logits is None or not isinstance(logits.shape[-1], int):
+            raise InputError(
+                f"{where}: not a decoder graph: it needs the input {interface.INPUT_IDS} and the output "
+                f"{interface.LOGITS} [batch, rows, vocabulary] with a fixed vocabulary; inputs {names}, "
+                f"outputs {[value.name for value in outputs]}"
+            )
+        if unknown := set(names) - _FED - {value.name for value in past}:
+            raise InputError(f"{where}: nothing is known to feed into {', '.join(sorted(unknown))}")
+        if logits.type != "tensor(float)":
+            raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
+        return cls(
+            inputs=tuple(names),
+            outputs=tuple(value.name for value in outputs),
+            caches=caches,
+            states=states,
+            vocabulary=logits.shape[-1],
+            growing=_reads_growing_caches(caches, {value.name: value.shape for value in (*inputs, *outputs)}, where),
+            declared_rows=logits.shape[1] if isinstance(logits.shape[1], int) else None,
+        )
+
+    @property
+    def cache_types(self) -> dict[str, str]:
+        """The type of the elements of each cache and state, by the name of its input."""
+        return {each.name: each.dtype for each in self.caches} | {each.name: each.dtype for each in self.states}
+
+    @property
+    def gives_all_rows(self) -> bool:
+        """Whether every token gets logits: the graph takes no choice of rows."""
+        return interface.LOGITS_ROWS not in self.inputs
+
+    @property
+    def one_row_continuations(self) -> bool:
+        """Whether several tokens behind a past must run a row at a time.
+
+        GroupQueryAttention of ONNX Runtime, which alone reads that input: "batch_size must be 1 when sequence_length >
+        1 and past context is given".
+        """
+        masked = interface.ATTENTION_MASK in self.inputs and not self.growing
+        return interface.TOTAL_SEQUENCE_LENGTH in self.inputs or masked
+
+    @property
+    def steady_from(self) -> int:
+        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
+        own_kernels = interface.SEQLENS_K in self.inputs and interface.TOTAL_SEQUENCE_LENGTH not in self.inputs
+        return _STEADY_FROM_OWN if own_kernels else _STEADY_FROM
+
+    @property
+    def reuse_obstacle(self) -> str | None:
+        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
+        if self.states:
+            return "layers keep a state, which holds a whole text and no part of it"
+        if interface.TEXT_LENGTHS in self.inputs:
+            return "rotary angles of cached keys depend on the length of the whole text"
+        return None
+
+
+def _reads_growing_caches(
+    caches: Sequence[CacheInput], shapes: Mapping[str, Sequence[int | str | None]], where: str
+) -> bool:
+    """Say whether the caches grow in every step: all or none."""
+    growing = {c.name: interface.grows(shapes[c.name], shapes[interface.present_of(c.name)]) for c in caches}
+    if any(growing.values()) and not all(growing.values()):
+        fixed = next(name for name, grows in growing.items() if not grows)
+        raise InputError(f"{where}: cache {fixed} keeps its size, and others grow")
+    return any(growing.values())
+
+
+def _cache_input(value: Argument, outputs: Collection[str], where: str) -> CacheInput:
+    name, shape = value.name, value.shape
+    if len(shape) != 4 or not (isinstance(shape[1], int) and isinstance(shape[3], int)):
+        raise InputError(
+            f"{where}: cache input {name} has shape {shape}; wanted [batch, kv_heads, capacity, head_dim] with "
+            "fixed kv_heads and head_dim"
+        )
+    return CacheInput(name, _element(value, outputs, "cache input", where), shape[1], shape[3])
+
+
+def _state_input(value: Argument, outputs: Collection[str], where: str) -> StateInput:
+    dims = [dim for dim in value.shape[1:] if isinstance(dim, int)]
+    if not dims or len(dims) != len(value.shape) - 1:
+        raise InputError(
+            f"{where}: state {value.name} has shape {value.shape}; wanted [batch, …] with fixed dimensions"
+        )
+    return StateInput(value.name, _element(value, outputs, "state", where), tuple(dims))
+
+
+def _element(value: Argument, outputs: Collection[str], what: str, where: str) -> str:
+    """Name the type of a cache's elements, once its output is known to be there."""
+    if interface.present_of(value.name) not in outputs:
+        raise InputError(f"{where}: {what} {value.name} has no output {interface.present_of(value.name)}")
+    if value.type not in CACHE_TYPES:
+        raise UnsupportedError(f"{where}: {what} {value.name} is {value.type}; one of {list(CACHE_TYPES)}")
+    return CACHE_TYPES[value.type].name

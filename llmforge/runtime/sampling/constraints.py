@@ -1,0 +1,191 @@
+"""Answers that must have a form: a JSON schema, a regular expression, a grammar. What is allowed next, llguidance says.
+
+llguidance is an extra of its own (`pip install 'llmforge[constraints]'`), imported when the first constraint comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+# Between the tokens of JSON: a space, or a new line and its indentation. llguidance's own pattern has no bound: a model
+# that likes white space would never end.
+_WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
+_KEPT = 64  # compiled constraints
+_SHOWN = 300  # characters of the library's messages
+
+Kind = Literal["json_schema", "regex", "grammar"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    r"""The form of an answer: `text` is a JSON Schema, a regular expression for the whole, or a grammar (Lark).
+
+    What each may hold is llguidance's: see its documents on JSON Schema and on syntax. Regular expressions are those of
+    Rust's regex crate (no look-around, no back-references), and `\d` is 0 to 9.
+    """
+
+    kind: Kind
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> Constraint:
+        """Want JSON that is valid under `schema`, with properties in the schema's order.
+
+        Raises:
+            UsageError: the schema is nested too deeply.
+        """
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+        except RecursionError as error:
+            raise UsageError("json_schema: nested too deeply") from error
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Want any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Constraint:
+        """Want one of some texts."""
+        if not texts or not all(texts):
+            raise UsageError("a choice without texts, or with an empty one, leaves nothing to answer")
+        return cls("grammar", "start: " + " | ".join(json.dumps(text) for text in texts))
+
+
+class ConstraintState:
+    """Where one answer stands in its constraint. It advances by the tokens of the answer, and never goes back."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def penalty(self) -> NDArray[np.float32]:
+        """Give what to add to the logits: fp32 [V], 0 for each token that may come next, -inf for the others.
+
+        Raises:
+            UnsupportedError: the constraint became too large at this point of the answer.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return _penalties().take(bits, axis=0).reshape(-1)[: self._vocabulary]
+
+    def take(self, token: int) -> None:
+        """Advance by one token, which must be allowed.
+
+        Raises:
+            UnsupportedError: the constraint became too large.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UnsupportedError(
+                f"the constraint cannot be followed further: {_short(self._matcher.get_error())}",
+                hint="simplify the constraint",
+            )
+
+
+class Constraints:
+    """Compiles constraints for one tokenizer, keeping the latest ones. Any thread may call it.
+
+    The first constraint takes a second for a vocabulary of 150,000: its tokens are put into a trie.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokens: LLTokenizer | None = None
+        self._compiled: dict[Constraint, LLMatcher] = {}  # the latest used stand last
+
+    def start(self, constraint: Constraint) -> ConstraintState:
+        """Give the state at the beginning of an answer.
+
+        Raises:
+            UsageError: the constraint does not compile.
+            UnsupportedError: the tokenizer is of a kind that cannot be constrained, or there is no end of sequence.
+            EnvironmentLacks: llguidance is not installed.
+        """
+        _require_library()
+        with self._lock:
+            matcher = self._compiled.pop(constraint, None) or self._compile(constraint)
+            self._compiled[constraint] = matcher
+            if len(self._compiled) > _KEPT:
+                del self._compiled[next(iter(self._compiled))]
+            return ConstraintState(matcher.deep_copy(), self._vocabulary)
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+
+        if self._tokens is None:
+            self._tokens = self._read_tokens()
+        try:
+            match constraint.kind:
+                case "json_schema":
+                    spaces: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
+                    grammar = LLMatcher.grammar_from_json_schema(constraint.text, defaults=spaces)
+                case "regex":
+                    grammar = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.text, 'd')}/")
+                case "grammar":
+                    grammar = LLMatcher.grammar_from_lark(constraint.text)
+        except ValueError as error:
+            raise UsageError(f"{constraint.kind}: {_short(str(error))}") from error
+        limits = LLParserLimits(verbose_errors=False)  # the others bound the work of a compilation and of a step
+        wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens, limits=limits)
+        if wrong:
+            raise UsageError(f"{constraint.kind}: {_short(messages[0])}")
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():  # nothing can be said first
+            raise UsageError(f"{constraint.kind}: no answer has this form: {_short(first.get_error())}")
+        return matcher
+
+    def _read_tokens(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        if not self._eos_token_ids:
+            raise UnsupportedError("the model has no end-of-sequence token: a constrained answer could not end")
+        try:
+            return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocabulary, eos_token=self._eos_token_ids)
+        except ValueError as error:
+            raise UnsupportedError(f"answers of this tokenizer cannot be constrained: {error}") from error
+
+
+def _short(message: str) -> str:
+    """Cut a message of the library, which quotes what it was given."""
+    return message if len(message) <= _SHOWN else message[:_SHOWN] + "…"
+
+
+def _require_library() -> None:
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentLacks(
+            "constrained answers (JSON schema, regex, grammar) need llguidance, which is not installed",
+            hint="pip install 'llguidance>=1.9', or 'llmforge[constraints]'",
+        ) from error
+
+
+@functools.cache
+def _penalties() -> NDArray[np.float32]:
+    """Give the penalty of 8 tokens for each byte of a mask, lowest bit first: [256, 8]."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits, np.float32(0), np.float32(-np.inf))

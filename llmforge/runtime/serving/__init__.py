@@ -1,0 +1,1 @@
+"""From requests to streams of text: engine, scheduler, sequences, prefix cache, speculation."""

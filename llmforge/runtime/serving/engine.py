@@ -1,0 +1,254 @@
+"""The engine that serves: one thread runs a scheduler, and callers of any thread hand requests to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.serving.request import Chunk, Receiver, Request
+from llmforge.runtime.serving.runner import Runner, load
+from llmforge.runtime.serving.scheduler import PREFILL_CHUNK, Scheduler
+from llmforge.runtime.serving.sequence import Answer, Ticket
+from llmforge.runtime.serving.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
+from llmforge.runtime.serving.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine serves.
+
+    `max_queue` requests wait while all slots are taken; one more is refused. `step_tokens` is the budget of one step:
+    every running answer gets its token first, the rest reads prompts; less of it makes tokens come more evenly, and
+    prompts are read more slowly. `prefix_cache_bytes` bounds what is kept of texts for later ones that begin alike (0:
+    nothing is kept). `speculation` "prompt-lookup" guesses tokens from the text itself, "draft-model" from a second
+    artifact; guesses are judged where that was measured to be faster, and answers stay what they are but for ties
+    within the rounding of a kernel. `timeout_s` is the deadline of requests that have none of their own.
+    """
+
+    max_queue: int = 128
+    step_tokens: int = PREFILL_CHUNK
+    prefix_cache_bytes: int = 512 << 20
+    speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_queue < 0:
+            raise UsageError(f"max_queue {self.max_queue}: wanted 0 or more")
+        if self.step_tokens < 1:
+            raise UsageError(f"step_tokens {self.step_tokens}: wanted 1 or more")
+        if self.prefix_cache_bytes < 0:
+            raise UsageError(f"prefix_cache_bytes {self.prefix_cache_bytes}: wanted 0 (nothing is kept) or more")
+        if self.speculation not in ("off", "prompt-lookup", "draft-model"):
+            raise UsageError(f"speculation {self.speculation!r}: wanted off, prompt-lookup or draft-model")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise UsageError(f"timeout_s {self.timeout_s}: wanted more than 0")
+
+
+class Engine:
+    """Answers up to `runner.config.max_batch` requests at once, in slots of its own. Any thread may call any method.
+
+    Receivers are called by the engine's thread, which holds no lock then: they may call back, and must not wait.
+
+    Args:
+        runner: the artifact.
+        options: how to serve; None: the defaults.
+        draft: the artifact that guesses, with `speculation` "draft-model".
+
+    Raises:
+        UsageError: the options and `draft` do not belong together, or the prefix cache has no room for one block.
+        InputError: `draft` has another vocabulary.
+        UnsupportedError: `draft` cannot take tokens back.
+    """
+
+    def __init__(self, runner: Runner, options: EngineOptions | None = None, draft: Runner | None = None) -> None:
+        self.runner = runner
+        self.options = options = options or EngineOptions()
+        proposer = _proposer(runner, options, draft)
+        config, session = runner.config, runner.session
+        self._scheduler: Scheduler[Any] = Scheduler(
+            session,
+            session.allocate(config.max_batch, config.max_context),
+            config,
+            runner.tokenizer,
+            runner.choosers,
+            max_queue=options.max_queue,
+            step_tokens=options.step_tokens,
+            prefix_cache_bytes=options.prefix_cache_bytes,
+            speculation=None if proposer is None else Speculation(proposer, Payoff()),
+        )
+        self._wake = threading.Condition()
+        # Guarded by `_wake`: what callers hand to the thread, and what it tells them.
+        self._arrivals: list[Answer] = []
+        self._closing = False
+        self._abandoned = False
+        self._failure: Unavailable | None = None
+        self._stats = self._scheduler.stats()
+        self._thread = threading.Thread(target=self._loop, name="llmforge-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        artifact: Path,
+        options: EngineOptions | None = None,
+        threads: int | None = None,
+        draft: Path | None = None,
+        device: int = 0,
+    ) -> Engine:
+        """Load an artifact, and one that guesses for it, and serve; raises what `runtime.load` and `Engine` raise."""
+        return cls(load(artifact, threads, device), options, None if draft is None else load(draft, threads, device))
+
+    def submit(self, request: Request, receive: Receiver) -> Ticket:
+        """Take on a request; `receive` gets its chunks, the last one with a finish reason, or one error.
+
+        Raises:
+            UsageError: the request makes no sense.
+            Unavailable: the queue is full, or the engine is closing or has failed.
+        """
+        if request.timeout_s is None:
+            request = dataclasses.replace(request, timeout_s=self.options.timeout_s)
+        answer = self._scheduler.prepare(request, receive, time.perf_counter())
+        with self._wake:
+            if self._failure is not None:
+                raise Unavailable(self._failure.message, hint=self._failure.hint)
+            if self._closing:
+                raise Unavailable("the engine is shutting down")
+            self._scheduler.check_room(len(self._arrivals))
+            self._arrivals.append(answer)
+            self._wake.notify()
+        return answer
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Let an answer end with "cancelled" and its slot be free at the next step; one that has ended stays so."""
+        assert isinstance(ticket, Answer)
+        ticket.cancelled = True  # the thread looks at it in every step
+
+    def stream(self, request: Request) -> Stream:
+        """Answer a request, chunk by chunk; it is submitted by this call, and closing the iterator cancels it.
+
+        Raises:
+            UsageError, Unavailable: as `submit` does, now. Errors of the answer are raised by the iterator.
+        """
+        return Stream(self, request)
+
+    def stats(self) -> EngineStats:
+        """Give the figures after the last step, with what has arrived since among those that wait."""
+        with self._wake:
+            return dataclasses.replace(self._stats, waiting=self._stats.waiting + len(self._arrivals))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs: not after `close`, nor after it failed."""
+        return self._failure is None and self._thread.is_alive()
+
+    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """Take no more requests and end the thread; may be called again.
+
+        With `drain` what runs and waits is answered first, for at most `timeout_s` seconds; what is left then, or
+        everything without `drain`, ends with "cancelled".
+        """
+        with self._wake:
+            self._closing = True
+            self._abandoned = self._abandoned or not drain
+            self._wake.notify()
+        self._thread.join(timeout_s if drain else None)
+        if self._thread.is_alive():
+            with self._wake:
+                self._abandoned = True
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(drain=False)
+
+    def _loop(self) -> None:
+        try:
+            while self._take():
+                self._scheduler.step()
+                stats = self._scheduler.stats()
+                with self._wake:
+                    self._stats = stats
+        except Exception as error:  # whatever it is, those who wait for an answer must hear of it
+            logger.exception("the engine failed")
+            self._die(error)
+
+    def _take(self) -> bool:
+        """Wait for work and hand arrivals to the scheduler; return False when nothing is left to do."""
+        with self._wake:
+            while not (self._arrivals or self._scheduler.busy or self._closing):
+                self._wake.wait()
+            for answer in self._arrivals:
+                self._scheduler.enqueue(answer)
+            self._arrivals.clear()
+            if self._abandoned:
+                self._scheduler.cancel_all()
+            return self._scheduler.busy or not self._closing
+
+    def _die(self, cause: Exception) -> None:
+        failure = Unavailable(f"the engine failed: {cause}", hint="start it again; its log has the details")
+        with self._wake:
+            self._failure = failure
+            for answer in self._arrivals:
+                self._scheduler.enqueue(answer)
+            self._arrivals.clear()
+        self._scheduler.fail(failure)
+        with self._wake:
+            self._stats = self._scheduler.stats()
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one answer, as they come. It is cancelled when it is closed, or when nobody holds this any more."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine = engine
+        self._chunks: queue.SimpleQueue[Chunk | ForgeError] = queue.SimpleQueue()
+        self._ended = False
+        self.ticket = engine.submit(request, self._chunks.put)
+
+    def __next__(self) -> Chunk:
+        if self._ended:
+            raise StopIteration
+        item = self._chunks.get()
+        if isinstance(item, ForgeError):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    def close(self) -> None:
+        """Cancel the answer, if it has not ended; nothing more comes."""
+        self._ended = True
+        self._engine.cancel(self.ticket)
+
+    def __del__(self) -> None:
+        if hasattr(self, "ticket"):  # else it was refused
+            self.close()
+
+
+def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> Proposer | None:
+    """Make what guesses tokens for `runner`, if anything does."""
+    if (options.speculation == "draft-model") != (draft is not None):
+        raise UsageError(
+            f"speculation is {options.speculation!r} and there is {'a' if draft else 'no'} draft artifact",
+            hint="the two belong together: speculation 'draft-model' and a second artifact",
+        )
+    if draft is None:
+        return PromptLookup() if options.speculation == "prompt-lookup" else None
+    if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
+        raise InputError("the draft artifact has another vocabulary: its tokens mean something else")
+    if draft.session.reuse_obstacle is not None:
+        raise UnsupportedError(f"the draft artifact cannot take guesses back: {draft.session.reuse_obstacle}")
+    capacity = min(runner.config.max_context, draft.config.max_context)
+    return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

@@ -1,0 +1,125 @@
+"""Keys and values of texts that were read before, kept in blocks, so that a text that begins like one is read faster.
+
+A block is `BLOCK` tokens that follow the tokens of another block, or begin a text: blocks form a tree, and a path from
+the root is the beginning of some text (system prompts, earlier turns of a conversation). Blocks are compared by their
+tokens, not by a hash of them. Their keys and values lie in a cache of the decoder, one row a block, of fixed size;
+they are copied in and out, at a few percent of what computing them costs.
+
+When all rows are taken, the block that was used least recently goes. Whoever uses a block uses those before it, so
+that no block goes before those that follow it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic
+
+import numpy as np
+
+from llmforge.base.errors import UsageError
+from llmforge.runtime.backends.interface import Backend, C
+
+# Short enough that little is read again (half a block on average), long enough that copying and looking up cost little.
+BLOCK = 32
+
+
+@dataclass(eq=False)
+class _Block:
+    """One block; `row` is its place in the pool."""
+
+    row: int
+    key: bytes
+    parent: _Block | None
+    children: dict[bytes, _Block] = field(default_factory=dict)
+
+
+class PrefixCache(Generic[C]):
+    """Blocks of texts in at most `size_bytes` of memory, of which no page is taken before a block reaches it.
+
+    Raises:
+        UsageError: `size_bytes` has no room for one block.
+    """
+
+    def __init__(self, backend: Backend[C], size_bytes: int) -> None:
+        self.block_bytes = backend.allocate(1, BLOCK).size_bytes
+        self.capacity = size_bytes // self.block_bytes  # blocks
+        if self.capacity < 1:
+            raise UsageError(
+                f"a prefix cache of {size_bytes} bytes; one block of {BLOCK} tokens takes {self.block_bytes}",
+                hint="give it more, or 0 to keep nothing",
+            )
+        self._pool = backend.allocate(self.capacity, BLOCK)
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self._roots: dict[bytes, _Block] = {}
+        self._recency: OrderedDict[_Block, None] = OrderedDict()  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._recency)
+
+    def find(self, tokens: Sequence[int]) -> int:
+        """Give the length of the longest beginning of `tokens` that is kept, a multiple of `BLOCK`."""
+        return len(self._path(tokens, len(tokens) // BLOCK)) * BLOCK
+
+    def load(self, tokens: Sequence[int], cache: C, row: int) -> None:
+        """Copy `tokens`, whole blocks that are kept, into `row`."""
+        path = self._path(tokens, len(tokens) // BLOCK)
+        for i, block in enumerate(path):
+            cache.copy(row, i * BLOCK, self._pool, block.row, 0, BLOCK)
+        self._use(path)
+
+    def store(self, tokens: Sequence[int], cache: C, row: int) -> None:
+        """Keep `tokens`, which `row` holds from its first slot on, but for the last ones that fill no block.
+
+        A text that is longer than all the memory is kept as far as that reaches.
+        """
+        count = min(len(tokens) // BLOCK, self.capacity)
+        path = self._path(tokens, count)
+        self._use(path)  # so none of them is the oldest: others are, or there is room
+        for i in range(len(path), count):
+            place = self._free.pop() if self._free else self._evict()
+            self._pool.copy(place, 0, cache, row, i * BLOCK, BLOCK)
+            block = _Block(place, _key(tokens, i), path[-1] if path else None)
+            self._children(block.parent)[block.key] = block
+            self._recency[block] = None
+            path.append(block)
+        self._use(path)
+
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Drop the first block of `tokens` and all that follow it, in whatever texts."""
+        first = self._roots.pop(_key(tokens, 0), None)
+        dropped = [] if first is None else [first]
+        for block in dropped:
+            dropped += block.children.values()
+            del self._recency[block]
+            self._free.append(block.row)
+
+    def _path(self, tokens: Sequence[int], count: int) -> list[_Block]:
+        """Follow the first `count` blocks of `tokens` as far as they are kept."""
+        path: list[_Block] = []
+        for i in range(count):
+            block = self._children(path[-1] if path else None).get(_key(tokens, i))
+            if block is None:
+                break
+            path.append(block)
+        return path
+
+    def _children(self, block: _Block | None) -> dict[bytes, _Block]:
+        return self._roots if block is None else block.children
+
+    def _use(self, path: Sequence[_Block]) -> None:
+        """Make the blocks of `path` the most recently used ones, its first block the very last to go."""
+        for block in reversed(path):
+            self._recency.move_to_end(block)
+
+    def _evict(self) -> int:
+        """Forget the least recently used block; return its row of the pool."""
+        oldest, _ = self._recency.popitem(last=False)
+        assert not oldest.children
+        del self._children(oldest.parent)[oldest.key]
+        return oldest.row
+
+
+def _key(tokens: Sequence[int], block: int) -> bytes:
+    return np.array(tokens[block * BLOCK : (block + 1) * BLOCK], np.int32).tobytes()

@@ -1,0 +1,101 @@
+"""What a caller asks of an engine, and what comes back while the answer is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from llmforge.base.errors import ForgeError, UsageError
+from llmforge.runtime.sampling.options import GREEDY, Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt of token ids and how to answer it.
+
+    `timeout_s` counts from submission: an answer that is not complete by then ends with "timeout".
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = GREEDY
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise UsageError(f"timeout {self.timeout_s} s: wanted a finite number of seconds above 0")
+
+    def repeated(self, n: int) -> tuple[Request, ...]:
+        """Ask `n` times: the same prompt, with a seed for each answer. They share the prompt in the prefix cache.
+
+        Raises:
+            UsageError: `n` is not 1 to 128.
+        """
+        return tuple(replace(self, sampling=sampling) for sampling in self.sampling.repeated(n))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one answer took. `output_tokens` counts every token that was chosen, the end-of-sequence token too.
+
+    `cached_tokens` of the prompt were found in the prefix cache. `queue_ms` is the time before the prompt was first
+    read; `ttft_ms` runs from submission to the choice of the first token (None: there was none), `tpot_ms` is the mean
+    time of each token after it, None where there is none. `drafted_tokens` were proposed by speculation, and
+    `accepted_tokens` of them stood.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    queue_ms: float = 0.0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability (natural, of the model's own distribution at temperature 1) of a token, and of the best ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the `Sampling.logprobs` most probable, best first
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One piece of an answer: a token and the text that is certain now, possibly none.
+
+    The last chunk has no token; it carries the rest of the text, the usage, and why generation ended: "stop" (end of
+    sequence or a stop string), "length" (`max_tokens` or the end of the context), "cancelled" or "timeout".
+    """
+
+    text: str
+    token_id: int | None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    logprob: TokenLogprob | None = None
+
+
+# Receives the chunks of one answer, the last one with a `finish_reason`; or one error, after which nothing comes.
+# It is called by the engine's thread: it must hand over and return, never wait.
+Receiver = Callable[[Chunk | ForgeError], None]
+
+
+def check_tokens(ids: Sequence[int], longest: int, vocabulary: int) -> None:
+    """Return if an artifact of `vocabulary` tokens, which takes at most `longest` of them, can read `ids`.
+
+    Raises:
+        UsageError: there are none, too many, or ids that the vocabulary has not.
+    """
+    if len(ids) == 0:
+        raise UsageError("the prompt is empty", hint="give at least one token")
+    if len(ids) > longest:
+        raise UsageError(
+            f"{len(ids)} tokens; this artifact takes at most {longest}",
+            hint="shorten the prompt, or build with a larger engine.max_context",
+        )
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise UsageError(f"token id {wrong}; the vocabulary has {vocabulary}")

@@ -1,0 +1,217 @@
+"""Runs an artifact: prompts in, streamed text out. The same runner serves validation and users."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from llmforge.base.errors import ForgeError, InputError, UsageError
+from llmforge.runtime.backends.config import FILE, RuntimeConfig
+from llmforge.runtime.backends.interface import Backend, Rows
+from llmforge.runtime.backends.loading import open_engine
+from llmforge.runtime.sampling.options import GREEDY, Sampling
+from llmforge.runtime.sampling.sampler import Choosers
+from llmforge.runtime.serving.chat import ChatTemplate
+from llmforge.runtime.serving.request import Chunk, Request, check_tokens
+from llmforge.runtime.serving.scheduler import PREFILL_CHUNK, Scheduler
+
+# Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
+LOGITS_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token for every row of a batch that is alive; None for those that ended before.
+
+    `finish_reasons` holds, at the step that chose its last token, why a row ends; else None.
+    """
+
+    token_ids: tuple[int | None, ...]
+    finish_reasons: tuple[str | None, ...]
+
+
+class Runner:
+    """An engine with its tokenizer. Up to `config.max_batch` answers may be generated at once."""
+
+    def __init__(
+        self, session: Backend[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+    ) -> None:
+        self.session = session
+        self.config = config
+        self.tokenizer = tokenizer
+        self.template = template
+        self.choosers = Choosers(tokenizer, config.vocabulary, config.eos_token_ids)
+        self._cache: Rows | None = None  # allocated when it is first used: a GPU's memory is taken at once
+        self._taken = [False] * config.max_batch
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a plain prompt; the tokenizer adds what it puts before every text (BOS), if anything."""
+        return list(self.tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokenize a conversation with the chat template, up to where the assistant speaks.
+
+        Raises:
+            UsageError: the artifact has no chat template.
+            InputError: the template refuses the messages.
+        """
+        if self.template is None:
+            raise UsageError("the artifact has no chat template", hint="give a plain prompt")
+        return list(self.tokenizer.encode(self.template.render(messages), add_special_tokens=False).ids)
+
+    def generate(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY) -> Iterator[Chunk]:
+        """Answer one prompt, a text or token ids, chunk by chunk.
+
+        Raises:
+            UsageError: the prompt is empty or too long, or `max_batch` answers are being generated.
+        """
+        start = time.perf_counter()
+        ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
+        check_tokens(ids, self.config.max_context - 1, self.config.vocabulary)
+        received: deque[Chunk | ForgeError] = deque()
+        with self._lease(1) as cache:
+            scheduler = self._scheduler(cache, self.tokenizer)
+            scheduler.add(Request(ids, sampling), received.append, start)
+            while scheduler.step():
+                while received:
+                    yield _chunk(received.popleft())
+
+    def generate_batch(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[Step]:
+        """Answer several prompts of token ids together, one step of all rows at a time.
+
+        Each row gets the tokens that it would get alone. The first step comes after all prompts are read.
+
+        Raises:
+            UsageError: a prompt is empty or too long, there are more than `max_batch`, or a stop string is asked for.
+        """
+        if any(sampling.stop for sampling in samplings):
+            raise UsageError("a batch of token ids has no text that stop strings could be found in")
+        if len(samplings) != len(prompts) or not prompts:
+            raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings")
+        return self._steps([tuple(prompt) for prompt in prompts], samplings)
+
+    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Give the logits after every token of `ids`, fp32 [S, V]."""
+        return np.concatenate(list(self.logits_chunks(ids)))
+
+    def logits_chunks(self, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+        """Give the logits after every token of `ids` in pieces of at most `LOGITS_CHUNK` rows: fp32 [rows, V]."""
+        check_tokens(ids, self.config.max_context, self.config.vocabulary)
+        with self._lease(1) as cache:
+            tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
+            most = min(LOGITS_CHUNK, self.session.longest_step or LOGITS_CHUNK)
+            for at in range(0, len(ids), most):
+                piece, past = tokens[:, at : at + most], np.array([at], np.int32)
+                yield self.session.step(piece, past, cache, np.arange(piece.shape[1]), text_lengths=whole)[0]
+
+    def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[Step]:
+        for prompt in prompts:
+            check_tokens(prompt, self.config.max_context - 1, self.config.vocabulary)
+        received: list[list[Chunk | ForgeError]] = [[] for _ in prompts]
+        with self._lease(len(prompts)) as cache:
+            scheduler = self._scheduler(cache, None)
+            for prompt, sampling, chunks in zip(prompts, samplings, received, strict=True):
+                scheduler.add(Request(prompt, sampling), chunks.append)
+            while scheduler.step():
+                yield _step([[_chunk(item) for item in chunks] for chunks in received])
+                for chunks in received:
+                    chunks.clear()
+
+    def _scheduler(self, cache: Any, tokenizer: Tokenizer | None) -> Scheduler[Any]:
+        """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
+        budget = cache.batch * cache.capacity
+        return Scheduler(
+            self.session,
+            cache,
+            self.config,
+            tokenizer,
+            self.choosers,
+            max_queue=0,
+            step_tokens=budget,
+            chunk=PREFILL_CHUNK,
+        )
+
+    @contextlib.contextmanager
+    def _lease(self, wanted: int) -> Iterator[Any]:
+        """Take neighbouring free rows of the cache for as long as the `with` block lasts.
+
+        Where decode steps are padded to buckets, the rows of padding are taken, too, if they are free.
+        """
+        with self._lock:
+            padded = min((size for size in self.session.buckets or () if size >= wanted), default=wanted)
+            rows = padded if self._free(padded) is not None else wanted
+            start = self._free(rows)
+            if start is None:
+                raise UsageError(
+                    f"{wanted} sequences asked for while {sum(self._taken)} run; this artifact runs {len(self._taken)}",
+                    hint="finish or close the others first, or build with a larger engine.max_batch",
+                )
+            if self._cache is None:
+                self._cache = self.session.allocate(self.config.max_batch, self.config.max_context)
+            self._taken[start : start + rows] = [True] * rows
+        try:
+            yield self._cache.rows(start, start + rows)
+        finally:
+            with self._lock:
+                self._taken[start : start + rows] = [False] * rows
+
+    def _free(self, rows: int) -> int | None:
+        """Find the first of so many neighbouring free rows."""
+        places = range(len(self._taken) - rows + 1)
+        return next((at for at in places if not any(self._taken[at : at + rows])), None)
+
+
+def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
+    """Load an artifact; `threads` overrides its own number of threads, `device` says which GPU an engine for one gets.
+
+    Raises:
+        InputError: the folder is not an artifact, or its files do not belong together.
+        VersionMismatch: the artifact was built for another version of what runs it, or for another GPU.
+        EnvironmentLacks: there is no such GPU here.
+    """
+    folder = artifact / "tokenizer"
+    config = RuntimeConfig.read(artifact / "engine" / FILE)
+    session = open_engine(artifact / "engine", config, threads, device)
+    return Runner(session, config, read_tokenizer(folder / "tokenizer.json"), ChatTemplate.read(folder))
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a `tokenizer.json`; truncation and padding, which it may ask for, are switched off.
+
+    Raises:
+        InputError: the file is missing or is not a tokenizer.
+    """
+    if not path.exists():
+        raise InputError(f"{path} is missing")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the class that tokenizers raises
+        raise InputError(f"{path}: not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _chunk(item: Chunk | ForgeError) -> Chunk:
+    """Raise an error that came in the place of a chunk."""
+    if isinstance(item, ForgeError):
+        raise item
+    return item
+
+
+def _step(rows: Sequence[Sequence[Chunk]]) -> Step:
+    """Make a step of what each row received in it: nothing, its token, or its last token and the reason."""
+    tokens = (next((chunk.token_id for chunk in chunks), None) for chunks in rows)
+    reasons = (chunks[-1].finish_reason if chunks else None for chunks in rows)
+    return Step(tuple(tokens), tuple(reasons))

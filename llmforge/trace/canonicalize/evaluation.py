@@ -1,0 +1,147 @@
+"""Numbers of a raw graph: any part of it, evaluated on values that the caller makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as refused
+
+from llmforge.base.errors import UnsupportedError
+
+Array = NDArray[np.generic]
+
+MASK = "CausalMask"  # llmforge's, in a raw graph: the mask that a model adds to scores in code of its own
+REFUSED = (
+    refused.Fail,
+    refused.InvalidArgument,
+    refused.InvalidGraph,
+    refused.NotImplemented,
+    refused.RuntimeException,
+)
+
+
+@dataclass
+class Origins:
+    """What each value of a graph depends on.
+
+    A value is *data* if it depends on the content of a graph input or a weight; sizes of inputs and masks do not count.
+    """
+
+    weights: Collection[str]  # names of initializers that stand for tensors of a checkpoint
+    _data: dict[ir.Value, bool] = field(default_factory=dict)
+
+    def is_data(self, value: ir.Value) -> bool:
+        """Say whether `value` depends on the content of an input or a weight."""
+        pending = [value]
+        while pending:
+            current = pending[-1]
+            if current in self._data:
+                pending.pop()
+                continue
+            node = current.producer()
+            if node is None:
+                self._data[current] = current.is_graph_input() or current.name in self.weights
+            elif node.op_type in ("Shape", MASK):
+                self._data[current] = False
+            else:
+                read = [x for x in node.inputs if x is not None]
+                unknown = [x for x in read if x not in self._data]
+                if unknown:
+                    pending.extend(unknown)
+                    continue
+                self._data[current] = any(self._data[x] for x in read)
+        return self._data[value]
+
+
+def behind(outputs: Sequence[ir.Value], bounds: Collection[ir.Value]) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Collect the nodes that `outputs` are computed by from `bounds`, and the other values without a node they read."""
+    nodes: dict[ir.Node, None] = {}
+    roots: dict[ir.Value, None] = {}
+    pending = [value for value in outputs if value not in bounds]
+    while pending:
+        value = pending.pop()
+        node = value.producer()
+        if node is None:
+            roots[value] = None
+        elif node not in nodes:
+            nodes[node] = None
+            pending.extend(x for x in node.inputs if x is not None and x not in bounds)
+    return list(nodes), list(roots)
+
+
+class Part:
+    """The part of a graph between `inputs` and `outputs`, ready to run on numbers."""
+
+    def __init__(self, model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> None:
+        nodes, roots = behind(outputs, inputs)
+        order = {node: index for index, node in enumerate(model.graph)}
+        constants = [value for value in roots if value.is_initializer() and not value.is_graph_input()]
+        fed = [*inputs, *(value for value in roots if value.is_graph_input())]
+        copies: dict[ir.Value, ir.Value] = {}
+        for index, value in enumerate(fed):
+            copies[value] = ir.Value(name=f"input_{index}", type=value.type, shape=_rank_only(value))
+        for index, value in enumerate(constants):
+            array = value.const_value
+            if array is None:
+                raise UnsupportedError(f"a part of the graph reads {value.name!r}, which has no numbers")
+            tensor = ir.tensor(array.numpy(), name=f"constant_{index}")
+            copies[value] = ir.Value(
+                name=tensor.name,
+                type=ir.TensorType(tensor.dtype),
+                shape=ir.Shape(tensor.shape.numpy()),
+                const_value=tensor,
+            )
+        cloned: list[ir.Node] = []
+        for node in sorted(nodes, key=order.__getitem__):
+            clone = ir.Node(
+                node.domain,
+                node.op_type,
+                [None if x is None else copies[x] for x in node.inputs],
+                list(node.attributes.values()),
+                num_outputs=len(node.outputs),
+            )
+            for index, (mine, copy) in enumerate(zip(node.outputs, clone.outputs, strict=True)):
+                copy.name = f"value_{len(cloned)}_{index}"
+                copy.type = mine.type
+                copies[mine] = copy
+            cloned.append(clone)
+        graph = ir.Graph(
+            [copies[value] for value in fed],
+            [copies[value] for value in outputs],
+            nodes=cloned,
+            initializers=[copies[value] for value in constants],
+            opset_imports=dict(model.opset_imports),
+        )
+        self.extra = [value for value in roots if value.is_graph_input()]
+        self.nodes = cloned
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        part = ir.Model(graph, ir_version=model.ir_version)
+        try:
+            self._session = ort.InferenceSession(
+                ir.to_proto(part).SerializeToString(), options, ["CPUExecutionProvider"]
+            )
+        except REFUSED as error:
+            raise UnsupportedError(f"a part of the graph cannot be evaluated: {str(error).splitlines()[0]}") from error
+        self._names = {value: str(copies[value].name) for value in fed}
+
+    def run(self, feeds: Mapping[ir.Value, Array]) -> list[Array]:
+        """Evaluate the outputs."""
+        try:
+            results: list[Array] = self._session.run(
+                None, {self._names[value]: array for value, array in feeds.items()}
+            )
+        except REFUSED as error:
+            raise UnsupportedError(f"a part of the graph cannot be evaluated: {str(error).splitlines()[0]}") from error
+        return results
+
+
+def _rank_only(value: ir.Value) -> ir.Shape | None:
+    return None if value.shape is None else ir.Shape([None] * len(value.shape))

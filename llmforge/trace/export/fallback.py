@@ -1,0 +1,155 @@
+"""A model's own attention, traced as it is: for architectures whose attention, masks or positions cannot be hooked.
+
+The model runs its eager attention over a cache that writes into the preallocated buffers (TensorScatter), under the
+mask that transformers describes, evaluated for every row's own positions. Rotary embedding is the model's own. The
+graph is larger than one of `llmforge::Attention`, and what a model does beside transformers' interfaces is unknown.
+So it is taken only where the other way is refused, and is no more than a candidate until its numbers were compared
+with the model's (`verification.trace_verifier`), on texts longer than whatever may change with the length of a text
+(`refuse_unprovable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from llmforge.base.errors import NotADecoder, UnsupportedError
+from llmforge.checkpoint import Checkpoint
+from llmforge.trace.export import limits
+from llmforge.trace.export.reference import EAGER, Reference
+from llmforge.trace.hooks import attention, internals, masks
+
+LOOK_AHEAD = 1e-3  # of a logit, in standard deviations, when what follows its token is left out: beyond rounding
+READ_AHEAD = 24  # tokens of which that is asked
+FP32_BYTES = 4
+
+
+class Layer(attention.Layer):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
+    """The cache of one layer: hands on the whole buffer, with new keys and values written into it."""
+
+    def __init__(self, past: Mapping[str, Tensor] | None, run: OwnAttention) -> None:
+        super().__init__(past, run)
+        self._own = run
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values [B, kv_heads, S, D] behind each row's past; return the buffers [B, kv_heads, C, D]."""
+        self.keys, self.values = self.read = super().update(key_states, value_states)
+        for part, new in zip(("key", "value"), self.read, strict=True):
+            self.shapes[part] = (new.shape[1], new.shape[3])
+            if self.past is not None:
+                self.present[part] = _written(self.past[part], new, self._own.slots)
+        if self.past is not None:
+            self.keys, self.values = self.present["key"], self.present["value"]
+        return self.keys, self.values
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the layer caches keys and values, as far as is known."""
+        return self.past is None or "key" in self.past
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many slots a query meets, and the first of them."""
+        return (query_length if self.past is None else self.get_seq_length()), 0
+
+
+def _written(past: Tensor, new: Tensor, slots: Tensor) -> Tensor:
+    if new.dtype != past.dtype:
+        raise UnsupportedError(f"a layer caches {new.dtype}")
+    return torch.onnx.ops.symbolic(
+        "TensorScatter", (past, new.contiguous(), slots), {"axis": 2}, dtype=past.dtype, shape=past.shape, version=24
+    )
+
+
+class OwnAttention(attention.Attention):
+    """What a model with its own attention gets from transformers: the cache, and masks as numbers."""
+
+    NAME = EAGER  # attention in a model's own code
+
+    slots: Tensor  # int64 [B]: the first slot that a step writes in each row
+    _own: list[Layer]
+
+    def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
+        """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
+        self.slots = past_lengths.to(torch.int64)
+        self.past_lengths, self.lengths = past_lengths, lengths
+        self.layers = self._own = [Layer(parts, self) for parts in past]
+        return Cache(layers=[*self._own])
+
+    def numbers(
+        self,
+        *,
+        q_length: int,
+        mask_function: masks.MaskFunction,
+        attention_mask: object = None,
+        dtype: torch.dtype = torch.float32,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute the mask [B, 1, S, C] that transformers asks for: 0 where a query sees a slot, else the lowest.
+
+        Raises:
+            UnsupportedError: it hides something only in texts that are too long to prove it.
+        """
+        self.refuse_padding(attention_mask)
+        masks.refuse_encoders(mask_function)
+        hidden = masks.hides_from(mask_function, self._positions)
+        if hidden is not None:
+            _require_provable("an attention mask hides tokens", hidden)
+        slots = next(layer.get_mask_sizes(q_length)[0] for layer in self._own if layer.keeps_tokens)
+        queries = (self.slots[:, None] + torch.arange(q_length))[:, None, :, None]
+        keys, zero = torch.arange(slots)[None, None, None, :], torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+        seen = mask_function(zero, zero, queries, keys).expand(self.slots.shape[0], 1, q_length, slots)
+        return torch.where(seen, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
+@contextmanager
+def eager(own: OwnAttention) -> Iterator[None]:
+    """Let `own` make the masks of eager attention while the context lasts."""
+    with internals.mask_replaced(EAGER, own.numbers):
+        yield
+
+
+def refuse_unprovable(checkpoint: Checkpoint) -> None:
+    """Refuse a model whose configuration names a length beyond which no proof runs, of a window for one.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    for name, tokens in limits.named(checkpoint.config.to_dict(), checkpoint.geometry.context):
+        _require_provable(f"its {name} may change what it computes", tokens)
+
+
+def _require_provable(what: str, tokens: int) -> None:
+    if tokens > limits.LONGEST - limits.TAIL:
+        raise UnsupportedError(
+            f"{what} from token {tokens} on; its own attention is only compiled where a text that is longer can be "
+            f"run to prove it, up to {limits.LONGEST} tokens"
+        )
+
+
+def refuse_encoders(checkpoint: Checkpoint) -> None:
+    """Refuse a model that is an encoder by what it computes, unless it is too large to run.
+
+    For models that cannot be traced: that they are encoders is the plainer reason.
+
+    Raises:
+        NotADecoder: it is one.
+    """
+    if checkpoint.parameters * FP32_BYTES > limits.WHOLE_BYTES:
+        return
+    ids = np.random.default_rng(0).integers(0, checkpoint.geometry.vocabulary, READ_AHEAD)
+    half = READ_AHEAD // 2
+    try:
+        reference = Reference(checkpoint)
+        whole, part = reference.run(ids, READ_AHEAD).logits[:half], reference.run(ids[:half], half).logits
+    except UnsupportedError:  # transformers cannot run it: no plainer reason
+        return
+    if not np.abs(whole - part).max() <= LOOK_AHEAD * whole.std():
+        raise NotADecoder("the logits of a token change with later tokens: it is an encoder, not a decoder")

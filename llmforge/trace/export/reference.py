@@ -1,0 +1,108 @@
+"""transformers' own forward pass, eager and in fp32: what a traced graph has to compute."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import Checkpoint
+from llmforge.trace.export import depth, weights
+from llmforge.trace.export.pattern import Irregular
+from llmforge.trace.hooks import internals
+
+EAGER = "eager"  # the attention that transformers writes out, without a kernel of its own
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What one sequence gave: logits of its last rows [rows, V]; hidden states of each layer [S, hidden], if known."""
+
+    logits: NDArray[np.float32]
+    hidden: list[NDArray[np.float32]]
+
+
+class Reference:
+    """A checkpoint's model in transformers, whole or its first `layers` layers, with its real weights in fp32.
+
+    The whole model is loaded by transformers. A part takes the weights of its own layers alone, by the names and
+    conversions of transformers, so that a model larger than the memory can be run in part.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layers: int | None = None) -> None:
+        depth_of_all = checkpoint.geometry.layers
+        with internals.third_party("loading the model into transformers"):
+            self._model = _whole(checkpoint) if layers is None else _part(checkpoint, layers)
+        self._model.eval()  # type: ignore[no-untyped-call]
+        try:
+            self.stack, modules = depth.stack_of(self._model, depth_of_all if layers is None else layers)
+            self.layers: list[nn.Module] = list(modules)
+        except Irregular:
+            self.stack, self.layers = "", []
+
+    def run(self, ids: NDArray[np.int64], rows: int) -> Observation:
+        """Compute one sequence `ids` [S] without a cache; keep the logits of its last `rows` tokens."""
+        hidden: list[Tensor] = []
+        hooks = [layer.register_forward_hook(_keep(hidden)) for layer in self.layers]
+        accepted = inspect.signature(self._model.forward).parameters
+        few: dict[str, Any] = {"logits_to_keep": rows} if "logits_to_keep" in accepted else {}
+        try:
+            with internals.third_party("running the model in transformers"), torch.inference_mode():
+                output = self._model(input_ids=torch.from_numpy(ids[None]), use_cache=False, **few)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return Observation(output.logits[0, -rows:].numpy(), [state[0].numpy() for state in hidden])
+
+
+def _keep(hidden: list[Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: object, output: Any) -> None:
+        hidden.append(output[0] if isinstance(output, tuple) else output)
+
+    return hook
+
+
+def _whole(checkpoint: Checkpoint) -> PreTrainedModel:
+    load: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained  # untyped in transformers
+    with internals.no_progress_bars():
+        return load(
+            checkpoint.path,
+            dtype=torch.float32,
+            attn_implementation=EAGER,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+
+
+def _part(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
+    """Build the model of all layers without memory, drop the later ones, and read the weights of the rest."""
+    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    with internals.parameters_on_meta():
+        model = make(checkpoint.config, attn_implementation=EAGER, dtype=torch.float32)
+    sources = weights.plan(model, checkpoint)
+    _, stack = depth.stack_of(model, checkpoint.geometry.layers)
+    del stack[layers:]
+    read: dict[weights.Source, Tensor] = {}
+    for name, tensor in list(model.state_dict(keep_vars=True).items()):
+        source = sources[name]
+        if source not in read:
+            read[source] = weights.load(checkpoint, source).to(torch.float32)
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[leaf] = nn.Parameter(read[source], requires_grad=False)
+        else:
+            module._buffers[leaf] = read[source].to(tensor.dtype)
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if left:
+        raise UnsupportedError(f"parameter {left[0]} has no numbers")
+    return model

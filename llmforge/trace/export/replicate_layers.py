@@ -1,0 +1,291 @@
+"""Copy the layers of a short canonical graph up to the depth of its model, and cut a deep one short.
+
+A layer is the run of nodes that carry its name (`model.layers.3.self_attn/Attention`). It takes hidden states from
+the layer in front and hands its own to the next one; its weights and caches are numbered; everything else that it
+reads, all layers share. Two periods of layers must be the same in every other respect before one is copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from llmforge.ir import graph as g
+from llmforge.trace.export.pattern import Irregular, Pattern
+
+INDEX = "layer"  # attribute of an operator that reads a cache: the number of the cache
+CACHE_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # in the name of a graph input or output: past_key_values.3.key
+
+
+def stamp(model: ir.Model, pattern: Pattern) -> None:
+    """Grow `model`, whose graph holds the first `pattern.traced` layers, to all `pattern.depth`, in place.
+
+    Weights of a copy get the name of their parameter, and the tensor of the layer that was copied for the time being.
+
+    Raises:
+        Irregular: the layers of the graph are not the copies of one another that `pattern` says; it is unchanged.
+    """
+    layers = _layers(model, pattern, pattern.traced)
+    steps = [
+        _same(layers[index], layers[index + pattern.period], pattern)
+        for index in range(pattern.lead, pattern.lead + pattern.period)
+    ]
+    if len({step for step in steps if step}) > 1:
+        raise Irregular("the caches of a period are not numbered one after the other")
+    hidden = layers[-1].gives
+    readers = [(node, index) for node, index in hidden.uses() if node not in layers[-1].members]
+    last, anchor = hidden, layers[-1].nodes[-1]
+    for index in range(pattern.traced, pattern.depth):
+        kind = pattern.lead + (index - pattern.lead) % pattern.period
+        source = layers[pattern.lead + pattern.period + (index - pattern.lead) % pattern.period]
+        periods = (index - source.index) // pattern.period
+        copy = _Copy(model, pattern, source, index, periods * steps[kind - pattern.lead])
+        last, anchor = copy.write(last, anchor)
+    for node, position in readers:
+        node.replace_input_with(position, last)
+
+
+def cut(model: ir.Model, pattern: Pattern, count: int) -> ir.Model:
+    """Clone `model`, canonical and `pattern.depth` layers deep, with its first `count` layers alone.
+
+    Tensors are shared.
+
+    Raises:
+        Irregular: a layer hands over more than hidden states.
+    """
+    clone = model.clone()
+    layers = _layers(clone, pattern, pattern.depth)
+    kept = layers[count - 1].gives
+    readers = [(node, index) for node, index in layers[-1].gives.uses() if node not in layers[-1].members]
+    for node, position in readers:
+        node.replace_input_with(position, kept)
+    dropped = {value for layer in layers[count:] for node in layer.nodes for value in node.outputs}
+    for index in reversed(range(len(clone.graph.outputs))):
+        if clone.graph.outputs[index] in dropped:
+            del clone.graph.outputs[index]
+    g.drop_unused(clone)
+    return clone
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """One layer of a graph."""
+
+    index: int
+    nodes: Sequence[ir.Node]  # in order
+    members: frozenset[ir.Node]
+    takes: ir.Value  # hidden states, of the layer in front or of the embedding
+    gives: ir.Value  # hidden states that the next layer, or the head, reads
+
+
+def hidden_states(model: ir.Model, pattern: Pattern, count: int) -> list[str]:
+    """Name the hidden states that each of the first `count` layers of canonical `model` gives."""
+    return [str(layer.gives.name) for layer in _layers(model, pattern, count)]
+
+
+def _layers(model: ir.Model, pattern: Pattern, count: int) -> list[_Layer]:
+    """Find the `count` layers of `model`.
+
+    Raises:
+        Irregular: their nodes are mixed, or they exchange more than hidden states.
+    """
+    named = re.compile(rf"{re.escape(pattern.stack)}\.(\d+)[./]")
+    groups: list[list[ir.Node]] = [[] for _ in range(count)]
+    owner: dict[ir.Node, int] = {}
+    at = -1  # the layer at hand; `count` behind the last
+    for node in model.graph:
+        match = named.match(node.name or "")
+        index = int(match[1]) if match else (count if at >= 0 else -1)
+        if index not in (at, at + 1):
+            raise Irregular(f"node {node.name} stands behind layer {at}")
+        at = index
+        owner[node] = index
+        if 0 <= index < count:
+            groups[index].append(node)
+    if not all(groups):
+        raise Irregular(f"layer {groups.index([])} has no nodes of its name")
+    layers: list[_Layer] = []
+    for index, nodes in enumerate(groups):
+        read = {value: None for node in nodes for value in node.inputs if value is not None}
+        foreign = [value for value in read if (made := value.producer()) is not None and owner[made] == index - 1]
+        given = [value for node in nodes for value in node.outputs]
+        given = [value for value in given if any(owner[reader] != index for reader, _ in value.uses())]
+        if index == 0:  # what stands in front of the layers may be shared by them all
+            foreign = [value for value in foreign if all(owner[reader] <= 0 for reader, _ in value.uses())]
+        far = [value for value in given for reader, _ in value.uses() if owner[reader] not in (index, index + 1)]
+        if len(foreign) != 1 or len(given) != 1 or far or (index and foreign[0] is not layers[-1].gives):
+            raise Irregular(f"layer {index} exchanges more than hidden states with the others")
+        layers.append(_Layer(index, nodes, frozenset(nodes), foreign[0], given[0]))
+    return layers
+
+
+def _same(first: _Layer, second: _Layer, pattern: Pattern) -> int:
+    """Prove that two layers are the same but for numbers; return by how much their caches are apart (0: none).
+
+    Raises:
+        Irregular: they differ.
+    """
+    where = f"layers {first.index} and {second.index}"
+    if len(first.nodes) != len(second.nodes):
+        raise Irregular(f"{where} have {len(first.nodes)} and {len(second.nodes)} nodes")
+    same: dict[ir.Value, ir.Value] = {first.takes: second.takes}
+    steps: set[int] = set()
+    for a, b in zip(first.nodes, second.nodes, strict=True):
+        if (a.domain, a.op_type, a.overload, len(a.outputs)) != (b.domain, b.op_type, b.overload, len(b.outputs)):
+            raise Irregular(f"{where} differ: {a.name} is {a.op_type}, {b.name} {b.op_type}")
+        if _renumbered(a.name, pattern.stack, first.index, second.index) != b.name:
+            raise Irregular(f"{where} differ: {a.name} corresponds to {b.name}")
+        steps |= _attributes_apart(a, b, where)
+        if len(a.inputs) != len(b.inputs):
+            raise Irregular(f"{where} differ: {a.name} has {len(a.inputs)} inputs, {b.name} {len(b.inputs)}")
+        for x, y in zip(a.inputs, b.inputs, strict=True):
+            if x is y and (x is None or not (x in same or _numbered(x, pattern.stack, first.index))):
+                continue  # what all layers share
+            if x is None or y is None:
+                raise Irregular(f"{where} differ: an input of {a.name} is optional")
+            if x in same:
+                if same[x] is not y:
+                    raise Irregular(f"{where} differ: {a.name} reads {x.name}, {b.name} reads {y.name}")
+            else:
+                steps |= _inputs_apart(x, y, first.index, second.index, pattern, where)
+                same[x] = y
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            if (x.dtype, g.dims(x), x.is_graph_output()) != (y.dtype, g.dims(y), y.is_graph_output()):
+                raise Irregular(f"{where} differ: {x.name} and {y.name} have other types or shapes")
+            if x.is_graph_output():
+                steps.add(_cache_step(x, y, where))
+            same[x] = y
+    if same[first.gives] is not second.gives:
+        raise Irregular(f"{where} hand over {first.gives.name} and {second.gives.name}")
+    if len(steps) > 1:
+        raise Irregular(f"the caches of {where} are numbered {sorted(steps)} apart")
+    return steps.pop() if steps else 0
+
+
+def _attributes_apart(a: ir.Node, b: ir.Node, where: str) -> set[int]:
+    """Compare attributes; return by how much the indices of caches are apart."""
+    if a.attributes.keys() != b.attributes.keys():
+        raise Irregular(f"{where} differ in the attributes of {a.name}")
+    steps = set()
+    for name, attribute in a.attributes.items():
+        other = b.attributes[name]
+        if name == INDEX:
+            steps.add(other.as_int() - attribute.as_int())
+        elif attribute.type != other.type or attribute.value != other.value:
+            raise Irregular(f"{where} differ: {name} of {a.name} is {attribute.value}, of {b.name} {other.value}")
+    return steps
+
+
+def _inputs_apart(x: ir.Value, y: ir.Value, i: int, j: int, pattern: Pattern, where: str) -> set[int]:
+    """Hold two values that come from elsewhere against each other: weights by name, caches by number."""
+    if (x.dtype, g.dims(x)) != (y.dtype, g.dims(y)):
+        raise Irregular(f"{where} differ: {x.name} and {y.name} have other types or shapes")
+    if x.is_graph_input() and y.is_graph_input() and not x.is_initializer():
+        return {_cache_step(x, y, where)}
+    if not x.is_initializer() or not y.is_initializer() or _renumbered(x.name, pattern.stack, i, j) != y.name:
+        raise Irregular(f"{where} differ: one reads {x.name}, the other {y.name}")
+    return set()
+
+
+def _numbered(value: ir.Value, stack: str, index: int) -> bool:
+    """Say whether `value` comes from elsewhere and belongs to layer `index`, or is a cache."""
+    if value.is_initializer():
+        return _renumbered(value.name, stack, index, index + 1) != value.name
+    return value.is_graph_input() and CACHE_NUMBER.search(value.name or "") is not None
+
+
+def _cache_step(x: ir.Value, y: ir.Value, where: str) -> int:
+    """Return by how much the numbers in the names of two caches are apart."""
+    before, after = str(x.name), str(y.name)
+    numbers = CACHE_NUMBER.search(before), CACHE_NUMBER.search(after)
+    if numbers[0] is None or numbers[1] is None:
+        raise Irregular(f"{where} differ: one has {before}, the other {after}")
+    step = int(numbers[1][0]) - int(numbers[0][0])
+    if _cache_name(before, step) != after:
+        raise Irregular(f"{where} differ: one has {before}, the other {after}")
+    return step
+
+
+def _cache_name(name: str, step: int) -> str:
+    return CACHE_NUMBER.sub(lambda number: str(int(number[0]) + step), name, count=1)
+
+
+def _renumbered(name: str | None, stack: str, i: int, j: int) -> str:
+    """Name in layer `j` what is called `name` in layer `i`: `model.layers.3.mlp/Mul`; raw weights have a prefix."""
+    return re.sub(rf"^((?:\w+\.)?{re.escape(stack)}\.){i}(?=[./])", rf"\g<1>{j}", name or "")
+
+
+@dataclass
+class _Copy:
+    """One copy of a layer, to stand at `index`; its caches are `cache_step` behind those of `source`."""
+
+    model: ir.Model
+    pattern: Pattern
+    source: _Layer
+    index: int
+    cache_step: int
+
+    def write(self, hidden: ir.Value, anchor: ir.Node) -> tuple[ir.Value, ir.Node]:
+        """Insert the copy, which takes `hidden`, behind `anchor`; return what it gives and its last node."""
+        values: dict[ir.Value, ir.Value] = {self.source.takes: hidden}
+        values |= self._caches()
+        nodes = []
+        for node in self.source.nodes:
+            inputs = [None if value is None else self._value(value, values) for value in node.inputs]
+            copy = ir.Node(
+                node.domain,
+                node.op_type,
+                inputs,
+                self._attributes(node.attributes),
+                overload=node.overload,
+                num_outputs=len(node.outputs),
+                name=self._name(node.name),
+                version=node.version,
+            )
+            for old, new in zip(node.outputs, copy.outputs, strict=True):
+                new.shape, new.type = old.shape, old.type
+                new.name = (
+                    _cache_name(str(old.name), self.cache_step) if old.is_graph_output() else self._name(old.name)
+                )
+                values[old] = new
+            nodes.append(copy)
+        graph = self.model.graph
+        graph.insert_after(anchor, nodes)
+        graph.outputs.extend(
+            [values[value] for value in list(graph.outputs) if value.producer() in self.source.members]
+        )
+        return values[self.source.gives], nodes[-1]
+
+    def _name(self, name: str | None) -> str:
+        return _renumbered(name, self.pattern.stack, self.source.index, self.index)
+
+    def _caches(self) -> dict[ir.Value, ir.Value]:
+        """Make the cache inputs of the copy, in the order of those of its source."""
+        made = {}
+        read = {value for node in self.source.nodes for value in node.inputs if value is not None}
+        for value in list(self.model.graph.inputs):
+            if value in read and all(node in self.source.members for node, _ in value.uses()):
+                made[value] = ir.Value(
+                    name=_cache_name(str(value.name), self.cache_step), shape=value.shape, type=value.type
+                )
+        self.model.graph.inputs.extend(made.values())
+        return made
+
+    def _value(self, value: ir.Value, values: dict[ir.Value, ir.Value]) -> ir.Value:
+        """Return what the copy reads for `value`."""
+        if value not in values:
+            name = self._name(value.name)
+            if value.is_initializer() and name != value.name:
+                own = ir.Value(name=name, shape=value.shape, type=value.type, const_value=value.const_value)
+                self.model.graph.register_initializer(own)
+                values[value] = own
+            else:
+                values[value] = value
+        return values[value]
+
+    def _attributes(self, attributes: Mapping[str, ir.Attr]) -> Iterator[ir.Attr]:
+        for name, attribute in attributes.items():
+            yield ir.AttrInt64(INDEX, attribute.as_int() + self.cache_step) if name == INDEX else attribute

@@ -1,0 +1,48 @@
+"""A transformers model that has its structure and no weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from llmforge.base.errors import NotADecoder
+from llmforge.trace.hooks import internals
+
+
+def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, internals.FakeTensorMode]:
+    """Build the causal language model of `config` in fp32 without its state, and the fake mode that stands in for it.
+
+    What a checkpoint holds, parameters and persistent buffers, has no memory and no numbers, so that no number of the
+    constructor can get into a trace. Other buffers hold theirs. `attention` names the attention implementation.
+
+    Raises:
+        NotADecoder: it is an encoder-decoder.
+        UnsupportedError: transformers has no causal language model for `config`, or it does not take `attention`.
+    """
+    if config.is_encoder_decoder:
+        raise NotADecoder("it is an encoder-decoder; decoder-only models are supported")
+    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
+    with internals.third_party("building the model"), internals.parameters_on_meta():
+        own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given
+        model = make(own, attn_implementation=attention, dtype=torch.float32)
+    model.eval()  # type: ignore[no-untyped-call]
+    mode = internals.fake_mode()
+    parameters: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in parameters:
+                parameters[parameter] = nn.Parameter(_empty(parameter, mode), requires_grad=False)
+            module._parameters[name] = None if parameter is None else parameters[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = _empty(buffer, mode)
+    return model, mode
+
+
+def _empty(tensor: torch.Tensor, mode: internals.FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)

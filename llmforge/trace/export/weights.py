@@ -1,0 +1,214 @@
+"""Give the initializers of a traced graph the tensors of a checkpoint, lazily: nothing is read here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.checkpoint import Checkpoint
+from llmforge.ir import graph as g
+from llmforge.ir.derived import Stored
+from llmforge.trace.hooks import internals
+
+UNUSED = "llmforge.unused_tensors"  # metadata_props key of a model: JSON list of the checkpoint's tensors without a use
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter comes from: one tensor as it is, or several through a converter of transformers."""
+
+    tensors: tuple[str, ...]
+    converted: Callable[[], Iterator[torch.Tensor]] | None = None  # slices of the first axis, in order: often only one
+
+
+def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Source]:
+    """Find the source of every parameter and persistent buffer of `model`, as transformers renames and converts.
+
+    Raises:
+        CheckpointError: a parameter has no tensor, or one of another shape.
+        UnsupportedError: the model's state holds other things than weights.
+    """
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    groups = internals.sources_by_parameter(model, list(checkpoint.tensors))
+    sources: dict[str, Source] = {}
+    names: dict[str, str] = {}  # parameter → the tensor that carries it under another name
+    for target, group in groups.items():
+        if group.converter is None:
+            names[target] = group.keys[0]
+        else:
+            sources |= _converted(model, checkpoint, group, shapes)
+    plain = {name: shape for name, shape in shapes.items() if name not in sources}
+    for name in plain:
+        if not state[name].is_floating_point():
+            raise UnsupportedError(f"{name!r} of its state holds {state[name].dtype}, not weights")
+    ties = {names.get(a, a): names.get(b, b) for a, b in model.all_tied_weights_keys.items()}
+    found = checkpoint.require({names.get(name, name): shape for name, shape in plain.items()}, ties)
+    return sources | {name: Source((found[names.get(name, name)],)) for name in plain}
+
+
+def untie(model: PreTrainedModel, sources: Mapping[str, Source]) -> None:
+    """Take parameters apart that the architecture ties and the checkpoint holds with different content."""
+    first: dict[int, str] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if sources[first.setdefault(id(parameter), name)] != sources[name]:
+            owner, _, leaf = name.rpartition(".")
+            with internals.mode_of(parameter):
+                own = torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False)
+            setattr(model.get_submodule(owner), leaf, own)
+
+
+def attach(
+    graph: ir.Model, prefix: str, model: PreTrainedModel, checkpoint: Checkpoint, sources: Mapping[str, Source]
+) -> None:
+    """Name the initializers of `graph` by parameters of `model` and give them their tensors.
+
+    `prefix` is what the trace put before parameter names. A weight that the graph only reads transposed becomes
+    [K, N] itself, weights of experts [E, K, N]. Tables and constants that the model computed move from torch to numpy.
+    """
+    canonical = _canonical_names(model)
+    for value in list(graph.graph.initializers.values()):
+        name = (value.name or "").removeprefix(prefix)
+        if name not in canonical:
+            if value.const_value is not None:
+                value.const_value = ir.Tensor(value.const_value.numpy(), name=name)
+            value.name = name
+            continue
+        value.name = name = canonical[name]
+        _bind(graph, value, sources[name], checkpoint)
+        g.set_sources(value, [name])
+    used = {tensor for source in sources.values() for tensor in source.tensors}
+    graph.metadata_props[UNUSED] = json.dumps(sorted(set(checkpoint.tensors) - used))
+    g.drop_unused(graph)
+
+
+def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
+    """Map each name of the model's state to the first of those that share its tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> None:
+    """Give one initializer its tensor: the file's bytes where dtype and layout match, else a lazy cast."""
+    readers = [node for node, _ in value.uses()]
+    transposed = bool(readers) and all(
+        node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) in ([1, 0], [0, 2, 1])
+        for node in readers
+    )
+    name, dtype, dims = value.name or "", value.dtype, g.dims(value)
+    assert dtype is not None
+    assert dims is not None
+    shape = ir.Shape([*dims[:-2], dims[-1], dims[-2]] if transposed else dims)
+    if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
+        tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
+        tensor.name = name
+    else:
+        read = _reader(checkpoint, source, tuple(shape.numpy()), dtype, transposed, name)
+        if source.converted is None and len(shape) == 2:
+            [stored] = source.tensors
+            tensor = Stored(read, lambda: checkpoint.tensor(stored).numpy(), dtype, shape, name, transposed=transposed)
+        else:
+            tensor = ir.LazyTensor(read, dtype=dtype, shape=shape, name=name)
+    value.const_value = tensor
+    value.shape = shape
+    if transposed:
+        for node in readers:
+            g.replace(node.outputs[0], value)
+
+
+def _reader(
+    checkpoint: Checkpoint,
+    source: Source,
+    shape: tuple[int, ...],
+    dtype: ir.DataType,
+    transposed: bool,
+    name: str,
+) -> Callable[[], ir.TensorProtocol]:
+    """Make the function that reads one weight, casts it to `dtype` and transposes it to `shape`.
+
+    Nothing outlives its result; of experts that lie apart, one is read at a time.
+    """
+
+    def read() -> ir.TensorProtocol:
+        result = np.empty(shape, dtype.numpy())  # what is written to it is cast and transposed on the way: no copy
+        as_stored = result.swapaxes(-1, -2) if transposed else result
+        if source.converted is None:
+            as_stored[...] = checkpoint.tensor(source.tensors[0]).numpy()
+            return ir.Tensor(result, dtype=dtype, name=name)
+        filled = 0
+        for piece in source.converted():
+            part = _numpy(piece)
+            as_stored[filled : filled + len(part)] = part
+            filled += len(part)
+        assert filled == len(as_stored)
+        return ir.Tensor(result, dtype=dtype, name=name)
+
+    return read
+
+
+def load(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
+    """Read the parameter that `source` makes, in its stored dtype and the layout of transformers."""
+    if source.converted is None:
+        return _torch(checkpoint.tensor(source.tensors[0]))
+    return torch.cat(list(source.converted()))
+
+
+def _converted(
+    model: PreTrainedModel, checkpoint: Checkpoint, group: internals.Group, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Source]:
+    """Plan the parameters that one converter makes, by running it on tensors without memory."""
+    made = _convert(
+        model, group, {key: torch.empty(checkpoint.tensors[key].shape, device="meta") for key in group.keys}
+    )
+    sources = {}
+    for name, tensor in made.items():
+        if name not in shapes:
+            raise UnsupportedError(f"transformers converts {group.keys[0]!r} to {name!r}, which the model lacks")
+        if tuple(tensor.shape) != shapes[name]:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name!r}, made of {group.keys[0]!r}, has shape {list(tensor.shape)}, "
+                f"the configuration makes it {list(shapes[name])}"
+            )
+
+        def read(name: str = name) -> Iterator[torch.Tensor]:
+            for piece in group.pieces():
+                yield _convert(model, piece, {key: _torch(checkpoint.tensor(key)) for key in piece.keys})[name]
+
+        sources[name] = Source(tuple(group.keys), read)
+    return sources
+
+
+def _convert(
+    model: PreTrainedModel, group: internals.Group, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    converter: Any = deepcopy(group.converter)  # typed for futures, which transformers fills it with
+    for key, pattern in zip(group.keys, group.patterns, strict=True):
+        converter.collected_tensors[pattern].append(tensors[key])
+    results = converter.convert(group.target, model=model, config=model.config)
+    return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+
+
+def _torch(tensor: ir.TensorProtocol) -> torch.Tensor:
+    """Hand a mapped tensor to torch; bf16, which numpy lacks, through its bits."""
+    array = np.array(tensor.numpy())
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _numpy(tensor: torch.Tensor) -> NDArray[np.generic]:
+    """Take a tensor back from torch."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

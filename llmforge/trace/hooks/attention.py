@@ -1,0 +1,246 @@
+"""Attention and its cache as transformers sees them during a trace: one `llmforge::Attention` node a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.trace.hooks import masks
+from llmforge.trace.hooks.ones import Ones
+
+# Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
+INERT = frozenset(
+    {
+        "is_causal",
+        "logits_to_keep",  # what a model takes for its head and hands down unread
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+class Layer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
+    """The cache of one layer: hands on what a step adds to it, and remembers which tensors they were.
+
+    Parts have the names that they have in the graph: key and value [B, kv_heads, C, D], conv [B, K-1, C], recurrent
+    [B, H, D, Dv] (`states`). A dry run learns which parts there are.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, past: Mapping[str, Tensor] | None, run: Attention) -> None:
+        LinearAttentionCacheLayerMixin.__init__(self)
+        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
+        self.past = past  # None in a dry run
+        self._run = run
+        if past is not None and "recurrent" in past:
+            self.recurrent_states[0] = past["recurrent"]
+            self.is_recurrent_states_initialized[0] = self.has_previous_state[0] = True
+        self.shapes: dict[str, tuple[int, ...]] = {}  # by part, without batch and capacity; of a dry run
+        self.present: dict[str, Tensor] = {}
+        self.new: tuple[Tensor, Tensor] | None = None
+        self.read: tuple[Tensor, Tensor] | None = None  # by attention: the same, or made of them
+        self.convolved: Tensor | None = None  # [B, C, S], what a convolution is about to read
+        self.recurrent: Tensor | None = None  # the state after the step
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Remember the step's keys and values [B, kv_heads, S, D] and return them."""
+        if self.new is not None:
+            raise UnsupportedError("a layer updates its cache twice in one step")
+        self.new = (key_states, value_states)
+        return self.new
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the buffers are inputs of the graph."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return any length: a mask is described, not built (`masks`)."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the capacity of the cache, which is not what the model asks for.
+
+        Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. What
+        it computes from the capacity leaves a Shape of the cache in the graph, which the dialect does not have.
+        """
+        return 1 if self.past is None or "key" not in self.past else self.past["key"].shape[2]
+
+    def get_max_length(self) -> int:
+        """Return -1, transformers' sign for no limit."""
+        return -1
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
+        """Remember the step's inputs [B, C, S] of a causal convolution and return them."""
+        if self.convolved is not None or state_idx:
+            raise UnsupportedError("a layer updates the state of a convolution twice in one step")
+        self.convolved = conv_states
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        """Take back the state that a linear attention computed.
+
+        Raises:
+            UnsupportedError: something else computed it (a state space model, for one).
+        """
+        if recurrent_states is not self._run.unclaimed or state_idx:
+            raise UnsupportedError("a layer keeps a recurrent state that is not one of the gated delta rule")
+        self._run.unclaimed, self.recurrent = None, recurrent_states
+        self.shapes["recurrent"] = tuple(recurrent_states.shape[1:])
+        self.present["recurrent"] = recurrent_states
+        return recurrent_states
+
+    def complete(self) -> None:
+        """Return if all that the layer caches is read by an operator that can carry it on.
+
+        Raises:
+            UnsupportedError: the layer caches nothing, or something that nothing known reads.
+        """
+        if self.new is not None and self.read is None:
+            raise UnsupportedError("a layer caches keys and values that no attention reads")
+        if self.convolved is not None and "conv" not in {**self.shapes, **self.present}:
+            raise UnsupportedError("a layer keeps a state that no causal convolution reads")
+        if self.new is None and self.convolved is None and self.recurrent is None:
+            raise UnsupportedError("a layer caches neither keys and values nor a state")
+
+
+class Attention:
+    """What transformers calls for the attention and the masks of a model, under a name in its registries."""
+
+    NAME = "llmforge"
+    bounded = False  # code that indexes tables by its sizes is right up to the longest context, and torch says so
+
+    def __init__(self, positions: int) -> None:
+        self._positions = positions
+        self.ones = Ones()
+        self.layers: Sequence[Layer] = []
+        self.past_lengths: Tensor | None = None
+        self.lengths: Tensor | None = None
+        self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
+        self.ones = Ones()
+
+    @property
+    def dry(self) -> bool:
+        """Whether the run under way only learns what the layers cache."""
+        return all(layer.past is None for layer in self.layers)
+
+    def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
+        """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
+        self.layers = [Layer(parts, self) for parts in past]
+        self.past_lengths, self.lengths = past_lengths, lengths
+        return Cache(layers=[*self.layers])
+
+    def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
+        """Describe the mask that transformers asks for, instead of building it."""
+        self.refuse_padding(attention_mask)
+        local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
+        mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))
+        return masks.Mask(0) if mask.window >= self._positions else mask  # a window that no query reaches beyond
+
+    def describe(self, **kwargs: Any) -> Any:
+        """Answer transformers' call for a mask."""
+        return self.mask(**kwargs)
+
+    def refuse_padding(self, attention_mask: object) -> None:
+        """Refuse a padding mask, unless it is the model's own and says that nothing is padded."""
+        if attention_mask is not None and not self.ones.holds(attention_mask):
+            raise UnsupportedError("the model makes a padding mask of its own")
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, None]:
+        """Emit `llmforge::Attention`: query [B, H, S, D], key and value [B, kv_heads, S, D] → [B, S, H, Dv].
+
+        `sliding_window` repeats for kernels without a mask what `attention_mask` says, and is not read.
+
+        Raises:
+            UnsupportedError: the layer's attention does something that the operator cannot say.
+        """
+        where = type(module).__name__
+        unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in INERT)
+        if unknown:
+            raise UnsupportedError(f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks")
+        if attention_mask is None:
+            raise UnsupportedError(f"{where} gives attention no mask: its model does not build it with transformers'")
+        if not isinstance(attention_mask, masks.Mask):
+            raise UnsupportedError(f"{where} gives attention a mask of its own making")
+        if dropout:
+            raise UnsupportedError(f"{where} drops out attention weights at inference")
+        index = self._layer_of(key, value)
+        layer = self.layers[index]
+        layer.read = (key, value)
+        (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
+        layer.shapes |= {"key": (key.shape[1], key_dim), "value": (key.shape[1], value_dim)}
+        if layer.past is None or self.past_lengths is None:
+            return query.new_zeros(batch, sequence, num_heads, value_dim), None
+        inputs = [_rows(query), _rows(key), _rows(value), layer.past["key"], layer.past["value"], self.past_lengths]
+        y, layer.present["key"], layer.present["value"] = torch.onnx.ops.symbolic_multi_out(
+            "llmforge::Attention",
+            inputs if s_aux is None else [*inputs, s_aux],
+            {
+                "num_heads": num_heads,
+                "kv_num_heads": key.shape[1],
+                "scale": float(key_dim**-0.5 if scaling is None else scaling),
+                "softcap": float(softcap or 0.0),
+                "window": attention_mask.window,
+                "layer": index,
+            },
+            dtypes=[query.dtype, key.dtype, value.dtype],
+            shapes=[(batch, sequence, num_heads * value_dim), layer.past["key"].shape, layer.past["value"].shape],
+            version=1,
+        )
+        return y.view(batch, sequence, num_heads, value_dim), None
+
+    def _layer_of(self, key: Tensor, value: Tensor) -> int:
+        """Find the layer whose cache update returned these tensors, or what these were made of.
+
+        Latent attention caches something smaller and expands it after the update, token by token (`tokenwise` sees to
+        it); the expanded keys and values are what the graph caches. They are of the one layer that was updated and
+        has not been read.
+        """
+        open_layers = [index for index, layer in enumerate(self.layers) if layer.new is not None and layer.read is None]
+        for index in open_layers:
+            new = self.layers[index].new
+            if new is not None and key is new[0] and value is new[1]:
+                return index
+        if len(open_layers) != 1:
+            raise UnsupportedError(
+                "attention reads other keys and values than its layer caches (a shared cache, or one read twice)"
+            )
+        (index,) = open_layers
+        new = self.layers[index].new
+        assert new is not None
+        if key.shape[2] != new[0].shape[2] or value.shape[2] != new[0].shape[2] or key.shape[1] != value.shape[1]:
+            raise UnsupportedError("attention reads another number of keys and values than its layer caches")
+        return index
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Lay heads side by side: [B, H, S, D] → [B, S, H·D]."""
+    batch, count, sequence, dim = x.shape
+    return x.transpose(1, 2).reshape(batch, sequence, count * dim)

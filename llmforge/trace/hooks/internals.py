@@ -1,0 +1,253 @@
+"""The private parts of torch and transformers that tracing needs, each with the reason; both are pinned exactly.
+
+Everything else that `llmforge.trace` calls is public. A test checks that each of these still exists.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging as transformers_logging
+from transformers.utils.generic import GeneralInterface
+
+from llmforge.base.errors import ForgeError, UnsupportedError
+
+__all__ = [
+    "FakeTensorMode",
+    "Group",
+    "fake_mode",
+    "is_fake",
+    "mask_replaced",
+    "mode_of",
+    "no_progress_bars",
+    "parameters_on_meta",
+    "quiet",
+    "real_tensors",
+    "registered",
+    "registered_experts",
+    "sources_by_parameter",
+    "takes_attention",
+    "third_party",
+]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Make a mode under which tensors have shapes and no memory.
+
+    Private: torch offers no public way to give a module fake parameters before `torch.export`. Parameters on the
+    meta device do not do: torch.export then finds two devices, because buffers (rotary frequencies) stay real.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet(logger: str, level: int) -> Iterator[None]:
+    """Let `logger` log nothing below `level` for a while."""
+    named = logging.getLogger(logger)
+    before = named.level
+    named.setLevel(level)
+    try:
+        yield
+    finally:
+        named.setLevel(before)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing a progress bar of its own while it loads."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def third_party(stage: str) -> Iterator[None]:
+    """Refuse the architecture for whatever its model code, or an exporter that runs it, raises.
+
+    Raises:
+        UnsupportedError: with the reason; our own errors pass as they are.
+    """
+    try:
+        with quiet("torch._subclasses.fake_tensor", logging.CRITICAL):  # logs the errors that it raises
+            yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise UnsupportedError(f"{stage} ends with {type(error).__name__}: {lines[0]}") from error
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Leave the modes of an enclosing trace, so that tensors made inside hold numbers and are not recorded.
+
+    Private: masks, rotary tables and probes are evaluated from inside the model's forward pass.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put every parameter that a module registers on the meta device, and leave buffers alone.
+
+    Replaces a method of `torch.nn.Module`: `torch.device("meta")` would take the buffers too, and what a model
+    computes for them in its constructor (frequencies, scales) would be lost.
+    """
+    original = torch.nn.Module.register_parameter
+
+    def register(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is not None and not param.is_meta:  # a tied parameter is on meta already: keep it shared
+            self._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=False)
+
+    torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Register an attention implementation and its mask in transformers' public registries, and undo it after.
+
+    Private: the registries can be added to, not removed from.
+    """
+    registries: list[tuple[type[GeneralInterface], Callable[..., Any]]] = [
+        (AttentionInterface, attention),
+        (AttentionMaskInterface, mask),
+    ]
+    before = [registry._global_mapping.get(name) for registry, _ in registries]
+    for registry, function in registries:
+        registry.register(name, function)
+    try:
+        yield
+    finally:
+        for (registry, _), function_before in zip(registries, before, strict=True):
+            if function_before is None:
+                del registry._global_mapping[name]
+            else:
+                registry.register(name, function_before)
+
+
+def takes_attention(config: PretrainedConfig) -> bool:
+    """Say whether the causal language model of `config` calls attention through transformers' interface.
+
+    Private: transformers tells by a class method. A configuration without a model is left to the constructor.
+    """
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model is None or bool(model._can_set_attn_implementation())
+
+
+@contextmanager
+def mask_replaced(name: str, mask: Callable[..., Any]) -> Iterator[None]:
+    """Let `mask` make the masks of attention implementation `name`, which transformers has.
+
+    Private: the registry gives what was added precedence over its own, and offers no way back.
+    """
+    mapping = AttentionMaskInterface._global_mapping
+    before = mapping[name]
+    AttentionMaskInterface.register(name, mask)
+    try:
+        yield
+    finally:
+        mapping[name] = before
+
+
+@contextmanager
+def registered_experts(name: str, experts: Callable[..., Any]) -> Iterator[None]:
+    """Register an implementation of experts in transformers' public registry, and remove it after.
+
+    Private: the registry can be added to, not removed from.
+    """
+    ExpertsInterface.register(name, experts)
+    try:
+        yield
+    finally:
+        del ExpertsInterface._global_mapping[name]
+
+
+def mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """Return the fake mode that a fake parameter lives in."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of a checkpoint that make one parameter, or, through a converter, several."""
+
+    target: str  # the parameter; with a converter the first of those that it makes
+    keys: tuple[str, ...]
+    patterns: tuple[str, ...]  # of the converter, one a key; none without one
+    converter: WeightConverter | None
+
+    def pieces(self) -> list[Group]:
+        """Split a group of experts, one tensor each, into groups that make one slice of the first axis each.
+
+        Only where the converter stacks tensors along the first axis and joins what it stacked along another: then the
+        slices are independent, and one can be made without the others. Otherwise the group itself is all there is.
+        """
+        first, *rest = self.converter.operations if self.converter is not None else [None]
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        if not stacks or not all(isinstance(later, Concatenate) and later.dim > 0 for later in rest):
+            return [self]
+        keys: dict[str, list[str]] = {}
+        for key, pattern in zip(self.keys, self.patterns, strict=True):
+            keys.setdefault(pattern, []).append(key)
+        if len({len(members) for members in keys.values()}) != 1:
+            return [self]
+        return [
+            replace(self, keys=tuple(members), patterns=tuple(keys)) for members in zip(*keys.values(), strict=True)
+        ]
+
+
+def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[str, Group]:
+    """Group the tensors `keys` of a checkpoint by the parameter that transformers would load them into.
+
+    Private: transformers renames and converts while it loads, and offers no way to ask where a tensor goes. This
+    follows `convert_and_load_state_dict_in_model`. Tensors that the model has no place for are left out.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known = model.state_dict()
+    groups: dict[str, Group] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if target not in known and key in known:
+            target, pattern = key, None
+        if target not in known:
+            continue
+        if pattern is None:
+            groups[target] = Group(target, (key,), (), None)
+        else:
+            group = groups.get(target, Group(target, (), (), by_pattern[pattern]))
+            groups[target] = replace(group, keys=(*group.keys, key), patterns=(*group.patterns, pattern))
+    return groups

@@ -1,0 +1,79 @@
+"""What a transformers mask means, found by evaluating it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from llmforge.base.errors import NotADecoder, UnsupportedError
+from llmforge.trace.hooks import internals
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (batch, head, q, k)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A causal mask: a query sees the last `window` positions, itself included; 0: every position up to its own.
+
+    Stands in for the mask tensor that transformers would hand to attention, so that what a layer is given says
+    what it does; code that computes with it fails, and is refused by name.
+    """
+
+    window: int
+
+
+def classify(function: MaskFunction, positions: int) -> Mask:
+    """Find the `Mask` that `function` computes for queries and keys in [0, positions).
+
+    The last query tells the window; a spread of others must agree with it.
+
+    Raises:
+        NotADecoder: `function` shows the first query what comes after it.
+        UnsupportedError: its window is not one block of fixed size.
+    """
+    refuse_encoders(function, positions)
+    with internals.real_tensors():
+        last = positions - 1
+        seen = _row(function, last, positions)
+        window = int(seen.sum())
+        queries = {0, 1, 2, last // 2, last} | {q for q in (window - 1, window, window + 1) if 0 <= q < positions}
+        for query in sorted(queries):
+            expected = torch.zeros(positions, dtype=torch.bool)
+            expected[max(0, query + 1 - window) : query + 1] = True
+            if not torch.equal(_row(function, query, positions), expected):
+                raise UnsupportedError(f"an attention mask is neither causal nor a causal window: see query {query}")
+        return Mask(window=0 if window == positions else window)
+
+
+def refuse_encoders(function: MaskFunction, positions: int = 2) -> None:
+    """Refuse a model whose mask `function` shows the first of `positions` tokens all the others.
+
+    Raises:
+        NotADecoder: it does.
+    """
+    with internals.real_tensors():
+        if positions > 1 and bool(_row(function, 0, positions).all()):
+            raise NotADecoder("its attention sees later tokens: it is an encoder, not a decoder")
+
+
+def hides_from(function: MaskFunction, positions: int) -> int | None:
+    """Find the first query in [0, positions) from which `function` hides a key before it; None: there is none.
+
+    Windows and chunks hide nothing in short texts, and something from every query beyond some length.
+    """
+
+    def hides(query: int) -> bool:
+        return not bool(_row(function, query, query + 1).all())
+
+    with internals.real_tensors():
+        return bisect_left(range(positions), True, key=hides) if hides(positions - 1) else None
+
+
+def _row(function: MaskFunction, query: int, positions: int) -> torch.Tensor:
+    """Evaluate `function` for one query against all keys: bool [positions]."""
+    zero, keys = torch.tensor(0), torch.arange(positions)
+    allowed = function(zero, zero, torch.full_like(keys, query), keys)
+    return allowed.to(torch.bool).expand(positions)

@@ -1,0 +1,217 @@
+"""Layers with a recurrent state: causal convolutions and the gated delta rule, recognized by computing.
+
+transformers writes both as functions of a model's source file, with a fallback in plain torch; a trace of that
+fallback would hold its chunks. They are called with what a layer's cache handed out, which tells whose state it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.trace.hooks import internals
+from llmforge.trace.hooks.attention import INERT, Attention, Layer
+
+TOLERANCE = 1e-4  # fp32, on values of order one; the chunked delta rule solves a triangular system
+PROBED = 5  # tokens on which a function is probed
+L2_EPSILON = 1e-6  # under the root of the norm of queries and keys, in every model that asks for it
+CONVOLUTION = ("causal_conv1d_fn",)  # names of functions, as transformers gives them
+DELTA_RULE = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
+
+
+@contextmanager
+def substituted(model: nn.Module, attention: Attention) -> Iterator[None]:
+    """Make the recurrent layers of `model` arrive as operators while the context lasts."""
+    files: dict[str, ModuleType] = {}
+    for module in model.modules():
+        files[type(module).__module__] = sys.modules[type(module).__module__]
+    makers = dict.fromkeys(CONVOLUTION, _convolution) | dict.fromkeys(DELTA_RULE, _delta_rule)
+    originals = [
+        (file, name, function)
+        for file in files.values()
+        for name, function in vars(file).items()
+        if name in makers and inspect.isfunction(function)
+    ]
+    for file, name, function in originals:
+        setattr(file, name, makers[name](function, attention))
+    try:
+        yield
+    finally:
+        for file, name, function in originals:
+            setattr(file, name, function)
+
+
+def _bind(original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
+    """Name the arguments of a call; refuse those that are not among the function's own and mean something."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments: dict[str, Any] = dict(bound.arguments)
+    rest = arguments.pop("kwargs", {})
+    unknown = sorted(name for name, given in rest.items() if given is not None and name not in INERT)
+    if unknown:
+        raise UnsupportedError(f"{original.__name__} is called with {', '.join(unknown)}, which no operator has")
+    return arguments
+
+
+def _convolution(original: Callable[..., Any], attention: Attention) -> Callable[..., Tensor]:
+    known: dict[object, str] = {}
+
+    def causal_conv(*args: object, **kwargs: object) -> Tensor:
+        given = _bind(original, args, kwargs)
+        x, weight, bias, activation = (given[name] for name in ("hidden_states", "weight", "bias", "activation"))
+        layer, index = _owner(attention, lambda layer: layer.convolved is x)
+        (batch, channels, sequence), taps = x.shape, weight.shape[1]
+        key = (activation, bias is None, taps)
+        if key not in known:
+            with internals.real_tensors():
+                known[key] = probe_convolution(original, taps, bias is not None, activation)
+        layer.shapes["conv"] = (taps - 1, channels)
+        if layer.past is None or attention.past_lengths is None or attention.lengths is None:
+            return torch.zeros_like(x)
+        inputs = [x.transpose(1, 2), weight[:, None], layer.past["conv"], attention.past_lengths, attention.lengths]
+        y, layer.present["conv"] = torch.onnx.ops.symbolic_multi_out(
+            "llmforge::CausalConv",
+            inputs if bias is None else [*inputs, bias],
+            {"activation": known[key], "layer": index},
+            dtypes=[x.dtype, x.dtype],
+            shapes=[(batch, sequence, channels), layer.past["conv"].shape],
+            version=1,
+        )
+        return y.transpose(1, 2)
+
+    return causal_conv
+
+
+def _delta_rule(original: Callable[..., Any], attention: Attention) -> Callable[..., tuple[Tensor, Tensor]]:
+    known: set[object] = set()
+
+    def linear_attention(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        given = _bind(original, args, kwargs)
+        q, k, v, decay, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
+        normalized, past = bool(given["use_qk_l2norm_in_kernel"]), given["initial_state"]
+        (batch, sequence, few, width), (heads, value_width) = k.shape, v.shape[2:]
+        if q.shape != k.shape or decay.shape != v.shape[:3] or beta.shape != v.shape[:3]:
+            raise UnsupportedError(f"{original.__name__} is called with a decay or rate for each channel")
+        if (key := (few, heads, width, value_width, normalized)) not in known:
+            with internals.real_tensors():
+                probe_delta_rule(original, few, heads, width, value_width, normalized=normalized)
+            known.add(key)
+        if attention.dry:
+            # A dry run has no states yet; the cache takes this one back under the index of its layer.
+            attention.unclaimed = torch.zeros(batch, heads, width, value_width)
+            return torch.zeros_like(v), attention.unclaimed
+        layer, index = _owner(attention, lambda layer: past is not None and (layer.past or {}).get("recurrent") is past)
+        assert layer.past is not None
+        assert attention.past_lengths is not None
+        assert attention.lengths is not None
+        if normalized:
+            q, k = _normalize(q), _normalize(k)
+        y, state = torch.onnx.ops.symbolic_multi_out(
+            "llmforge::LinearAttention",
+            [
+                q.reshape(batch, sequence, few * width),
+                k.reshape(batch, sequence, few * width),
+                v.reshape(batch, sequence, heads * value_width),
+                decay,
+                beta,
+                layer.past["recurrent"],
+                attention.past_lengths,
+                attention.lengths,
+            ],
+            {"num_heads": few, "scale": width**-0.5, "layer": index},
+            dtypes=[v.dtype, layer.past["recurrent"].dtype],
+            shapes=[(batch, sequence, heads * value_width), layer.past["recurrent"].shape],
+            version=1,
+        )
+        attention.unclaimed = state
+        return y.view(batch, sequence, heads, value_width), state
+
+    return linear_attention
+
+
+def _owner(attention: Attention, owns: Callable[[Layer], bool]) -> tuple[Layer, int]:
+    found = [(layer, index) for index, layer in enumerate(attention.layers) if owns(layer)]
+    if len(found) != 1:
+        raise UnsupportedError("a recurrent layer computes with something else than its own cache handed out")
+    return found[0]
+
+
+def _normalize(x: Tensor) -> Tensor:
+    """Divide x [B, S, H, D] by √(Σx² + ε), written as an RMS norm: √(Σx² + ε) = √D · √(mean(x²) + ε/D)."""
+    width = x.shape[3]
+    return torch.onnx.ops.symbolic(
+        "RMSNormalization",
+        (x, torch.full((width,), width**-0.5)),
+        {"axis": -1, "epsilon": L2_EPSILON / width},
+        dtype=x.dtype,
+        shape=x.shape,
+        version=23,
+    )
+
+
+def probe_convolution(original: Callable[..., Any], taps: int, biased: bool, activation: str | None) -> str:
+    """Find the activation behind the causal convolution that `original` computes, by calling it on numbers.
+
+    Raises:
+        UnsupportedError: it computes something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 3, PROBED, generator=generator), torch.randn(3, taps, generator=generator)
+    bias = torch.randn(3, generator=generator) if biased else None
+    y = original(x.clone(), weight, bias, activation=activation)
+    plain = functional.conv1d(functional.pad(x, (taps - 1, 0)), weight[:, None], bias, groups=3)
+    for name, expected in (("none", plain), ("silu", functional.silu(plain))):
+        if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=0, atol=TOLERANCE):
+            return name
+    raise UnsupportedError(f"{original.__name__} is no causal convolution with {activation!r} behind it")
+
+
+def probe_delta_rule(
+    original: Callable[..., Any], few: int, heads: int, width: int, value_width: int, *, normalized: bool
+) -> None:
+    """Return if `original` computes the gated delta rule as `llmforge::LinearAttention` does.
+
+    Raises:
+        UnsupportedError: it computes something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*dims: int) -> Tensor:
+        return torch.randn(*dims, generator=generator)
+
+    q, k = draw(2, PROBED, few, width), draw(2, PROBED, few, width)
+    if not normalized:  # keys of unit length, or the state grows without bound
+        k = k / k.norm(dim=-1, keepdim=True)
+    v, state = draw(2, PROBED, heads, value_width), draw(2, heads, width, value_width)
+    decay, beta = -draw(2, PROBED, heads).abs(), torch.sigmoid(draw(2, PROBED, heads))
+    y, after = original(
+        q.clone(),
+        k.clone(),
+        v.clone(),
+        g=decay.clone(),
+        beta=beta.clone(),
+        initial_state=state.clone(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalized,
+    )
+    if normalized:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // few, 2) for x in (q, k))
+    rows = []
+    for s in range(PROBED):
+        state = state * decay[:, s, :, None, None].exp()
+        missing = (v[:, s] - torch.einsum("bhd,bhde->bhe", k[:, s], state)) * beta[:, s, :, None]
+        state = state + torch.einsum("bhd,bhe->bhde", k[:, s], missing)
+        rows.append(torch.einsum("bhd,bhde->bhe", q[:, s], state) * width**-0.5)
+    for found, expected in ((y, torch.stack(rows, 1)), (after, state)):
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE):
+            raise UnsupportedError(f"{original.__name__} does not compute the gated delta rule")

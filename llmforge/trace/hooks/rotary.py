@@ -1,0 +1,292 @@
+"""Rotary embedding: tables of the model's own numbers, and the functions that apply them, recognized by computing."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.trace.hooks import internals, longrope
+
+CHUNK = 8192  # positions computed at a time: bounds the memory of long contexts
+TOLERANCE = 1e-5  # fp32, on values of order one
+
+
+@dataclass
+class Given:
+    """What the run under way was given; apart from modules, whose attributes torch.export does not let a trace set."""
+
+    position_ids: Tensor | None = None  # the graph's own [B, S]
+    text_lengths: Tensor | None = None  # [B]
+
+
+class Tables(nn.Module):
+    """The rotary tables of a model: buffers `cos`, `sin` (then `cos_1`, …), fp32 [positions, rotary_dim / 2]."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.positions = positions
+        self.given = Given()
+        self.samples: list[tuple[Tensor, Tensor]] = []  # [1, longrope.PROBED, width], as the model's module has them
+        self.as_complex: list[bool] = []  # whether the model's module gives cos + i·sin as one tensor
+        self.switches: list[int] = []  # positions from which the long half of a table counts; 0: there is one half
+
+    def add(self, module: nn.Module, original: Callable[[Tensor], Any]) -> int:
+        """Evaluate `original` (position ids [1, n] → cos, sin [1, n, width]) and keep the table; return its index.
+
+        `original` may also give one complex tensor, cos + i·sin.
+
+        Raises:
+            UnsupportedError: what it computes for a position depends on how long the sequence is, in another way
+                than by one switch (`longrope`).
+        """
+
+        def forward(ids: Tensor) -> tuple[Tensor, Tensor]:
+            angles = original(ids)
+            return (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
+
+        probed = torch.arange(min(longrope.PROBED, self.positions))[None]
+        far = torch.tensor([[self.positions - 1]])
+        samples = forward(probed)
+        beside_far = forward(torch.cat([probed, far], 1))
+        switch = 0
+        if any(not torch.equal(a, b[:, : a.shape[1]]) for a, b in zip(samples, beside_far, strict=True)):
+            switch = longrope.switch(type(module).__name__, forward, self.positions)
+        chunks = longrope.rows(forward, self.positions, switch, CHUNK)
+        index = len(self.samples)
+        self.samples.append(samples)
+        self.as_complex.append(isinstance(original(probed), Tensor))
+        self.switches.append(switch)
+        for part in (0, 1):
+            halves = [_half(chunk[part][0]) for chunk in chunks]
+            self.register_buffer(_buffer(index, part), torch.cat(halves), persistent=False)
+        return index
+
+    def sample(self, angles: Angles) -> Tensor:
+        """Return what `angles` stand for, at the probed positions."""
+        cos, sin = self.samples[angles.table]
+        return (cos, sin, torch.complex(cos, sin))[angles.part]
+
+    def table(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the cos and sin of one table, as the trace sees them."""
+        return self.get_buffer(_buffer(index, 0)), self.get_buffer(_buffer(index, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Angles:
+    """Stands in for the cos or sin [B, S, width] that a rotary module would compute; computing with it fails."""
+
+    table: int
+    part: int  # 0: cos, 1: sin, 2: cos + i·sin
+    position_ids: Tensor
+
+    def to(self, *args: object, **kwargs: object) -> Angles:
+        """Stay where it is: a trace has one device."""
+        return self
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a function applies rotary embedding."""
+
+    heads_last: bool  # [B, S, H, D] instead of [B, H, S, D]
+    interleaved: bool  # pairs (0, 1), (2, 3), … instead of (0, D/2), (1, D/2 + 1), …
+    regroups: bool = False  # takes the former and hands out the latter
+
+
+@contextmanager
+def substituted(model: nn.Module, positions: int) -> Iterator[Tables]:
+    """Make rotary embedding arrive as RotaryEmbedding nodes while the context lasts.
+
+    Modules that own rotary frequencies (transformers: a buffer `inv_freq`) hand out `Angles`; the functions of
+    their source files that transformers calls `apply_rotary*` take them.
+    """
+    tables = Tables(positions)
+    files: dict[str, ModuleType] = {}
+    for module in model.modules():
+        files[type(module).__module__] = sys.modules[type(module).__module__]
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            module.forward = _angles(module, module.forward, tables)
+    originals = [
+        (file, name, function)
+        for file in files.values()
+        for name, function in vars(file).items()
+        if name.startswith("apply_rotary") and inspect.isfunction(function)
+    ]
+    for file, name, function in originals:
+        setattr(file, name, _applier(function, tables))
+    try:
+        yield tables
+    finally:
+        for file, name, function in originals:
+            setattr(file, name, function)
+
+
+@contextmanager
+def untouched(model: nn.Module, positions: int) -> Iterator[Tables]:
+    """Leave rotary embedding to the model."""
+    yield Tables(positions)
+
+
+def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> Callable[..., Any]:
+    """Make the forward of a rotary module that computes a table once and hands out `Angles`."""
+    known: dict[tuple[object, ...], int] = {}
+
+    def forward(x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Angles | tuple[Angles, Angles]:
+        axes = position_ids.shape[:-2]
+        if axes:
+            position_ids = _one_axis(module, position_ids, tables.given.position_ids)
+        key = (*args, *sorted(kwargs.items()))
+        if key not in known:
+            with internals.real_tensors():
+                known[key] = tables.add(
+                    module, lambda ids: original(torch.zeros(1), ids.expand(*axes, -1, -1), *args, **kwargs)
+                )
+        places = position_ids
+        if switch := tables.switches[known[key]]:
+            assert tables.given.text_lengths is not None
+            places = longrope.places(position_ids, tables.given.text_lengths, switch)
+        if tables.as_complex[known[key]]:
+            return Angles(known[key], 2, places)
+        return Angles(known[key], 0, places), Angles(known[key], 1, places)
+
+    return forward
+
+
+def _one_axis(module: nn.Module, position_ids: Tensor, given: Tensor | None) -> Tensor:
+    """Take positions [axes, B, S] (time, height, width) for the text's own [B, S] where all axes are views of it.
+
+    Raises:
+        UnsupportedError: they are something else.
+    """
+    if (
+        position_ids.dim() == 3
+        and given is not None
+        and _place(position_ids) == (*_place(given)[:2], (0, *given.stride()))
+    ):
+        return given
+    raise UnsupportedError(f"{type(module).__name__} takes positions of more than one axis")
+
+
+def _place(x: Tensor) -> tuple[int, object, tuple[int, ...]]:
+    """Say which tensor `x` is a view of, from where on, and with which strides."""
+    return id(x if x._base is None else x._base), x.storage_offset(), x.stride()
+
+
+def _applier(original: Callable[..., Any], tables: Tables) -> Callable[..., Any]:
+    """Make a function that does with `Angles` what `original` does with cos and sin."""
+    signature = inspect.signature(original)
+    layouts: dict[tuple[object, ...], Layout] = {}
+
+    def apply(*args: object, **kwargs: object) -> object:
+        bound = signature.bind(*args, **kwargs)
+        angles = [value for value in bound.arguments.values() if isinstance(value, Angles)]
+        if not angles:
+            return original(*args, **kwargs)
+        tensors = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
+        if [angle.part for angle in angles] not in ([0, 1], [2]) or len({angle.table for angle in angles}) != 1:
+            raise UnsupportedError(f"{original.__name__} takes rotary angles in an unknown form")
+        first = angles[0]
+        key = (first.table, *((name, x.shape[-1]) for name, x in tensors.items()))
+        if key not in layouts:
+            with internals.real_tensors():
+                layouts[key] = probe(original, bound, tables)
+        outputs = tuple(_emit(x, first.position_ids, tables.table(first.table), layouts[key]) for x in tensors.values())
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return apply
+
+
+def probe(original: Callable[..., Any], bound: inspect.BoundArguments, tables: Tables) -> Layout:
+    """Find the layout in which `original` rotates, by calling it on numbers.
+
+    Raises:
+        UnsupportedError: it does something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    index = next(value.table for value in bound.arguments.values() if isinstance(value, Angles))
+    cos, sin = (part[: tables.samples[index][0].shape[1]] for part in tables.table(index))
+    for heads_last in (False, True):
+        arguments, rotated = dict(bound.arguments), []
+        for name, value in bound.arguments.items():
+            if isinstance(value, Angles):
+                arguments[name] = tables.sample(value)
+            elif isinstance(value, Tensor):
+                shape = (1, len(cos), 3, value.shape[-1]) if heads_last else (1, 3, len(cos), value.shape[-1])
+                arguments[name] = torch.randn(shape, generator=generator)
+                rotated.append(arguments[name])
+        try:
+            outputs = original(*inspect.BoundArguments(bound.signature, arguments).args)
+        except RuntimeError:  # shapes that do not broadcast: not this layout
+            continue
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if len(outputs) != len(rotated):
+            continue
+        for interleaved, regroups in ((False, False), (True, False), (False, True)):
+            layout = Layout(heads_last, interleaved, regroups)
+            expected = [_rotate(x, cos, sin, layout) for x in rotated]
+            if all(
+                y.shape == e.shape and torch.allclose(y, e, rtol=0, atol=TOLERANCE)
+                for y, e in zip(outputs, expected, strict=True)
+            ):
+                return layout
+    raise UnsupportedError(f"{original.__module__.rpartition('.')[2]}.{original.__name__} is no rotary embedding")
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Compute RotaryEmbedding-23 on x [1, S, H, D] or [1, H, S, D] with cos and sin [S, rotary_dim / 2]."""
+    by_row = x if layout.heads_last else x.transpose(1, 2)
+    half = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    turning, rest = by_row[..., : 2 * half], by_row[..., 2 * half :]
+    if layout.regroups:
+        turning = torch.cat([turning[..., 0::2], turning[..., 1::2]], -1)
+    if layout.interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = turning[..., :half], turning[..., half:]
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    y = torch.cat([turned, rest], -1)
+    return y if layout.heads_last else y.transpose(1, 2)
+
+
+def _emit(x: Tensor, position_ids: Tensor, table: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    """Emit RotaryEmbedding-23 for x, laid out as `layout` says."""
+    by_row = x if layout.heads_last else x.transpose(1, 2)
+    batch, sequence, count, dim = by_row.shape
+    rotary_dim = 2 * table[0].shape[1]
+    attributes: dict[str, Any] = {"num_heads": count, "interleaved": int(layout.interleaved)}
+    if rotary_dim != dim:
+        attributes["rotary_embedding_dim"] = rotary_dim
+    if layout.regroups:
+        if rotary_dim != dim:
+            raise UnsupportedError("rotary embedding regroups the pairs of a part of each head")
+        by_row = by_row.reshape(batch, sequence, count, dim // 2, 2).transpose(3, 4)
+    flat = by_row.reshape(batch, sequence, count * dim)
+    y = torch.onnx.ops.symbolic(
+        "RotaryEmbedding", (flat, *table, position_ids), attributes, dtype=x.dtype, shape=flat.shape, version=23
+    ).view(batch, sequence, count, dim)
+    return y if layout.heads_last else y.transpose(1, 2)
+
+
+def _half(full: Tensor) -> Tensor:
+    """Take one number a rotated pair from cos or sin [n, width] that may hold each twice."""
+    half = full.shape[1] // 2
+    if full.shape[1] % 2 == 0 and torch.equal(full[:, :half], full[:, half:]):
+        return full[:, :half].contiguous()
+    if full.shape[1] % 2 == 0 and torch.equal(full[:, 0::2], full[:, 1::2]):
+        return full[:, 0::2].contiguous()
+    return full
+
+
+def _buffer(index: int, part: int) -> str:
+    return ("cos", "sin")[part] + (f"_{index}" if index else "")

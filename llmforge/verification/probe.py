@@ -1,0 +1,210 @@
+"""Fixed inputs that graphs are compared on, and how a graph is run on them.
+
+A graph runs as it is written: ONNX Runtime's own optimizations are off, canonical operators are expanded, fp16 and bf16
+are emulated in fp32 (`lowering.emulation`), and the initializers are handed over in memory, so that no file is written
+and a tensor that two graphs share is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.ir import dialect, graph, interface
+from llmforge.lowering import emulation
+from llmforge.runtime.backends.session import Session, SessionConfig
+
+# Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
+_INLINE_BYTES = 1024
+_SEED = 20_240_229  # any fixed number: probes must be the same in every build
+_DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 16 of 512 lift the mean over any budget
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call of a graph.
+
+    ids: int64 [B, S], padded on the right.  lengths: int64 [B], the real tokens of each row.  past: int32 [B].
+    text_lengths: int64 [B], the tokens of the text of each row, of which the step is a part.
+    """
+
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    past: NDArray[np.int32]
+    text_lengths: NDArray[np.int64] | None = None  # None: the step ends it
+
+    @property
+    def valid(self) -> NDArray[np.bool_]:
+        """Mark the real tokens: bool [B, S]."""
+        marks: NDArray[np.bool_] = np.arange(self.ids.shape[1])[None] < self.lengths[:, None]
+        return marks
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Steps that continue one another over one cache."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return len(self.steps[0].ids)
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the cache needs: the longest row, padding included."""
+        return max(int(step.past.max()) + int(step.ids.shape[1]) for step in self.steps)
+
+    def where(self, index: int) -> str:
+        """Describe a step for a message."""
+        step = self.steps[index]
+        kind = "decode" if step.ids.shape[1] == 1 else "continuation" if step.past.any() else "prefill"
+        return f"{self.name}, step {index} ({kind}, {step.ids.shape[1]} tokens after {step.past.tolist()})"
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What one step gave, without padding.
+
+    logits: fp32 [tokens, vocabulary], row after row.  caches: by input name, the filled slots of each row,
+    [kv_heads, slots, head_dim], or its state as a whole.
+    """
+
+    logits: NDArray[np.float32]
+    caches: Mapping[str, tuple[NDArray[Any], ...]]
+
+
+def cut(name: str, rows: Sequence[NDArray[np.int64]], counts: Sequence[Sequence[int]]) -> Run:
+    """Cut rows of tokens into the steps of a run: step `i` takes the next `counts[i][b]` tokens of row `b`."""
+    past = np.zeros(len(rows), np.int32)
+    totals = np.sum(np.array(counts, np.int64), axis=0)
+    steps = []
+    for count in counts:
+        lengths = np.array(count, np.int64)
+        ids = np.zeros((len(rows), int(lengths.max())), np.int64)
+        for b, row in enumerate(rows):
+            ids[b, : lengths[b]] = row[past[b] : past[b] + lengths[b]]
+        steps.append(Step(ids, lengths, past, totals))
+        past = (past + lengths).astype(np.int32)
+    return Run(name, tuple(steps))
+
+
+def random_runs(vocabulary: int) -> tuple[Run, ...]:
+    """Make the probes of every pass: one row through prefill, decode and continuation, and a ragged batch of two."""
+    rng = np.random.default_rng(_SEED)
+
+    def draw(length: int) -> NDArray[np.int64]:
+        return rng.integers(0, vocabulary, length, np.int64)
+
+    return (
+        cut("one row", [draw(20)], [(12,), *[(1,)] * 5, (3,)]),
+        cut("ragged batch", [draw(11), draw(14)], [(9, 12), (1, 1), (1, 1)]),
+    )
+
+
+def text_runs(texts: Sequence[NDArray[np.int64]]) -> tuple[Run, ...]:
+    """Make the probes of a lossy pass from token windows: most of each in a prefill, then a continuation, then decode.
+
+    The first two windows also run side by side, of unequal lengths, as a ragged batch.
+    """
+    runs = []
+    for index, window in enumerate(texts):
+        decoded = min(_DECODED_OF_WINDOW, len(window) // 4)
+        continued = len(window) // 4
+        counts = [(len(window) - continued - decoded,), (continued,), *[(1,)] * decoded]
+        runs.append(cut(f"window {index}", [window], [count for count in counts if count[0]]))
+    if len(texts) > 1:
+        first, second = texts[:2]
+        decoded = min(_DECODED_OF_WINDOW, len(first) // 2, len(second) // 4)
+        prefill = (len(first) - decoded, len(second) // 2)
+        if prefill[1] > 0:
+            runs.append(cut("windows 0 and 1, ragged", [first, second], [prefill, *[(1, 1)] * decoded]))
+    return tuple(runs)
+
+
+@dataclass
+class Weights:
+    """Arrays of initializers, each read once for all graphs that share the tensor."""
+
+    _arrays: dict[int, tuple[ir.TensorProtocol, NDArray[Any]]] = field(default_factory=dict)
+
+    def array(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
+        """Return the values of `tensor`; a lazy one is computed the first time."""
+        key = id(emulation.origin(tensor))
+        if key not in self._arrays:  # the tensor is kept, too: its id cannot go to another
+            self._arrays[key] = tensor, np.asarray(self.values(tensor), order="C")  # keeps scalars without axes
+        return self._arrays[key][1]
+
+    def values(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
+        """Read `tensor`."""
+        return tensor.numpy()
+
+    def keep(self, *models: ir.Model) -> None:
+        """Forget every tensor that none of `models` has."""
+        used = {id(value.const_value) for model in models for value in model.graph.initializers.values()}
+        self._arrays = {key: entry for key, entry in self._arrays.items() if key in used}
+
+
+def strip(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Take the initializers out of `model`, which then refers to a file that is not there; return them.
+
+    Small ones in memory stay.
+    """
+    return graph.detach(model, "weights", _INLINE_BYTES)
+
+
+def open_session(model: ir.Model, weights: Weights, threads: int, expose: Sequence[str] = ()) -> Session:
+    """Load `model`, which stays as it is, for checks; `expose` names intermediate values to be outputs as well.
+
+    Raises:
+        UnsupportedError: ONNX Runtime refuses the graph.
+    """
+    executable = dialect.expand(emulation.emulate(model))
+    if expose:
+        wanted = set(expose) - {value.name for value in executable.graph.outputs}
+        values = [value for node in executable.graph for value in node.outputs if value.name in wanted]
+        executable.graph.outputs.extend(values)
+    arrays = {name: weights.array(tensor) for name, tensor in strip(executable).items()}
+    serialized = ir.serde.serialize_model(executable).SerializeToString()
+    return Session(serialized, SessionConfig(threads=threads, optimize=False), initializers=arrays)
+
+
+def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
+    """Run the steps of `run` one by one; with `caches`, copy what they hold after each."""
+    cache = session.allocate(run.batch, run.capacity)
+    for step in run.steps:
+        logits = session.step(
+            step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=step.text_lengths
+        )
+        filled = step.past + step.lengths
+        held = cache.buffers.items() if caches else ()
+        yield Outcome(
+            logits[step.valid],
+            {name: tuple(real(name, buffer, filled)) for name, buffer in held},
+        )
+
+
+def real(name: str, buffer: NDArray[Any], filled: NDArray[np.integer[Any]]) -> Iterator[NDArray[Any]]:
+    """Copy what the cache input or output `name` holds for each row, of which `filled` tokens [B] are cached."""
+    for row, count in zip(buffer, filled, strict=True):
+        yield row.copy() if interface.is_state(name) else row[:, :count].copy()
+
+
+def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Run the steps before step `index`, and read the outputs `names` of that step, padding included."""
+    cache = session.allocate(run.batch, run.capacity)
+    for step in run.steps[:index]:
+        session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=step.text_lengths)
+    step = run.steps[index]
+    return session.read(names, step.ids, step.past, cache, _all_rows(step), step.lengths, step.text_lengths)
+
+
+def _all_rows(step: Step) -> NDArray[np.int64]:
+    return np.arange(step.ids.shape[1])

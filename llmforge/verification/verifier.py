@@ -1,0 +1,440 @@
+"""Prove after every pass what it declares: the same logits, the same but for rounding, or within a budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
+from llmforge.evaluation import metrics
+from llmforge.ir import dialect, graph, interface
+from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass
+from llmforge.runtime.backends.session import Session
+from llmforge.trace.export.limits import WHOLE_BYTES
+from llmforge.verification import comparison, probe, streamed_verifier
+from llmforge.verification.streamed_verifier import Difference, Loss
+
+# Largest |difference| that ROUNDING allows, in standard deviations of what is compared: all logits of the probes, or
+# one cache. Only dtypes that were measured stand here.
+# FLOAT: 23 two-layer architectures, their attention lowered in up to three ways, moved logits by at most 7e-6 at a
+# deviation of 0.6, which is 1.2e-5. Errors of independent layers add up like a random walk: 80 layers make √40 of it.
+TOLERANCE: Mapping[ir.DataType, float] = {ir.DataType.FLOAT: 1e-4}
+
+_INT8_ACTIVATIONS = 4  # accuracy_level of com.microsoft::MatMulNBits
+
+_RUN_FAILURES = (
+    ort_errors.EPFail,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+    RuntimeError,  # what `run_with_iobinding` makes of each of these
+)
+
+_Array = NDArray[Any]
+_Outcomes = list[list[probe.Outcome]]  # by run, by step
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the check of one pass found, against the graph before the pass."""
+
+    numerics: Numerics
+    max_abs_difference: float  # of any logit of the probes; in parts: of any value at their edges, in its deviation
+    allowed: float | None  # largest max_abs_difference that the numerics allow; None where the budget decides
+    kld_mean: float | None  # nats a token, on text; None where it was not measured
+    budget: float | None  # largest kld_mean that the recipe allows
+    probes: tuple[str, ...]  # names of the runs; () where the graph is unchanged
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A graph at one moment: a clone that shares its tensors, and what tells whether it has changed since."""
+
+    model: ir.Model
+    fingerprint: str
+    tensors: Mapping[str, ir.TensorProtocol | None]
+    contents: Mapping[str, object]  # hashes of the tensors in memory
+
+    @classmethod
+    def of(cls, model: ir.Model) -> Snapshot:
+        """Record `model`, which may change afterwards."""
+        return cls(model.clone(), graph.fingerprint(model), _tensors(model), _contents(_tensors(model)))
+
+    def overwritten(self) -> str | None:
+        """Name a tensor whose numbers were changed in place, so that this snapshot is none any more."""
+        now = _contents(self.tensors)
+        return next((name for name, content in self.contents.items() if now[name] != content), None)
+
+    def differs(self, model: ir.Model) -> str | None:
+        """Say what of `model` is not as it was; None where all is."""
+        if graph.fingerprint(model) != self.fingerprint:
+            return "the structure of the graph"
+        for name, tensor in _tensors(model).items():
+            # A fingerprint reads no lazy tensor: another object may hold other numbers.
+            if isinstance(tensor, ir.LazyTensor) and tensor is not self.tensors[name]:
+                return f"initializer {name}"
+        return None
+
+
+def check_changes(name: str, before: Snapshot, model: ir.Model, changes: Changes) -> None:
+    """Hold what the pass `name` reports against what it did to the graph.
+
+    Raises:
+        VerificationError: it reports changes and made none, or made changes and reports none.
+    """
+    difference = before.differs(model)
+    if changes and difference is None:
+        first = changes.rewritten[0]
+        raise VerificationError(
+            f"pass {name} reports {len(changes.rewritten)} changes, the first at {first.node} ({first.what}), "
+            "and left the graph as it was"
+        )
+    if not changes and difference is not None:
+        raise VerificationError(f"pass {name} reports no changes and changed {difference}")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What is not as declared, and the step that shows it."""
+
+    what: str
+    run: probe.Run
+    step: int
+    bound: float  # a tensor diverges from here on, in standard deviations; 0: when a bit differs
+
+    @property
+    def where(self) -> str:
+        return self.run.where(self.step)
+
+
+class Verifier:
+    """Follows a graph from pass to pass, and holds each pass to what it declares.
+
+    Args:
+        model: the graph before the first pass.
+        folder: where the graphs before and after a failed pass are saved, without weights.
+        texts: windows of token ids, int64 [length], that budgets of lossy passes are measured on.
+        threads: of ONNX Runtime.
+        whole_bytes: of weights; a graph with more is never run whole, but proven in parts (`verify_parts`).
+
+    Raises:
+        UnsupportedError: no tolerance is known for the dtype of the logits, or ONNX Runtime refuses the graph.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        *,
+        folder: Path,
+        texts: Sequence[NDArray[np.int64]] = (),
+        threads: int = 1,
+        whole_bytes: int = WHOLE_BYTES,
+    ) -> None:
+        self._folder, self._threads = folder, threads
+        self._weights = probe.Weights()
+        self._tolerance = _tolerance(model)
+        self._before = Snapshot.of(model)
+        self._loss = Loss(texts, threads) if graph.weight_bytes(model) > whole_bytes else None
+        if self._loss is not None:
+            return
+        self._text_runs = probe.text_runs(texts)
+        session = probe.open_session(model, self._weights, threads)
+        self._runs = probe.random_runs(session.vocabulary)
+        self._outcomes = self._drive(session)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the model is too large to run whole."""
+        return self._loss is not None
+
+    def check(self, step: Pass, model: ir.Model, changes: Changes) -> Verification:
+        """Hold `model`, which `step` changed as `changes` says, against the graph before; it is the next one's before.
+
+        Raises:
+            VerificationError: `step` did not do what it declares. Both graphs were saved.
+            UsageError: `step` is lossy and there is no text to measure its budget on.
+        """
+        started = time.perf_counter()
+        try:
+            if (name := self._before.overwritten()) is not None:
+                raise VerificationError(f"pass {step.name} changed the numbers of initializer {name} in place")
+            check_changes(step.name, self._before, model, changes)
+            result = self._prove(step, model) if changes else self._unchanged(step)
+        except VerificationError as error:
+            error.hint = f"both graphs were saved, without weights: {self._save(step.name, model)}"
+            raise
+        return changed(result, seconds=time.perf_counter() - started)
+
+    def _unchanged(self, step: Pass) -> Verification:
+        allowed = None if step.numerics is Numerics.LOSSY else 0.0
+        return Verification(step.numerics, 0.0, allowed, None, None, (), 0.0)
+
+    def _prove(self, step: Pass, model: ir.Model) -> Verification:
+        try:
+            dialect.check(model)
+        except VerificationError as error:
+            raise VerificationError(
+                f"pass {step.name} wrote a graph that is not of the dialect: {error.message}"
+            ) from error
+        try:
+            if self._loss is None:
+                session = probe.open_session(model, self._weights, self._threads)
+                result = self._prove_whole(step, model, session, self._drive(session))
+            else:
+                result = self._in_parts(step, model, self._loss)
+        except (UnsupportedError, *_RUN_FAILURES) as error:
+            raise VerificationError(f"pass {step.name} wrote a graph that does not run: {error}") from error
+        self._before = Snapshot.of(model)
+        return result
+
+    def _in_parts(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
+        if step.numerics is Numerics.LOSSY and _other_interface(self._before.model, model) is None:
+            return self._measure_in_pieces(step, model, loss)
+        return self._prove_in_parts(step, model)
+
+    def _prove_in_parts(self, step: Pass, model: ir.Model) -> Verification:
+        """Prove a pass on the regions that it changed."""
+        difference = _other_interface(self._before.model, model)
+        tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
+        found = difference or streamed_verifier.prove(
+            self._before.model, model, tolerance=tolerance, threads=self._threads
+        )
+        if isinstance(found, Difference):
+            raise VerificationError(f"pass {step.name} declares {step.numerics.value}: {found.what} in {found.where}")
+        return Verification(step.numerics, found.largest, tolerance, None, None, found.names, 0.0)
+
+    def _measure_in_pieces(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
+        if not loss.texts:
+            raise _no_text(step)
+        budget = _budget(step).kld_mean
+        cost = loss.measure(self._before.model, model)
+        if cost.not_finite is not None:
+            raise VerificationError(
+                f"pass {step.name}: logits are NaN or infinite in {cost.not_finite}{_end_of_range(model)}"
+            )
+        if not cost.kld_mean <= budget:
+            raise VerificationError(
+                f"pass {step.name} declares lossy: mean KLD is {cost.kld_mean:.3g} nats over {cost.tokens} tokens, "
+                f"its budget {budget:.3g}"
+            )
+        name = f"{cost.tokens} tokens of text, piece by piece"
+        return Verification(step.numerics, cost.largest, None, cost.kld_mean, budget, (name,), 0.0)
+
+    def _prove_whole(self, step: Pass, model: ir.Model, session: Session, outcomes: _Outcomes) -> Verification:
+        names = [run.name for run in self._runs]
+        allowed, kld_mean, budget = None, None, None
+        failure = self._not_finite(outcomes) or self._other_caches(outcomes)
+        if failure is None and step.numerics is Numerics.LOSSY:
+            budget = _budget(step).kld_mean
+            names += [run.name for run in self._text_runs]
+            kld_mean, failure = self._over_budget(step, session, budget)
+        elif failure is None:
+            tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
+            allowed = tolerance * _spread(self._outcomes)
+            if tolerance and _rounds_activations(self._before.model):
+                # a rounding error may move a number to the next step of int8, and logits by far more than itself
+                proof = self._prove_in_parts(step, model)
+                allowed, names = proof.allowed, [*proof.probes]
+            else:
+                failure = self._too_different(outcomes, tolerance)
+        if failure is not None:
+            overflow = _end_of_range(model) if np.isinf(failure.bound) else ""
+            raise VerificationError(
+                f"pass {step.name} declares {step.numerics.value}: {failure.what} in {failure.where}; "
+                f"{self._origin(model, failure)}{overflow}"
+            )
+        difference = max(float(np.abs(b.logits - a.logits).max()) for b, a in _pairs(self._outcomes, outcomes))
+        self._outcomes = outcomes
+        self._weights.keep(model)
+        return Verification(step.numerics, difference, allowed, kld_mean, budget, tuple(names), 0.0)
+
+    def _drive(self, session: Session) -> _Outcomes:
+        return [list(probe.drive(session, run, caches=True)) for run in self._runs]
+
+    def _steps(self, outcomes: _Outcomes) -> Iterator[tuple[probe.Run, int, probe.Outcome, probe.Outcome]]:
+        """Walk over the steps of the probes: run, index, before, after."""
+        for run, befores, afters in zip(self._runs, self._outcomes, outcomes, strict=True):
+            for index, (before, after) in enumerate(zip(befores, afters, strict=True)):
+                yield run, index, before, after
+
+    def _not_finite(self, outcomes: _Outcomes) -> _Failure | None:
+        for run, index, _, after in self._steps(outcomes):
+            bad = int((~np.isfinite(after.logits)).sum())
+            if bad:
+                return _Failure(f"{bad} of {after.logits.size} logits are NaN or infinite", run, index, np.inf)
+        return None
+
+    def _other_caches(self, outcomes: _Outcomes) -> _Failure | None:
+        before, after = self._outcomes[0][0].caches, outcomes[0][0].caches
+        if before.keys() == after.keys():
+            return None
+        names = ", ".join(sorted(before.keys() ^ after.keys()))
+        return _Failure(f"the graph has other cache inputs ({names})", self._runs[0], 0, self._tolerance)
+
+    def _too_different(self, outcomes: _Outcomes, tolerance: float) -> _Failure | None:
+        """Find the first step whose logits or caches differ by more than `tolerance`, in standard deviations."""
+        spread = _spread(self._outcomes)
+        for run, index, before, after in self._steps(outcomes):
+            compared = [("logits", before.logits, after.logits, spread)]
+            for name in before.caches:
+                b, a = comparison.joined(before.caches[name]), comparison.joined(after.caches[name])
+                # Codes of a quantized cache flip by one where a rounding error crosses a border: the logits decide.
+                if b.dtype == a.dtype and (tolerance == 0.0 or np.issubdtype(b.dtype, np.floating)):
+                    compared.append((interface.present_of(name), b, a, float(b.std())))
+            for name, b, a, unit in compared:
+                if comparison.diverges(b, a, tolerance, unit):
+                    difference = comparison.largest(b, a)
+                    what = f"{name} differ by {difference:.3g}, allowed is {tolerance * unit:.3g},"
+                    return _Failure(what, run, index, tolerance)
+        return None
+
+    def _over_budget(self, step: Pass, after: Session, budget: float) -> tuple[float, _Failure | None]:
+        """Measure KL(before || after) on text: the mean over all tokens, and a failure where it exceeds `budget`."""
+        if not self._text_runs:
+            raise _no_text(step)
+        before = probe.open_session(self._before.model, self._weights, self._threads)
+        total, tokens = 0.0, 0
+        worst: tuple[float, probe.Run, int] = (-1.0, self._text_runs[0], 0)
+        for run in self._text_runs:
+            steps = zip(probe.drive(before, run, caches=False), probe.drive(after, run, caches=False), strict=True)
+            for index, (b, a) in enumerate(steps):
+                if not np.isfinite(a.logits).all():
+                    return np.nan, _Failure("logits are NaN or infinite", run, index, np.inf)
+                mean = metrics.kld_mean(b.logits, a.logits)
+                total, tokens = total + mean * len(b.logits), tokens + len(b.logits)
+                worst = max(worst, (mean, run, index), key=lambda entry: entry[0])
+        if total / tokens <= budget:
+            return total / tokens, None
+        mean, run, index = worst
+        what = (
+            f"mean KLD is {total / tokens:.3g} nats over {tokens} tokens, its budget {budget:.3g}; highest, {mean:.3g},"
+        )
+        return total / tokens, _Failure(what, run, index, np.nan)
+
+    def _origin(self, model: ir.Model, failure: _Failure) -> str:
+        """Name the first tensor that has one name in both graphs and differs in the step of `failure`."""
+        before, after = dialect.expand(self._before.model), dialect.expand(model)
+        there = {value.name for node in after.graph for value in node.outputs}
+        made = (value.name for node in before.graph for value in node.outputs)
+        names = [name for name in made if name and name in there]
+        b, a = (
+            probe.observe(probe.open_session(m, self._weights, self._threads, names), failure.run, failure.step, names)
+            for m in (self._before.model, model)
+        )
+        caches = {str(value.name) for value in before.graph.outputs} - {interface.LOGITS}
+        step = failure.run.steps[failure.step]
+        cached = {name: name if name in caches else None for name in names}
+        pairs = {
+            name: (comparison.valid(b[name], step, cached[name]), comparison.valid(a[name], step, cached[name]))
+            for name in names
+        }
+        return _first_divergence(pairs, failure.bound)
+
+    def _save(self, name: str, model: ir.Model) -> str:
+        """Write the graphs before and after the pass `name`; return the two paths."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for moment, graph_then in (("before", self._before.model), ("after", model)):
+            clone = graph_then.clone()
+            probe.strip(clone)
+            path = self._folder / f"{name}.{moment}.onnx"
+            path.write_bytes(ir.serde.serialize_model(clone).SerializeToString())
+            paths.append(str(path))
+        return ", ".join(paths)
+
+
+def _first_divergence(pairs: Mapping[str, tuple[_Array | None, _Array | None]], bound: float) -> str:
+    """Describe the first of `pairs` (before, after), in the order of the graph, that differs by more than `bound`.
+
+    A `bound` of NaN stands for half of the logits' own difference: where most of a loss has come about.
+    """
+    if np.isnan(bound):
+        b, a = pairs[interface.LOGITS]
+        bound = 0.5 * comparison.deviation(b, a) if b is not None and a is not None else 0.0
+    for name, (b, a) in pairs.items():
+        if b is None or a is None or b.shape != a.shape or b.dtype != a.dtype or b.tobytes() == a.tobytes():
+            continue
+        deviation = comparison.deviation(b, a)
+        if bound == 0 or deviation > bound or np.isinf(deviation):
+            return f"first diverging tensor: {name}, by {deviation:.3g} of its standard deviation"
+    return "no tensor that both graphs name differs in that step"
+
+
+def _spread(outcomes: _Outcomes) -> float:
+    """Return the standard deviation of all logits of the probes."""
+    return float(np.concatenate([outcome.logits for steps in outcomes for outcome in steps]).std())
+
+
+def _pairs(befores: _Outcomes, afters: _Outcomes) -> Iterator[tuple[probe.Outcome, probe.Outcome]]:
+    for before, after in zip(befores, afters, strict=True):
+        yield from zip(before, after, strict=True)
+
+
+def _end_of_range(model: ir.Model) -> str:
+    """Say why numbers of an fp16 graph may be infinite."""
+    held = any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.initializers.values())
+    return ". fp16 ends at 65504, which a number exceeded; bf16 has the range of fp32" if held else ""
+
+
+def _rounds_activations(model: ir.Model) -> bool:
+    """Say whether a kernel of `model` rounds what it reads to int8."""
+    return any(node.attributes.get_int("accuracy_level", 0) == _INT8_ACTIVATIONS for node in model.graph)
+
+
+def _no_text(step: Pass) -> UsageError:
+    return UsageError(
+        f"pass {step.name} is lossy and there is no text to measure its budget on",
+        hint="give the recipe calibration or evaluation data",
+    )
+
+
+def _other_interface(before: ir.Model, after: ir.Model) -> Difference | None:
+    """Say which caches or outputs `after` has that `before` lacks, or the other way round."""
+
+    def names(model: ir.Model) -> set[str]:
+        outputs = {str(value.name) for value in model.graph.outputs}
+        return outputs | {str(v.name) for v in model.graph.inputs if interface.present_of(str(v.name)) != v.name}
+
+    other = sorted(names(before) ^ names(after))
+    return Difference(f"the graph has other caches ({', '.join(other)})", "its interface") if other else None
+
+
+def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
+    return {name: value.const_value for name, value in model.graph.initializers.items()}
+
+
+def _contents(tensors: Mapping[str, ir.TensorProtocol | None]) -> dict[str, object]:
+    """Hash the tensors in memory, by name."""
+    return {
+        name: graph.identity(tensor)
+        for name, tensor in tensors.items()
+        if tensor is not None and not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor)
+    }
+
+
+def _budget(step: Pass) -> Budget:
+    budget = getattr(step, "budget", None)
+    assert isinstance(budget, Budget), f"pass {step.name} is lossy and has no field `budget`"
+    return budget
+
+
+def _tolerance(model: ir.Model) -> float:
+    """Look up the tolerance of the dtype that `model` computes its logits in."""
+    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
+    tolerance = None if logits.dtype is None else TOLERANCE.get(logits.dtype)
+    if tolerance is None:
+        raise UnsupportedError(
+            f"logits are {logits.dtype}; the rounding of a pass is known for {', '.join(d.name for d in TOLERANCE)}"
+        )
+    return tolerance

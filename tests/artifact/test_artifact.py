@@ -1,0 +1,470 @@
+"""Publishing an artifact: what the manifest says, what verify finds, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmforge import artifact
+from llmforge.artifact import Artifact, check_name, content_digest, publish, staging, tool_versions, version_of
+from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+
+ROOT = Path(__file__).parents[2]
+RECIPE = {"schema": 1, "name": "tiny", "passes": [{"fuse-norms": {}}]}
+FACTS: dict[str, Any] = {
+    "recipe": RECIPE,
+    "checkpoint": "c" * 64,
+    "target": "cpu-avx2",
+    "verdict": "pass",
+    "requires": {"onnxruntime": "1.31.1"},
+}
+FILES = {
+    "engine/model.onnx": b"graph",
+    "engine/model.onnx.data": bytes(range(256)) * 32,
+    "tokenizer/tokenizer.json": b"{}",
+    "report/report.json": b'{"seconds": 1}',
+}
+
+
+def write(folder: Path, **changes: bytes) -> None:
+    for path, content in {**FILES, **{key.replace("__", "/"): value for key, value in changes.items()}}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+def build(out: Path, *, files: dict[str, bytes] | None = None, **facts: Any) -> Artifact:
+    with staging(out, "tiny") as folder:
+        write(folder)
+        for path, content in (files or {}).items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        return publish(folder, **{**FACTS, **facts})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        Artifact.open(path).verify()
+    assert type(caught.value) is InputError
+    assert caught.value.exit_code == 5
+    return str(caught.value)
+
+
+class TestPublish:
+    def test_folder_and_manifest(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        manifest = made.manifest
+        assert made.path == tmp_path / "tiny" / manifest.content_digest[:12]
+        assert names(tmp_path / "tiny") == [".lock", manifest.version]
+        assert manifest.version == version_of(manifest.content_digest)
+        assert {path: record.in_content for path, record in manifest.files.items()} == {
+            "engine/model.onnx": True,
+            "engine/model.onnx.data": True,
+            "report/report.json": False,
+            "tokenizer/tokenizer.json": True,
+        }
+        assert manifest.files["engine/model.onnx.data"].size_bytes == 8192
+        assert manifest.tools.keys() >= {"python", "llmforge", "numpy", "onnxruntime", "transformers"}
+        assert timedelta(0) <= datetime.now(UTC) - manifest.created < timedelta(minutes=5)
+        made.verify()
+        assert Artifact.open(made.path) == made
+
+    def test_manifest_is_plain_json(self, tmp_path: Path) -> None:
+        """What a runtime without pydantic reads."""
+        plain = json.loads((build(tmp_path, verdict="fail").path / "manifest.json").read_text())
+        assert plain["schema"] == 1
+        assert plain["verdict"] == "fail"
+        assert plain["recipe"] == RECIPE
+        assert plain["requires"] == {"onnxruntime": "1.31.1"}
+        assert set(plain["files"]["engine/model.onnx"]) == {"sha256", "size_bytes", "in_content"}
+        assert plain["created"].endswith("Z")
+
+    def test_files_are_read_only(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        for path in ["manifest.json", *made.manifest.files]:
+            assert stat.S_IMODE((made.path / path).stat().st_mode) == 0o444
+
+    def test_explicit_version(self, tmp_path: Path) -> None:
+        assert build(tmp_path, version="1.0.0").path == tmp_path / "tiny" / "1.0.0"
+
+    @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "A", "-x", "a b", "ä", "a" * 129, "a\n"])
+    def test_names(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(UsageError, match=r"artifact name .*: allowed are a-z, 0-9"):
+            check_name(name)
+        with pytest.raises(UsageError, match=r"artifact name .*: allowed are"), staging(tmp_path, name):
+            pass
+        with pytest.raises(UsageError, match=r"artifact version .*: allowed are"):
+            build(tmp_path, version=name)
+        assert names(tmp_path / "tiny") == [".lock"]
+
+    def test_out_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(EnvironmentLacks, match="cannot be written") as caught, staging(tmp_path / "file", "tiny"):
+            pass
+        assert "hint: choose another folder with --out" in str(caught.value)
+
+    def test_tool_versions(self) -> None:
+        assert tool_versions()["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+class TestContentDigest:
+    def test_is_known_before_publishing(self, tmp_path: Path) -> None:
+        with staging(tmp_path, "tiny") as folder:
+            write(folder)
+            (folder / "report" / "report.json").unlink()
+            before = content_digest(folder, RECIPE)
+            (folder / "report" / "report.json").write_text(version_of(before))
+            assert publish(folder, **FACTS).manifest.content_digest == before
+
+    def test_report_date_and_verdict_lie_outside(self, tmp_path: Path) -> None:
+        first = build(tmp_path / "a")
+        second = build(tmp_path / "b", files={"report/report.json": b"other"}, verdict="inconclusive")
+        assert first.manifest.content_digest == second.manifest.content_digest
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"files": {"engine/model.onnx": b"Graph"}},
+            {"files": {"tokenizer/tokenizer.json": b"[]"}},
+            {"files": {"engine/more": b""}},
+            {"recipe": {**RECIPE, "name": "other"}},
+        ],
+        ids=["engine", "tokenizer", "file", "recipe"],
+    )
+    def test_engine_tokenizer_and_recipe_lie_inside(self, tmp_path: Path, change: dict[str, Any]) -> None:
+        first, second = build(tmp_path), build(tmp_path, **change)
+        assert first.manifest.content_digest != second.manifest.content_digest
+        assert names(tmp_path / "tiny") == sorted([".lock", first.manifest.version, second.manifest.version])
+
+    def test_recipe_order_does_not_count(self, tmp_path: Path) -> None:
+        backwards = dict(reversed(RECIPE.items()))
+        assert build(tmp_path / "a").path.name == build(tmp_path / "b", recipe=backwards).path.name
+
+
+class TestSameVersion:
+    def test_same_content_replaces(self, tmp_path: Path) -> None:
+        first = build(tmp_path)
+        second = build(tmp_path, files={"report/report.json": b"second"})
+        assert second.path == first.path
+        assert (second.path / "report/report.json").read_bytes() == b"second"
+        assert names(tmp_path / "tiny") == [".lock", second.manifest.version]
+        Artifact.open(second.path).verify()
+
+    def test_damaged_artifact_is_healed(self, tmp_path: Path) -> None:
+        first = build(tmp_path)
+        (first.path / "engine/model.onnx").unlink()
+        build(tmp_path)
+        Artifact.open(first.path).verify()
+
+    def test_other_content_is_refused(self, tmp_path: Path) -> None:
+        first = build(tmp_path, version="1.0")
+        with pytest.raises(UsageError) as caught:
+            build(tmp_path, version="1.0", files={"engine/model.onnx": b"other"})
+        assert f"exists with other content ({first.manifest.content_digest[:12]}, this build " in str(caught.value)
+        assert "hint: a version never changes: name another" in str(caught.value)
+        first.verify()
+        assert names(tmp_path / "tiny") == [".lock", "1.0"]
+
+    def test_folder_that_is_no_artifact_is_not_deleted(self, tmp_path: Path) -> None:
+        mine = tmp_path / "tiny" / "1.0"
+        mine.mkdir(parents=True)
+        (mine / "notes.txt").write_text("mine")
+        with pytest.raises(UsageError, match=r"exists and is not a usable artifact: .*it has no manifest\.json"):
+            build(tmp_path, version="1.0")
+        assert (mine / "notes.txt").read_text() == "mine"
+
+
+class TestStaging:
+    def test_hidden_without_manifest_and_gone_after_a_failure(self, tmp_path: Path) -> None:
+        def fail() -> None:
+            with staging(tmp_path, "tiny") as folder:
+                assert folder.parent == tmp_path / "tiny"
+                assert folder.name.startswith(f".building-{os.getpid()}-")
+                assert list(folder.iterdir()) == []
+                raise RuntimeError("stop")
+
+        with pytest.raises(RuntimeError, match="stop"):
+            fail()
+        assert names(tmp_path / "tiny") == [".lock"]
+
+    def test_leftovers_of_dead_builds_are_removed_and_live_ones_kept(self, tmp_path: Path) -> None:
+        code = (
+            "import os, pathlib, sys; from llmforge.artifact import staging\n"
+            "with staging(pathlib.Path(sys.argv[1]), 'tiny') as folder:\n"
+            "    (folder / 'engine').mkdir(); (folder / 'engine/model.onnx').touch(); os._exit(9)"
+        )
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+        left = {name for name in names(tmp_path / "tiny") if name.startswith(".building-")}
+        assert len(left) == 2  # the folder and its lock
+        with staging(tmp_path, "tiny") as first:
+            assert not left & set(names(tmp_path / "tiny"))
+            with staging(tmp_path, "tiny") as second:
+                assert first.is_dir()
+                assert first != second
+        assert names(tmp_path / "tiny") == [".lock"]
+
+    def test_old_version_returns_if_killed_between_the_renames(self, tmp_path: Path) -> None:
+        made = build(tmp_path, version="1.0-rc")
+        made.path.rename(made.path.with_name(".replaced-0a1b2c3d-1.0-rc"))
+        with staging(tmp_path, "tiny"):
+            Artifact.open(made.path).verify()
+
+    def test_old_version_goes_if_killed_after_the_renames(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        shutil.copytree(made.path, made.path.with_name(f".replaced-0a1b2c3d-{made.path.name}"))
+        with staging(tmp_path, "tiny") as folder:
+            assert names(tmp_path / "tiny") == sorted([".lock", folder.name, f"{folder.name}.lock", made.path.name])
+
+
+class TestOpen:
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        assert "nowhere: no such folder" in refusal(tmp_path / "nowhere")
+
+    def test_file(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        assert "is a file, an artifact is a folder" in refusal(made.path / "manifest.json")
+
+    def test_unfinished(self, tmp_path: Path) -> None:
+        with staging(tmp_path, "tiny") as folder:
+            write(folder)
+            message = refusal(folder)
+        assert "the folder of a build that is running or was killed, not an artifact" in message
+        assert "hint: build again" in message
+
+    def test_unfinished_with_a_manifest(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        hidden = made.path.rename(made.path.with_name(".building-1-0a1b2c3d"))
+        assert "was killed, not an artifact" in refusal(hidden)
+
+    def test_no_manifest(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        message = refusal(made.path.parent)
+        assert "not an artifact: it has no manifest.json" in message
+        assert f"hint: give one of its versions: {made.manifest.version}" in message
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"", "not valid JSON"),
+            (b"{", "not valid JSON"),
+            (b"[" * 100_000, "not valid JSON"),
+            (b"\xff", "not valid JSON"),
+            (b"[]", "schema None is unknown to llmforge"),
+            (b"{}", "schema None is unknown to llmforge"),
+            (b'{"schema": 2}', "schema 2 is unknown to llmforge"),
+            (b'{"schema": 1}', "name: Field required"),
+        ],
+    )
+    def test_broken_manifest(self, tmp_path: Path, content: bytes, said: str) -> None:
+        made = build(tmp_path)
+        (made.path / "manifest.json").chmod(0o644)
+        (made.path / "manifest.json").write_bytes(content)
+        assert f"manifest.json: {said}" in refusal(made.path)
+
+    @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../b", "", ".", "a//b", "./a", "manifest.json"])
+    def test_paths_that_lead_elsewhere(self, tmp_path: Path, path: str) -> None:
+        made = build(tmp_path)
+        plain = json.loads((made.path / "manifest.json").read_text())
+        plain["files"][path] = plain["files"]["engine/model.onnx"]
+        (made.path / "manifest.json").chmod(0o644)
+        (made.path / "manifest.json").write_text(json.dumps(plain))
+        assert "is not a plain path inside the artifact" in refusal(made.path)
+
+    def test_through_a_link(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        (tmp_path / "current").symlink_to(made.path)
+        Artifact.open(tmp_path / "current").verify()
+
+
+class TestVerify:
+    def test_names_what_is_wrong(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        (made.path / "engine/model.onnx").unlink()
+        data = made.path / "engine/model.onnx.data"
+        data.chmod(0o644)
+        data.write_bytes(b"\1" + data.read_bytes()[1:])
+        (made.path / "tokenizer/.hidden").touch()
+        message = refusal(made.path)
+        assert (
+            "missing: engine/model.onnx; changed: engine/model.onnx.data; not in the manifest: tokenizer/.hid"
+            in message
+        )
+        assert "hint: fetch it or build it again" in message
+
+    def test_report_counts_too(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        (made.path / "report/report.json").chmod(0o644)
+        (made.path / "report/report.json").write_text("better")
+        assert "changed: report/report.json" in refusal(made.path)
+
+    def test_link_to_the_same_bytes(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        moved = (made.path / "engine/model.onnx").rename(tmp_path / "elsewhere")
+        (made.path / "engine/model.onnx").symlink_to(moved)
+        assert "changed: engine/model.onnx" in refusal(made.path)
+
+    def test_linked_folder(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        moved = (made.path / "engine").rename(tmp_path / "elsewhere")
+        (made.path / "engine").symlink_to(moved)
+        assert "missing: engine/model.onnx, engine/model.onnx.data; not in the manifest: engine" in refusal(made.path)
+
+    def test_edited_recipe(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        plain = json.loads((made.path / "manifest.json").read_text())
+        plain["recipe"]["name"] = "another"
+        (made.path / "manifest.json").chmod(0o644)
+        (made.path / "manifest.json").write_text(json.dumps(plain))
+        assert "contradicts itself: content_digest is not that of its files and recipe" in refusal(made.path)
+
+    def test_many_are_counted(self, tmp_path: Path) -> None:
+        made = build(tmp_path)
+        for number in range(9):
+            (made.path / f"extra-{number}").touch()
+        assert "extra-0, extra-1, extra-2, extra-3, extra-4 and 4 more" in refusal(made.path)
+
+
+# Publishes the same version again and again, with another report each time; the parent kills it.
+PUBLISHER = """
+import itertools, pathlib, sys
+from llmforge.artifact import publish, staging
+out = pathlib.Path(sys.argv[1])
+print("ready", flush=True)
+for number in itertools.count():
+    with staging(out, "tiny") as folder:
+        for path, content in {"engine/model.onnx": b"g" * 300_000, "report/report.json": str(number).encode()}.items():
+            (folder / path).parent.mkdir()
+            (folder / path).write_bytes(content)
+        publish(folder, recipe={}, checkpoint="c" * 64, target="cpu", verdict="none", requires={})
+"""
+
+
+def finished(out: Path) -> list[Path]:
+    return [path for path in (out / "tiny").glob("*") if not path.name.startswith(".")]
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """Whatever has a visible name is whole, and the next build cleans up."""
+    moments = random.Random(0)
+    published = 0
+    for _ in range(15):
+        process = subprocess.Popen([sys.executable, "-c", PUBLISHER, str(tmp_path)], stdout=subprocess.PIPE)
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(moments.uniform(0, 0.08))
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        for path in finished(tmp_path):
+            Artifact.open(path).verify()
+        published += len(finished(tmp_path))
+    assert published > 0
+    with staging(tmp_path, "tiny") as folder:
+        assert {name for name in names(tmp_path / "tiny") if name.startswith(".")} == {
+            ".lock", folder.name, f"{folder.name}.lock"
+        }  # fmt: skip
+
+
+class Builders:
+    """Makes processes that build and die early, as forks of one without threads: a fork of this one could hang."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def until(self, step: int) -> int:
+        """Build until just before the `step`-th change of the file system; return the exit status."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{step}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+def fork_builders(out: Path) -> None:
+    """Build in a fork of this process for every number that comes in, and say how it ended."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _die_before(int(line))
+                build(out, files={"report/report.json": b"new"})
+                os._exit(0)
+            finally:  # an exception must not leave a second one that forks
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+@pytest.fixture
+def builders(tmp_path: Path) -> Iterator[Builders]:
+    code = (
+        "import pathlib, sys; from tests import test_artifact; test_artifact.fork_builders(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Builders(process)
+
+
+def test_killed_at_every_step(tmp_path: Path, builders: Builders) -> None:
+    """Die just before the n-th change of the file system, for every n: the version is whole or hidden, never lost."""
+    version = build(tmp_path, files={"report/report.json": b"old"}).path
+    step = 0
+    while True:
+        status = builders.until(step)
+        for path in finished(tmp_path):
+            Artifact.open(path).verify()
+        copy = tmp_path / f"copy-{step}"  # where somebody deletes the version before the next build
+        shutil.copytree(tmp_path / "tiny", copy / "tiny")
+        shutil.rmtree(copy / "tiny" / version.name, ignore_errors=True)
+        with staging(copy, "tiny"):
+            for path in finished(copy):
+                Artifact.open(path).verify()
+        with staging(tmp_path, "tiny"):
+            Artifact.open(version).verify()
+        if status == 0:
+            break
+        assert status == 9
+        step += 1
+    assert step > 25  # every file is written, made read-only, and put on disk
+    assert (version / "report/report.json").read_bytes() == b"new"
+    assert names(tmp_path / "tiny") == [".lock", version.name]
+
+
+def _die_before(step: int) -> None:
+    """Make the n-th call that changes the file system the last one of this process."""
+    calls = iter(range(step + 1))
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls, None) == step:
+                os._exit(9)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("mkdir", "rename", "chmod", "unlink", "rmdir", "fsync", "open"):
+        setattr(artifact.os, name, counted(getattr(os, name)))
+    Path.write_text = counted(Path.write_text)  # type: ignore[method-assign]
+    Path.write_bytes = counted(Path.write_bytes)  # type: ignore[method-assign]
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentLacks, match="the disk is full"), staging(tmp_path, "tiny") as folder:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "engine"))
+    assert not folder.exists()

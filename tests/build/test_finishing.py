@@ -1,0 +1,224 @@
+"""Builds for GPUs without a GPU: TensorRT-RTX plans, and engines that are deferred and finished elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge.artifact import Artifact
+from llmforge.cli import cli
+from llmforge.evaluation.gates import Verdict
+from llmforge.report.model import Report
+
+pytest.importorskip("tensorrt_rtx")
+
+LOOSE = {"kld_mean": 5.0}  # random weights
+TEXTS = [{"id": str(i), "text": f"graph engine pass weight scale token cache {i} " * 6} for i in range(8)]
+RTX = {"backend": "tensorrt-rtx", "max_context": 96, "max_batch": 2}
+Write = Callable[..., Path]
+
+
+pytestmark = [pytest.mark.usefixtures("no_device"), pytest.mark.xdist_group("finishing")]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
+    (tmp_path / "evaluation.jsonl").write_text("\n".join(map(json.dumps, TEXTS)))
+
+    def write(name: str = "recipe.yaml", **sections: Any) -> Path:
+        content = {
+            "schema": 1,
+            "name": "tiny",
+            "checkpoint": str(tiny_checkpoint),
+            "target": "l4",
+            "engine": RTX,
+            "passes": [{"lower-precision": {"dtype": "fp16", "budget": LOOSE}}],
+            "validation": {"quality": {"data": "evaluation.jsonl", "context": 64}},
+            "gates": {"kld_mean": {"max": 0.1}, "size_bytes": {"max": 1e8}},
+            **sections,
+        }
+        (tmp_path / name).write_text(json.dumps(content))  # JSON is YAML
+        return tmp_path / name
+
+    return write
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def build(recipe: Path, *options: object) -> Result:
+    return run("build", recipe, "--out", recipe.parent / "out", "--quiet", *options)
+
+
+def built(result: Result) -> tuple[Artifact, Report]:
+    """Open what a build published; its path is the last line of standard output."""
+    opened = Artifact.open(Path(result.stdout.splitlines()[-1]))
+    opened.verify()
+    return opened, Report.model_validate_json((opened.path / "report/report.json").read_bytes())
+
+
+def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> None:
+    result = build(recipe())
+    assert result.exit_code == 4, result.output
+    opened, report = built(result)
+    assert {path for path in opened.manifest.files if path.startswith("engine/")} == {
+        "engine/model.plan",
+        "engine/plan.json",
+        "engine/runtime.json",
+    }
+    assert opened.manifest.requires.keys() == {"tensorrt-rtx"}
+    assert opened.manifest.verdict == "inconclusive"
+    assert {gate.metric: gate.verdict for gate in report.gates} == {
+        "kld_mean": Verdict.INCONCLUSIVE,
+        "size_bytes": Verdict.PASS,
+    }
+    assert report.gates[0].explanation == "kld_mean: not measured: no CUDA device here; wanted at most 0.1"
+    assert report.quality is None
+    assert report.engine.unmeasured == "no CUDA device here"
+    assert report.engine.facts["attention"].startswith("2 in fused kernels")
+    markdown = (opened.path / "report/report.md").read_text()
+    assert "**Unverified**: it was not run, because no CUDA device here." in markdown
+    assert "Not measured: no CUDA device here." in markdown
+    assert "compute capability: SM89" in markdown
+    assert "Unverified" in (opened.path / "report/report.html").read_text()
+    config = (opened.path / "triton/tiny/config.pbtxt").read_text()
+    assert "KIND_GPU" in config
+    shown = run("inspect", opened.path, "--verify")
+    assert shown.exit_code == 0
+    assert "requires    tensorrt-rtx" in shown.stdout
+    assert "unverified: it was not run" in shown.stdout
+    answered = run("run", opened.path, "graph")
+    assert answered.exit_code == 8, answered.output
+
+
+def test_a_deferred_engine_is_finished_beside_it(recipe: Write, tmp_path: Path) -> None:
+    file = recipe()
+    first = build(file, "--defer")
+    assert first.exit_code == 4, first.output
+    pending, report = built(first)
+    assert {path for path in pending.manifest.files if path.startswith("engine/")} == {
+        "engine/model.onnx",
+        "engine/model.onnx.data",
+        "engine/pending.json",
+    }
+    assert pending.manifest.requires == {}
+    assert report.engine.pending
+    assert {gate.verdict for gate in report.gates} == {Verdict.INCONCLUSIVE}, "its size is not the engine's"
+    assert "**Not built yet**" in (pending.path / "report/report.md").read_text()
+
+    finished = run("build", "--finish", pending.path, "--quiet")
+    assert finished.exit_code == 4, finished.output
+    opened, report = built(finished)
+    assert opened.path.parent == pending.path.parent
+    assert opened.path != pending.path
+    assert "engine/model.plan" in opened.manifest.files
+    assert opened.manifest.checkpoint == pending.manifest.checkpoint
+    assert opened.manifest.recipe == pending.manifest.recipe
+    assert not report.engine.pending
+    assert [step.name for step in report.passes] == ["lower-precision"]
+    assert any(pending.manifest.version in note for note in report.notes)
+    assert {gate.metric: gate.verdict.value for gate in report.gates} == {
+        "kld_mean": "inconclusive",
+        "size_bytes": "pass",
+    }
+    pending.verify()
+
+    direct, _ = built(build(file))
+    for name in ("model.plan", "plan.json", "runtime.json"):
+        path = f"engine/{name}"
+        assert opened.manifest.files[path] == direct.manifest.files[path], "as built here and now"
+
+    again = run("build", "--finish", opened.path)
+    assert again.exit_code == 5
+    assert "its engine is built" in again.stderr
+    assert run("build", "--finish", pending.path, "--quiet").exit_code == 4, "the same version replaces itself"
+    assert not list(pending.path.parent.glob(".*building*"))
+
+    other = recipe("other.yaml", engine={**RTX, "max_batch": 1, "deferred": True})
+    refused = run("build", "--finish", pending.path, other)
+    assert refused.exit_code == 2, refused.output
+    assert "engine differ" in refused.stderr
+    with_recipe = run("build", "--finish", pending.path, file, "--set", "engine.deferred=true", "--quiet")
+    assert with_recipe.exit_code == 4, with_recipe.output
+    assert "not measured: no CUDA device here" in with_recipe.output
+
+    moved = tmp_path / "elsewhere" / "moved"
+    shutil.copytree(pending.path, moved)
+    moved.joinpath("engine/model.onnx.data").chmod(0o644)
+    moved.joinpath("engine/model.onnx.data").write_bytes(b"changed")
+    tampered = run("build", "--finish", moved)
+    assert tampered.exit_code == 5
+    assert "not what was published" in tampered.stderr
+
+
+@pytest.fixture
+def pending(recipe: Write) -> Path:
+    file = recipe(target="h200", engine={**RTX, "backend": "tensorrt", "deferred": True})
+    return built(build(file))[0].path
+
+
+def test_a_pending_artifact_refuses_to_run_in_plain_words(pending: Path, tmp_path: Path) -> None:
+    commands: tuple[tuple[object, ...], ...] = (
+        ("run", pending, "graph"),
+        ("serve", pending, "--port", 0),
+        ("bench", pending),
+        ("triton", pending, "--output", tmp_path / "repository"),
+    )
+    for command in commands:
+        result = run(*command)
+        assert result.exit_code == 8, (command, result.output)
+        assert "is not built yet" in result.stderr.replace("\n", " ")
+        assert f"--finish {pending}"[:20] in result.stderr
+    shown = run("inspect", pending, "--verify")
+    assert shown.exit_code == 0
+    assert "engine      not built yet" in shown.stdout
+    finished = run("build", "--finish", pending)
+    assert finished.exit_code == 8
+    assert "no CUDA device here" in finished.stderr
+
+
+def test_an_engine_that_is_built_on_its_gpu_is_not_built_elsewhere(recipe: Write, tmp_path: Path) -> None:
+    result = build(recipe(target="h200", engine={**RTX, "backend": "tensorrt"}))
+    assert result.exit_code == 8, result.output
+    assert "no CUDA device here" in result.stderr
+    assert "--defer" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_device_lacks_is_refused_at_plan_time(recipe: Write) -> None:
+    result = build(recipe(), "--set", "passes=[]", "--set", "target=t4")
+    assert result.exit_code == 6, result.output
+    assert "fp32" in result.stderr
+    assert "lower-precision" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "a recipe is missing"),
+        (("--finish", "somewhere", "--out", "elsewhere"), "--out says nothing beside --finish"),
+        (("--finish", "somewhere", "--defer"), "--defer says nothing beside --finish"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(arguments: tuple[str, ...], says: str) -> None:
+    result = run("build", *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_a_cpu_engine_is_not_deferred(recipe: Write) -> None:
+    result = build(recipe(target="local", engine={"max_context": 96}), "--defer")
+    assert result.exit_code == 6
+    assert "nothing is deferred" in result.stderr

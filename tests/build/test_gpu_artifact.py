@@ -1,0 +1,95 @@
+"""An artifact for a GPU on a machine without one, through the commands that load it; and the session over the wheel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmforge.artifact import Artifact
+from llmforge.base.errors import EnvironmentLacks
+from llmforge.cli import cli
+from llmforge.recipe import ServingSpec
+from llmforge.runtime import Engine, load
+from llmforge.runtime.backends.config import DeviceFacts, PlanFacts, RuntimeConfig
+from llmforge.runtime.backends.device import require_cuda
+
+from .. import published
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def has_cuda() -> bool:
+    try:
+        require_cuda()
+    except EnvironmentLacks:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> Artifact:
+    out = tmp_path_factory.mktemp("gpu")
+    return published.random_decoder(out, sample_checkpoint, max_context=64, max_batch=2, serving=ServingSpec())
+
+
+@pytest.fixture(params=["cuda", "tensorrt", "tensorrt-rtx"])
+def for_gpu(request: pytest.FixtureRequest, artifact: Artifact) -> Path:
+    path = artifact.path / "engine" / "runtime.json"
+    path.chmod(0o644)
+    config = RuntimeConfig.read(path)
+    changes = {"provider": request.param, "device": DeviceFacts(89, 1 << 30)}
+    if request.param == "cuda":
+        changes |= {"onnxruntime": "1.31.1", "plan": None}
+    else:
+        module = request.param.replace("-", "_")
+        changes |= {"onnxruntime": None, "plan": PlanFacts(module, "11.4.0", "model.plan", ())}
+    path.write_text(dataclasses.replace(config, **changes).to_json())
+    return artifact.path
+
+
+@pytest.mark.skipif(has_cuda(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "command",
+    [["run", "", "once"], ["bench", "", "--quiet", "--prompt-tokens", "8", "--output-tokens", "4"], ["serve", ""]],
+    ids=lambda command: command[0],
+)
+def test_every_command_ends_with_exit_code_8_and_one_helpful_line(for_gpu: Path, command: list[str]) -> None:
+    done = CliRunner().invoke(cli, [argument or str(for_gpu) for argument in command])
+    assert done.exit_code == 8
+    error, hint = done.stderr.splitlines()
+    assert "this needs a CUDA device" in error
+    assert f"llmforge[{RuntimeConfig.read(for_gpu / 'engine' / 'runtime.json').provider}]" in hint
+
+
+@pytest.mark.skipif(has_cuda(), reason="there is a CUDA device")
+def test_so_does_the_runtime(for_gpu: Path) -> None:
+    for opens in (load, Engine.load):
+        with pytest.raises(EnvironmentLacks, match="this needs a CUDA device") as caught:
+            opens(for_gpu)
+        assert caught.value.exit_code == 8
+
+
+@pytest.mark.slow
+def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's CUDA provider over a device that computes nothing: what it makes of what is bound to it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import cuda_wheel
+
+    if not (cuda_wheel.CACHE / "onnxruntime").is_dir():
+        pytest.skip(f"{cuda_wheel.WHEEL} is not in {cuda_wheel.CACHE}: python benchmarks/cuda_session.py puts it there")
+    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_session.py")]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["providers"][0] == "CUDAExecutionProvider"
+    assert found["caches_as_configured"] is True
+    assert found["read_on_host"] == ["total_sequence_length: Cpu"]
+    # Recorded by the first run of an id, replayed in it and in those that follow, wherever inputs are bound.
+    wanted = [[0, 0], [1, 1], [1, 2], [1, 3]]
+    assert [each["recorded_and_replayed"] for each in found["captures"]] == [wanted] * 4
+    assert found["decode"] == {"1": [0, 1], "2": [0, 1], "3": [0, 0], "4": [0, 1], "8": [0, 1]}
+    assert (found["prefill"], found["forbidden"]) == ([0, 0], 0)

@@ -1,0 +1,308 @@
+"""Calibration: layer by layer it sees what the whole model would, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
+from llmforge.base.progress import Silent
+from llmforge.calibration import calibrate, driver
+from llmforge.calibration.skeleton import Skeleton
+from llmforge.checkpoint import Checkpoint, text
+from llmforge.checkpoint.documents import read_documents
+from llmforge.checkpoint.text import Window
+from llmforge.quantization import Grid, dequantize, gptq, rtn
+from llmforge.quantization.statistics import InputRangeDemand, KvRangeDemand, Statistics, WeightDemand
+
+from ..checkpoints import write_checkpoint
+
+GRID = Grid(4, 32, False)
+DEMANDS = (WeightDemand(GRID, 0.01), KvRangeDemand())
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture
+def windows() -> list[Window]:
+    """Four windows of three lengths."""
+    random = np.random.default_rng(0)
+    return [Window(f"d{i}", random.integers(3, 259, length)) for i, length in enumerate((48, 33, 48, 2))]
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path) -> Checkpoint:
+    return Checkpoint.open(tiny_checkpoint)
+
+
+def model(path: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return loaded.eval()
+
+
+def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Window], tmp_path: Path) -> None:
+    """Over all windows, by the model's own forward; again from the folder of a calibration that is done."""
+    whole, peaks = model(checkpoint.path), dict[str, float]()
+
+    def note(name: str) -> Callable[..., None]:
+        def before(_: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+            peaks[name] = max(peaks.get(name, 0.0), float(given[0].abs().max()))
+
+        return before
+
+    for name, part in whole.model.layers.named_modules():
+        if isinstance(part, torch.nn.Linear):
+            part.register_forward_pre_hook(note(f"model.layers.{name}.weight"))
+    with torch.inference_mode():
+        for window in windows:
+            whole(torch.from_numpy(window.ids)[None])
+    for _ in range(2):
+        found = calibrate(checkpoint, windows, [InputRangeDemand(), *DEMANDS], folder=tmp_path / "kept").inputs
+        assert found == pytest.approx(peaks, rel=1e-5)
+    assert len(found) == len(LINEARS) * whole.config.num_hidden_layers
+
+
+def equal(one: Statistics, other: Statistics) -> bool:
+    return (
+        list(one.linears) == list(other.linears)
+        and all(np.array_equal(one.linears[n].codes, other.linears[n].codes) for n in one.linears)
+        and all(np.array_equal(one.linears[n].scales, other.linears[n].scales) for n in one.linears)
+        and all(np.array_equal(one.kv[i].key, other.kv[i].key) for i in one.kv)
+        and all(np.array_equal(one.kv[i].value, other.kv[i].value) for i in one.kv)
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 4},
+    ],
+    ids=["llama", "mistral with a window", "scaled rotary, no groups"],
+)
+def test_layers_one_by_one_are_the_model(changes: dict[str, object], tmp_path: Path, windows: list[Window]) -> None:
+    write_checkpoint(tmp_path, **changes)
+    skeleton = Skeleton.build(Checkpoint.open(tmp_path))
+    with torch.inference_mode():
+        calls, states = skeleton.enter([window.ids for window in windows])
+        expected = [
+            model(tmp_path)(torch.from_numpy(w.ids)[None], output_hidden_states=True).hidden_states for w in windows
+        ]
+        for index in range(len(skeleton.layers)):
+            for got, want in zip(states, expected, strict=True):
+                torch.testing.assert_close(got, want[index], atol=1e-5, rtol=1e-5)
+            layer = skeleton.load(index, calls[index])
+            states = [layer.run(i, state) for i, state in enumerate(states)]
+
+
+def test_ranges_are_those_of_a_cache(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    statistics = calibrate(checkpoint, windows, [KvRangeDemand()])
+    loaded = model(checkpoint.path)
+    keys, values = [], []
+    with torch.inference_mode():
+        for window in windows:
+            cache = DynamicCache(config=loaded.config)
+            loaded(torch.from_numpy(window.ids)[None], past_key_values=cache)
+            keys.append([layer.keys.abs().amax((0, 2)).numpy() for layer in cache.layers])
+            values.append([layer.values.abs().amax((0, 2)).numpy() for layer in cache.layers])
+    assert not statistics.linears
+    assert list(statistics.kv) == [0, 1]
+    for index, ranges in statistics.kv.items():
+        assert ranges.key.shape == (2, 16)
+        np.testing.assert_allclose(ranges.key, np.max([key[index] for key in keys], 0), rtol=1e-5)
+        np.testing.assert_allclose(ranges.value, np.max([value[index] for value in values], 0), rtol=1e-5)
+    assert (statistics.samples, statistics.tokens) == (4, 131)
+
+
+def test_every_linear_is_quantized_and_near(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    statistics = calibrate(checkpoint, windows, DEMANDS)
+    parameters = load_file(checkpoint.path / "model.safetensors")
+    assert sorted(statistics.linears) == sorted(n for n in parameters if n.split(".")[-2] in LINEARS)
+    for name, matrix in statistics.linears.items():
+        assert matrix.grid == GRID
+        assert matrix.shape == parameters[name].shape
+        assert 0.3 > np.abs(dequantize(matrix) - parameters[name]).std() / parameters[name].std() > 0.01
+
+
+def test_linears_that_read_one_tensor_are_found(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    skeleton = Skeleton.build(checkpoint)
+    with torch.inference_mode():
+        calls, states = skeleton.enter([window.ids for window in windows])
+        groups = skeleton.load(1, calls[1]).groups(states[0])
+    names = [[name.removeprefix("model.layers.1.").split(".")[1] for name in group] for group in groups]
+    assert names == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+
+
+def test_later_layers_see_what_quantized_ones_make(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    fp32 = calibrate(checkpoint, windows, [KvRangeDemand()])
+    quantized = calibrate(checkpoint, windows, DEMANDS)
+    assert not np.array_equal(fp32.kv[0].key, quantized.kv[0].key)
+    loaded = model(checkpoint.path)
+    with torch.inference_mode():
+        for name, parameter in loaded.named_parameters():
+            if name in quantized.linears:
+                parameter.copy_(torch.from_numpy(dequantize(quantized.linears[name])))
+        cache = DynamicCache(config=loaded.config)
+        loaded(torch.from_numpy(windows[0].ids)[None], past_key_values=cache)
+    seen = cache.layers[1].keys.abs().amax((0, 2)).numpy()
+    assert (seen <= quantized.kv[1].key * (1 + 1e-5)).all()
+    assert np.isclose(seen, quantized.kv[1].key, rtol=1e-5).any()
+
+
+def test_two_runs_are_identical_and_folders_do_not_matter(
+    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path
+) -> None:
+    memory = calibrate(checkpoint, windows, DEMANDS)
+    assert equal(memory, calibrate(checkpoint, windows, DEMANDS))
+    stored = calibrate(checkpoint, windows, DEMANDS, folder=tmp_path / "layers")
+    assert equal(memory, stored)
+    assert len(list((tmp_path / "layers").iterdir())) == 2
+
+
+class KilledError(Exception):
+    pass
+
+
+class KilledAt(Silent):
+    """Stops a calibration when it reaches a layer."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def advance(self, done: int, total: int) -> None:
+        if done == self.layer:
+            raise KilledError
+
+
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts the matrices that GPTQ is run on."""
+    calls: list[int] = []
+
+    def counted(*args: object, **options: object) -> object:
+        calls.append(1)
+        return original(*args, **options)  # type: ignore[arg-type]
+
+    original = gptq.gptq
+    monkeypatch.setattr(driver.gptq, "gptq", counted)
+    return iter([calls])
+
+
+def test_a_killed_calibration_goes_on(
+    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, solved: Iterator[list[int]]
+) -> None:
+    [calls] = solved
+    whole = calibrate(checkpoint, windows, DEMANDS)
+    assert len(calls) == 8  # four groups of linears in each of two layers
+    with pytest.raises(KilledError):
+        calibrate(checkpoint, windows, DEMANDS, folder=tmp_path / "layers", progress=KilledAt(1))
+    calls.clear()
+    resumed = calibrate(checkpoint, windows, DEMANDS, folder=tmp_path / "layers")
+    assert len(calls) == 4
+    assert equal(whole, resumed)
+    calls.clear()
+    calibrate(checkpoint, windows[:3], DEMANDS, folder=tmp_path / "layers")  # other text: nothing is found
+    assert len(calls) == 8
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
+def test_a_damaged_layer_is_done_again(
+    damage: str, checkpoint: Checkpoint, windows: list[Window], tmp_path: Path
+) -> None:
+    whole = calibrate(checkpoint, windows, DEMANDS, folder=tmp_path)
+    file = min(tmp_path.iterdir())
+    content = bytearray(file.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 0xFF
+    file.write_bytes(b"" if damage == "emptied" else content if damage == "flipped" else content[:-100])
+    assert equal(whole, calibrate(checkpoint, windows, DEMANDS, folder=tmp_path))
+
+
+def test_excluded_linears_stay(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    exclude = ("*.down_proj.weight", "model.layers.0.self_attn.q*")
+    statistics = calibrate(checkpoint, windows, [WeightDemand(GRID, 0.01, exclude)])
+    assert len(statistics.linears) == 14 - 3
+    assert "model.layers.0.self_attn.q_proj.weight" not in statistics.linears
+    assert "model.layers.0.self_attn.k_proj.weight" in statistics.linears
+    assert not statistics.kv
+
+
+def rewrite(path: Path, name: str, rows: slice, value: float) -> Checkpoint:
+    parameters = load_file(path / "model.safetensors")
+    parameters[name][rows] = value
+    save_file(parameters, path / "model.safetensors")
+    return Checkpoint.open(path)
+
+
+def test_a_silent_channel_has_no_range(tiny_checkpoint: Path, windows: list[Window]) -> None:
+    silent = rewrite(tiny_checkpoint, "model.layers.1.self_attn.v_proj.weight", slice(21, 22), 0.0)
+    with pytest.raises(DataError, match=r"model\.layers\.1: the value channel 5 of KV head 1 ranges to 0 over"):
+        calibrate(silent, windows, [KvRangeDemand()])
+
+
+def test_states_that_overflow_are_refused(tiny_checkpoint: Path, windows: list[Window]) -> None:
+    wild = rewrite(tiny_checkpoint, "model.layers.0.mlp.down_proj.weight", slice(None), 3e38)
+    with pytest.raises(DataError, match=r"model\.layers\.0.*(NaN|infin)"):
+        calibrate(wild, windows, [KvRangeDemand()])
+
+
+def test_contradictions_and_no_text_are_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    two = [WeightDemand(GRID, 0.01), WeightDemand(Grid(8, 32, False), 0.01)]
+    with pytest.raises(UnsupportedError, match="2 passes quantize the same linears"):
+        calibrate(checkpoint, windows, two)
+    with pytest.raises(DataError, match="no text"):
+        calibrate(checkpoint, [], DEMANDS)
+
+
+def test_missing_weights_are_refused(tiny_checkpoint: Path, windows: list[Window]) -> None:
+    parameters = load_file(tiny_checkpoint / "model.safetensors")
+    renamed = {name.replace("model.layers.1", "model.blocks.1"): array for name, array in parameters.items()}
+    save_file(renamed, tiny_checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks 'model\.layers\.1\..*'"):
+        calibrate(Checkpoint.open(tiny_checkpoint), windows, DEMANDS)
+
+
+def test_bf16_weights_are_read(tmp_path: Path, windows: list[Window]) -> None:
+    parameters = write_checkpoint(tmp_path, dtype="bfloat16")
+    assert parameters["model.norm.weight"].dtype == ml_dtypes.bfloat16
+    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 2
+    assert len(calibrate(Checkpoint.open(tmp_path), windows, DEMANDS).linears) == 14
+
+
+def mean_kld(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    p, q = reference.log_softmax(-1), logits.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, data: Path) -> None:
+    checkpoint = Checkpoint.open(sample_checkpoint)
+    seen, unseen = (
+        text.windows(checkpoint.tokenizer, read_documents(data / f"{name}.jsonl"), 256, checkpoint.bos_token_id)
+        for name in ("calibration", "evaluation")
+    )
+    statistics = calibrate(checkpoint, text.sample(seen, 32, 0), [WeightDemand(GRID, 0.01)])
+    original, parameters = model(sample_checkpoint), {}
+    for name, parameter in original.named_parameters():
+        parameters[name] = parameter.detach().clone()
+    evaluated = [torch.from_numpy(window.ids)[None] for window in text.sample(unseen, 12, 0)]
+    reference = [original(ids).logits for ids in evaluated]
+    costs = {}
+    for method in ("rtn", "gptq"):
+        for name, parameter in original.named_parameters():
+            if name in statistics.linears:
+                rounded = statistics.linears[name] if method == "gptq" else rtn(parameters[name].numpy(), GRID)
+                parameter.copy_(torch.from_numpy(dequantize(rounded)))
+        costs[method] = np.mean(
+            [mean_kld(original(ids).logits, want) for ids, want in zip(evaluated, reference, strict=True)]
+        )
+    assert 0.002 < costs["gptq"] < 0.45 * costs["rtn"]

@@ -1,0 +1,98 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from llmforge.base.errors import DataError
+from llmforge.checkpoint.documents import Document, digest, read_documents, refuse_overlap
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_documents_are_read_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"id": "x", "text": "one"}, {"text": "two\n", "lang": "en"})
+    assert read_documents(path) == [
+        Document("x", "one", f"{path}:1"),
+        Document("a.jsonl:2", "two\n", f"{path}:2"),
+    ]
+
+
+def test_blank_lines_do_not_move_line_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\n{"id": "x", "text": "one"}\n\n \n{"id": "y", "text": "two"}')
+    assert [document.where for document in read_documents(path)] == [f"{path}:2", f"{path}:5"]
+
+
+def test_a_line_separator_within_text_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "x", "text": "one\u2028two\u0085"}\r\n', encoding="utf-8")
+    assert [document.text for document in read_documents(path)] == ["one\u2028two\u0085"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "holds no document"),
+        (b" \n\n", "holds no document"),
+        (b'{"id": "a", "text": "x"}\n{"id": \n', "a.jsonl:2:8: not JSON"),
+        (b'{"id": "a", "text": "x"}\n["x"]\n', "a.jsonl:2: not an object"),
+        (b'{"id": "a", "txt": "x"}\n', "a.jsonl:1: no `text`; its keys: id, txt"),
+        (b'{"id": "a", "text": " "}\n', "a.jsonl:1: `text` is empty"),
+        (b'{"id": "a", "text": 5}\n', "a.jsonl:1: `text` is empty or not a string"),
+        (b'{"id": 7, "text": "x"}\n', "a.jsonl:1: `id` is not a string: 7"),
+        (b'{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n', "a.jsonl:2: id 'a' was already used at"),
+        (b'{"id": "a", "text": "\xff"}\n', "byte 21 is not UTF-8"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_documents(path)
+    assert says in caught.value.message
+    assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("read", [read_documents, digest])
+def test_a_missing_file_is_named(tmp_path: Path, read: object) -> None:
+    assert callable(read)
+    with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read: No such file"):
+        read(tmp_path / "gone.jsonl")
+
+
+def test_the_sample_sets_do_not_overlap() -> None:
+    refuse_overlap(read_documents(DATA / "calibration.jsonl"), read_documents(DATA / "evaluation.jsonl"))
+
+
+def documents(*pairs: tuple[str, str], file: str) -> list[Document]:
+    return [Document(id, text, f"{file}:{line}") for line, (id, text) in enumerate(pairs, 1)]
+
+
+def test_the_same_file_overlaps_with_itself() -> None:
+    both = read_documents(DATA / "evaluation.jsonl")
+    with pytest.raises(DataError, match=f"{len(both)} of {len(both)} evaluation documents were seen"):
+        refuse_overlap(both, both)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "what"),
+    [
+        (("a", "other text"), "has the id of"),
+        (("b", "some text"), "has the text of"),
+        (("b", "  some\n\ttext "), "has the text of"),
+    ],
+)
+def test_a_shared_document_is_refused(evaluation: tuple[str, str], what: str) -> None:
+    seen = documents(("z", "zzz"), ("a", "some text"), file="calibration.jsonl")
+    with pytest.raises(DataError) as caught:
+        refuse_overlap(seen, documents(("fresh", "new"), evaluation, file="evaluation.jsonl"))
+    assert what in caught.value.message
+    assert "evaluation.jsonl:2" in caught.value.message
+    assert "calibration.jsonl:2" in caught.value.message
+    assert "1 of 2 evaluation documents" in caught.value.message
+    assert caught.value.hint == "evaluate on text that calibration never saw"

@@ -1,0 +1,552 @@
+"""The command line through its runner, and as a process where it matters: exit code, both streams, message."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+import llmforge
+from llmforge import __version__, artifact, passes, runtime, targets
+from llmforge.base import errors
+from llmforge.cli import cli, console, describe
+from llmforge.evaluation.gates import Verdict
+from llmforge.recipe import Recipe
+from llmforge.report import render
+from llmforge.runtime import Chunk, Sampling, TokenLogprob, Usage
+from llmforge.runtime.sampling.constraints import Constraint
+
+from ..reports import make
+from ..sample_passes import Squeeze
+
+ROOT = Path(__file__).parents[2]
+FP32 = ROOT / "recipes" / "fp32.yaml"
+
+
+def invoke(*args: str, stdin: bytes | None = None) -> Result:
+    result = CliRunner().invoke(cli, list(args), input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def process(*args: str, code: str = "from llmforge.cli import main; main()") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+
+
+# build
+
+
+@dataclass
+class BuildResult:
+    path: Path
+    report: Any
+
+
+class FakePipeline:
+    """Stands for llmforge.build.pipeline: the command line owns arguments, streams and exit codes, not the build."""
+
+    def __init__(self, verdict: Verdict = Verdict.PASS, error: BaseException | None = None) -> None:
+        self.verdict = verdict
+        self.error = error
+        self.called_with: tuple[Recipe, Path] | None = None
+
+    def build(self, recipe: Recipe, out: Path, progress: Any) -> BuildResult:
+        self.called_with = (recipe, out)
+        progress.stage("Trace the checkpoint")
+        progress.advance(1, 2)
+        progress.stage("Measure quality")
+        if self.error is not None:
+            raise self.error
+        return BuildResult(out / recipe.name / "0123456789ab", make(verdict=self.verdict))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
+    stand_in = FakePipeline()
+    monkeypatch.setattr(llmforge, "pipeline", stand_in, raising=False)
+    return stand_in
+
+
+def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:
+    result = invoke("build", str(FP32), "--out", str(tmp_path))
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == str(tmp_path / "docs-llama-fp32" / "0123456789ab")
+    assert "kld_mean" in result.stdout
+    assert result.stderr.splitlines() == ["Trace the checkpoint", "Measure quality"]
+
+
+def test_build_quietly_says_nothing_on_standard_error(fake: FakePipeline, tmp_path: Path) -> None:
+    assert invoke("build", str(FP32), "--out", str(tmp_path), "--quiet").stderr == ""
+
+
+def test_build_json_is_one_object(fake: FakePipeline, tmp_path: Path) -> None:
+    written = json.loads(invoke("build", str(FP32), "--out", str(tmp_path), "--json").stdout)
+    assert written["artifact"] == str(tmp_path / "docs-llama-fp32" / "0123456789ab")
+    assert written["report"]["verdict"] == "pass"
+    assert written["report"]["schema"] == 1
+
+
+def test_build_writes_to_artifacts_and_takes_overrides(fake: FakePipeline) -> None:
+    invoke("build", str(FP32), "--set", "engine.max_context=600", "--set", "gates.kld_mean.max=0.5")
+    assert fake.called_with is not None
+    recipe, out = fake.called_with
+    assert out == Path("artifacts")
+    assert recipe.engine.max_context == 600
+    assert recipe.gates["kld_mean"].max == 0.5
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code", "says"),
+    [
+        (Verdict.PASS, 0, ""),
+        (Verdict.NONE, 0, ""),
+        (Verdict.FAIL, 3, "error: a gate failed"),
+        (Verdict.INCONCLUSIVE, 4, "error: a gate is inconclusive"),
+    ],
+)
+def test_gates_decide_the_exit_code(fake: FakePipeline, tmp_path: Path, verdict: Verdict, code: int, says: str) -> None:
+    fake.verdict = verdict
+    result = invoke("build", str(FP32), "--out", str(tmp_path))
+    assert result.exit_code == code
+    assert says in result.stderr
+    assert result.stdout.splitlines()[-1].endswith("0123456789ab"), "the artifact is there, whatever its gates say"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.CheckpointError("bad", hint="do this"), 5),
+        (errors.DataError("bad", hint="do this"), 5),
+        (errors.UnsupportedError("bad", hint="do this"), 6),
+        (errors.VerificationError("bad", hint="do this"), 7),
+        (errors.EnvironmentLacks("bad", hint="do this"), 8),
+        (errors.VersionMismatch("bad", hint="do this"), 8),
+        (errors.UsageError("bad", hint="do this"), 2),
+    ],
+)
+def test_an_error_is_one_message_with_its_exit_code(
+    fake: FakePipeline, tmp_path: Path, error: errors.ForgeError, code: int
+) -> None:
+    fake.error = error
+    result = invoke("build", str(FP32), "--out", str(tmp_path), "--quiet")
+    assert result.exit_code == code
+    assert result.stderr == "error: bad\nhint: do this\n"
+    assert result.stdout == ""
+
+
+def test_brackets_of_a_message_are_no_markup(fake: FakePipeline, tmp_path: Path) -> None:
+    fake.error = errors.DataError("shape [B, S] of [red]x[/red]")
+    result = invoke("build", str(FP32), "--out", str(tmp_path), "--quiet")
+    assert result.stderr == "error: shape [B, S] of [red]x[/red]\n"
+
+
+def test_interrupting_is_no_bug(fake: FakePipeline, tmp_path: Path) -> None:
+    fake.error = KeyboardInterrupt()
+    result = invoke("build", str(FP32), "--out", str(tmp_path), "--quiet")
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["gone.yaml"], "gone.yaml: cannot be read"),
+        ([str(FP32), "--set", "engine.max_contxt=1"], "did you mean 'max_context'?"),
+        ([str(FP32), "--set", "engine.max_batch=0"], "--set engine.max_batch=0: engine.max_batch: must be"),
+        ([str(FP32), "--set", "passes.fuse-norms.speed=1"], "passes.fuse-norms.speed: unknown key"),
+        ([str(FP32), "--fast"], "No such option"),
+        ([], "a recipe is missing"),
+    ],
+)
+def test_a_wrong_recipe_or_usage_is_2(fake: FakePipeline, args: list[str], says: str) -> None:
+    result = invoke("build", *args)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert fake.called_with is None
+
+
+# run
+
+
+class FakeRunner:
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, Sampling]] = []
+
+    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+        return [len(messages[0]["content"]), 7]
+
+    def generate(self, prompt: object, sampling: Sampling) -> Iterator[Chunk]:
+        self.asked.append((prompt, sampling))
+        logprob = None if sampling.logprobs is None else TokenLogprob(5, -0.5, ((5, -0.5),))
+        yield Chunk("Grüße", 5, logprob=logprob)
+        yield Chunk("", 6)
+        yield Chunk("!", None, "length", Usage(3, 2, 1.5, 0.5))
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
+    stand_in = FakeRunner()
+    monkeypatch.setattr(runtime, "load", lambda path: stand_in)
+    monkeypatch.setattr(artifact.Artifact, "open", lambda path: SimpleNamespace(path=path))
+    return stand_in
+
+
+def test_run_streams_text(runner: FakeRunner) -> None:
+    result = invoke("run", "art", "Hello")
+    assert result.exit_code == 0
+    assert result.stdout == "Grüße!\n"
+    assert result.stderr == ""
+    assert runner.asked == [("Hello", Sampling(max_tokens=256))]
+
+
+def test_run_passes_its_options_on(runner: FakeRunner) -> None:
+    invoke(
+        "run", "art", "Hello", "--max-tokens", "5", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40",
+        "--seed", "3", "--stop", "\n", "--stop", "END", "--min-p", "0.1", "--repetition-penalty", "1.1",
+        "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--regex", "a+", "--logprobs", "2", "--json",
+    )  # fmt: skip
+    assert runner.asked[0][1] == Sampling(
+        temperature=0.7, top_p=0.9, top_k=40, seed=3, max_tokens=5, stop=("\n", "END"), min_p=0.1,
+        repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3, constraint=Constraint("regex", "a+"),
+        logprobs=2,
+    )  # fmt: skip
+
+
+def test_run_reads_standard_input_less_its_last_newline(runner: FakeRunner) -> None:
+    invoke("run", "art", "-", stdin="zwei\nZeilen ü\n\n".encode())
+    assert runner.asked[0][0] == "zwei\nZeilen ü\n"
+
+
+def test_run_refuses_standard_input_that_is_no_text(runner: FakeRunner) -> None:
+    result = invoke("run", "art", "-", stdin=b"ab\xff")
+    assert result.exit_code == 2
+    assert "byte 2 is not UTF-8" in result.stderr
+
+
+def test_run_chat_goes_through_the_template(runner: FakeRunner) -> None:
+    invoke("run", "art", "Hello", "--chat")
+    assert runner.asked[0][0] == [5, 7]
+
+
+def test_run_json_is_one_object(runner: FakeRunner) -> None:
+    assert json.loads(invoke("run", "art", "Hello", "--json").stdout) == {
+        "text": "Grüße!",
+        "token_ids": [5, 6],
+        "finish_reason": "length",
+        "usage": vars(Usage(3, 2, 1.5, 0.5)),
+    }
+
+
+@pytest.mark.parametrize("options", [["--temperature", "-1"], ["--top-p", "0"], ["--max-tokens", "0"], ["--stop", ""]])
+def test_run_refuses_options_out_of_range(runner: FakeRunner, options: list[str]) -> None:
+    assert invoke("run", "art", "Hello", *options).exit_code == 2
+    assert runner.asked == []
+
+
+def test_run_reads_a_json_schema(runner: FakeRunner, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    assert invoke("run", "art", "Hello", "--json-schema", str(schema)).exit_code == 0
+    assert runner.asked[0][1].constraint == Constraint.json_schema({"type": "object"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file"), ("{", "not a JSON file"), ("[]", "list; wanted a JSON schema, which is an object")],
+)
+def test_run_refuses_a_file_that_is_no_json_schema(
+    runner: FakeRunner, tmp_path: Path, text: str | None, message: str
+) -> None:
+    schema = tmp_path / "schema.json"
+    if text is not None:
+        schema.write_text(text)
+    result = invoke("run", "art", "Hello", "--json-schema", str(schema))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert runner.asked == []
+
+
+def test_run_refuses_what_does_not_go_together(runner: FakeRunner) -> None:
+    result = invoke("run", "art", "Hello", "--json-schema", "x.json", "--regex", "a")
+    assert (result.exit_code, "an answer has one form" in result.stderr) == (2, True)
+    result = invoke("run", "art", "Hello", "--logprobs", "2")
+    assert (result.exit_code, "--logprobs are shown with --json alone" in result.stderr) == (2, True)
+    assert runner.asked == []
+
+
+def test_run_json_shows_log_probabilities_that_were_asked_for(runner: FakeRunner) -> None:
+    shown = json.loads(invoke("run", "art", "Hello", "--json", "--logprobs", "1").stdout)
+    assert shown["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": [[5, -0.5]]}]
+
+
+def test_run_of_a_folder_of_versions_names_them(published: artifact.Artifact) -> None:
+    result = invoke("run", str(published.path.parent), "Hello")
+    assert result.exit_code == 5
+    assert published.manifest.version in result.stderr
+
+
+def test_run_of_no_artifact_is_an_error(tmp_path: Path) -> None:
+    result = invoke("run", str(tmp_path), "Hello")
+    assert result.exit_code == 5
+    assert result.stderr.startswith("error: ")
+
+
+# inspect
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> artifact.Artifact:
+    with artifact.staging(tmp_path / "artifacts", "sample") as folder:
+        (folder / "engine").mkdir()
+        (folder / "engine" / "model.onnx").write_bytes(b"graph")
+        (folder / "report").mkdir()
+        render.write(make(), folder / "report")
+        return artifact.publish(
+            folder, recipe={"name": "sample"}, checkpoint="0" * 64, target="cpu-avx2", verdict="pass",
+            requires={"onnxruntime": "1.31.1"},
+        )  # fmt: skip
+
+
+def test_inspect_shows_what_the_artifact_is(published: artifact.Artifact) -> None:
+    shown = invoke("inspect", str(published.path)).stdout
+    for part in (
+        "sample",
+        published.manifest.version,
+        "cpu-avx2",
+        "onnxruntime 1.31.1",
+        "engine/model.onnx",
+        "kld_mean",
+    ):
+        assert part in shown
+
+
+def test_inspect_json_is_the_manifest(published: artifact.Artifact) -> None:
+    shown = json.loads(invoke("inspect", str(published.path), "--json").stdout)
+    assert shown == json.loads((published.path / "manifest.json").read_text())
+
+
+def test_inspect_verifies(published: artifact.Artifact) -> None:
+    good = invoke("inspect", str(published.path), "--verify")
+    assert good.exit_code == 0
+    assert "files are what was published" in good.stdout
+    model = published.path / "engine" / "model.onnx"
+    model.chmod(0o644)
+    model.write_bytes(b"grapf")
+    assert invoke("inspect", str(published.path)).exit_code == 0
+    bad = invoke("inspect", str(published.path), "--verify")
+    assert bad.exit_code == 5
+    assert "engine/model.onnx" in bad.stderr
+
+
+def test_inspect_of_a_report_of_another_version_is_refused(published: artifact.Artifact) -> None:
+    path = published.path / "report" / "report.json"
+    path.chmod(0o644)
+    path.write_text('{"schema": 7}')
+    result = invoke("inspect", str(published.path))
+    assert result.exit_code == 5
+    assert "not a report of this version" in result.stderr
+
+
+# passes, targets, schema
+
+
+def test_passes_are_listed_with_their_numerics() -> None:
+    lines = invoke("passes").stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [[cls.name, cls.numerics.value] for cls in passes.ALL]
+    assert [entry["name"] for entry in json.loads(invoke("passes", "--json").stdout)] == [
+        cls.name for cls in passes.ALL
+    ]
+
+
+@pytest.mark.parametrize("cls", passes.ALL, ids=lambda cls: cls.name)
+def test_every_pass_describes_itself(cls: Any) -> None:
+    text = invoke("passes", cls.name).stdout
+    assert text.startswith(f"{cls.name} ({cls.numerics.value})")
+    facts = json.loads(invoke("passes", cls.name, "--json").stdout)
+    assert facts["summary"].endswith(".")
+    for option in facts["options"].get("properties", {}):
+        assert f"  {option}: " in text
+
+
+def test_options_show_type_bounds_and_default() -> None:
+    head, options = describe.pass_text(Squeeze).split("Options\n")
+    assert "squeeze-weights (lossy)" in head
+    assert "Requires: ground" in head
+    assert options.splitlines() == [
+        "  budget: mapping; required",
+        "      what it may cost",
+        "      kld_mean: number, above 0; required",
+        "          mean KL divergence from the graph before the pass, in nats a token",
+        "  bits: 4 or 8; default 4",
+        "      bits of a weight",
+        "  block_size: integer, at least 16, at most 256; default 32",
+        "      neighbours that share a scale",
+        "  damping: number, above 0; default 0.01",
+        "      share of the mean diagonal",
+        "  method: plain or calibrated; default plain",
+        "  layers: list; default []",
+    ]
+
+
+def test_targets_are_listed_and_shown_with_sources() -> None:
+    assert [line.split()[0] for line in invoke("targets").stdout.splitlines()] == targets.names()
+    shown = invoke("targets", "l4").stdout
+    assert "compute capability  8.9" in shown
+    assert "bandwidth  300 GB/s\n    NVIDIA AIConfigurator" in shown
+    assert "int4, dense  485 TOP/s (not verified)\n    NVIDIA L4 datasheet" in shown
+    assert "pcie, 8 devices, one direction  32 GB/s" in shown
+    assert "an hour, 2026-03  0.44 USD (not verified)" in shown
+    assert "tensorrt-rtx  computes in bf16, fp16; weights bf16, fp16, fp8, int4, int8; cache bf16, fp16" in shown
+    assert json.loads(invoke("targets", "l4", "--json").stdout)["rates"]["int8"]["value"] == 242
+    assert invoke("targets", "local").stdout.startswith(targets.local().name)
+    assert len(json.loads(invoke("targets", "--json").stdout)) == len(targets.names())
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"), [(["passes", "fuse-norm"], "fuse-norms"), (["targets", "rtx-409"], "rtx-4090")]
+)
+def test_an_unknown_name_is_2_with_the_nearest(args: list[str], hint: str) -> None:
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"hint: did you mean '{hint}'?" in result.stderr
+
+
+def test_schema_is_a_json_schema() -> None:
+    written = json.loads(invoke("schema").stdout)
+    assert written["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert "fuse-norms" in written["$defs"]
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout == f"llmforge, version {__version__}\n"
+
+
+def test_help_names_every_exit_code() -> None:
+    text = invoke("--help").stdout
+    for code in range(9):
+        assert f"  {code}  " in text
+
+
+# progress
+
+
+def test_progress_on_a_terminal_finishes_its_stages() -> None:
+    screen = io.StringIO()
+    with console.TerminalProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.stage("Trace")
+        progress.advance(1, 3)
+        progress.stage("Quantize")
+    last_frame = screen.getvalue().rpartition("\x1b[1A\x1b[2K")[2]  # up one line, erase it
+    lines = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", last_frame).splitlines()
+    assert [line.split()[:2] for line in lines] == [["✓", "Trace"], ["✓", "Quantize"]]
+
+
+def test_progress_without_a_terminal_tells_long_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    steps = ((0.0, "Trace"), (0.5, "Calibrate"), (4.0, 1), (11.0, 2), (12.0, 3), (12.5, "Write"), (20.0, None))
+
+    def work() -> None:
+        with console.PlainProgress(log) as progress:
+            for seconds, step in steps:
+                now[0] = seconds
+                if isinstance(step, str):
+                    progress.stage(step)
+                elif step is not None:
+                    progress.advance(step, 6)
+            raise errors.DataError("bad")
+
+    with pytest.raises(errors.DataError):
+        work()
+    assert log.getvalue().splitlines() == [
+        "Trace",
+        "Calibrate",
+        "Calibrate: 2/6",
+        "Calibrate: took 12.0 s",
+        "Write",
+        "Write: failed after 7.5 s",
+    ]
+
+
+# as a process
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom llmforge.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = process("--help", code=code)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0
+    loaded = set(done.stderr.split())
+    assert "llmforge.cli" in loaded
+    assert loaded.isdisjoint({"torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "numpy", "pydantic", "rich"})
+    assert min(seconds) < 0.5
+
+
+def test_a_bug_ends_with_a_traceback_and_1() -> None:
+    code = (
+        "from llmforge import cli, targets\n"
+        "targets.names = lambda: 1 / 0\n"
+        "cli.main()"
+    )  # fmt: skip
+    done = process("targets", code=code)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("This is a bug in llmforge. Please report it")
+
+
+def test_an_error_shows_no_traceback() -> None:
+    done = process("targets", "nothing-like-it")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = [sys.executable, "-c", "from llmforge.cli import main; main()", "schema"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.close()
+        assert writer.stderr is not None
+        assert writer.stderr.read() == b""
+        assert writer.wait(timeout=60) == 141
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_ctrl_c_ends_with_one_line() -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits that it is ignored
+        "from llmforge import cli, targets\n"
+        "def names():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "targets.names = names\n"
+        "cli.main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "targets"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "ready\n"
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.stderr is not None
+        assert waiting.stderr.read() == "interrupted\n"
+        assert waiting.wait(timeout=60) == 130

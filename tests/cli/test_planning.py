@@ -1,0 +1,293 @@
+"""`llmforge plan` through its runner: tables, JSON, plots, and the message and exit code of each mistake."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge import targets
+from llmforge.cli import cli
+from llmforge.planning import plot
+
+from ..shapes import PUBLIC
+
+ROOT = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
+MACHINE = """\
+title: a machine
+like: cpu-avx2
+kind: cpu
+isa: avx2
+cores: 4
+memory_gb: {value: 16, source: measured, verified: true}
+bandwidth_gbs: {value: 40, source: measured, verified: true}
+rates:
+  fp32: {value: 0.4, source: measured, verified: true}
+  int8: {value: 0.8, source: measured, verified: true}
+engines: [onnxruntime]
+"""
+
+
+def invoke(*args: str | Path) -> Result:
+    result = CliRunner().invoke(cli, ["plan", *map(str, args)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama-3.1-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PUBLIC["llama-3.1-8b"]))
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    path = tmp_path / "here.yaml"
+    path.write_text(MACHINE)
+    return path
+
+
+def facts(*args: str | Path) -> Any:
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_one_target_shows_everything(llama: Path) -> None:
+    result = invoke(llama, "--target", "H200", "--batch", "4")
+    assert result.exit_code == 0
+    for expected in (
+        "llama-3.1-8b on NVIDIA H200 SXM, tensorrt",
+        "8.03 B parameters, 32 layers, made for 131,072 tokens",
+        "Memory of one device", "16.1 GB", "131 kB",
+        "Largest batch by context",
+        "decode, 4 at once", "prompt of 1,024", "memory", "compute",
+        "Split over several devices",
+        "Which passes pay here", "quantize-weights, bits: 4", "no fp4 arithmetic",
+        "the device does 206 operations for each byte",
+        "for a million tokens read", "at $4.00 an hour",
+        "of CPU time",
+        "assumed: bandwidth 0.85: fitted to",
+    ):  # fmt: skip
+        assert expected in result.stdout
+    assert result.stderr == ""
+
+
+def test_several_targets_are_set_side_by_side(llama: Path) -> None:
+    result = invoke(llama, "--target", "h200", "--target", "rtx-4090", "--target", "gb200", "--batch", "8")
+    assert result.exit_code == 0
+    rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
+    assert [row.split("│")[1].strip() for row in rows] == ["h200", "rtx-4090", "gb200"]
+    assert "–" in rows[2]  # no price is known
+    assert "8 sequences at once, prompts of 1,024, answers of 256 tokens" in result.stdout
+
+
+def test_json_holds_what_the_tables_show(llama: Path) -> None:
+    plan = facts(llama, "--target", "h200", "--batch", "8", "--price", "3")
+    assert plan["model"]["parameters"] == 8_030_261_248
+    assert plan["memory"]["kv_per_token"] == 131072
+    assert plan["memory"]["fits"] is True
+    asked = next(each for each in plan["decode"] if each["batch"] == 8)
+    assert asked["bound"] == "memory"
+    assert 0.5 < asked["mbu"] < 0.7
+    assert plan["cost"]["usd_per_hour"] == 3
+    assert plan["cost"]["per_million_out"] == pytest.approx(asked["seconds"] / 8 * 1e6 * 3 / 3600)
+    assert [each["ranks"] for each in plan["tensor_parallel"]] == [1, 2, 4, 8]
+    assert plan["ops_per_byte"] == pytest.approx(989e12 / 4800e9)
+    assert {each["change"] for each in plan["passes"]} >= {"flash-attention", "quantize-kv-cache, bits: 8"}
+    assert plan["assumptions"]["bandwidth"]["source"]
+    assert plan["build"]["cpu_s"] > 0
+    assert [each["target"] for each in facts(llama, "--target", "l4", "--target", "t4")] == ["l4", "t4"]
+
+
+@pytest.mark.parametrize(
+    ("options", "workload"),
+    [
+        ((), (1024, 256)),
+        (("--context", "4096"), (3840, 256)),
+        (("--context", "512"), (384, 128)),
+        (("--context", "4096", "--prompt", "4000"), (4000, 96)),
+        (("--context", "4096", "--output", "1000"), (3096, 1000)),
+        (("--prompt", "10"), (10, 256)),
+        (("--prompt", "10", "--output", "20"), (10, 20)),
+    ],
+)
+def test_prompt_and_answer(llama: Path, options: tuple[str, ...], workload: tuple[int, int]) -> None:
+    asked = facts(llama, "--target", "h200", *options)["workload"]
+    assert (asked["prompt"], asked["output"]) == workload
+
+
+def test_dtypes_of_the_command_line(llama: Path) -> None:
+    plan = facts(llama, "--target", "h200", "--engine", "onnxruntime", "--dtype", "fp16", "--weights", "int4",
+                 "--kv", "int8", "--tp", "2")  # fmt: skip
+    assert (plan["scheme"]["compute"], plan["scheme"]["weights"], plan["scheme"]["kv"]) == ("fp16", "int4", "int8")
+    assert (plan["ranks"], plan["backend"]) == (2, "onnxruntime")
+
+
+def test_a_recipe_says_what_to_plan(machine: Path) -> None:
+    plan = facts(ROOT / "recipes" / "quickstart.yaml", "--target", machine)
+    assert plan["scheme"] == {
+        "compute": "fp32", "weights": "int4", "kv": "int8", "product": "int8", "embedding": "int8", "block": 32,
+        "symmetric": False, "head": None,
+    }  # fmt: skip
+    assert plan["workload"] == {"prompt": 768, "output": 256, "batch": 8}
+    assert plan["target"] == "here"
+    assert plan["model"]["context"] == 1024
+    kernels = next(each for each in plan["passes"] if each["change"] == "cpu-kernels")
+    assert (kernels["verdict"], round(kernels["tpot"], 2)) == ("pays", 0.7)
+    rtn = facts(ROOT / "recipes" / "int4-rtn.yaml", "--target", machine)
+    assert rtn["build"]["cpu_s"] < plan["build"]["cpu_s"]  # calibration
+    fp32 = facts(ROOT / "recipes" / "fp32.yaml", "--target", machine)
+    assert fp32["memory"]["weights"] > 4 * plan["memory"]["weights"]
+
+
+def test_a_recipe_for_tensorrt_keeps_its_passes_in_mind() -> None:
+    plan = facts(ROOT / "recipes" / "llama-rtx4090-tensorrt-fp8.yaml")
+    assert (plan["target"], plan["backend"]) == ("rtx-4090", "tensorrt-rtx")
+    dtypes = plan["scheme"]
+    assert (dtypes["compute"], dtypes["weights"], dtypes["head"], dtypes["embedding"]) == ("fp16", "fp8", "fp8", "fp16")
+    assert dtypes["product"] == "fp16"
+    layers, table = 6_821_888 - 8192 * 256, 8192 * 256
+    assert plan["memory"]["weights"] == pytest.approx(layers + table + 2 * table, rel=0.01)
+    shown = invoke(ROOT / "recipes" / "llama-rtx4090-tensorrt-fp8.yaml").stdout
+    assert "fp16 activations, weights fp8, embedding fp16, cache fp16, products in fp16" in shown
+
+
+def test_a_recipe_for_this_machine_says_how_to_measure_it() -> None:
+    result = invoke(ROOT / "recipes" / "fp32.yaml")
+    assert result.exit_code == 2
+    assert "has no memory bandwidth" in result.stderr
+    assert "llmforge doctor --measure --write machine.yaml" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        ((), 2, "a checkpoint names no device"),
+        (("--target", "h100"), 2, "'h100' can be any of 2 targets: h100-pcie, h100-sxm"),
+        (("--target", "a100"), 2, "a100-40, a100-80"),
+        (("--target", "h20"), 2, "did you mean"),
+        (("--target", "cpu-amx"), 2, "no memory bandwidth"),
+        (("--target", "absent.yaml"), 2, "absent.yaml: cannot be read"),
+        (("--target", "h200", "--engine", "tensorrt-rtx"), 6, "TensorRT-RTX 1.7 has no target SM 9.0"),
+        (("--target", "b200", "--engine", "onnxruntime"), 6, "holds neither code for SM 10.0 nor PTX"),
+        (("--target", "a100-80", "--weights", "fp8"), 6, "no fp8 arithmetic"),
+        (("--target", "h200", "--products", "fp4"), 6, "multiplies nothing in fp4"),
+        (("--target", "h200", "--tp", "3"), 6, "cannot be split over 3"),
+        (("--target", "h200", "--prompt", "140000"), 2, "above the 131072"),
+        (("--target", "h200", "--context", "9", "--prompt", "9"), 2, "leaves no token"),
+        (("--target", "h200", "--context", "9", "--prompt", "3", "--output", "6"), 2, "give two of"),
+        (("--target", "h200", "--plot", "roof.png"), 2, "a plot is written as .svg or .html"),
+        (("--target", "h200", "--weights", "int3"), 2, "Invalid value for '--weights'"),
+        (("--target", "h200", "--batch", "0"), 2, "Invalid value for '--batch'"),
+    ],
+)
+def test_each_mistake_has_one_message(llama: Path, options: tuple[str, ...], code: int, says: str) -> None:
+    result = invoke(llama, *options)
+    assert result.exit_code == code, result.output
+    assert says in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    result = invoke(tmp_path, "--target", "h200")
+    assert result.exit_code == 5
+    assert "no config.json" in result.stderr
+
+
+# the plot
+
+
+def drawn(path: Path) -> ElementTree.Element:
+    return ElementTree.fromstring(path.read_text())
+
+
+def test_the_roofline_is_drawn(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "roof.svg"
+    assert invoke(llama, "--target", "h200", "--plot", path).exit_code == 0
+    tree = drawn(path)
+    circles = [each for each in tree.iter(f"{SVG}circle") if each.find(f"{SVG}title") is not None]
+    assert [each.get("class") for each in circles] == ["decode"] * 9 + ["prefill"]
+    peak, reached = (
+        [tuple(map(float, point.split(","))) for point in (line.get("points") or "").split()]
+        for line in tree.iter(f"{SVG}polyline")
+    )
+    assert reached[1][1] > peak[1][1]  # downwards: lower
+    assert peak[1][1] == peak[2][1]  # level beyond the ridge
+    for circle in circles:  # no step is above what the device can do
+        x, y = float(circle.get("cx") or 0), float(circle.get("cy") or 0)
+        (x0, y0), (x1, y1) = peak[0], peak[1]
+        roof = y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x < x1 else y1
+        assert y >= roof - 0.2
+        assert 80 <= x <= 790
+        assert 62 <= y <= 368
+    assert "llama-3.1-8b on NVIDIA H200 SXM" in "".join(tree.itertext())
+
+
+def test_several_targets_share_a_page(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "roof.html"
+    assert invoke(llama, "--target", "h200", "--target", "t4", "--plot", path).exit_code == 0
+    text = path.read_text()
+    assert text.startswith("<!doctype html>")
+    assert text.count("<polyline") == 4
+    assert "NVIDIA T4" in text
+    assert "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_names_are_escaped_in_a_plot(tmp_path: Path) -> None:
+    folder = tmp_path / "<b>&"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PUBLIC["llama-2-7b"]))
+    path = tmp_path / "roof.svg"
+    assert invoke(folder, "--target", "h200", "--plot", path).exit_code == 0
+    assert "<b>& on NVIDIA H200 SXM" in "".join(drawn(path).itertext())
+
+
+def test_a_plot_that_cannot_be_written(llama: Path, tmp_path: Path) -> None:
+    result = invoke(llama, "--target", "h200", "--plot", tmp_path / "absent" / "roof.svg")
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
+def test_every_target_with_figures_can_be_drawn(llama: Path, tmp_path: Path) -> None:
+    names = [name for name in targets.names() if not name.startswith("cpu-")]
+    path = tmp_path / "all.svg"
+    assert invoke(llama, *(part for name in names for part in ("--target", name)), "--plot", path).exit_code == 0
+    assert len(list(drawn(path).iter(f"{SVG}polyline"))) == 2 * len(names)
+    assert plot.SUFFIXES == (".svg", ".html")
+
+
+def test_known_families_cost_no_torch(llama: Path) -> None:
+    code = (
+        "import sys\nfrom llmforge.cli import cli\n"
+        f"cli(['plan', {str(llama)!r}, '--target', 'h200'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+# the documentation
+
+
+def test_the_examples_of_the_documentation_run(llama: Path, machine: Path, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    commands = [
+        line.removeprefix("$ llmforge plan ") for line in text.splitlines() if line.startswith("$ llmforge plan")
+    ]
+    assert len(commands) == 7
+    for command in commands:
+        words = command.partition(" #")[0].split()
+        named = {"CHECKPOINT": str(llama), "here.yaml": str(machine), "roofline.svg": str(tmp_path / "roofline.svg")}
+        words = [named.get(word, str(ROOT / word) if word.startswith("recipes/") else word) for word in words]
+        result = invoke(*words)
+        assert result.exit_code == 0, f"{command}: {result.stderr}"

@@ -1,0 +1,149 @@
+"""What llmforge holds of the onnxruntime-gpu wheel, beside the wheel itself, on a machine without a GPU.
+
+benchmarks/cuda_wheel.py loads the wheel's CUDA provider over stand-ins for the CUDA libraries: ONNX Runtime's own code
+then lists kernels, places nodes, chooses attention kernels and decides what is captured. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from llmforge import targets
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines import cuda, cuda_attention, cuda_operators
+from llmforge.lowering.pass_base import Budget, Context, Pass
+from llmforge.passes import (
+    FlashAttention,
+    FuseExperts,
+    FuseNorms,
+    LowerPrecision,
+    PackGateUp,
+    PackQkv,
+    QuantizeKvCache,
+    QuantizeWeights,
+)
+from llmforge.quantization.statistics import KvRange, Statistics
+from llmforge.recipe import EngineSpec
+from llmforge.trace import trace
+
+from .. import zoo
+from ..engines.test_cuda_attention import EXPECTED, PLAIN
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BUDGET = Budget(kld_mean=5)
+SPEC = EngineSpec(max_context=64, max_batch=2, cuda_graphs="allow")
+INT4 = QuantizeWeights(BUDGET, method="rtn", symmetric=True)
+
+
+def script(name: str) -> ModuleType:
+    """Import a file of benchmarks/."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+cuda_wheel = script("cuda_wheel")
+cuda_attention_script = script("cuda_attention")
+
+
+@pytest.fixture(scope="session")
+def wheel() -> Path:
+    """The wheel, as pip leaves it: LLMFORGE_CUDA_WHEEL, or the user's cache, where it is downloaded to."""
+    if sys.platform != "linux" or not all(map(shutil.which, ("cc", "nm", "readelf"))):
+        pytest.skip("needs Linux, a C compiler and binutils")
+    try:
+        return cuda_wheel.install(Path(os.environ.get("LLMFORGE_CUDA_WHEEL", cuda_wheel.CACHE)))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"pip does not install {cuda_wheel.WHEEL} here: {error}")
+
+
+def test_the_recorded_kernels_are_those_of_the_wheel(wheel: Path) -> None:
+    assert cuda_wheel.dump(cuda_wheel.kernels(wheel)) == cuda_wheel.DATA.read_text(encoding="utf-8")
+
+
+def test_attention_is_computed_by_the_expected_kernels(wheel: Path) -> None:
+    """The table of test_cuda_attention.py, less what cuDNN decides."""
+    cases = []
+    for changes, sm, _, _ in EXPECTED:
+        fields = {**vars(PLAIN), **changes}
+        cases.append(
+            {
+                "sm": sm,
+                "dtype": "float16",
+                **{name: fields[name] for name in ("heads", "kv_heads", "head_dim")},
+                "cache": "int8" if fields["int8"] else None,
+                "granularity": "PER_CHANNEL" if fields["int8"] else None,
+                "softcap": 30 if fields["softcap"] else 0,
+                "window": 16 if fields["window"] else 0,
+                "sink": bool(fields["sinks"]),
+            }
+        )
+    refused = [{**cases[-2], "sm": 75}, {**cases[-2], "head_dim": 512}]
+    found = cuda_attention_script.ask(wheel, [*cases, *refused])
+    without_cudnn = [[(kernels - {cuda_attention.CUDNN}) for kernels in row[2:]] for row in EXPECTED]
+    assert [[{kernel} for kernel in pair] for pair in found[: len(cases)]] == without_cudnn
+    for pair in found[len(cases) :]:
+        assert all("No available GroupQueryAttention kernel supports the quantized KV cache" in text for text in pair)
+
+
+WIDE = {"intermediate_size": 128}  # experts of a width that QMoE takes
+# model and changes to it, dtype, passes, SM
+ENGINES = [
+    ("llama", {}, "fp16", (), 90),
+    ("llama-mha-biases", {}, "fp16", (INT4,), 80),
+    ("llama-tied", {}, "fp16", (QuantizeWeights(BUDGET, method="rtn", bits=8, symmetric=True),), 89),
+    ("qwen2", {}, "bf16", (QuantizeWeights(BUDGET, method="rtn"), QuantizeKvCache(BUDGET)), 90),
+    ("llama-mha-biases", {}, "bf16", (INT4,), 90),
+    ("gemma2", {}, "fp16", (QuantizeKvCache(BUDGET, granularity="per_tensor"),), 120),
+    ("gpt-oss", {}, "fp16", (), 90),
+    ("phimoe", {}, "bf16", (), 86),
+    ("glm4-moe", {}, "fp16", (), 80),
+    ("deepseek-v2", {}, "fp16", (), 90),
+    ("mixtral", WIDE, "fp16", (INT4,), 90),
+    ("mixtral", WIDE, "bf16", (QuantizeWeights(BUDGET, method="rtn", bits=8),), 80),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "dtype", "more", "sm"), ENGINES)
+def test_engines_load_and_are_captured(
+    name: str, changes: dict[str, int], dtype: str, more: tuple[Pass, ...], sm: int, wheel: Path, tmp_path: Path
+) -> None:
+    zoo.write(name, tmp_path / "checkpoint", **changes)
+    model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
+    shapes = {value.name: value.shape for value in model.graph.inputs if value.name.endswith(".key")}
+    peaks = {int(key.split(".")[1]): np.ones((shape[1], shape[3]), np.float32) for key, shape in shapes.items()}
+    ranges = Statistics(0, 0, {}, {layer: KvRange(peak, peak) for layer, peak in peaks.items()})
+    first = (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention())
+    for step in (*first, *more, FuseExperts(), LowerPrecision(BUDGET, dtype)):
+        step.run(model, Context(target, ranges))
+    lowered, _ = cuda.lower(model, target, SPEC)
+    config = cuda.configure(lowered, spec=SPEC, target=target, eos_token_ids=(0,), bos_token_id=0)
+    cuda.write(lowered, tmp_path / "engine", config)
+    found = cuda_wheel.rehearse(wheel, tmp_path / "engine", sm)
+    assert config.graphs is not None
+    assert [capture.id for capture in config.graphs.captures] == [1, 2]
+    assert found["captured"] == {"1": [1, 2], "2": [1, 2]}  # captured once; launched by both steps
+    assert found["forbidden"] == 0, found["first_forbidden"]
+    fast = [
+        node for node in lowered.graph if node.op_type == "MatMulNBits" and cuda_operators.fast_obstacle(node) is None
+    ]
+    prefill, decode = found["log"].partition("PREFILL")[2].split("DECODE", 1)
+    assert prefill.count("[fpA_intB_debug] M=") == len(fast)
+    if any(True for _ in cuda_attention.of(lowered)):
+        cuda_attention.check(prefill, lowered, sm, decode=False)
+        cuda_attention.check(decode, lowered, sm, decode=True)

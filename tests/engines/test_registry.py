@@ -1,0 +1,69 @@
+"""The builder of an engine is chosen by backend and target, and a choice that nobody builds is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from llmforge import engines, targets
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.engines import cuda, onnxruntime
+from llmforge.engines.tensorrt import engine, library
+from llmforge.recipe import EngineSpec
+
+
+def spec(backend: targets.Backend) -> EngineSpec:
+    return EngineSpec(backend=backend, max_context=64)
+
+
+def test_onnxruntime_on_a_cpu_has_its_builder() -> None:
+    assert engines.for_target("onnxruntime", targets.load("cpu-avx2")) is onnxruntime
+
+
+def test_a_device_that_cannot_load_an_engine_gets_none() -> None:
+    with pytest.raises(UnsupportedError, match="cannot load a tensorrt engine") as caught:
+        engines.for_target("tensorrt", targets.load("cpu-avx2"))
+    assert "backend: onnxruntime" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(("backend", "module"), [("onnxruntime", cuda), ("tensorrt", engine), ("tensorrt-rtx", engine)])
+def test_each_backend_of_a_gpu_has_its_builder(backend: targets.Backend, module: object) -> None:
+    assert engines.for_target(backend, targets.load("l4")) is module
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+def test_what_is_built_on_its_gpu_names_the_other_way(backend: targets.Backend) -> None:
+    with pytest.raises(EnvironmentLacks, match="no CUDA device here") as caught:
+        engines.for_target(backend, targets.load("l4")).require_host(targets.load("l4"), spec(backend))
+    assert caught.value.exit_code == 8
+    assert "--finish" in (caught.value.hint or "")
+
+
+@pytest.mark.usefixtures("no_device")
+def test_tensorrt_rtx_builds_without_a_gpu() -> None:
+    pytest.importorskip("tensorrt_rtx")
+    l4 = targets.load("l4")
+    engines.for_target("tensorrt-rtx", l4).require_host(l4, spec("tensorrt-rtx"))
+    assert engines.why_not_run(l4) == "no CUDA device here"
+
+
+def test_another_gpu_does_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "require_cuda", lambda: SimpleNamespace(name="NVIDIA H100", sm=90))
+    assert engines.why_not_run(targets.load("h100-sxm")) is None
+    reason = engines.why_not_run(targets.load("l4"))
+    assert reason is not None
+    assert "NVIDIA H100, is SM90" in reason
+
+
+def test_a_cpu_runs_what_is_built_for_it() -> None:
+    assert engines.why_not_run(targets.local()) is None
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_a_missing_library_names_the_extra(backend: targets.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentLacks, match="is not installed") as caught:
+        assert library.Library(backend, "tensorrt", "TensorRT", ahead_of_time=True).api
+    assert caught.value.hint == f"pip install 'llmforge[{backend}]'"

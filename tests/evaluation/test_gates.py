@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from llmforge.evaluation import metrics
+from llmforge.evaluation.gates import GateResult, Verdict, judge, overall, samples_needed
+from llmforge.evaluation.metrics import Estimate
+from llmforge.recipe import GateSpec, Metric
+from llmforge.report.model import measured
+
+from .. import reports
+
+
+def estimate(value: float, low: float | None, high: float | None, samples: int = 50) -> Estimate:
+    return Estimate(value=value, low=low, high=high, samples=samples)
+
+
+def decide(gate: GateSpec, measured: Estimate | None) -> GateResult:
+    (result,) = judge({"kld_mean": gate}, {} if measured is None else {"kld_mean": measured})
+    return result
+
+
+@pytest.mark.parametrize(
+    ("gate", "measured", "verdict"),
+    [
+        (GateSpec(max=0.03), estimate(0.02, 0.01, 0.03), Verdict.PASS),  # the bound itself is within
+        (GateSpec(max=0.03), estimate(0.02, 0.01, 0.0301), Verdict.INCONCLUSIVE),  # the point alone would pass
+        (GateSpec(max=0.03), estimate(0.04, 0.03, 0.05), Verdict.INCONCLUSIVE),
+        (GateSpec(max=0.03), estimate(0.04, 0.0301, 0.05), Verdict.FAIL),
+        (GateSpec(min=0.9), estimate(0.95, 0.9, 0.97), Verdict.PASS),
+        (GateSpec(min=0.9), estimate(0.95, 0.89, 0.97), Verdict.INCONCLUSIVE),
+        (GateSpec(min=0.9), estimate(0.85, 0.8, 0.9), Verdict.INCONCLUSIVE),
+        (GateSpec(min=0.9), estimate(0.85, 0.8, 0.899), Verdict.FAIL),
+        (GateSpec(max=5), Estimate.exact(5), Verdict.PASS),
+        (GateSpec(max=5), Estimate.exact(6), Verdict.FAIL),
+        (GateSpec(min=5), Estimate.exact(4), Verdict.FAIL),
+        (GateSpec(max=0.03), estimate(0.001, None, None, samples=3), Verdict.INCONCLUSIVE),  # too few to tell
+        (GateSpec(max=0.03), estimate(math.nan, math.nan, math.nan), Verdict.FAIL),
+        (GateSpec(max=0.03), estimate(math.inf, 0.0, math.inf), Verdict.FAIL),
+        (GateSpec(max=0.03), None, Verdict.FAIL),  # not measured: closed
+    ],
+)
+def test_the_bound_decides(gate: GateSpec, measured: Estimate | None, verdict: Verdict) -> None:
+    result = decide(gate, measured)
+    assert result.verdict is verdict
+    assert overall([result]) is verdict
+
+
+def test_explanations() -> None:
+    assert decide(GateSpec(max=0.03), None).explanation == "kld_mean: not measured; wanted at most 0.03"
+    assert (
+        decide(GateSpec(max=0.03), estimate(0.02, 0.01, 0.025)).explanation
+        == "kld_mean: 0.02 (95% interval 0.01 to 0.025), all of it at most 0.03"
+    )
+    assert decide(GateSpec(min=0.9), estimate(0.8, 0.7, 0.85)).explanation.endswith("all of it below 0.9")
+    assert (
+        decide(GateSpec(max=0.03), estimate(0.02, 0.005, 0.035)).explanation
+        == "kld_mean: 0.02 (95% interval 0.005 to 0.035) includes the limit 0.03; "
+        "about 230 documents would decide (now 50), if the figure stays"
+    )
+    assert "no sample size" in decide(GateSpec(max=0.03), estimate(0.03, 0.02, 0.04)).explanation
+    few = decide(GateSpec(max=0.03), estimate(0.02, None, None, samples=3))
+    assert few.explanation == "kld_mean: 0.02 from 3 documents only; an interval needs 8"
+    assert few.samples_needed == 8
+
+
+def test_two_bounds_give_two_results_and_the_worst_counts() -> None:
+    results = judge({"kld_mean": GateSpec(min=0.5, max=2)}, {"kld_mean": estimate(1.9, 1.7, 2.1)})
+    assert [(r.bound, r.verdict) for r in results] == [("min", Verdict.PASS), ("max", Verdict.INCONCLUSIVE)]
+    assert overall(results) is Verdict.INCONCLUSIVE
+    failed = decide(GateSpec(max=1), estimate(1.9, 1.7, 2.1))
+    assert overall([*results, failed]) is Verdict.FAIL
+
+
+def test_what_could_not_be_measured_is_undecided_and_says_why() -> None:
+    gates: dict[Metric, GateSpec] = {"kld_mean": GateSpec(max=0.1), "size_bytes": GateSpec(max=5)}
+    missing, known = judge(gates, {"size_bytes": Estimate.exact(6)}, unmeasured="no device here")
+    assert missing.verdict is Verdict.INCONCLUSIVE
+    assert missing.samples_needed is None
+    assert missing.explanation == "kld_mean: not measured: no device here; wanted at most 0.1"
+    assert known.verdict is Verdict.FAIL
+    broken = Estimate(value=math.nan, low=None, high=None, samples=50)
+    (failed,) = judge({"kld_mean": GateSpec(max=1)}, {"kld_mean": broken}, unmeasured="no device here")
+    assert failed.verdict is Verdict.FAIL
+
+
+def test_no_gates_no_verdict() -> None:
+    assert judge({}, {"kld_mean": estimate(1, 0, 2)}) == ()
+    assert overall(()) is Verdict.NONE
+
+
+def test_the_named_sample_size_decides_four_times_in_five() -> None:
+    """Documents of mean 1 and deviation 0.3 against a limit of 1.05: draw that many, and count the decisions."""
+    limit, rng = 1.05, np.random.default_rng(0)
+    half = 1.96 * 0.3 / math.sqrt(50)
+    needed = samples_needed(50, 1.0, 1 - half, 1 + half, limit)
+    assert needed is not None
+    passed = 0
+    for seed in range(300):
+        values = rng.normal(1.0, 0.3, (needed, 1))
+        bounds = metrics.bootstrap(values, lambda totals: totals / needed, seed=seed, resamples=400)
+        assert bounds is not None
+        passed += bounds[0, 1] <= limit
+    assert 0.73 < passed / 300 < 0.87
+
+
+def test_every_metric_of_a_recipe_is_measured() -> None:
+    """And nothing more: a figure that no gate can name would be dead."""
+    found = measured(quality=reports.QUALITY, latency=reports.LATENCY, engine=reports.ENGINE)
+    assert set(found) == set(get_args(Metric))
+    assert found["size_bytes"] == Estimate.exact(5_087_122)
+    assert found["tpot_p50_ms"].value == 0.611  # the slowest prompt length
+    assert set(measured(quality=None, latency=None, engine=reports.ENGINE)) == {"size_bytes"}

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+
+from llmforge.base.errors import UsageError, VerificationError
+from llmforge.evaluation import footprint, latency, machine
+from llmforge.evaluation.footprint import Footprint
+from llmforge.evaluation.latency import Subject
+from llmforge.runtime import Sampling, Step
+
+FOOTPRINT = Footprint(artifact_bytes=5000, weight_bytes_per_token=4000, kv_bytes_per_token=10)
+BANDWIDTH = 1e6
+
+
+@dataclass
+class Fake:
+    """Takes `ttft_ms` a prompt token and `tpot_ms` a later token of a clock that only it moves; 10 times that first."""
+
+    name: str
+    clock: list[float]
+    log: list[tuple[str, int, bytes]]
+    ttft_ms: float
+    tpot_ms: float
+    short_by: int = 0
+    calls: int = field(default=0)
+
+    def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+        self.log.append((self.name, len(ids), ids.tobytes()))
+        slow = 10 if self.calls < 2 else 1 + self.calls / 1000  # both warm-ups; then a slow drift
+        self.calls += 1
+        for i in range(tokens - self.short_by):
+            self.clock[0] += slow * (self.ttft_ms * len(ids) if i == 0 else self.tpot_ms) / 1e3
+            yield i
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(self.name, self.generate, load_seconds=0.25)
+
+
+@dataclass
+class Bench:
+    clock: list[float]
+    log: list[tuple[str, int, bytes]]
+
+    def fake(self, name: str, ttft_ms: float, tpot_ms: float, short_by: int = 0) -> Fake:
+        return Fake(name, self.clock, self.log, ttft_ms, tpot_ms, short_by)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    clock = [0.0]
+    monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(latency, "read_bandwidth", lambda size, threads: BANDWIDTH)
+    return Bench(clock, [])
+
+
+def run(artifact: Fake, baseline: Fake | None, **changes: object) -> latency.Latency:
+    options = {"prompt_tokens": (4, 16), "output_tokens": 5, "repetitions": 7, "vocabulary": 100, "threads": 1}
+    return latency.measure(
+        artifact.subject,
+        None if baseline is None else baseline.subject,
+        FOOTPRINT,
+        **{**options, **changes},  # type: ignore[arg-type]
+    )
+
+
+def test_durations_are_those_of_the_clock_and_warm_up_does_not_count(bench: Bench) -> None:
+    got = run(bench.fake("artifact", 1.0, 2.0), bench.fake("baseline", 3.0, 8.0))
+    first, second = got.points
+    # Calls 0 and 1 warm up (ten times as slow); repetitions are calls 2, 4 … 14 of the first length: median 8.
+    assert first.artifact.ttft_ms.p50.value == pytest.approx(4 * 1.008)
+    assert first.artifact.tpot_ms.p50.value == pytest.approx(2 * 1.008)
+    assert first.artifact.tpot_ms.p95 == pytest.approx(2 * np.quantile(1 + np.arange(2, 15, 2) / 1000, 0.95))
+    assert first.artifact.tokens_per_second == pytest.approx(1000 / 2.016)
+    assert second.artifact.ttft_ms.p50.value == pytest.approx(16 * 1.009)
+    assert first.baseline is not None
+    assert first.baseline.tpot_ms.p50.value == pytest.approx(8 * 1.008)
+    assert first.ttft_speedup is not None
+    assert first.tpot_speedup is not None
+    assert first.ttft_speedup.value == pytest.approx(3)
+    assert first.tpot_speedup.value == pytest.approx(4)
+    assert first.artifact.itl_p99_ms == pytest.approx(2 * 1.014)  # the 4 slowest of 28
+    assert (got.artifact_load_ms, got.baseline_load_ms) == (250, 250)
+
+
+def test_medians_have_bounds_from_six_repetitions_on(bench: Bench) -> None:
+    tpot = run(bench.fake("artifact", 1.0, 2.0), None).points[0].artifact.tpot_ms.p50
+    assert tpot.low == pytest.approx(2 * 1.002)
+    assert tpot.high == pytest.approx(2 * 1.014)
+    assert (tpot.samples, tpot.of) == (7, "repetitions")
+    few = run(bench.fake("artifact", 1.0, 2.0), None, repetitions=5).points[0].artifact.tpot_ms.p50
+    assert (few.low, few.high) == (None, None)
+
+
+def test_sides_take_turns_on_the_same_new_prompt(bench: Bench) -> None:
+    run(bench.fake("A", 1.0, 2.0), bench.fake("B", 3.0, 8.0), repetitions=2)
+    assert [(name, tokens) for name, tokens, _ in bench.log] == [("A", 4), ("B", 4), ("A", 16), ("B", 16)] * 3
+    prompts = [ids for _, _, ids in bench.log]
+    assert prompts[0::2] == prompts[1::2]
+    assert len(set(prompts)) == len(prompts) // 2
+
+
+def test_prompts_follow_the_seed(bench: Bench) -> None:
+    logs = []
+    for seed in (1, 1, 2):
+        bench.log.clear()
+        run(bench.fake("A", 1.0, 2.0), None, seed=seed)
+        logs.append(list(bench.log))
+    assert logs[0] == logs[1]
+    assert logs[0] != logs[2]
+
+
+def test_bandwidth_utilization(bench: Bench) -> None:
+    got = run(bench.fake("A", 1.0, 2.0), None)
+    assert got.points[0].bytes_read_per_token == 4000 + 10 * (4 + 5 // 2)
+    assert got.points[1].bytes_read_per_token == 4000 + 10 * (16 + 5 // 2)
+    assert got.points[0].bandwidth_utilization == pytest.approx(4060 / 2.016e-3 / BANDWIDTH)
+    assert got.bandwidth.working_set_bytes == 4060
+
+
+def test_gates_see_the_worst_length(bench: Bench) -> None:
+    estimates = run(bench.fake("A", 1.0, 2.0), None).estimates()
+    assert estimates["ttft_p50_ms"].value == pytest.approx(16 * 1.009)
+    assert estimates["tpot_p50_ms"].value == pytest.approx(2 * 1.009)
+
+
+def test_without_a_baseline_there_is_nothing_to_compare(bench: Bench) -> None:
+    point = run(bench.fake("A", 1.0, 2.0), None).points[0]
+    assert (point.baseline, point.ttft_speedup, point.tpot_speedup) == (None, None, None)
+
+
+def test_a_side_that_stops_early_fails(bench: Bench) -> None:
+    with pytest.raises(VerificationError, match="B yielded 4 tokens after a prompt of 4; asked: 5"):
+        run(bench.fake("A", 1.0, 2.0), bench.fake("B", 1.0, 2.0, short_by=1))
+
+
+@pytest.mark.parametrize("wrong", [{"output_tokens": 1}, {"repetitions": 0}, {"prompt_tokens": ()}])
+def test_nothing_to_measure_is_refused(bench: Bench, wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="wanted 1 repetition or more"):
+        run(bench.fake("A", 1.0, 2.0), None, **wrong)
+
+
+def test_progress_counts_generations(bench: Bench) -> None:
+    seen: list[tuple[int, int]] = []
+    run(
+        bench.fake("A", 1.0, 2.0),
+        bench.fake("B", 1.0, 2.0),
+        repetitions=1,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(done, 8) for done in range(9)]
+
+
+def test_runner_is_asked_for_greedy_tokens_past_eos() -> None:
+    asked: list[tuple[list[list[int]], list[Sampling]]] = []
+
+    def generate_batch(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[Step]:
+        asked.append((prompts, samplings))
+        yield Step((7,), (None,))
+        yield Step((8,), ("length",))
+
+    subject = Subject.of_runner(SimpleNamespace(generate_batch=generate_batch), description="r", load_seconds=1.0)
+    assert list(subject.generate(np.array([1, 2]), 2)) == [7, 8]
+    assert asked == [([[1, 2]], [Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)])]
+
+
+FOOTPRINT_GRAPH = """
+<ir_version: 11, opset_import: ["" : 24]>
+untied (int64[1, sequence] input_ids, float[batch, 2, capacity, 8] "past_key_values.0.key",
+        int8[batch, 2, capacity, 16] "past_key_values.0.value")
+    => (float[1, sequence, 6] logits, float[batch, 2, capacity, 8] "present.0.key",
+        int8[batch, 2, capacity, 16] "present.0.value")
+<float[6, 4] embedding = {ZEROS}, float[4, 6] head = {ZEROS}, float[4] norm = {0, 0, 0, 0}>
+{
+    embedded = Gather (embedding, input_ids)
+    scaled = Mul (embedded, norm)
+    again = Mul (scaled, norm)
+    logits = MatMul (again, head)
+    "present.0.key" = Identity ("past_key_values.0.key")
+    "present.0.value" = Identity ("past_key_values.0.value")
+}
+""".replace("ZEROS", "0" + ", 0" * 23)
+
+
+def test_footprint_leaves_out_the_looked_up_embedding() -> None:
+    got = footprint.count(ir.from_onnx_text(FOOTPRINT_GRAPH), artifact_bytes=999)
+    assert got.artifact_bytes == 999
+    assert got.weight_bytes_per_token == 4 * (4 * 6 + 4)
+    assert got.kv_bytes_per_token == 2 * 8 * 4 + 2 * 16
+
+
+def test_footprint_counts_a_tied_embedding_once() -> None:
+    text = FOOTPRINT_GRAPH.replace(", float[4, 6] head = {0" + ", 0" * 23 + "}", "").replace(
+        "logits = MatMul (again, head)", "head = Transpose (embedding)\n logits = MatMul (again, head)"
+    )
+    assert footprint.count(ir.from_onnx_text(text), artifact_bytes=1).weight_bytes_per_token == 4 * (6 * 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("domain", "op_type", "index"),
+    [
+        ("com.microsoft", "GatherBlockQuantized", 0),
+        ("com.microsoft", "GatherBlockQuantized", 2),
+        ("", "RotaryEmbedding", 1),
+        ("com.microsoft", "GroupQueryAttention", 8),
+        ("llmforge.cpu", "GroupQueryAttention", 5),
+        ("llmforge.cpu", "Embedding", 1),
+    ],
+)
+def test_footprint_leaves_out_tables_of_which_rows_are_read(domain: str, op_type: str, index: int) -> None:
+    table, norm = (ir.val(name, ir.DataType.FLOAT, [8], const_value=ir.tensor([0.0] * 8)) for name in ("table", "norm"))
+    inputs: list[ir.Value | None] = [None] * 9
+    inputs[index], inputs[6] = table, norm
+    node = ir.Node(domain, op_type, inputs)
+    model = ir.Model(ir.Graph([], node.outputs, nodes=[node], initializers=[table, norm]), ir_version=10)
+    assert footprint.count(model, artifact_bytes=1).weight_bytes_per_token == 32
+
+
+def test_footprint_counts_the_experts_that_a_token_chooses() -> None:
+    """Three ways to hold 8 experts of which 2 are read, beside a norm of 8 numbers."""
+    for operator, first, attributes in (
+        (("llmforge", "MoE"), 3, {}),
+        (("com.microsoft", "MoE"), 2, {"k": 2}),
+        (("com.microsoft", "QMoE"), 2, {"k": 2}),
+    ):
+        norm = ir.val("norm", ir.DataType.FLOAT, [8], const_value=ir.tensor([0.0] * 8))
+        held = ir.val("held", ir.DataType.UINT8, [8, 10], const_value=ir.tensor(np.zeros((8, 10), np.uint8)))
+        inputs: list[ir.Value | None] = [norm, ir.val("ids", ir.DataType.INT64, [1, 1, 2]), None, None]
+        inputs[first] = held
+        node = ir.Node(*operator, inputs, ir.convenience.convert_attributes(attributes))
+        model = ir.Model(ir.Graph([], node.outputs, nodes=[node], initializers=[held, norm]), ir_version=10)
+        assert footprint.count(model, artifact_bytes=1).weight_bytes_per_token == 8 * 4 + 20
+
+
+def test_bandwidth_of_this_machine_is_plausible() -> None:
+    assert 1e8 < machine.read_bandwidth(2**22, threads=2, seconds=0.05) < 1e13
+
+
+def test_machine_names_no_host() -> None:
+    import platform
+
+    described = machine.describe()
+    assert described.memory_bytes > 2**28
+    assert described.usable_cpus >= 1
+    assert described.cpu
+    assert platform.node() not in described.model_dump_json() or len(platform.node()) < 4

@@ -1,0 +1,210 @@
+"""Operators that keep a state: their expansion against a naive loop, and what the verifier says about wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+from llmforge.base.errors import VerificationError
+from llmforge.ir import dialect, graph
+from llmforge.ir.recurrence import Recurrence
+
+BATCH, CHANNELS, TAPS = 4, 6, 4
+FEW, HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3, 5
+DTYPES = {"past_lengths": ir.DataType.INT32, "lengths": ir.DataType.INT32, "input_ids": ir.DataType.INT64}
+CONV = {
+    "x": ["batch", "sequence", CHANNELS],
+    "weight": [CHANNELS, 1, TAPS],
+    "past_key_values.0.conv": ["batch", TAPS - 1, CHANNELS],
+    "past_lengths": ["batch"],
+    "lengths": ["batch"],
+    "bias": [CHANNELS],
+}
+LINEAR = {
+    "q": ["batch", "sequence", FEW * WIDTH],
+    "k": ["batch", "sequence", FEW * WIDTH],
+    "v": ["batch", "sequence", HEADS * VALUE_WIDTH],
+    "decay": ["batch", "sequence", HEADS],
+    "beta": ["batch", "sequence", HEADS],
+    "past_key_values.0.recurrent": ["batch", HEADS, WIDTH, VALUE_WIDTH],
+    "past_lengths": ["batch"],
+    "lengths": ["batch"],
+}
+# Rows: a fresh one, one with a past, a padded one with a past, and one that gets no token in this step.
+PAST = np.array([0, 9, 9, 9], np.int32)
+
+
+def value(name: str, dims: Sequence[int | str]) -> ir.Value:
+    dtype = DTYPES.get(name, ir.DataType.FLOAT)
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(dims)))
+
+
+def single(op_type: str, shapes: Mapping[str, list[Any]], state: str, **attributes: Any) -> ir.Model:
+    """Only one node, with every tensor an input."""
+    ids = value("input_ids", ["batch", "sequence"])
+    values = {name: value(name, dims) for name, dims in shapes.items()}
+    node = ir.node(
+        op_type, list(values.values()), {**attributes, "layer": 0}, domain="llmforge", num_outputs=2, name="one"
+    )
+    for made, name in zip(node.outputs, ("y", f"present.0.{state}"), strict=True):
+        made.name, made.dtype = name, ir.DataType.FLOAT
+    node.outputs[1].shape = values[f"past_key_values.0.{state}"].shape
+    opsets = {"": 24, "llmforge": 1}
+    return ir.Model(
+        ir.Graph([ids, *values.values()], list(node.outputs), nodes=[node], opset_imports=opsets, name="g"),
+        ir_version=10,
+    )
+
+
+def conv(activation: str = "silu", *, bias: bool = True) -> ir.Model:
+    shapes = CONV if bias else {name: dims for name, dims in CONV.items() if name != "bias"}
+    return single("CausalConv", shapes, "conv", activation=activation)
+
+
+def linear(few: int = FEW) -> ir.Model:
+    shapes = {**LINEAR, "q": ["batch", "sequence", few * WIDTH], "k": ["batch", "sequence", few * WIDTH]}
+    return single("LinearAttention", shapes, "recurrent", num_heads=few, scale=0.4)
+
+
+def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, kernel: bool = False) -> list[NDArray[Any]]:
+    expanded = model.clone()
+    if kernel:
+        Recurrence(expanded).call_kernel(expanded.graph[0])
+    expanded = dialect.expand(expanded)
+    assert {node.domain for node in expanded.graph} == ({"", "com.microsoft"} if kernel else {""})
+    session = ort.InferenceSession(ir.to_proto(expanded).SerializeToString(), providers=["CPUExecutionProvider"])
+    names = {given.name for given in session.get_inputs()}
+    outputs: list[NDArray[Any]] = session.run(None, {name: array for name, array in feeds.items() if name in names})
+    return outputs
+
+
+def draw(model: ir.Model, sequence: int, lengths: Sequence[int]) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(sequence)
+    feeds: dict[str, NDArray[Any]] = {}
+    for given in model.graph.inputs:
+        known = {"batch": BATCH, "sequence": sequence}
+        shape = [known[dim] if isinstance(dim, str) else dim for dim in graph.dims(given) or ()]
+        feeds[str(given.name)] = rng.standard_normal(shape).astype(np.float32)
+    feeds["input_ids"] = np.zeros((BATCH, sequence), np.int64)
+    feeds |= {"past_lengths": PAST, "lengths": np.array(lengths, np.int32)}
+    if "decay" in feeds:
+        feeds |= {"decay": -np.abs(feeds["decay"]), "beta": 1 / (1 + np.exp(-feeds["beta"]))}
+    return feeds
+
+
+def operands(model: ir.Model, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    return [feeds[str(given.name)] for given in model.graph.inputs if given.name != "input_ids"]
+
+
+STEPS = [(1, (1, 1, 1, 0)), (2, (2, 2, 1, 0)), (7, (7, 7, 2, 0))]  # sequence, real tokens of each row
+
+
+@pytest.mark.parametrize(("sequence", "lengths"), STEPS)
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_expanded_convolution_computes_what_the_reference_does(
+    sequence: int, lengths: tuple[int, ...], activation: str, bias: bool
+) -> None:
+    model = conv(activation, bias=bias)
+    feeds = draw(model, sequence, lengths)
+    feeds["past_key_values.0.conv"][0] = np.nan  # a fresh row must not read its state
+    y, present = run(model, feeds)
+    expected_y, expected = dialect.causal_conv(*operands(model, feeds), activation=activation)
+    for row, count in enumerate(lengths):
+        np.testing.assert_allclose(y[row, :count], expected_y[row, :count], atol=1e-6)
+    np.testing.assert_allclose(present, expected, atol=1e-6)
+    np.testing.assert_array_equal(present[3], feeds["past_key_values.0.conv"][3])
+
+
+@pytest.mark.parametrize(("sequence", "lengths"), STEPS)
+@pytest.mark.parametrize("few", [2, 4])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_linear_attention_that_is_lowered_computes_what_the_reference_does(
+    sequence: int, lengths: tuple[int, ...], few: int, kernel: bool
+) -> None:
+    model = linear(few)
+    feeds = draw(model, sequence, lengths)
+    feeds["past_key_values.0.recurrent"][0] = np.nan
+    for name in ("q", "k", "v", "decay", "beta"):  # what stands in padded places is not read
+        for row, count in enumerate(lengths):
+            feeds[name][row, count:] = np.where(name == "decay", 1e4, 1.0)
+    y, present = run(model, feeds, kernel=kernel)
+    expected_y, expected = dialect.linear_attention(*operands(model, feeds), num_heads=few, scale=0.4)
+    for row, count in enumerate(lengths):
+        np.testing.assert_allclose(y[row, :count], expected_y[row, :count], atol=1e-5)
+    np.testing.assert_allclose(present, expected, atol=1e-5)
+    np.testing.assert_array_equal(present[3], feeds["past_key_values.0.recurrent"][3])
+
+
+def test_a_prompt_in_two_steps_leaves_the_state_of_one() -> None:
+    model = linear()
+    whole = draw(model, 7, (7, 7, 7, 7))
+    _, wanted = run(model, whole)
+    first, second = dict(whole), dict(whole)
+    for name in ("q", "k", "v", "decay", "beta", "input_ids"):
+        first[name], second[name] = whole[name][:, :4], whole[name][:, 4:]
+    counts = [np.full(BATCH, count, np.int32) for count in (4, 3)]
+    _, between = run(model, {**first, "lengths": counts[0]})
+    _, after = run(
+        model,
+        {**second, "lengths": counts[1], "past_lengths": PAST + 4, "past_key_values.0.recurrent": between},
+    )
+    np.testing.assert_allclose(after, wanted, atol=1e-6)
+
+
+def complete(model: ir.Model, width: int) -> ir.Model:
+    """Make a decoder of `model`, whose y becomes the logits, so that the verifier takes it."""
+    node = model.graph[0]
+    rows = value("logits_rows", ["rows"])
+    rows.dtype = ir.DataType.INT64
+    rows.const_value = ir.tensor(np.array([-1]), name="logits_rows")
+    model.graph.inputs.append(rows)
+    model.graph.register_initializer(rows)
+    chosen = ir.node("Gather", [node.outputs[0], rows], {"axis": 1}, name="rows")
+    chosen.outputs[0].name, chosen.outputs[0].dtype = "logits", ir.DataType.FLOAT
+    chosen.outputs[0].shape = ir.Shape(["batch", "rows", width])
+    model.graph.append(chosen)
+    model.graph.outputs[0] = chosen.outputs[0]
+    for name in ("x", "weight", "bias", "q", "k", "v", "decay", "beta"):
+        for given in [given for given in model.graph.inputs if given.name == name]:
+            dims = [2 if isinstance(dim, str) else dim for dim in graph.dims(given) or ()]
+            model.graph.inputs.remove(given)
+            given.const_value = ir.tensor(np.zeros(dims, np.float32), name=name)
+            given.shape = ir.Shape(dims)
+            model.graph.register_initializer(given)
+    return model
+
+
+def test_the_verifier_takes_layers_with_a_state() -> None:
+    dialect.check(complete(conv(), CHANNELS))
+    dialect.check(complete(linear(), HEADS * VALUE_WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("model", "width", "attributes", "reason"),
+    [
+        (conv("tanh"), CHANNELS, {}, "activation is 'tanh', must be none, silu"),
+        (conv(), CHANNELS, {"layer": 1}, "layer 1 must read past_key_values.1.conv, past_lengths, lengths"),
+        (linear(), HEADS * VALUE_WIDTH, {"num_heads": 3}, "3 heads of keys cannot serve 4 of values"),
+        (linear(), HEADS * VALUE_WIDTH, {"num_heads": 4}, "q is 6 wide, must be 12 for"),
+        (linear(), HEADS * VALUE_WIDTH, {"layer": 1}, "layer 1 must read past_key_values.1.recurrent"),
+    ],
+)
+def test_a_wrong_layer_is_refused(model: ir.Model, width: int, attributes: Mapping[str, int], reason: str) -> None:
+    for name, number in attributes.items():
+        model.graph[0].attributes[name] = ir.AttrInt64(name, number)
+    with pytest.raises(VerificationError, match=rf"node 'one': .*{reason}"):
+        dialect.check(complete(model, width))
+
+
+def test_a_kernel_that_does_not_fit_its_state_is_refused() -> None:
+    model = conv()
+    next(given for given in model.graph.inputs if given.name == "weight").shape = ir.Shape([CHANNELS, 1, TAPS + 1])
+    with pytest.raises(VerificationError, match=r"do not fit a kernel \[6, 1, 5\]"):
+        dialect.check(complete(model, CHANNELS))

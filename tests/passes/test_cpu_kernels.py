@@ -1,0 +1,141 @@
+"""cpu-kernels: what becomes an operator of llmforge.cpu, what it takes over, and what stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmforge import native, targets
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.ir import dialect, graph
+from llmforge.lowering.pass_base import Budget, Changes, Pass
+from llmforge.passes.cpu_kernels import CpuKernels
+from llmforge.passes.flash_attention import FlashAttention
+from llmforge.passes.fuse_norms import FuseNorms
+from llmforge.passes.pack_gate_up import PackGateUp
+from llmforge.passes.pack_qkv import PackQkv
+from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.verification import probe
+
+from .. import graphs
+
+BUDGET = Budget(kld_mean=1.0)
+RUNS = probe.random_runs(96)
+STEP = CpuKernels(BUDGET)
+SPEC = graphs.Llama(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64)
+QUANTIZE = QuantizeWeights(BUDGET, method="rtn")
+ALL = (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention(), QUANTIZE)
+
+
+def built(spec: graphs.Llama = SPEC, steps: tuple[Pass, ...] = ALL) -> ir.Model:
+    model = graphs.llama(spec)
+    for step in steps:
+        step.run(model, graphs.CPU)
+    return model
+
+
+def outcomes(model: ir.Model) -> list[probe.Outcome]:
+    session = probe.open_session(model, probe.Weights(), threads=1)
+    return [outcome for run in RUNS for outcome in probe.drive(session, run, caches=True)]
+
+
+def check(model: ir.Model) -> Changes:
+    """Run the pass: the graph stays in the dialect, logits move by rounding alone, a second run does nothing."""
+    before = outcomes(model)
+    changes = STEP.run(model, graphs.CPU)
+    dialect.check(model)
+    for was, now in zip(before, outcomes(model), strict=True):
+        for left, right in zip(was.logits, now.logits, strict=True):
+            assert np.abs(left - right).max() < 0.1 * left.std()
+            assert np.sqrt(np.mean((left - right) ** 2)) < 0.02 * left.std()
+    fingerprint = graph.fingerprint(model)
+    assert not STEP.run(model, graphs.CPU)
+    assert graph.fingerprint(model) == fingerprint
+    return changes
+
+
+def test_a_layer_becomes_five_operators() -> None:
+    model = built(replace(SPEC, layers=1))
+    changes = check(model)
+    assert graphs.operators(model) == {"Linear": 5, "GroupQueryAttention": 1, "Embedding": 1, "Gather": 1}
+    assert {node.domain for node in model.graph} == {native.DOMAIN, ""}
+    assert not changes.skipped
+    assert len(changes.rewritten) == 7
+    assert [str(value.name) for value in model.graph.inputs if "past" not in str(value.name)] == [
+        "input_ids",
+        "logits_rows",
+        "seqlens_k",
+    ]
+    taken = [change.what for change in changes.rewritten if change.what.startswith("Linear")]
+    assert [what.split("], ")[-1] for what in taken] == [
+        "RMSNormalization",
+        "residual Add",
+        "RMSNormalization, gated activation",
+        "residual Add",
+        "RMSNormalization",
+    ]
+
+
+def test_norms_of_queries_and_keys_go_into_attention() -> None:
+    model = built(replace(SPEC, query_norm=True))
+    changes = check(model)
+    assert graphs.operators(model) == {"Linear": 9, "GroupQueryAttention": 2, "Embedding": 1, "Gather": 1}
+    assert sum("norms of queries and keys" in change.what for change in changes.rewritten) == 2
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        replace(SPEC, bias=True),
+        replace(SPEC, sinks=True, window=5),
+        replace(SPEC, softcap=30.0, interleaved=1),
+        replace(SPEC, rotary_dim=0),
+        replace(SPEC, activation="Gelu"),
+    ],
+    ids=["bias", "sinks and window", "softcap, interleaved", "no rotary embedding", "gelu"],
+)
+def test_variants(spec: graphs.Llama) -> None:
+    changes = check(built(spec))
+    assert not changes.skipped
+
+
+@pytest.mark.parametrize("left_out", [FuseNorms, PackQkv, PackGateUp])
+def test_without_other_passes(left_out: type[Pass]) -> None:
+    model = built(steps=tuple(step for step in ALL if not isinstance(step, left_out)))
+    changes = check(model)
+    assert not changes.skipped
+    assert "MatMulNBits" not in graphs.operators(model)
+    assert "RMSNormalization" not in graphs.operators(model)
+
+
+def test_eight_bits_and_symmetric_weights() -> None:
+    for step in (replace(QUANTIZE, bits=8), replace(QUANTIZE, symmetric=True, embedding_bits=4)):
+        assert not check(built(steps=(*ALL[:-1], step))).skipped
+
+
+def test_what_the_kernels_cannot_do_stays_and_says_why() -> None:
+    changes = check(built(steps=(*ALL[:-1], replace(QUANTIZE, accuracy_level=0, embedding_bits=16))))
+    reasons = {skipped.reason for skipped in changes.skipped}
+    assert reasons == {"its activations stay fp32 (accuracy_level), and the kernel rounds them to int8"}
+    changes = STEP.run(built(replace(SPEC, head_dim=24)), graphs.CPU)
+    assert "heads have 24 channels; the kernel wants a multiple of 16, at most 1024" in {
+        skipped.reason for skipped in changes.skipped
+    }
+
+
+def test_blocks_that_do_not_divide_the_columns_stay() -> None:
+    changes = STEP.run(built(replace(SPEC, mlp=80)), graphs.CPU)
+    assert {skipped.reason for skipped in changes.skipped} == {"blocks of 32 do not divide 80 columns"}
+    assert len(changes.rewritten) > 5
+
+
+def test_other_targets_and_installations_without_the_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = replace(graphs.CPU, target=targets.load("l4"))
+    with pytest.raises(UnsupportedError, match="runs no ONNX Runtime on a CPU"):
+        STEP.run(built(), gpu)
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(EnvironmentLacks, match="not compiled in this installation"):
+        STEP.run(built(), graphs.CPU)

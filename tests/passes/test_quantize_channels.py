@@ -1,0 +1,241 @@
+"""quantize-channels: int8 and fp8 weights with one scale an output feature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from llmforge import targets
+from llmforge.base.errors import DataError, UnsupportedError, VerificationError
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Budget, Context
+from llmforge.passes import LowerPrecision, PackQkv, QuantizeChannels, QuantizeWeights
+from llmforge.quantization import channels
+from llmforge.quantization.statistics import InputRangeDemand, Statistics
+from llmforge.verification import probe
+from llmforge.verification.verifier import Verifier
+
+from .. import graphs
+
+LOOSE = Budget(kld_mean=1.0)
+RTX = Context(targets.load("rtx-4090"))
+FP8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+POINTS = {"int8": np.arange(-127, 128, dtype=np.float32), "fp8": np.unique(FP8[np.isfinite(FP8)])}
+
+
+def quantize(**changes: Any) -> QuantizeChannels:
+    return QuantizeChannels(**{"budget": LOOSE, "dtype": "int8", **changes})
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def dequantized(weight: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    kind = {"int8": channels.INT8, "fp8": channels.FP8}[dtype]
+    codes: NDArray[Any] = channels.CODES[kind]([weight])
+    return codes.astype(np.float32) * channels.SCALES[kind]([weight])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@settings(max_examples=30, deadline=None)
+@given(
+    k=st.integers(1, 9),
+    n=st.integers(1, 5),
+    scale=st.sampled_from([1e-6, 0.02, 1.0, 1e5]),
+    seed=st.integers(0, 1000),
+    zero_column=st.booleans(),
+)
+def test_every_weight_becomes_the_nearest_point(
+    dtype: str, k: int, n: int, scale: float, seed: int, zero_column: bool
+) -> None:
+    weight = (scale * np.random.default_rng(seed).standard_normal((k, n))).astype(np.float32)
+    if zero_column:
+        weight[:, 0] = 0
+    made = dequantized(weight, dtype)
+    for column, own in zip(weight.T, made.T, strict=True):
+        step = np.float64(np.abs(column).max()) / POINTS[dtype].max()
+        nearest = np.abs(column.astype(np.float64)[:, None] - POINTS[dtype] * step).min(1)
+        assert (np.abs(own - column) <= nearest + 1e-5 * np.abs(column).max()).all()
+        assert np.isfinite(own).all()
+
+
+@pytest.mark.parametrize("dtype", [channels.INT8, channels.FP8])
+def test_the_largest_magnitude_gets_the_largest_code(dtype: ir.DataType) -> None:
+    weight = np.array([[0.5, -8.0], [-0.25, 4.0]], np.float32)
+    codes: NDArray[Any] = channels.CODES[dtype]([weight])
+    assert np.abs(codes.astype(np.float32)).max(0).tolist() == [channels.LARGEST[dtype]] * 2
+
+
+def test_nan_is_refused() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        channels.int8_codes([np.array([[np.nan]], np.float32)])
+
+
+# --- graph -----------------------------------------------------------------------------------------------------------
+
+
+def test_decoder_as_text() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    before = graphs.lines(model, ["MatMul"])
+    assert quantize().run(model, RTX)
+    after = graphs.lines(model, ["MatMul", "DequantizeLinear"])
+    assert len(before) == 8  # q, k, v, o, gate, up, down, head
+    assert len(after) == 16
+    weights = graphs.find(model, "DequantizeLinear")
+    assert [graph.dims(node.inputs[0]) for node in weights if node.inputs[0]] == [
+        *((48, 64), (48, 32), (48, 32), (64, 48), (48, 56), (48, 56), (56, 48)),
+        (48, 96),  # the tied head: codes of its own, [K, V]
+    ]
+    assert {node.attributes.get_int("axis") for node in weights} == {1}
+    assert not graphs.find(model, "Transpose")
+    names = graphs.find(model, "Gather")
+    assert names[0].inputs[0] is not None
+    assert names[0].inputs[0].name == "model.embed_tokens.weight"
+    assert graph.sources(weights[0].inputs[0]) == ["model.layers.0.self_attn.q_proj.weight"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_the_verifier_measures_it(dtype: str, tmp_path: Path) -> None:
+    model = graphs.llama()
+    texts = [np.random.default_rng(0).integers(0, 96, 24)]
+    verifier = Verifier(model, folder=tmp_path, texts=texts, threads=1)
+    step = quantize(dtype=dtype)
+    proof = verifier.check(step, model, step.run(model, RTX))
+    assert proof.kld_mean is not None
+    assert 0 < proof.kld_mean < (0.001 if dtype == "int8" else 0.01)
+
+
+def test_a_budget_that_does_not_hold_fails(tmp_path: Path) -> None:
+    model = graphs.llama()
+    texts = [np.random.default_rng(0).integers(0, 96, 24)]
+    verifier = Verifier(model, folder=tmp_path, texts=texts, threads=1)
+    step = quantize(budget=Budget(kld_mean=1e-9))
+    with pytest.raises(VerificationError, match="quantize-channels"):
+        verifier.check(step, model, step.run(model, RTX))
+
+
+def test_the_graph_computes_with_the_dequantized_weights() -> None:
+    """Against the same decoder whose matrices were replaced by hand."""
+    model, by_hand = graphs.llama(graphs.Llama(layers=1)), graphs.llama(graphs.Llama(layers=1))
+    quantize(head=False).run(model, RTX)
+    for name, value in by_hand.graph.initializers.items():
+        if ".layers." in name and value.const_value is not None and len(value.const_value.shape) == 2:
+            value.const_value = ir.Tensor(dequantized(value.const_value.numpy(), "int8"), name=name)
+    [run, *_] = probe.random_runs(96)
+    a, b = (
+        [out.logits for out in probe.drive(probe.open_session(each, probe.Weights(), 1), run, caches=False)]
+        for each in (model, by_hand)
+    )
+    for one, other in zip(a, b, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_second_run_changes_nothing() -> None:
+    model = graphs.llama()
+    quantize().run(model, RTX)
+    before = graph.fingerprint(model)
+    assert not quantize().run(model, RTX)
+    assert graph.fingerprint(model) == before
+
+
+def test_what_stays_says_why() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    changes = quantize(head=False, exclude=("*.o_proj.weight",)).run(model, RTX)
+    assert {each.node: each.reason for each in changes.skipped} == {
+        "l0_o_node": "model.layers.0.self_attn.o_proj.weight is excluded by '*.o_proj.weight'",
+        "logits_node": "it makes the logits, and `head` is false",
+    }
+    assert len(changes.rewritten) == 6
+
+
+def test_packed_layers_are_one_matrix() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    PackQkv().run(model, RTX)
+    quantize().run(model, RTX)
+    first = graphs.find(model, "DequantizeLinear")[0].inputs[0]
+    assert first is not None
+    assert graph.dims(first) == (48, 128)
+    assert len(graph.sources(first)) == 3
+
+
+def test_other_quantized_layers_are_left_alone() -> None:
+    model = graphs.llama()
+    QuantizeWeights(budget=LOOSE, symmetric=True, method="rtn", embedding_bits=16).run(model, RTX)
+    changes = quantize().run(model, RTX)
+    assert [each.node for each in changes.rewritten] == ["logits_node"]
+
+
+# --- what the layers read --------------------------------------------------------------------------------------------
+
+
+def measured(model: ir.Model, text: NDArray[np.int64]) -> dict[str, float]:
+    """Return the largest magnitude that each linear of a layer reads on `text`, by parameter name."""
+    linears = {
+        graph.sources(node.inputs[1])[0]: str(node.inputs[0].name)
+        for node in graphs.find(model, "MatMul")
+        if node.inputs[0] is not None and node.inputs[1] is not None and graph.sources(node.inputs[1])
+    }
+    run = probe.cut("text", [text], [(len(text),)])
+    session = probe.open_session(model, probe.Weights(), 1, expose=list(linears.values()))
+    read = probe.observe(session, run, 0, sorted(set(linears.values())))
+    return {parameter: float(np.abs(read[x]).max()) for parameter, x in linears.items()}
+
+
+def with_ranges(inputs: dict[str, float]) -> Context:
+    return Context(RTX.target, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_inputs_are_rounded_once_for_all_their_readers(dtype: str, tmp_path: Path) -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    text = np.random.default_rng(0).integers(0, 96, 24)
+    peaks = measured(model, text)
+    verifier = Verifier(model, folder=tmp_path, texts=[text], threads=1)
+    step = quantize(dtype=dtype, activations="static")
+    changes = step.run(model, with_ranges(peaks))
+    proof = verifier.check(step, model, changes)
+    assert proof.kld_mean is not None
+    assert 0 < proof.kld_mean < 0.02
+    # read by: q, k and v; o; gate and up; down. The head reads what it read.
+    assert len(graphs.find(model, "QuantizeLinear")) == 4
+    scales = {node.inputs[1].const_value.numpy().item() for node in graphs.find(model, "QuantizeLinear")}  # type: ignore[union-attr]
+    assert scales == {np.float32(peak / (127 if dtype == "int8" else 448)).item() for peak in peaks.values()}
+    said = {change.node: change.what for change in changes.rewritten}
+    assert said["l0_q_node"].endswith(", and what it reads")
+    assert not said["logits_node"].endswith(", and what it reads")
+
+
+def test_half_precision_leaves_no_cast_between_codes_and_product() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    quantize(activations="static").run(model, with_ranges(measured(model, np.arange(24))))
+    LowerPrecision(budget=LOOSE, dtype="fp16").run(model, RTX)
+    for product in graphs.find(model, "MatMul")[:-1]:
+        makers = [value.producer() for value in product.inputs if value is not None]
+        assert [maker.op_type for maker in makers if maker] == ["DequantizeLinear"] * 2
+    assert {node.inputs[1].dtype for node in graphs.find(model, "QuantizeLinear") if node.inputs[1]} == {
+        ir.DataType.FLOAT16
+    }
+
+
+def test_inputs_that_are_always_0_have_no_scale() -> None:
+    context = with_ranges({"model.layers.0.self_attn.q_proj.weight": 0.0})
+    with pytest.raises(DataError, match="ranges to 0 on the calibration text"):
+        quantize(activations="static").run(graphs.llama(), context)
+
+
+def test_calibration_is_asked_for_ranges_only_where_they_are_used() -> None:
+    assert quantize().demands() == ()
+    assert quantize(activations="static").demands() == (InputRangeDemand(),)
+
+
+def test_a_device_without_the_dtype_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="does not compute in fp8; it does in"):
+        quantize(dtype="fp8").run(graphs.llama(), Context(targets.load("a10g")))

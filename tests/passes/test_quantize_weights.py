@@ -1,0 +1,299 @@
+"""quantize-weights: linear layers, embedding and head in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from llmforge import targets
+from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.ir import graph
+from llmforge.lowering import options
+from llmforge.lowering.pass_base import Budget, Context
+from llmforge.passes.flash_attention import FlashAttention
+from llmforge.passes.pack_gate_up import PackGateUp
+from llmforge.passes.pack_qkv import PackQkv
+from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.quantization import Grid, QuantizedMatrix, dequantize, pack, rtn
+from llmforge.quantization.statistics import Statistics, WeightDemand
+from llmforge.verification import probe
+from llmforge.verification.verifier import Verifier
+
+from .. import graphs
+
+BUDGET = Budget(kld_mean=5.0)
+EXACT = {"bits": 4, "embedding_bits": 4, "accuracy_level": 0}  # kernels that do not round activations
+
+
+def array(model: ir.Model, name: str) -> NDArray[np.float32]:
+    tensor = model.graph.initializers[name].const_value
+    assert tensor is not None
+    return np.array(tensor.numpy())
+
+
+def matrices(model: ir.Model, grid: Grid, noise: float = 0.0) -> dict[str, QuantizedMatrix]:
+    """Round the decoder's weights as a calibration would return them; `noise` tells them from plain rounding."""
+    random = np.random.default_rng(0)
+    return {
+        name: rtn(array(model, name).T + noise * random.standard_normal(array(model, name).T.shape, np.float32), grid)
+        for name in model.graph.initializers
+        if name.endswith("_proj.weight")
+    }
+
+
+def context(linears: dict[str, QuantizedMatrix]) -> Context:
+    return replace(graphs.CPU, statistics=Statistics(samples=1, tokens=1, linears=linears, kv={}))
+
+
+def logits(model: ir.Model) -> list[NDArray[np.float32]]:
+    session = probe.open_session(model, probe.Weights(), threads=1)
+    return [out.logits for run in probe.random_runs(96) for out in probe.drive(session, run, caches=False)]
+
+
+def with_weights(model: ir.Model, weights: dict[str, NDArray[np.float32]]) -> ir.Model:
+    """Give initializers other values."""
+    for name, values in weights.items():
+        model.graph.initializers[name].const_value = ir.Tensor(np.ascontiguousarray(values), name=name)
+    return model
+
+
+def test_decoder_as_text() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    changes = QuantizeWeights(BUDGET, method="rtn").run(model, graphs.CPU)
+    table, attention = "model.embed_tokens.weight", "model.layers.0.self_attn"
+    lines = graphs.lines(model, ["MatMulNBits", "GatherBlockQuantized", "Reshape", "MatMul", "Transpose", "Gather"])
+    assert lines[:4] == [
+        f"embedded_node/scales = Reshape({table}.scales, {table}.scales.shape)",
+        f"embedded_node/blocks = GatherBlockQuantized({table}.codes, input_ids, embedded_node/scales)",
+        f"embedded = Reshape(embedded_node/blocks, {table}.codes.row_shape)",
+        f"l0_q = MatMulNBits(l0_normed, {attention}.q_proj.weight.codes, {attention}.q_proj.weight.scales, "
+        f"{attention}.q_proj.weight.zero_points)",
+    ]
+    assert lines[-2:] == [
+        "selected = Gather(normed, logits_rows)",
+        f"logits = MatMulNBits(selected, {table}.codes, {table}.scales)",
+    ]
+    assert len(lines) == 3 + 7 + 2
+    assert [change.node for change in changes.rewritten][:3] == ["embedded_node", "logits_node", "l0_q_node"]
+    assert not changes.skipped
+    [down] = [node for node in model.graph if node.name == "l0_down_node"]
+    attributes = {name: attribute.value for name, attribute in down.attributes.items()}
+    assert attributes == {"N": 48, "K": 56, "bits": 4, "block_size": 32, "accuracy_level": 4}
+    codes = model.graph.initializers["model.layers.0.mlp.down_proj.weight.codes"]
+    assert graph.dims(codes) == (48, 2, 16)
+    assert graph.sources(codes) == ["model.layers.0.mlp.down_proj.weight"]
+    assert not [name for name in model.graph.initializers if name.endswith("weight") and "norm" not in name]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_rtn_computes_with_the_rounded_weights(block_size: int, symmetric: bool) -> None:
+    spec = graphs.Llama(bias=True)
+    model, reference = graphs.llama(spec), graphs.llama(spec)
+    grid = Grid(4, block_size, symmetric)
+    rounded = {name: dequantize(matrix).T for name, matrix in matrices(reference, grid).items()}
+    embedding = "model.embed_tokens.weight"
+    rounded[embedding] = dequantize(rtn(array(reference, embedding), Grid(4, 16, True)))
+    step = QuantizeWeights(BUDGET, block_size=block_size, symmetric=symmetric, method="rtn", **EXACT)
+    changes = step.run(model, graphs.CPU)
+    assert len(changes.rewritten) == 7 * spec.layers + 2
+    assert not graphs.find(model, "MatMul")
+    for got, want in zip(logits(model), logits(with_weights(reference, rounded)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_weights_are_put_together_from_calibrated_ones(bias: bool) -> None:
+    spec = graphs.Llama(bias=bias)
+    model, reference = graphs.llama(spec), graphs.llama(spec)
+    step = QuantizeWeights(BUDGET, **{**EXACT, "embedding_bits": 16})
+    calibrated = matrices(reference, step.grid, noise=0.05)
+    for packing in (PackQkv(), PackGateUp()):
+        assert packing.run(model, graphs.CPU)
+    changes = step.run(model, context(calibrated))
+    assert [node.op_type for node in model.graph].count("MatMulNBits") == 4 * spec.layers
+    assert [change.node for change in changes.skipped] == ["embedded_node", "logits_node"]
+    if bias:
+        [first, *_] = graphs.find(model, "MatMulNBits")
+        assert first.inputs[5] is not None
+        assert first.inputs[5].name == "model.layers.0.self_attn.qkv_proj.bias"
+        assert not [node for node in graphs.find(model, "Add") if "qkv" in str(node.name)]
+    with_weights(reference, {name: dequantize(matrix).T for name, matrix in calibrated.items()})
+    for got, want in zip(logits(model), logits(reference), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"bits": 8}, {"embedding_bits": 4}, {"symmetric": True, "block_size": 128}],
+    ids=["defaults", "8 bits", "4-bit embedding", "symmetric"],
+)
+@pytest.mark.parametrize("lowered", [True, False])
+def test_the_numerics_hold(given: dict[str, object], lowered: bool, tmp_path: Path) -> None:
+    model = graphs.llama(graphs.Llama(bias=True))
+    if lowered:
+        FlashAttention().run(model, graphs.CPU)
+    text = np.random.default_rng(0).integers(0, 96, 40)
+    verifier = Verifier(model, folder=tmp_path, texts=[text])
+    step = options.make(QuantizeWeights, {"budget": {"kld_mean": 0.5}, "method": "rtn", **given})
+    changes = step.run(model, graphs.CPU)
+    verification = verifier.check(step, model, changes)
+    assert verification.kld_mean is not None
+    assert verification.kld_mean > 1e-6
+    before = graph.fingerprint(model)
+    assert not step.run(model, graphs.CPU)
+    assert graph.fingerprint(model) == before
+
+
+def untied(model: ir.Model) -> ir.Model:
+    """Give the head a weight of its own, [K, V]."""
+    head = next(node for node in model.graph if node.name == "logits_node")
+    random = np.random.default_rng(7)
+    weight = graph.initializer(model, "lm_head.weight", random.standard_normal((48, 96)).astype(np.float32))
+    graph.set_sources(weight, ["lm_head.weight"])
+    head.replace_input_with(1, weight)
+    graph.drop_unused(model)
+    return model
+
+
+def test_an_untied_head_and_its_embedding_are_rounded_apart() -> None:
+    model, reference = untied(graphs.llama()), untied(graphs.llama())
+    decoder = ("model.layers.*",)
+    changes = QuantizeWeights(BUDGET, method="rtn", exclude=decoder, **EXACT).run(model, graphs.CPU)
+    assert [change.node for change in changes.rewritten] == ["embedded_node", "logits_node"]
+    assert len(changes.skipped) == 14
+    assert "is excluded by 'model.layers.*'" in changes.skipped[0].reason
+    assert not graphs.find(model, "Reshape")
+    [gather] = graphs.find(model, "GatherBlockQuantized")
+    assert gather.inputs[0] is not None
+    assert graph.dims(gather.inputs[0]) == (96, 24)
+    grid, table = Grid(4, 16, True), "model.embed_tokens.weight"
+    rounded = {
+        table: dequantize(rtn(array(reference, table), grid)),
+        "lm_head.weight": dequantize(rtn(array(reference, "lm_head.weight").T, grid)).T,
+    }
+    for got, want in zip(logits(model), logits(with_weights(reference, rounded)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_nothing_is_read_before_writing_and_each_matrix_is_computed_once() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    reads: list[str] = []
+    for name, value in model.graph.initializers.items():
+        if name.endswith("_proj.weight"):
+            values = array(model, name)
+
+            def read(name: str = name, values: NDArray[np.float32] = values) -> ir.TensorProtocol:
+                reads.append(name)
+                return ir.Tensor(values, name=name)
+
+            value.const_value = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape(values.shape), name=name)
+    expected = pack(rtn(array(model, "model.layers.0.mlp.up_proj.weight").T, Grid(4, 32, False)))
+    reads.clear()
+    QuantizeWeights(BUDGET, method="rtn").run(model, graphs.CPU)
+    assert not reads
+    for _ in range(2):  # a second walk over the graph computes again: nothing is kept
+        for part in ("scales", "zero_points", "codes"):
+            got = array(model, f"model.layers.0.mlp.up_proj.weight.{part}")
+            np.testing.assert_array_equal(got, getattr(expected, part))
+    assert reads == ["model.layers.0.mlp.up_proj.weight"] * 2
+
+
+def reasons(model: ir.Model, step: QuantizeWeights, given: Context = graphs.CPU) -> dict[str, str]:
+    return {skipped.node: skipped.reason for skipped in step.run(model, given).skipped}
+
+
+def test_what_stays_says_why() -> None:
+    rounding = QuantizeWeights(BUDGET, method="rtn")
+    model = graphs.llama(graphs.Llama(layers=1))
+    weight = model.graph.initializers["model.layers.0.mlp.up_proj.weight"]
+    graph.insert(next(iter(model.graph)), "Identity", [weight])
+    half = model.graph.initializers["model.layers.0.mlp.down_proj.weight"]
+    half.type = ir.TensorType(ir.DataType.FLOAT16)
+    assert reasons(model, rounding) == {
+        "l0_up_node": "model.layers.0.mlp.up_proj.weight has other readers",
+        "l0_down_node": "model.layers.0.mlp.down_proj.weight is FLOAT16 (56, 48); an fp32 matrix is needed",
+    }
+    keeps = reasons(graphs.llama(graphs.Llama(layers=1)), replace(rounding, embedding_bits=16))
+    assert keeps == {
+        "embedded_node": "embedding_bits is 16",
+        "logits_node": "it is tied to the embedding, which stays",
+    }
+    odd = reasons(graphs.llama(graphs.Llama(layers=1, hidden=40)), rounding)
+    assert odd["embedded_node"] == "its 40 features are no multiple of 16, the smallest block"
+
+
+def test_a_table_with_a_third_reader_stays() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    table = model.graph.initializers["model.embed_tokens.weight"]
+    [extra] = graph.insert(next(iter(model.graph)), "Identity", [table], name="extra")
+    model.graph.outputs.append(extra)
+    found = reasons(model, QuantizeWeights(BUDGET, method="rtn"))
+    assert found["embedded_node"].startswith("model.embed_tokens.weight is read by ")
+    assert found["embedded_node"].endswith("only the embedding and a tied head may")
+    assert found["logits_node"] == "it is tied to the embedding, which stays"
+
+
+def test_linears_without_statistics_stay() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    step = QuantizeWeights(BUDGET)
+    calibrated = matrices(model, step.grid)
+    del calibrated["model.layers.0.self_attn.k_proj.weight"]
+    found = reasons(model, step, context(calibrated))
+    assert found == {"l0_k_node": "calibration has no result for model.layers.0.self_attn.k_proj.weight"}
+    assert len(reasons(graphs.llama(graphs.Llama(layers=1)), step)) == 7  # and without a calibration all of them
+
+
+def test_an_excluded_part_keeps_its_packed_weight() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    PackQkv().run(model, graphs.CPU)
+    found = reasons(model, QuantizeWeights(BUDGET, method="rtn", exclude=("*.v_proj.*", "model.embed*")))
+    packed, table = "model.layers.0.self_attn.v_proj.weight", "model.embed_tokens.weight"
+    assert sorted(found.values()) == [
+        "it is tied to the embedding, which stays",
+        f"{table} is excluded by 'model.embed*'",
+        f"{packed} is excluded by '*.v_proj.*'",
+    ]
+
+
+def test_weights_that_are_not_finite_are_refused_by_name() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    name = "model.layers.0.mlp.up_proj.weight"
+    values = array(model, name)
+    values[3, 3] = np.nan
+    with_weights(model, {name: values})
+    QuantizeWeights(BUDGET, method="rtn").run(model, graphs.CPU)
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight cannot be quantized: the matrix holds NaN"):
+        array(model, f"{name}.codes")
+
+
+def test_options() -> None:
+    assert QuantizeWeights(BUDGET, method="rtn").demands() == ()
+    step = options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, "block_size": 64, "exclude": ["*.k_proj.*"]})
+    assert step.demands() == (WeightDemand(Grid(4, 64, False), 0.01, ("*.k_proj.*",)),)
+    with pytest.raises(ValidationError, match="budget"):
+        options.make(QuantizeWeights, {})
+    for bad in ({"bits": 3}, {"block_size": 16}, {"damping": 0.0}, {"method": "awq"}, {"embedding_bits": 2}):
+        with pytest.raises(ValidationError):
+            options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, **bad})
+
+
+@pytest.mark.parametrize(
+    ("given", "blamed"),
+    [({"bits": 8, "accuracy_level": 0}, "bits"), ({"accuracy_level": 1}, "embedding_bits")],
+)
+def test_slow_kernels_are_refused(given: dict[str, object], blamed: str) -> None:
+    with pytest.raises(ValidationError, match=f"{blamed}: 8 runs 400 times slower"):
+        options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, **given})
+
+
+def test_targets_without_the_kernels_are_refused() -> None:
+    rtx = targets.load("l4").model_copy(update={"name": "rtx", "engines": ("tensorrt-rtx",)})
+    with pytest.raises(UnsupportedError, match="quantize-weights: target rtx runs tensorrt-rtx; MatMulNBits is"):
+        QuantizeWeights(BUDGET, method="rtn").run(graphs.llama(), Context(target=rtx))

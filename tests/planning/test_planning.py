@@ -1,0 +1,435 @@
+"""Plans: schemes, bytes, the roofline's properties, what fits, what pays, what a build takes."""
+
+import itertools
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmforge import targets
+from llmforge.base.errors import UnsupportedError, UsageError
+from llmforge.engines.tensorrt import refusals
+from llmforge.planning import advice, building, deployment, families, roofline, scheme
+from llmforge.planning.deployment import Plan, Workload
+from llmforge.planning.roofline import Ceilings
+from llmforge.planning.scheme import Scheme
+from llmforge.targets import Target
+from llmforge.targets.support import support
+
+from ..shapes import LLAMA, PUBLIC
+
+BF16 = Scheme("bf16", "bf16", "bf16", "bf16", "bf16")
+GPUS = [name for name in targets.names() if not name.startswith("cpu-")]
+SHAPES = {name: families.shape(name, data) for name, data in PUBLIC.items()}
+A100 = targets.load("a100-80")
+
+
+def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes: Any) -> Plan:
+    device = targets.load(target) if isinstance(target, str) else target
+    backend = changes.pop("backend", device.engines[0])
+    workload = Workload(changes.pop("prompt", 1024), changes.pop("output", 256), changes.pop("batch", 1))
+    dtypes = {key: changes.pop(key) for key in ("compute", "weights", "kv", "product") if key in changes}
+    shape = SHAPES[name]
+    chosen = scheme.choose(device, backend, shape.dtype, **dtypes)
+    return deployment.make(shape, device, backend, chosen, workload, **changes)
+
+
+# schemes
+
+
+def test_bits_of_a_weight() -> None:
+    gpu = Scheme("fp16", "int4", "fp16", "fp16", "fp16", block=128)
+    assert gpu.weight_bits("int4") == 4 + 16 / 128
+    assert replace(gpu, symmetric=False).weight_bits("int4") == 4 + 20 / 128
+    assert Scheme("fp32", "int8", "fp32", "int8", "int8", block=32).weight_bits("int8") == 9
+    assert gpu.weight_bits("fp4") == 4.5  # NVFP4
+    assert (gpu.weight_bits("fp8"), gpu.weight_bits("bf16")) == (8, 16)
+
+
+def test_weights_are_every_parameter_once() -> None:
+    shape = SHAPES["llama-3.1-8b"]
+    assert BF16.weight_bytes(shape) == 2 * shape.parameters
+    tied = families.shape("t", {**LLAMA, "tie_word_embeddings": True})
+    assert BF16.weight_bytes(tied) == 2 * tied.parameters
+    halves = BF16.weight_bytes(shape, 2)
+    assert halves == pytest.approx(shape.parameters, rel=1e-4)
+    assert 2 * halves > BF16.weight_bytes(shape)  # norms stand on each
+
+
+def test_a_tied_head_in_another_dtype_is_a_matrix_of_its_own() -> None:
+    tied = families.shape("t", {**LLAMA, "tie_word_embeddings": True})
+    shared = Scheme("fp16", "int8", "fp16", "fp16", "fp16", block=0)
+    own = replace(shared, head="int8")
+    assert own.weight_bytes(tied) - shared.weight_bytes(tied) == tied.head_matrix
+    assert own.head_bytes(tied) == tied.head_matrix == shared.head_bytes(tied) / 2
+    assert shared.weight_bits("int8") == 8
+
+
+def test_caches_split_by_heads_until_there_is_one_for_each() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]  # 4 heads of keys
+    whole = BF16.kv_bytes_per_token(shape)
+    assert [whole / BF16.kv_bytes_per_token(shape, ranks) for ranks in (1, 2, 4, 8)] == [1, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("target", "backend", "checkpoint", "compute", "product"),
+    [
+        ("h200", "tensorrt", "bf16", "bf16", "bf16"),
+        ("t4", "onnxruntime", "bf16", "fp16", "fp16"),  # no bf16 there
+        ("cpu-avx2", "onnxruntime", "bf16", "fp32", "fp32"),
+    ],
+)
+def test_dtypes_that_are_not_given(target: str, backend: Any, checkpoint: str, compute: str, product: str) -> None:
+    chosen = scheme.choose(targets.load(target), backend, checkpoint)
+    assert (chosen.compute, chosen.weights, chosen.kv, chosen.product) == (compute, compute, compute, product)
+
+
+def test_products_of_quantized_weights() -> None:
+    def chosen(target: str, weights: Any, product: Any = None) -> Scheme:
+        device = targets.load(target)
+        return scheme.choose(device, device.engines[0], "bf16", weights=weights, product=product)
+
+    assert chosen("h200", "int4").product == "bf16"  # widened
+    assert chosen("h200", "fp8").product == "bf16"
+    assert chosen("h200", "fp8", "fp8").product == "fp8"
+    assert chosen("b200", "fp4", "fp4").product == "fp4"
+    assert chosen("cpu-avx512-vnni", "int4").product == "int8"
+    assert (chosen("h200", "int4").embedding, chosen("cpu-avx2", "int4").embedding) == ("bf16", "int8")
+
+
+@pytest.mark.parametrize(
+    ("target", "dtypes", "says"),
+    [
+        ("t4", {"compute": "bf16"}, "no bf16 arithmetic, which came with SM 8.0"),
+        ("t4", {"weights": "int4"}, "refuses int4 weights on SM 7.5"),
+        ("a100-80", {"weights": "fp8"}, "SM 8.0 has no fp8 arithmetic, which came with SM 8.9"),
+        ("h200", {"weights": "fp4"}, "SM 9.0 has no fp4 arithmetic, which came with SM 10.0"),
+        ("h200", {"compute": "fp32"}, "fused attention takes fp16 and bf16"),
+        ("h200", {"kv": "int8"}, "caches keys and values as bf16, fp16"),
+        ("h200", {"product": "fp4"}, "multiplies nothing in fp4: SM 9.0 has no fp4 arithmetic"),
+        ("cpu-avx2", {"compute": "bf16"}, "compute in fp32"),
+        ("cpu-avx2", {"kv": "int4"}, "caches keys and values as fp32, int8"),
+    ],
+)
+def test_dtypes_that_an_engine_does_not_take(target: str, dtypes: Any, says: str) -> None:
+    device = targets.load(target)
+    with pytest.raises(UnsupportedError) as caught:
+        scheme.choose(device, device.engines[0], "bf16", **dtypes)
+    assert says in caught.value.message
+    assert caught.value.hint is not None
+    assert "it takes" in caught.value.hint or "it multiplies in" in caught.value.hint
+
+
+@pytest.mark.parametrize("sm", ["75", "80", "86", "89", "90", "100", "120"])
+def test_what_tensorrt_takes_is_what_its_builder_refuses_the_rest_of(sm: str) -> None:
+    taken = support("tensorrt", sm)
+    assert taken is not None
+    rules = {"bf16": refusals.Feature.BF16, "int4": refusals.Feature.INT4, "fp8": refusals.Feature.FP8,
+             "fp4": refusals.Feature.FP4}  # fmt: skip
+    for dtype, feature in rules.items():
+        assert (dtype in taken.weights) is not refusals.TABLE[feature].refuses(sm)  # type: ignore[comparison-overlap]
+    assert not taken.kv & {"int8", "fp8"}  # Feature.QUANTIZED_UPDATE
+
+
+# the roofline
+
+
+def test_a_decode_step_by_hand() -> None:
+    shape = SHAPES["llama-2-7b"]
+    ceilings = Ceilings.of(A100, BF16)
+    step = roofline.decode(shape, BF16, ceilings, 4, 1000)
+    matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    vectors = 32 * 2 * 4096 + 4096
+    head = 32000 * 4096
+    weights = 2 * (matrices + vectors + head)
+    token = 2 * 32 * 4096 * 2
+    assert step.bytes == weights + 4 * 1001 * token
+    assert step.operations == 4 * (2 * (matrices + head) + 32 * 2 * 32 * 256 * 1001)
+    assert step.memory_s == pytest.approx(step.bytes / (2039e9 * 0.85))
+    assert step.compute_s == pytest.approx(step.operations / (312e12 * 0.65))
+    assert step.overhead_s == pytest.approx(32 * 60e-6)
+    assert step.links_s == 0
+    assert step.seconds == pytest.approx(step.memory_s + step.overhead_s)
+    assert step.bound == "memory"
+    assert step.mbu == pytest.approx(step.bytes / step.seconds / 2039e9)
+
+
+def test_a_prompt_by_hand() -> None:
+    shape = SHAPES["llama-2-7b"]
+    step = roofline.prefill(shape, BF16, Ceilings.of(A100, BF16), 512)
+    matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    pairs = 512 * 513 / 2
+    assert step.operations == 512 * 2 * matrices + 2 * 32000 * 4096 + 32 * 2 * 32 * 256 * pairs
+    assert step.bound == "compute"
+
+
+def test_an_all_reduce_by_hand() -> None:
+    shape = SHAPES["llama-2-70b"]
+    step = roofline.decode(shape, BF16, Ceilings.of(A100, BF16), 16, 100, ranks=4)
+    each = 2 * 3 / 4 * (16 * 8192 * 2) / (300e9 * 0.8) + 10e-6
+    assert step.links_s == pytest.approx(2 * 80 * each)
+
+
+def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
+    shape = SHAPES["mixtral-8x7b"]
+    expert = 3 * 4096 * 14336 * 2 * 32
+    one = roofline.weights_read(shape, BF16, 1)
+    rest = 2 * (shape.parameters - shape.embedding) - 8 * expert
+    assert one == pytest.approx(rest + 2 * expert)
+    assert roofline.weights_read(shape, BF16, 2) == pytest.approx(rest + (8 - 8 * 0.75**2) * expert)
+    assert roofline.weights_read(shape, BF16, 10_000) == pytest.approx(rest + 8 * expert)
+
+
+def test_windows_bound_what_is_read_and_not_what_is_kept() -> None:
+    windowed = families.shape("w", {**LLAMA, "model_type": "mistral", "sliding_window": 256})
+    ceilings = Ceilings.of(A100, BF16)
+    steps = [roofline.decode(windowed, BF16, ceilings, 1, context) for context in (256, 4000)]
+    assert steps[0].bytes == steps[1].bytes
+    full = SHAPES["llama-2-7b"]
+    prompt = (roofline.prefill(windowed, BF16, ceilings, 4000), roofline.prefill(full, BF16, ceilings, 4000))
+    assert prompt[0].operations < prompt[1].operations
+    assert deployment.memory(windowed, A100, BF16, Workload(3000, 1000)) == deployment.memory(
+        full, A100, BF16, Workload(3000, 1000)
+    )
+
+
+def test_the_turning_batch_is_where_compute_takes_over() -> None:
+    shape, ceilings = SHAPES["llama-2-7b"], Ceilings.of(A100, BF16)
+    batch = roofline.turning_batch(shape, BF16, ceilings, 16)
+    assert batch is not None
+    assert roofline.decode(shape, BF16, ceilings, batch, 16).bound == "compute"
+    assert roofline.decode(shape, BF16, ceilings, batch - 1, 16).bound == "memory"
+    assert roofline.turning_batch(shape, BF16, ceilings, 4000) is None  # half a byte of cache for each operation
+
+
+contexts = st.integers(1, 100_000)
+batches = st.integers(1, 512)
+names = st.sampled_from(sorted(SHAPES))
+devices = st.sampled_from(GPUS)
+
+
+def ceilings_of(device: str, chosen: Scheme) -> Ceilings:
+    return Ceilings.of(targets.load(device), chosen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, devices, batches, contexts, st.floats(1.01, 10))
+def test_more_bandwidth_is_never_slower(name: str, device: str, batch: int, context: int, factor: float) -> None:
+    chosen = scheme.choose(targets.load(device), targets.load(device).engines[0], "bf16")
+    ceilings = ceilings_of(device, chosen)
+    faster = replace(ceilings, bandwidth=ceilings.bandwidth * factor)
+    old = roofline.decode(SHAPES[name], chosen, ceilings, batch, context)
+    new = roofline.decode(SHAPES[name], chosen, faster, batch, context)
+    assert new.seconds <= old.seconds
+    assert (new.seconds < old.seconds) is (old.memory_s > old.compute_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, batches, contexts, st.integers(1, 64), st.integers(0, 4096))
+def test_more_work_is_never_faster(name: str, batch: int, context: int, more: int, longer: int) -> None:
+    shape, ceilings = SHAPES[name], Ceilings.of(A100, BF16)
+    step = roofline.decode(shape, BF16, ceilings, batch, context)
+    assert roofline.decode(shape, BF16, ceilings, batch + more, context).seconds > step.seconds
+    assert roofline.decode(shape, BF16, ceilings, batch, context + longer).seconds >= step.seconds
+    wider = roofline.decode(shape, BF16, ceilings, batch + more, context)
+    assert wider.seconds / (batch + more) < step.seconds / batch  # a token of a larger batch is cheaper
+    assert 0 < step.mbu < 1
+    assert 0 < step.mfu < 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, st.integers(1, 8192), st.integers(1, 8192))
+def test_longer_prompts_are_never_faster(name: str, tokens: int, more: int) -> None:
+    shape, ceilings = SHAPES[name], Ceilings.of(A100, BF16)
+    first, second = (roofline.prefill(shape, BF16, ceilings, each) for each in (tokens, tokens + more))
+    assert second.seconds > first.seconds
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, devices, st.integers(1, 100_000))
+def test_the_largest_batch_fits_and_one_more_does_not(name: str, device: str, context: int) -> None:
+    target, shape = targets.load(device), SHAPES[name]
+    chosen = scheme.choose(target, target.engines[0], "bf16")
+    batch = deployment.largest_batch(shape, target, chosen, context)
+    assert batch == 0 or deployment.memory(shape, target, chosen, Workload(context, 0, batch)).fits
+    assert not deployment.memory(shape, target, chosen, Workload(context, 0, batch + 1)).fits
+
+
+def test_larger_caches_leave_less_room() -> None:
+    shape, target = SHAPES["llama-3.1-8b"], targets.load("rtx-4090")
+    rooms = [deployment.largest_batch(shape, target, BF16, context) for context in (1024, 4096, 16384, 131072)]
+    assert rooms == sorted(rooms, reverse=True)
+    assert rooms[-1] == 0
+
+
+# plans
+
+
+def test_twelve_devices_and_four_models_take_no_time() -> None:
+    """0.45 CPU-seconds on one core of an AMD EPYC (Zen 4), three quarters of them for reading the targets' YAML."""
+    devices = ["t4", "a10g", "a100-40", "a100-80", "l4", "l40s", "rtx-4090", "rtx-5090", "rtx-pro-6000", "h100-sxm",
+               "h200", "b200"]  # fmt: skip
+    models = ["llama-2-7b", "llama-2-70b", "mixtral-8x7b", "qwen3-30b-a3b"]
+    began = time.process_time()
+    plans = []
+    for device, model in itertools.product(devices, models):
+        target = targets.load(device)
+        shape = families.shape(model, PUBLIC[model])
+        chosen = scheme.choose(target, target.engines[0], shape.dtype)
+        made = deployment.make(shape, target, target.engines[0], chosen, Workload())
+        plans.append((made, advice.advise(made), building.predict(shape, chosen, made.backend)))
+    assert time.process_time() - began < 2
+    assert len(plans) == 48
+    assert sum(made.memory.fits for made, _, _ in plans) == 12 + 2 + 3 + 5
+
+
+def test_a_plan_holds_together() -> None:
+    plan = planned(batch=3)
+    assert plan.memory.fits
+    assert plan.decode.seconds == roofline.decode(plan.shape, plan.scheme, plan.ceilings, 3, 1024 + 128).seconds
+    assert [each.ranks for each in plan.degrees] == [1, 2, 4, 8]
+    assert [each.tpot_s for each in plan.degrees] == sorted((each.tpot_s for each in plan.degrees), reverse=True)
+    assert [each.batch for each in plan.decodes] == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256]
+    assert plan.largest[0][0] == 1024
+
+
+def test_cost_is_price_times_time() -> None:
+    plan = planned(batch=8, usd_per_hour=3.6)
+    assert plan.cost is not None
+    assert plan.cost.source == "given"
+    assert plan.cost.per_million_in == pytest.approx(plan.prefill.seconds / 1024 * 1e6 / 1000)
+    assert plan.cost.per_million_out == pytest.approx(plan.decode.seconds / 8 * 1e6 / 1000)
+    assert planned(batch=8, usd_per_hour=3.6, ranks=2).cost.usd_per_hour == 7.2  # type: ignore[union-attr]
+    assert planned(target="gb200").cost is None
+    own = planned().cost
+    assert own is not None
+    assert own.usd_per_hour == targets.load("h200").usd_per_hour.value  # type: ignore[union-attr]
+
+
+def test_what_is_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="above the 4096 that llama-2-7b is made for"):
+        planned("llama-2-7b", prompt=4000, output=200)
+
+
+def test_a_split_that_heads_do_not_allow_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="cannot be split over 3"):
+        planned(ranks=3)
+    odd = replace(SHAPES["llama-2-7b"], layers=families.shape("o", {**LLAMA, "num_attention_heads": 36,
+                  "num_key_value_heads": 36, "hidden_size": 4608}).layers)  # fmt: skip
+    assert list(roofline.degrees(odd, A100)) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"head_dim": 264}, "16 to 256 channels"), ({"head_dim": 20}, "in multiples of 8")],
+)
+def test_heads_without_a_kernel_of_tensorrt_are_refused(change: dict[str, int], says: str) -> None:
+    shape = families.shape("odd", {**LLAMA, **change})
+    with pytest.raises(UnsupportedError, match="whose keys have") as caught:
+        deployment.make(shape, A100, "tensorrt", BF16, Workload())
+    assert says in caught.value.message
+    assert deployment.make(shape, A100, "onnxruntime", BF16, Workload()).memory.fits
+
+
+def test_a_cpu_without_figures_says_how_to_get_them() -> None:
+    with pytest.raises(UsageError, match="no memory bandwidth") as caught:
+        planned(target="cpu-avx2")
+    assert caught.value.hint is not None
+    assert "llmforge doctor --measure --write" in caught.value.hint
+
+
+def test_latent_attention_and_unverified_figures_are_noted() -> None:
+    latent = families.shape("d", {
+        "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 4, "vocab_size": 264, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "attention_bias": False, "q_lora_rank": None, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 24, "first_k_dense_replace": 2, "dtype": "bfloat16",
+    })  # fmt: skip
+    plan = deployment.make(latent, targets.load("t4"), "onnxruntime", Scheme("fp16", "fp16", "fp16", "fp16", "fp16"),
+                           Workload(100, 100))  # fmt: skip
+    assert any("6.0 times the elements of the latent" in note for note in plan.notes)
+    assert any("figures of t4 that nobody verified: bandwidth, fp16" in note for note in plan.notes)
+
+
+# what pays
+
+
+def verdicts(plan: Plan) -> dict[str, str]:
+    return {each.change: each.verdict for each in advice.advise(plan)}
+
+
+def test_quantization_pays_where_weights_are_what_is_read() -> None:
+    at_one = {each.change: each for each in advice.advise(planned())}
+    assert at_one["quantize-weights, bits: 4"].verdict == "pays"
+    assert at_one["quantize-weights, bits: 4"].tpot < at_one["quantize-channels, dtype: int8"].tpot < 1
+    weights, all_of_it = (
+        at_one["quantize-channels, dtype: fp8"],
+        at_one["quantize-channels, dtype: fp8, activations: static"],
+    )
+    assert weights.tpot == all_of_it.tpot
+    assert all_of_it.ttft < weights.ttft == pytest.approx(1)
+    assert "bound by memory" in at_one["quantize-weights, bits: 4"].reason
+    crowded = {each.change: each for each in advice.advise(planned(batch=256, prompt=4096))}
+    assert crowded["quantize-weights, bits: 4"].tpot > 0.9  # caches are most of what is read
+    assert crowded["quantize-kv-cache, bits: 8"].verdict == "refused"  # by TensorRT
+    onnx = {each.change: each for each in advice.advise(planned(batch=64, prompt=4096, backend="onnxruntime"))}
+    assert onnx["quantize-kv-cache, bits: 8"].verdict == "pays"
+    assert onnx["quantize-kv-cache, bits: 8"].tpot < 0.7
+
+
+def test_quantization_that_makes_it_fit_pays() -> None:
+    found = {each.change: each for each in advice.advise(planned("llama-2-70b", "h100-sxm"))}
+    assert found["quantize-channels, dtype: int8"].reason == "it makes the model fit"
+    assert verdicts(planned("llama-2-70b", "h100-sxm"))["quantize-weights, bits: 4"] == "pays"
+
+
+def test_what_is_done_or_refused_says_so() -> None:
+    found = verdicts(planned(weights="int8"))
+    assert found["quantize-channels, dtype: int8"] == "done"
+    assert found["fp4, activations too (no pass yet)"] == "refused"
+    assert verdicts(planned(target="b200"))["fp4, activations too (no pass yet)"] == "pays"
+    assert found["quantize-channels, dtype: int8, activations: static"] != "done"
+    rounded = verdicts(planned(weights="fp8", product="fp8"))
+    assert rounded["quantize-channels, dtype: fp8, activations: static"] == "done"
+    reasons = {each.change: each.reason for each in advice.advise(planned("llama-2-7b", "t4", backend="tensorrt"))}
+    assert "no fp8 arithmetic" in reasons["quantize-channels, dtype: fp8"]
+    assert "quantize-weights, bits: 8" in verdicts(planned(backend="onnxruntime"))
+
+
+def test_flash_attention_pays_more_the_longer_the_prompt() -> None:
+    def ttft(prompt: int) -> float:
+        found = {each.change: each for each in advice.advise(planned(prompt=prompt))}
+        return found["flash-attention"].ttft
+
+    assert ttft(16384) < ttft(4096) < ttft(256) <= 1
+    assert ttft(16384) < 0.6
+
+
+# builds
+
+
+def test_a_build_grows_with_the_model_and_calibration() -> None:
+    small, large = SHAPES["llama-2-7b"], SHAPES["llama-2-70b"]
+    int4 = Scheme("bf16", "int4", "bf16", "bf16", "bf16")
+    rtn = building.predict(small, int4, "onnxruntime")
+    gptq = building.predict(small, int4, "onnxruntime", calibration_tokens=32768)
+    assert building.predict(small, BF16, "onnxruntime").cpu_s < rtn.cpu_s < gptq.cpu_s
+    assert building.predict(large, int4, "onnxruntime").cpu_s == pytest.approx(10 * rtn.cpu_s, rel=0.2)
+    assert rtn.disk_bytes == int4.weight_bytes(small)
+    assert building.predict(small, int4, "tensorrt").disk_bytes == 2 * rtn.disk_bytes
+    assert rtn.checkpoint_bytes == 2 * small.parameters
+
+
+def test_the_coefficients_give_back_what_they_were_measured_on() -> None:
+    qwen = families.shape("q", {
+        **PUBLIC["qwen3-30b-a3b"], "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024,
+        "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    })  # fmt: skip
+    assert qwen.parameters == 596_049_920
+    int4 = Scheme("fp32", "int4", "fp32", "int8", "int8", block=128)
+    build = building.predict(qwen, int4, "onnxruntime")
+    assert build.cpu_s == pytest.approx(41, rel=0.1)
+    assert build.memory_bytes == pytest.approx(1.495e9, rel=0.2)

@@ -1,0 +1,438 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic_core import to_jsonable_python
+
+from llmforge import passes, recipe
+from llmforge.base.errors import DataError, RecipeError, UsageError
+from llmforge.lowering.pass_base import Budget
+from llmforge.recipe import Recipe
+
+from ..sample_passes import REGISTRY, Lay, Squeeze, Tidy
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+VALID = """\
+schema: 1
+name: sample
+checkpoint: ../model
+target: cpu-avx2
+engine: {backend: onnxruntime, max_context: 256, max_batch: 4}
+calibration: {data: calibration.jsonl, samples: 8, length: 64, seed: 1}
+passes:
+  - tidy-up
+  - lay-ground
+  - squeeze-weights: {bits: 8, budget: {kld_mean: 0.01}}
+validation:
+  quality: {data: evaluation.jsonl, context: 128}
+  latency: {prompt_tokens: [32, 128], output_tokens: 16}
+gates:
+  kld_mean: {max: 0.03}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load(folder: Path, text: str = VALID, *overrides: str) -> Recipe:
+    loaded = Recipe.load(write(folder, text), overrides)
+    loaded.instantiate(REGISTRY)
+    return loaded
+
+
+def replaced(old: str, new: str) -> str:
+    assert VALID.count(old) == 1, f"{old!r} stands {VALID.count(old)} times in the sample"
+    return VALID.replace(old, new)
+
+
+def refused(folder: Path, text: str, *overrides: str) -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        load(folder, text, *overrides)
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def test_everything_that_stands_in_the_file_arrives(tmp_path: Path) -> None:
+    loaded = load(tmp_path)
+    assert loaded.name == "sample"
+    assert loaded.target == "cpu-avx2"
+    assert loaded.engine.model_dump() == {
+        "backend": "onnxruntime", "max_context": 256, "max_batch": 4, "threads": None, "decode_batches": (),
+        "cuda_graphs": "require", "deferred": False, "tensor_parallel": 1,
+    }  # fmt: skip
+    assert loaded.calibration is not None
+    assert (loaded.calibration.samples, loaded.calibration.length, loaded.calibration.seed) == (8, 64, 1)
+    assert [spec.name for spec in loaded.passes] == ["tidy-up", "lay-ground", "squeeze-weights"]
+    assert loaded.passes[0].options == {}
+    assert loaded.passes[2].options == {"bits": 8, "budget": {"kld_mean": 0.01}}
+    assert loaded.passes[2].where == f"{tmp_path}/r.yaml:10:5"
+    assert loaded.validation.latency is not None
+    assert loaded.validation.latency.prompt_tokens == (32, 128)
+    assert loaded.gates["kld_mean"].max == 0.03
+    assert loaded.gates["kld_mean"].min is None
+    assert loaded.path == tmp_path / "r.yaml"
+
+
+def test_paths_are_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    write(folder, VALID)
+    loaded = Recipe.load(Path("recipes/r.yaml"))
+    assert loaded.checkpoint == tmp_path / "model"
+    assert loaded.calibration is not None
+    assert loaded.calibration.data == folder / "calibration.jsonl"
+    absolute = load(folder, replaced("../model", "/models/m"))
+    assert absolute.checkpoint == Path("/models/m")
+
+
+def test_passes_are_made_with_their_options(tmp_path: Path) -> None:
+    made = Recipe.load(write(tmp_path, replaced("bits: 8", "bits: 8, layers: [1, 2]"))).instantiate(REGISTRY)
+    assert made == (Tidy(), Lay(), Squeeze(budget=Budget(kld_mean=0.01), bits=8, layers=(1, 2)))
+
+
+# (what stands in the sample, what stands there instead, where, what the message says, the hint)
+WRONG: list[tuple[str, str, str, str, str | None]] = [
+    ("max_context: 256", "max_contxt: 256", "5:32", "engine.max_contxt: unknown key; allowed: backend, max_context, "
+     "max_batch, threads", "did you mean 'max_context'?"),
+    ("target: cpu-avx2\n", "target: cpu-avx2\ncolour: red\n", "5:1", "colour: unknown key; allowed: schema, name, "
+     "checkpoint", None),
+    ("target: cpu-avx2\n", "", "1:1", "target: required, and missing", None),
+    ("{backend: onnxruntime, max_context: 256, max_batch: 4}", "{}", "5:1", "engine.max_context: required", None),
+    ("engine: {backend: onnxruntime, max_context: 256, max_batch: 4}\n", "", "1:1", "engine: required, and missing; "
+     "it has the keys backend, max_context", None),
+    ("max_batch: 4", "max_batch: four", "5:50", 'engine.max_batch: must be a valid integer, not "four"', None),
+    ("max_batch: 4", "max_batch: '4'", "5:50", 'engine.max_batch: must be a valid integer, not "4"', None),
+    ("max_batch: 4", "max_batch: true", "5:50", "engine.max_batch: must be a valid integer, not true", None),
+    ("max_batch: 4", "max_batch: 4.5", "5:50", "engine.max_batch", None),
+    ("max_batch: 4", "max_batch: 0", "5:50", "engine.max_batch: must be greater than or equal to 1, not 0", None),
+    ("seed: 1}", "seed: -1}", "6:64", "calibration.seed: must be greater than or equal to 0, not -1", None),
+    ("backend: onnxruntime", "backend: onnxrutime", "5:10", "engine.backend: must be 'onnxruntime', 'tensorrt' or "
+     "'tensorrt-rtx', not \"onnxrutime\"", "did you mean 'onnxruntime'?"),
+    ("schema: 1", "schema: 2", "1:1", "schema: must be 1, not 2", None),
+    ("schema: 1", "schema: '1'", "1:1", 'schema: must be 1, not "1"', None),
+    ("schema: 1\n", "", "1:1", "schema: required", None),
+    ("name: sample", "name: ../../etc", "2:1", "name: ", None),
+    ("name: sample", "name: 7", "2:1", "name: must be a valid string, not 7", None),
+    ("target: cpu-avx2", "target: cpu-avx", "4:1", "target: no such target; known: local, a10", "did you mean "
+     "'cpu-avx2'?"),
+    ("kld_mean: {max: 0.03}", "kld_meen: {max: 0.03}", "15:3", "gates.kld_meen: must be 'perplexity_ratio', "
+     "'kld_mean'", "did you mean 'kld_mean'?"),
+    ("kld_mean: {max: 0.03}", "kld_mean: {}", "15:3", "gates.kld_mean: a gate needs `min`, `max` or both", None),
+    ("kld_mean: {max: 0.03}", "kld_mean: {max: 0.03, mix: 1}", "15:25", "gates.kld_mean.mix: unknown key; allowed: "
+     "min, max", "did you mean 'min'?"),
+    ("kld_mean: {max: 0.03}", "kld_mean: {max: 0.03, min: 0.1}", "15:3", "nothing passes: min 0.1 is above max 0.03",
+     None),
+    ("kld_mean: {max: 0.03}", "kld_mean: 0.03", "15:3", "gates.kld_mean: ", None),
+    ("kld_mean: {max: 0.03}", "kld_mean: {max: .inf}", "15:19", "'.inf' is not a finite number", None),
+    ("quality: {data: evaluation.jsonl, context: 128}\n  ", "", "14:3", "gates.kld_mean: nothing would measure it",
+     "add `validation: {quality: …}`, or remove the gate"),
+    ("kld_mean: {max: 0.03}", "top1_agrement: {min: 0.9}", "15:3", "gates.top1_agrement", "did you mean "
+     "'top1_agreement'?"),
+    ("prompt_tokens: [32, 128]", "prompt_tokens: [32, 250]", "13:13", "validation.latency.prompt_tokens: 250 tokens of "
+     "prompt and 16 of output are above engine.max_context, 256", None),
+    ("prompt_tokens: [32, 128]", "prompt_tokens: [32, 0]", "13:33", "validation.latency.prompt_tokens.1: must be "
+     "greater than or equal to 1, not 0", None),
+    ("prompt_tokens: [32, 128]", "prompt_tokens: []", "13:13", "validation.latency.prompt_tokens", None),
+    ("context: 128", "context: 512", "12:37", "validation.quality.context: 512 is above engine.max_context, 256", None),
+    ("  - tidy-up", "  - tidy-ap", "8:5", "passes.tidy-ap: no such pass; known: tidy-up, lay-ground, squeeze-weights",
+     "did you mean 'tidy-up'?"),
+    ("  - tidy-up", "  - tidy-up: {speed: 1}", "8:15", "passes.tidy-up.speed: unknown key; allowed: none", None),
+    ("  - tidy-up", "  - [tidy-up]", "8:5", "a pass is a bare name or one name with its options", None),
+    ("  - tidy-up", "  - {tidy-up: {}, lay-ground: {}}", "8:5", "a pass is a bare name", None),
+    ("  - tidy-up", "  - tidy-up: 5", "8:5", "a pass is a bare name", None),
+    ("bits: 8", "bitts: 8", "10:23", "passes.squeeze-weights.bitts: unknown key; allowed: budget, bits, block_size, "
+     "damping, method, layers", "did you mean 'bits'?"),
+    ("bits: 8", "bits: 5", "10:23", "passes.squeeze-weights.bits: must be 4 or 8, not 5", None),
+    ("bits: 8", "block_size: 8", "10:23", "passes.squeeze-weights.block_size: must be greater than or equal to 16, "
+     "not 8", None),
+    ("bits: 8", "block_size: 32.0", "10:23", "passes.squeeze-weights.block_size: ", None),
+    ("bits: 8", "damping: 0", "10:23", "passes.squeeze-weights.damping: must be greater than 0, not 0", None),
+    ("bits: 8", "method: plane", "10:23", "must be 'plain' or 'calibrated', not \"plane\"", "did you mean 'plain'?"),
+    ("bits: 8", "layers: [1, x]", "10:35", 'passes.squeeze-weights.layers.1: must be a valid integer, not "x"', None),
+    (", budget: {kld_mean: 0.01}", "", "10:5", "passes.squeeze-weights.budget: required, and missing; it has the keys "
+     "kld_mean", None),
+    ("budget: {kld_mean: 0.01}", "budget: {kld_man: 0.01}", "10:41", "passes.squeeze-weights.budget.kld_man: unknown "
+     "key; allowed: kld_mean", "did you mean 'kld_mean'?"),
+    ("budget: {kld_mean: 0.01}", "budget: {kld_mean: 0}", "10:41", "budget.kld_mean: must be greater than 0, not 0",
+     None),
+    ("  - lay-ground\n", "", "9:5", "passes.squeeze-weights: needs the fact 'ground', which no earlier pass of the "
+     "recipe provides", "put lay-ground before it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "place", "says", "hint"), WRONG, ids=[new for _, new, *_ in WRONG])
+def test_a_slip_is_refused_with_its_place(
+    tmp_path: Path, old: str, new: str, place: str, says: str, hint: str | None
+) -> None:
+    error = refused(tmp_path, replaced(old, new))
+    assert error.message.startswith(f"{tmp_path}/r.yaml:{place}: ")
+    assert says in error.message
+    assert error.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "r.yaml: is empty"),
+        ("# nothing\n", "r.yaml: is empty"),
+        ("- a\n", "r.yaml:1:1: a recipe is a mapping"),
+        ("schema: [1\nname: x\n", "r.yaml:2:5: not valid YAML: "),
+        ("a: 1\n\tb: 2\n", "r.yaml:2:1: not valid YAML: "),
+        ("a: 1\nb: 2\na: 3\n", "r.yaml:3:1: a: duplicate key; first set at"),
+        ("e:\n  a: 1\n  a: 1\n", "r.yaml:3:3: e.a: duplicate key"),
+        ("a: 1\n---\na: 2\n", "not valid YAML"),
+        ("a: !!python/object/apply:os.system [ls]\n", "r.yaml:1:4: tag 'tag:yaml.org,2002:python/object"),
+        ("a: !custom 1\n", "r.yaml:1:4: not valid YAML"),
+        ("a: 2026-01-02\n", "r.yaml:1:4: '2026-01-02' is read as date; put it in quotes"),
+        ("1: a\n", "r.yaml:1:1: a key is not a plain name"),
+        ("? [a]\n: 1\n", "a key is not a plain name"),
+        ("a: &a {b: 1}\nc: {<<: *a}\n", "r.yaml:2:5: merge keys"),
+        ("a: &x [*x]\n", "too large"),
+        ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
+            f"{c}: &{c} [{','.join(['*' + p] * 10)}]\n" for p, c in zip("abcdef", "bcdefg", strict=True)
+         ), "too large"),
+        ("[" * 1500, "nested too deeply"),
+        ("a: \x00\n", "not valid YAML"),
+    ],
+)  # fmt: skip
+def test_what_is_no_plain_yaml_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    assert says in refused(tmp_path, text).message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"gone\.yaml: cannot be read: No such file"):
+        Recipe.load(tmp_path / "gone.yaml")
+    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+        Recipe.load(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(RecipeError, match="byte 9 is not UTF-8"):
+        Recipe.load(tmp_path / "latin.yaml")
+
+
+def test_all_slips_are_told_at_once(tmp_path: Path) -> None:
+    error = refused(tmp_path, VALID.replace("max_batch: 4", "max_batch: 0").replace("samples: 8", "sample: 8"))
+    first, *lines = error.message.splitlines()
+    assert first == "2 problems:"
+    assert len(lines) == 2
+    assert "engine.max_batch" in lines[0]
+    assert "calibration.sample: unknown key" in lines[1]
+    assert "(did you mean 'samples'?)" in lines[1]
+    text = VALID.replace("tidy-up", "tidy").replace("bits: 8", "bits: 7")
+    assert refused(tmp_path, text).message.startswith("2 problems:")
+
+
+def test_facts_count_in_order(tmp_path: Path) -> None:
+    text = VALID.replace("  - lay-ground\n", "").replace("validation:", "  - lay-ground\nvalidation:")
+    assert "needs the fact 'ground'" in refused(tmp_path, text).message
+
+
+def test_a_pass_with_demands_needs_calibration(tmp_path: Path) -> None:
+    without = re.sub("calibration: .*\n", "", VALID)
+    load(tmp_path, without)
+    error = refused(tmp_path, without.replace("bits: 8", "method: calibrated"))
+    assert error.message.startswith(f"{tmp_path}/r.yaml:9:5: passes.squeeze-weights: ")
+    assert "reads calibration statistics" in error.message
+    assert "calibration: {data:" in (error.hint or "")
+    load(tmp_path, VALID.replace("bits: 8", "method: calibrated"))
+
+
+def test_a_budget_needs_text_to_be_measured_on(tmp_path: Path) -> None:
+    text = re.sub("(calibration|  quality): .*\n", "", VALID).replace("gates:\n  kld_mean: {max: 0.03}\n", "")
+    assert "no text to measure it on" in refused(tmp_path, text).message
+
+
+def test_overrides_win(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        VALID,
+        "engine.max_context=512",
+        "passes.squeeze-weights.block_size=128",
+        "passes.squeeze-weights.budget.kld_mean=0.5",
+        "passes.squeeze-weights.layers=[3]",
+        "gates.kld_mean.max=0.05",
+        "gates.top1_agreement={min: 0.9}",
+        "gates.size_bytes.max=4000000",
+        "validation.latency=",
+        "name=other",
+        "engine.threads=2",
+        "engine.threads=3",
+    )
+    assert loaded.engine.max_context == 512
+    assert loaded.engine.threads == 3
+    assert loaded.passes[2].options == {
+        "bits": 8, "block_size": 128, "budget": {"kld_mean": 0.5}, "layers": [3],
+    }  # fmt: skip
+    assert {metric: (gate.min, gate.max) for metric, gate in loaded.gates.items()} == {
+        "kld_mean": (None, 0.05),
+        "top1_agreement": (0.9, None),
+        "size_bytes": (None, 4e6),
+    }
+    assert loaded.validation.latency is None
+    assert loaded.name == "other"
+
+
+def test_an_override_gives_options_to_a_bare_name(tmp_path: Path) -> None:
+    error = refused(tmp_path, VALID, "passes.tidy-up.speed=1")
+    assert error.message == "--set passes.tidy-up.speed=1: passes.tidy-up.speed: unknown key; allowed: none"
+
+
+def test_a_wrong_value_of_an_override_is_placed_at_the_override(tmp_path: Path) -> None:
+    assert refused(tmp_path, VALID, "engine.max_batch=0").message == (
+        "--set engine.max_batch=0: engine.max_batch: must be greater than or equal to 1, not 0"
+    )
+    error = refused(tmp_path, VALID, "passes.squeeze-weights.budget={kld_mean: -1}")
+    assert error.message.startswith("--set passes.squeeze-weights.budget={kld_mean: -1}: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "says", "hint"),
+    [
+        ("engine.max_contxt=5", "no key 'engine.max_contxt'; known: backend", "did you mean 'max_context'?"),
+        ("engin.max_context=5", "no key 'engin'; known: schema", "did you mean 'engine'?"),
+        ("gates.kld.max=1", "no key 'gates.kld'; known: perplexity_ratio", "did you mean 'kld_mean'?"),
+        ("validation.quality.contxt=1", "no key 'validation.quality.contxt'", "did you mean 'context'?"),
+        ("name.first=x", "'name' has no keys", None),
+        ("passes.squeeze.bits=4", "no pass 'squeeze'; its passes: tidy-up", "did you mean 'squeeze-weights'?"),
+        ("passes.tidy-up=4", "names no option", "--set passes.tidy-up.OPTION=VALUE"),
+        ("engine.max_context", "expected KEY.KEY=VALUE", "--set engine.max_context=512"),
+        ("engine..x=1", "expected KEY.KEY=VALUE", "--set engine.max_context=512"),
+        ("=1", "expected KEY.KEY=VALUE", "--set engine.max_context=512"),
+        ("engine.max_context=[1", "not valid YAML", None),
+    ],
+)
+def test_an_override_of_nothing_is_refused(tmp_path: Path, override: str, says: str, hint: str | None) -> None:
+    with pytest.raises(UsageError) as caught:
+        Recipe.load(write(tmp_path, VALID), [override])
+    assert caught.value.message.startswith(f"--set {override}: ")
+    assert says in caught.value.message
+    assert caught.value.hint == hint
+
+
+def test_an_override_of_a_pass_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, replaced("  - tidy-up\n", "  - tidy-up\n  - tidy-up\n"))
+    Recipe.load(path)
+    with pytest.raises(UsageError, match="2 times"):
+        Recipe.load(path, ["passes.tidy-up.x=1"])
+
+
+def data_files(folder: Path) -> None:
+    (folder / "calibration.jsonl").write_text('{"id": "a", "text": "x"}\n')
+    (folder / "evaluation.jsonl").write_text('{"id": "b", "text": "y"}\n')
+
+
+def test_the_resolved_recipe_is_the_same_everywhere(tmp_path: Path) -> None:
+    folders = [tmp_path / "here", tmp_path / "there" / "deep"]
+    written = []
+    for folder in folders:
+        folder.mkdir(parents=True)
+        data_files(folder)
+        loaded = load(folder)
+        written.append(json.dumps(loaded.resolved(loaded.instantiate(REGISTRY))))
+    assert written[0] == written[1]
+    assert str(tmp_path) not in written[0]
+    resolved = json.loads(written[0])
+    assert resolved["schema"] == 1
+    assert resolved["checkpoint"] == "model"
+    assert resolved["validation"]["latency"]["repetitions"] >= 1
+    assert re.fullmatch("[0-9a-f]{64}", resolved["calibration"]["data"]["sha256"])
+    assert resolved["passes"][0] == {"tidy-up": {}}
+    assert resolved["passes"][2] == {
+        "squeeze-weights": {
+            "budget": {"kld_mean": 0.01}, "bits": 8, "block_size": 32, "damping": 0.01, "method": "plain", "layers": [],
+        }
+    }  # fmt: skip
+    assert load(folders[0]).resolved()["passes"][2] == {"squeeze-weights": {"bits": 8, "budget": {"kld_mean": 0.01}}}
+
+
+def test_the_resolved_recipe_follows_the_content_of_data(tmp_path: Path) -> None:
+    data_files(tmp_path)
+    before = load(tmp_path).resolved()
+    (tmp_path / "evaluation.jsonl").write_text('{"id": "b", "text": "z"}\n')
+    after = load(tmp_path).resolved()
+    assert before["calibration"] == after["calibration"]
+    assert before["validation"]["quality"]["data"]["sha256"] != after["validation"]["quality"]["data"]["sha256"]
+    (tmp_path / "evaluation.jsonl").unlink()
+    with pytest.raises(DataError, match=r"evaluation\.jsonl"):
+        load(tmp_path).resolved()
+
+
+def test_the_schema_holds_every_key_and_every_option() -> None:
+    whole = recipe.json_schema(REGISTRY)
+    assert set(whole["properties"]) == {
+        "schema", "name", "checkpoint", "target", "engine", "calibration", "passes", "validation", "gates",
+        "serving",
+    }  # fmt: skip
+    assert whole["additionalProperties"] is False
+    assert "PassSpec" not in whole["$defs"]
+    squeeze = whole["$defs"]["squeeze-weights"]
+    assert squeeze["properties"]["block_size"] == {
+        "default": 32, "description": "neighbours that share a scale", "maximum": 256, "minimum": 16,
+        "title": "Block Size", "type": "integer",
+    }  # fmt: skip
+    assert squeeze["required"] == ["budget"]
+    assert squeeze["additionalProperties"] is False
+    assert squeeze["description"] == "Squeeze weights.\n\nAll of them."
+    entries = whole["properties"]["passes"]["items"]["anyOf"]
+    assert [entry["const"] for entry in entries if "const" in entry] == ["tidy-up", "lay-ground"]
+    assert [next(iter(entry["properties"])) for entry in entries if "properties" in entry] == [
+        "tidy-up", "lay-ground", "squeeze-weights",
+    ]  # fmt: skip
+    references = set(re.findall(r'"#/\$defs/([^"]+)"', json.dumps(whole)))
+    assert references <= set(whole["$defs"])
+
+
+def described(node: Any) -> list[str]:
+    """Find the properties of a JSON Schema that say nothing about themselves."""
+    if isinstance(node, list):
+        return [name for item in node for name in described(item)]
+    if not isinstance(node, dict):
+        return []
+    silent = [
+        name
+        for name, value in node.get("properties", {}).items()
+        if isinstance(value, dict) and "description" not in value and "$ref" not in value and "anyOf" not in value
+    ]
+    return silent + [name for value in node.values() for name in described(value)]
+
+
+def test_the_schema_of_the_shipped_passes_describes_itself() -> None:
+    whole = recipe.json_schema(passes.ALL)
+    assert to_jsonable_python(whole) == whole
+    assert described(whole) == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_validates(path: Path) -> None:
+    loaded = Recipe.load(path)
+    made = loaded.instantiate(passes.ALL)
+    assert [instance.name for instance in made] == [spec.name for spec in loaded.passes]
+    assert loaded.checkpoint.is_dir()
+    assert loaded.gates
+    assert loaded.resolved(made)["checkpoint"] == "docs-llama-7m"
+    assert path.read_text(encoding="utf-8").startswith("# "), "a recipe says what it is for"
+
+
+def test_the_recipes_that_were_promised_are_there() -> None:
+    assert {path.stem for path in SHIPPED} >= {"quickstart", "fp32", "int8", "int4-rtn"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_builds(path: Path, tmp_path: Path) -> None:
+    from llmforge.base.progress import Silent
+    from llmforge.build import pipeline
+    from llmforge.evaluation.gates import Verdict
+
+    result = pipeline.build(Recipe.load(path), tmp_path, Silent())
+    assert (result.path / "manifest.json").is_file()
+    assert result.report.verdict is Verdict.PASS

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from llmforge.evaluation.gates import Verdict, judge, overall
+from llmforge.evaluation.metrics import Estimate
+from llmforge.lowering.pass_base import Rewritten, Skipped
+from llmforge.recipe import GateSpec
+from llmforge.report import charts, figures, render, view
+from llmforge.report.model import Report
+
+from .. import reports
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Collects what a page shows, and checks that its elements nest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "title"} & set(self.open):
+            self.text += data
+
+
+def golden(name: str, text: str) -> None:
+    """Compare with a file of tests/golden; UPDATE_GOLDEN=1 writes it instead."""
+    path = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_json_is_golden() -> None:
+    golden("report.json", reports.make().to_json())
+
+
+def test_markdown_is_golden() -> None:
+    golden("report.md", render.to_markdown(reports.make()))
+
+
+def test_json_reads_back() -> None:
+    report = reports.make()
+    assert Report.model_validate_json(report.to_json()) == report
+
+
+def test_json_of_a_broken_model_reads_back() -> None:
+    broken = reports.make(
+        quality=reports.QUALITY.model_copy(
+            update={"kld_max": math.inf, "kld_mean": Estimate(value=math.nan, low=math.nan, high=math.inf, samples=56)}
+        )
+    )
+    again = Report.model_validate_json(broken.to_json())
+    assert again.quality is not None
+    assert math.isnan(again.quality.kld_mean.value)
+    assert again.quality.kld_max == math.inf
+    assert "| KLD, largest | inf |" in render.to_markdown(again)
+    assert "nan" in Page(render.to_html(again)).text
+
+
+def test_write_puts_three_files(tmp_path: Path) -> None:
+    render.write(reports.make(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
+    assert json.loads((tmp_path / "report.json").read_text())["schema"] == 1
+
+
+def test_page_holds_the_facts() -> None:
+    report = reports.make()
+    page = Page(render.to_html(report))
+    facts = ["FAIL", "1 of 4 gates failed", "5.09 MB", "37.3 %", "0.0210", "0.0200 – 0.0221", "1.0108", "89.9 %",
+             "0.482 ms", "12×", "about 153 documents would decide", "1.31 GB", "Example CPU 9000", "5b" * 32,
+             "quantize-kv-cache", "its input is no residual Add but the embedding", report.notes[0]]  # fmt: skip
+    for fact in facts:
+        assert fact in page.text, fact
+    for metric in reports.GATES:
+        assert figures.METRICS[metric].title in page.text
+
+
+def test_page_stands_alone() -> None:
+    html = render.to_html(reports.make())
+    assert not re.search(r"""\ssrc=|href|url\(|@import|<script""", html)
+    assert "default-src 'none'" in html
+
+
+def test_page_is_accessible() -> None:
+    page = Page(render.to_html(reports.make()))
+    svgs = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(svgs) == 4 + 1 + 8 + 8  # gates, histogram, latency, passes
+    assert all(svg["role"] == "img" and svg["aria-label"] for svg in svgs)
+    assert [tag for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)][:2] == ["h1", "h2"]
+    assert ("html", {"lang": "en"}) in page.tags
+    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
+
+
+HOSTILE = "<script>alert(1)</script>|`*[x](y)\n# & \"'"
+
+
+def hostile() -> Report:
+    return reports.make(
+        checkpoint=reports.make().checkpoint.model_copy(update={"name": HOSTILE}),
+        passes=(
+            reports.PASSES[0].model_copy(
+                update={
+                    "options": {HOSTILE: HOSTILE},
+                    "rewritten": (Rewritten(HOSTILE, HOSTILE),),
+                    "skipped": (Skipped(HOSTILE, HOSTILE),),
+                }
+            ),
+        ),
+        notes=(HOSTILE,),
+        recipe={HOSTILE: HOSTILE},
+        quality=reports.QUALITY.model_copy(
+            update={"per_document": (reports.QUALITY.per_document[0].model_copy(update={"document": HOSTILE}),)}
+        ),
+    )
+
+
+def test_hostile_names_stay_text_in_html() -> None:
+    page = Page(render.to_html(hostile()))
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert page.text.count("<script>alert(1)</script>") >= 8
+
+
+def test_hostile_names_stay_text_in_markdown() -> None:
+    markdown = render.to_markdown(hostile())
+    assert "<script>" not in markdown
+    assert r"\<script\>alert(1)\</script\>\|\`\*\[x\](y) # & " in markdown
+    for line in markdown.splitlines():
+        assert not line.startswith("# &")
+
+
+def test_hostile_names_stay_text_in_the_terminal() -> None:
+    assert "[bold]x[/bold]" in shown(reports.make(notes=("[bold]x[/bold]",)))
+
+
+def shown(report: Report, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    with console.file:
+        console.print(render.summary(report))
+        return console.export_text()
+
+
+def test_summary_tells_the_verdict_first_and_everything_that_counts() -> None:
+    lines = shown(reports.make()).splitlines()
+    assert lines[0].split() == ["FAIL", "1", "of", "4", "gates", "failed", "docs-llama-int4", "3f9a1c0b7d2e"]
+    text = "\n".join(lines)
+    for fact in ("5.09 MB", "0.0210", "1.0108", "89.9 %", "0.482 ms", "31.7 ms", "INCONCLUSIVE", "note: The embedding"):
+        assert fact in text
+
+
+def test_what_was_not_measured_is_said() -> None:
+    report = reports.make(quality=None, quality_baseline=None, latency=None, passes=(), calibration=None, notes=(),
+                          gates=judge({"kld_mean": GateSpec(max=1)}, {}), verdict=Verdict.FAIL)  # fmt: skip
+    page, markdown = Page(render.to_html(report)), render.to_markdown(report)
+    assert page.text.count("Not measured: the recipe asks for none.") == 2
+    assert "kld_mean: not measured; wanted at most 1" in page.text
+    assert markdown.count("Not measured: the recipe asks for none.") == 2
+    assert "| Mean KLD | max 1.00 | – | not measured | **FAIL** |" in markdown
+    assert "kld_mean: not measured" in shown(report)
+    assert [figure.title for figure in view.key_figures(report)] == ["Size"]
+
+
+def test_latency_without_baseline_renders() -> None:
+    alone = reports.LATENCY.model_copy(
+        update={
+            "baseline": None,
+            "baseline_load_ms": None,
+            "points": tuple(
+                point.model_copy(update={"baseline": None, "ttft_speedup": None, "tpot_speedup": None})
+                for point in reports.LATENCY.points
+            ),
+        }
+    )
+    report = reports.make(latency=alone)
+    assert "2,070" in Page(render.to_html(report)).text
+    assert "| 32 | baseline |" not in render.to_markdown(report)
+    assert "the baseline's speed" not in shown(report)
+
+
+@pytest.mark.parametrize(
+    ("gates", "text"),
+    [
+        ({}, "Built; the recipe has no gates"),
+        ({"size_bytes": GateSpec(max=6e6)}, "The gate passed"),
+        ({"size_bytes": GateSpec(max=6e6), "perplexity_ratio": GateSpec(max=2)}, "All 2 gates passed"),
+        ({"kld_mean": GateSpec(max=0.0215)}, "1 of 1 gates undecided: its data cannot tell"),
+    ],
+)
+def test_headlines(gates: dict[str, GateSpec], text: str) -> None:
+    measured = {"size_bytes": Estimate.exact(5e6), **reports.QUALITY.estimates()}
+    results = judge(gates, measured)
+    report = reports.make(gates=results, verdict=overall(results))
+    assert view.headline(report) == text
+    assert text in Page(render.to_html(report)).text
+    assert text in render.to_markdown(report)
+
+
+def test_gate_plot_is_true_to_scale() -> None:
+    (result,) = judge({"kld_mean": GateSpec(max=0.03)}, {"kld_mean": Estimate(value=2, low=1, high=4, samples=9)})
+    plot = charts.gate(result)
+    assert plot is not None
+    scale = (plot.high - plot.low) / 3
+    assert plot.value - plot.low == pytest.approx(scale)
+    assert plot.low - plot.limit == pytest.approx(scale * 0.97)
+    assert plot.forbidden == (plot.limit, 100 - plot.limit)
+    assert 0 < plot.limit < plot.high < 100
+
+
+def test_histogram_shows_all_tokens_at_their_place() -> None:
+    plot = charts.kld_histogram(reports.QUALITY)
+    assert len(plot.columns) == 4 * (len(plot.ticks) - 1)
+    assert max(column.height for column in plot.columns) == 1
+    tallest = max(plot.columns, key=lambda column: column.height)
+    ticks = {tick.label: tick.at for tick in plot.ticks}
+    assert ticks["1e-3"] < tallest.left < ticks["0.01"]
+    marks = {mark.label: mark.at for mark in plot.marks}
+    assert ticks["0.01"] < marks["median"] < marks["mean"] < ticks["0.1"] < marks["99 %"] < ticks["1"]
+
+
+def test_equal_reasons_are_told_once() -> None:
+    places = [Skipped("a", "odd"), Skipped("b", "even"), Skipped("c", "odd")]
+    assert view.grouped(places) == [view.Places("odd", ("a", "c")), view.Places("even", ("b",))]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.02104, "0.0210"), (9.996, "10.0"), (99.96, "100"), (2071.4, "2,070"), (3.8e-6, "3.80e-06"),
+     (-0.5, "-0.500"), (math.inf, "inf"), (1e-4, "0.000100")],
+)  # fmt: skip
+def test_significant(value: float, text: str) -> None:
+    assert figures.significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [(figures.size(999), "999 B"), (figures.size(5_087_122), "5.09 MB"), (figures.size(70e9), "70.0 GB"),
+     (figures.duration(4.24), "4.2 s"), (figures.duration(185), "3 min 05 s"), (figures.duration(7260), "2 h 01 min"),
+     (figures.percent(0.8993), "89.9 %"), (figures.times(11.8), "12×"), (figures.times(0.83), "0.83×")],
+)  # fmt: skip
+def test_figures(written: str, text: str) -> None:
+    assert written == text

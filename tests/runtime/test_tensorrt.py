@@ -1,0 +1,356 @@
+"""Plans: what is checked before one runs, and steps by a stand-in for TensorRT against the session of the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmforge import targets
+from llmforge.base.errors import (
+    EnvironmentLacks,
+    InputError,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+    VersionMismatch,
+)
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines import onnxruntime as standard
+from llmforge.engines.tensorrt.lower import rewrite
+from llmforge.recipe import EngineSpec
+from llmforge.runtime.backends.config import (
+    DeviceFacts,
+    GraphPlan,
+    PlanFacts,
+    ProfileFacts,
+    RuntimeConfig,
+    SessionOptions,
+)
+from llmforge.runtime.backends.device import require_cuda
+from llmforge.runtime.backends.loading import open_engine
+from llmforge.runtime.backends.session import Session, SessionConfig
+from llmforge.runtime.backends.tensorrt import PlanSession
+from llmforge.runtime.backends.tensorrt_plan import bucket_sizes, open_plan
+from llmforge.trace import trace
+
+from ..decoder_graph import decoder
+from ..fake_cuda import FakeCuda, fake_cuda
+from ..fake_tensorrt import MEMORY_BYTES, FakeEngine, fake_api
+
+CAPACITY, ROWS, CHUNK = 64, 4, 8
+PROFILES = (ProfileFacts("prefill", 1, CHUNK), ProfileFacts("decode", ROWS, 1))
+
+
+def serialized() -> bytes:
+    return ir.to_proto(decoder()).SerializeToString()
+
+
+def config(**changes) -> RuntimeConfig:
+    rtx = changes.pop("rtx", False)
+    return dataclasses.replace(
+        RuntimeConfig(
+            format=3,
+            onnxruntime=None,
+            kernels=None,
+            max_context=CAPACITY,
+            max_batch=ROWS,
+            vocabulary=97,
+            eos_token_ids=(1,),
+            bos_token_id=None,
+            caches=Session(serialized(), SessionConfig(1)).caches,
+            session=SessionOptions(None, True, {}),
+            provider="tensorrt-rtx" if rtx else "tensorrt",
+            device=DeviceFacts(89, 1 << 20),
+            plan=PlanFacts("tensorrt_rtx" if rtx else "tensorrt", "11.4.0", "model.plan", PROFILES),
+        ),
+        **changes,
+    )
+
+
+@dataclasses.dataclass
+class Bench:
+    """A fake GPU with a fake engine for it, and the folder of its plan."""
+
+    cuda: FakeCuda
+    engine: FakeEngine
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+
+    def load(self, **changes) -> PlanSession:
+        wanted = config(**changes)
+        rtx = wanted.provider == "tensorrt-rtx"
+        self.monkeypatch.setitem(sys.modules, wanted.plan.module, fake_api(self.engine, rtx=rtx))
+        return open_engine(self.folder, wanted)
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch) -> Bench:
+    cuda = fake_cuda(monkeypatch)
+    (tmp_path / "model.plan").write_bytes(b"plan")
+    return Bench(cuda, FakeEngine(serialized(), cuda, CAPACITY, ((1, CHUNK), (ROWS, 1))), tmp_path, monkeypatch)
+
+
+def tokens(length: int, seed: int = 1, rows: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 97, (rows, length))
+
+
+def lengths(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+STEPS = [
+    (tokens(8), lengths(0), (0, 1), None),  # a piece of a prompt
+    (tokens(7, 2), lengths(0), (2, 3), None),
+    (tokens(5, 3), lengths(8), (0, 1), np.arange(5)),  # its second piece, all logits
+    (tokens(1, 4, rows=4), lengths(13, 0, 7, 0), (0, 4), None),  # decoding, with idle rows
+    (tokens(1, 5, rows=2), lengths(14, 1), (0, 2), None),
+    (tokens(4, 6), lengths(14), (0, 1), np.arange(4)),  # guesses
+    (tokens(1, 7), lengths(16), (0, 1), None),
+    (tokens(1, 8, rows=3), lengths(17, 2, 8), (0, 3), None),  # no bucket
+    (tokens(1, 9, rows=2), lengths(2, 9), (1, 3), None),  # not the first rows
+    (tokens(3, 10, rows=2), lengths(18, 3), (0, 2), None),  # rows of several tokens, one at a time
+]
+
+
+@pytest.mark.parametrize("rtx", [False, True])
+def test_every_kind_of_step_gives_the_bits_of_the_session_of_the_cpu(bench, rtx):
+    session, reference = bench.load(rtx=rtx), Session(serialized(), SessionConfig(1))
+    caches = [each.allocate(ROWS, CAPACITY) for each in (session, reference)]
+    for ids, past, (start, stop), rows in STEPS:
+        got, wanted = (
+            each.step(ids, past, cache.rows(start, stop), rows)
+            for each, cache in zip((session, reference), caches, strict=True)
+        )
+        np.testing.assert_array_equal(got, wanted)
+    assert (session.buckets, session.longest_step) == ((1, 2, 4), CHUNK)
+    assert bench.cuda.launches == (0 if rtx else 3 * (3 + 5) + 3)
+
+
+def test_all_contexts_share_one_memory_and_have_the_profile_of_their_steps(bench):
+    bench.load().allocate(ROWS, CAPACITY)
+    contexts = bench.engine.contexts
+    assert [context.profile for context in contexts] == [0, 1, 1, 1, 1]  # prefill, decode, and one a bucket
+    assert len({context.memory for context in contexts}) == 1
+    assert contexts[0].memory[1] == MEMORY_BYTES
+
+
+def test_profiles_are_found_in_any_order(bench):
+    bench.engine.profiles.reverse()
+    facts = config().plan
+    session = bench.load(plan=dataclasses.replace(facts, profiles=facts.profiles[::-1]))
+    assert [context.profile for context in bench.engine.contexts] == [1, 0]
+    assert session.longest_step == CHUNK
+
+
+def test_a_step_is_recorded_once_for_each_bucket_and_proved(bench):
+    session = bench.load()
+    session.allocate(ROWS, CAPACITY)
+    assert [(each.capture.batch, each.obstacle) for each in session.recordings] == [(4, None), (2, None), (1, None)]
+    assert session.notes == ()
+    # Each bucket's context runs its step once as it is, and once while it is recorded.
+    assert [context.enqueued for context in bench.engine.contexts[2:]] == [2, 2, 2]
+
+
+def test_tensorrt_rtx_is_told_to_record_decode_steps_by_itself(bench):
+    bench.load(rtx=True).allocate(ROWS, CAPACITY)
+    assert [context.strategy for context in bench.engine.contexts] == ["disabled", "whole"]
+    with pytest.raises(UnsupportedError, match="TensorRT-RTX records steps by itself and does not say which"):
+        bench.load(rtx=True, graphs=GraphPlan("require", ()))
+    bench.engine.contexts.clear()
+    assert bench.load(rtx=True, graphs=GraphPlan("off", ())).buckets is None
+    assert [context.strategy for context in bench.engine.contexts] == ["disabled", "disabled"]
+
+
+def test_a_step_that_cannot_be_recorded_is_noted_or_refused(bench, monkeypatch):
+    def refuse(*_) -> tuple:
+        return bench.cuda.real.cudaError_t.cudaErrorStreamCaptureUnsupported, None
+
+    monkeypatch.setattr(type(bench.cuda), "_cudaStreamEndCapture", refuse)
+    monkeypatch.setattr(type(bench.cuda), "_cudaStreamBeginCapture", lambda self, *rest: None)
+    session = bench.load()
+    session.allocate(ROWS, CAPACITY)
+    assert len(session.notes) == 3
+    assert "cudaErrorStreamCaptureUnsupported" in session.notes[0]
+    with pytest.raises(VerificationError, match="of 4 rows of up to 64 tokens are not recorded"):
+        bench.load(graphs=GraphPlan("require", ())).allocate(ROWS, CAPACITY)
+
+
+def test_writes_beyond_a_row_are_refused_before_they_run(bench):
+    session = bench.load(graphs=GraphPlan("off", ()))
+    cache = session.allocate(2, CAPACITY)
+    with pytest.raises(UsageError, match=r"4 tokens after \[61\] does not fit into a cache of 64 tokens"):
+        session.step(tokens(4), lengths(61), cache.rows(0, 1))
+    with pytest.raises(ValueError, match="takes 4 rows, 8 tokens of one, and caches of 64"):
+        session.step(tokens(9), lengths(0), cache.rows(0, 1))
+    with pytest.raises(ValueError, match="a cache of 32 tokens"):
+        session.step(tokens(1), lengths(0), session.allocate(1, 32))
+    assert all(context.enqueued == 0 for context in bench.engine.contexts)
+
+
+def test_a_call_that_fails_says_what_the_library_said(bench):
+    session = bench.load(graphs=GraphPlan("off", ()))
+    cache = session.allocate(1, CAPACITY)
+    bench.engine.contexts[0].fails = True
+    with pytest.raises(RuntimeError, match="TensorRT: a step: it gives no reason"):
+        session.step(tokens(2), lengths(0), cache)
+
+
+def test_a_plan_that_copies_a_cache_is_refused(bench):
+    bench.engine.copied.add("present.1.value")
+    with pytest.raises(UnsupportedError, match=r"present\.1\.value is not past_key_values\.1\.value in place"):
+        bench.load()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_context": 128}, r"past_key_values\.0\.key has 64 slots, and its artifact says 128"),
+        ({"max_batch": 5}, "decodes 4 rows at once, and its artifact promises 5"),
+        ({"vocabulary": 98}, "describes another model than model.plan"),
+        (
+            {"plan": PlanFacts("tensorrt", "11.4.0", "model.plan", (PROFILES[0], ProfileFacts("decode", 8, 1)))},
+            r"profile decode takes ids of up to \(4, 1\), and its artifact says \(8, 1\)",
+        ),
+        (
+            {"plan": PlanFacts("tensorrt", "11.4.0", "model.plan", PROFILES[:1])},
+            r"has 2 profiles, and its artifact says \['prefill'\]",
+        ),
+        ({"plan": PlanFacts("tensorrt", "11.4.0", "other.plan", PROFILES)}, r"other\.plan is missing"),
+    ],
+)
+def test_a_plan_that_is_not_what_its_artifact_says_is_refused(bench, changes, message):
+    with pytest.raises(InputError, match=message):
+        bench.load(**changes)
+
+
+def test_another_version_and_another_gpu_are_refused_in_plain_words(bench):
+    with pytest.raises(VersionMismatch, match=r"built with TensorRT 11\.5\.0, and 11\.4\.0 is installed"):
+        bench.load(plan=dataclasses.replace(config().plan, version="11.5.0"))
+    with pytest.raises(VersionMismatch, match=r"compute capability 12\.0, and Fake GPU \(device 0\) has 8\.9"):
+        bench.load(device=DeviceFacts(120, 1))
+
+
+def test_without_the_library_its_extra_is_named(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(EnvironmentLacks, match=r"needs TensorRT 11\.4\.0, which cannot be imported") as caught:
+        open_plan(bench.folder / "model.plan", config().plan)
+    assert "llmforge[tensorrt]" in caught.value.hint
+
+
+def test_a_plan_that_the_library_refuses_says_why(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_api(None, rtx=False, complaint="of another compute capability"))
+    with pytest.raises(VersionMismatch, match="does not load it on this device: of another compute capability"):
+        open_plan(bench.folder / "model.plan", config().plan)
+
+
+def test_rows_at_addresses_that_tensorrt_does_not_take_are_refused(monkeypatch, tmp_path):
+    cuda = fake_cuda(monkeypatch)
+    (tmp_path / "model.plan").write_bytes(b"plan")
+    odd = FakeEngine(serialized(), cuda, 63, ((1, CHUNK), (ROWS, 1)))
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_api(odd, rtx=False))
+    session = open_engine(tmp_path, config(max_context=63))
+    with pytest.raises(
+        UnsupportedError, match="has 8064 bytes, and TensorRT takes addresses that are multiples of 256"
+    ):
+        session.allocate(2, 63)
+    session.allocate(1, 63)
+
+
+def test_no_device_is_said_before_a_plan_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    for rtx in (False, True):
+        try:
+            require_cuda()
+        except EnvironmentLacks:
+            with pytest.raises(EnvironmentLacks, match="needs a CUDA device"):
+                open_engine(tmp_path, config(rtx=rtx))
+
+
+def test_buckets_are_powers_of_two_and_the_most():
+    assert bucket_sizes(1) == (1,)
+    assert bucket_sizes(6) == (1, 2, 4, 6)
+    assert bucket_sizes(8) == (1, 2, 4, 8)
+
+
+USED = {
+    "Runtime": ["deserialize_cuda_engine"],
+    "ICudaEngine": [
+        "num_io_tensors",
+        "num_optimization_profiles",
+        "device_memory_size_v2",
+        "get_tensor_name",
+        "get_tensor_dtype",
+        "get_tensor_mode",
+        "get_tensor_location",
+        "get_tensor_shape",
+        "get_tensor_profile_shape",
+        "get_aliased_input_tensor",
+        "create_runtime_config",
+        "create_execution_context",
+    ],
+    "IRuntimeConfig": ["set_execution_context_allocation_strategy", "cuda_graph_strategy"],
+    "IExecutionContext": [
+        "set_device_memory",
+        "set_optimization_profile_async",
+        "set_input_shape",
+        "set_tensor_address",
+        "get_tensor_shape",
+        "infer_shapes",
+        "execute_async_v3",
+    ],
+    "ILogger": ["ERROR", "INTERNAL_ERROR", "WARNING"],
+    "TensorIOMode": ["INPUT"],
+    "TensorLocation": ["HOST"],
+    "ExecutionContextAllocationStrategy": ["USER_MANAGED"],
+    "CudaGraphStrategy": ["DISABLED", "WHOLE_GRAPH_CAPTURE"],
+    "DataType": ["FLOAT", "HALF", "BF16", "INT8", "UINT8", "FP8", "INT32", "INT64"],
+}
+
+
+def test_the_installed_bindings_have_every_name_that_is_used():
+    api = pytest.importorskip("tensorrt_rtx")
+    assert [
+        f"{kind}.{name}" for kind, names in USED.items() for name in names if not hasattr(getattr(api, kind), name)
+    ] == []
+    faked = {name for name in dir(FakeEngine) if name.startswith(("get_", "num_", "create_"))}
+    assert faked <= set(USED["ICudaEngine"])
+
+
+def test_a_plan_of_a_traced_model_decodes_like_the_engine_of_the_cpu(tiny_checkpoint, tmp_path, monkeypatch):
+    """The graph that TensorRT is given, behind the stand-in: what it takes is what is fed to it."""
+    model = trace(Checkpoint.open(tiny_checkpoint))
+    plain, _ = standard.lower(model, targets.local(), EngineSpec(max_context=CAPACITY))
+    lowered, _ = rewrite(model, CAPACITY)
+    reference, engine = (
+        made
+        for made in (
+            Session(loaded(plain), SessionConfig(1)),
+            FakeEngine(loaded(lowered), fake_cuda(monkeypatch), CAPACITY, ((1, CHUNK), (ROWS, 1))),
+        )
+    )
+    (tmp_path / "model.plan").write_bytes(b"plan")
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_api(engine, rtx=False))
+    vocabulary = reference.vocabulary
+    session = open_engine(tmp_path, config(vocabulary=vocabulary, caches=reference.caches))
+    caches = [each.allocate(ROWS, CAPACITY) for each in (session, reference)]
+    assert [each.obstacle for each in session.recordings] == [None, None, None]
+    for ids, past, (start, stop), rows in STEPS:
+        got, wanted = (
+            each.step(ids % vocabulary, past, cache.rows(start, stop), rows)
+            for each, cache in zip((session, reference), caches, strict=True)
+        )
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def loaded(model: ir.Model) -> bytes:
+    """Serialize a model with its weights inside."""
+    whole = model.clone()
+    for name, value in whole.graph.initializers.items():
+        value.const_value = ir.tensor(value.const_value.numpy(), name=name)
+    return ir.to_proto(whole).SerializeToString()

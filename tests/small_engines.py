@@ -1,0 +1,96 @@
+"""What the tests of the scheduler and of the engine share: a small artifact, prompts, and collected answers."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from llmforge import targets
+from llmforge.base.errors import ForgeError
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines import onnxruntime as engine
+from llmforge.lowering.pass_base import Context
+from llmforge.passes.flash_attention import FlashAttention
+from llmforge.passes.fuse_norms import FuseNorms
+from llmforge.passes.pack_gate_up import PackGateUp
+from llmforge.passes.pack_qkv import PackQkv
+from llmforge.recipe import EngineSpec
+from llmforge.runtime import Chunk, load
+from llmforge.runtime.backends.config import RuntimeConfig
+from llmforge.runtime.backends.session import Session
+from llmforge.runtime.serving.runner import Runner, read_tokenizer
+from llmforge.trace import trace
+
+from .decoder_graph import decoder
+
+VOCABULARY = 8192
+EOS = 5
+SPEC = EngineSpec(max_context=96, max_batch=3, threads=1)
+
+
+def small_runner(folder: Path, checkpoint: Path, spec: EngineSpec = SPEC) -> Runner:
+    """Build the decoder of random weights into `folder` and load it with the sample checkpoint's tokenizer."""
+    model, _ = engine.lower(decoder(VOCABULARY), targets.local())
+    engine.build(model, folder, spec=spec, eos_token_ids=(EOS,), bos_token_id=0)
+    config = RuntimeConfig.read(folder / "runtime.json")
+    session = Session(folder / "model.onnx", config.session.resolve())
+    return Runner(session, config, read_tokenizer(checkpoint / "tokenizer.json"), None)
+
+
+def sample_runner(folder: Path, checkpoint: Path) -> Runner:
+    """Build the trained sample checkpoint in fp32, fused as every recipe fuses it, for 8 answers at once."""
+    opened, target = Checkpoint.open(checkpoint), targets.local()
+    model = trace(opened)
+    for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()):
+        assert step.run(model, Context(target))
+    lowered, _ = engine.lower(model, target)
+    spec = EngineSpec(max_context=1024, max_batch=8, threads=1)
+    ends = {"eos_token_ids": opened.eos_token_ids, "bos_token_id": opened.bos_token_id}
+    engine.build(lowered, folder / "engine", spec=spec, **ends)
+    engine.write_tokenizer(opened, folder / "tokenizer")
+    return load(folder)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(10, VOCABULARY, length).tolist())
+
+
+@dataclass
+class Received:
+    """Collects one answer; `receive` is what an engine calls."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    error: ForgeError | None = None
+    done: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+
+    def receive(self, item: Chunk | ForgeError) -> None:
+        assert not self.ended, "nothing comes after the end"
+        if isinstance(item, ForgeError):
+            self.error = item
+        else:
+            self.chunks.append(item)
+        if self.ended:
+            self.done.put(None)
+
+    def wait(self, seconds: float = 60) -> Received:
+        self.done.get(timeout=seconds)
+        return self
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or (bool(self.chunks) and self.chunks[-1].finish_reason is not None)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [chunk.token_id for chunk in self.chunks if chunk.token_id is not None]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def reason(self) -> str | None:
+        return self.chunks[-1].finish_reason if self.chunks else None

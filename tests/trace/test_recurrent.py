@@ -1,0 +1,333 @@
+"""Latent attention and layers with a state, from transformers to a served session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llmforge import targets
+from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines import onnxruntime as engine
+from llmforge.ir import dialect, graph, interface
+from llmforge.lowering.pass_base import Context
+from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
+from llmforge.runtime.backends.session import Session, SessionConfig
+from llmforge.trace import trace
+from llmforge.trace.canonicalize import tokenwise
+from llmforge.trace.export import concatenations
+from llmforge.trace.hooks import gated_norms, recurrent, rotary
+from llmforge.verification import probe
+
+from .. import zoo
+from ..checkpoints import write_tokenizer
+
+CPU = Context(target=targets.load("cpu-avx2"))
+
+
+def traced(name: str, folder: Path, **changes: Any) -> ir.Model:
+    zoo.write(name, folder, **changes)
+    return trace(Checkpoint.open(folder))
+
+
+def served(model: ir.Model) -> Session:
+    weights = probe.Weights()
+    return probe.open_session(engine.lower(model, CPU.target)[0], weights, 1)
+
+
+# The graph ---------------------------------------------------------------------------------------------------------
+
+
+def test_latent_attention_is_one_attention_with_values_of_another_width(tmp_path: Path) -> None:
+    model = traced("deepseek-v3", tmp_path, num_hidden_layers=1)
+    (attention,) = [node for node in model.graph if node.op_type == "Attention"]
+    assert (attention.attributes.get_int("num_heads"), attention.attributes.get_int("kv_num_heads")) == (4, 4)
+    caches = {value.name: graph.dims(value) for value in model.graph.inputs if "past_key" in str(value.name)}
+    assert caches == {
+        "past_key_values.0.key": ("batch", 4, "capacity", 24),  # 16 without rotary embedding, 8 with it
+        "past_key_values.0.value": ("batch", 4, "capacity", 12),
+    }
+    assert sum(node.op_type == "Expand" for node in model.graph) == 1  # the part of the key that heads share
+    assert not {"ScatterND", "Range", "Shape", "ConstantOfShape"} & {node.op_type for node in model.graph}
+    changes = FlashAttention().run(model, CPU)
+    assert not changes
+    assert "GroupQueryAttention wants one size" in changes.skipped[0].reason
+
+
+def test_a_layer_with_a_state_has_states_instead_of_keys_and_values(tmp_path: Path) -> None:
+    model = traced("qwen3-5", tmp_path)
+    inputs = {value.name: graph.dims(value) for value in model.graph.inputs}
+    assert inputs == {
+        "input_ids": ("batch", "sequence"),
+        "position_ids": ("batch", "sequence"),
+        "past_lengths": ("batch",),
+        "lengths": ("batch",),
+        "logits_rows": ("rows",),
+        "past_key_values.0.conv": ("batch", 3, 80),  # 2 · 2 · 8 + 4 · 12 channels
+        "past_key_values.0.recurrent": ("batch", 4, 8, 12),
+        "past_key_values.1.key": ("batch", 2, "capacity", 16),
+        "past_key_values.1.value": ("batch", 2, "capacity", 16),
+    }
+    by_kind = {node.op_type: node for node in model.graph}
+    assert by_kind["CausalConv"].attributes.get_string("activation") == "silu"
+    weight = by_kind["CausalConv"].inputs[1]
+    assert weight is not None
+    assert graph.sources(weight) == ["model.layers.0.linear_attn.conv1d.weight"]
+    assert by_kind["LinearAttention"].attributes.get_int("num_heads") == 2
+    assert by_kind["LinearAttention"].attributes.get_float("scale") == pytest.approx(8**-0.5)
+
+
+def test_a_model_without_a_state_takes_no_lengths(tmp_path: Path) -> None:
+    model = traced("llama", tmp_path, num_hidden_layers=1)
+    assert "lengths" not in {value.name for value in model.graph.inputs}
+
+
+# Passes and sessions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", pytest.param("minicpm3", marks=[pytest.mark.slow])])
+def test_passes_keep_what_the_model_computes(name: str, tmp_path: Path) -> None:
+    model = traced(name, tmp_path)
+    session = served(model)
+    for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()):
+        step.run(model, CPU)
+        dialect.check(model)
+    assert model.opset_imports["com.microsoft"] == 1
+    after = served(model)
+    for run in probe.random_runs(zoo.VOCABULARY):
+        for before, now in zip(
+            probe.drive(session, run, caches=True), probe.drive(after, run, caches=True), strict=True
+        ):
+            np.testing.assert_allclose(now.logits, before.logits, atol=1e-5)
+            assert now.caches.keys() == before.caches.keys()
+            for cache, rows in before.caches.items():
+                for expected, found in zip(rows, now.caches[cache], strict=True):
+                    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_session_reuses_a_row_and_pads_without_touching_its_state(tmp_path: Path) -> None:
+    model = traced("qwen3-5", tmp_path)
+    session = served(model)
+    assert [(state.name, state.dims) for state in session.states] == [
+        ("past_key_values.0.conv", (3, 80)),
+        ("past_key_values.0.recurrent", (4, 8, 12)),
+    ]
+    assert [cache.name for cache in session.caches] == ["past_key_values.1.key", "past_key_values.1.value"]
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, zoo.VOCABULARY, (2, 6))
+    cache = session.allocate(2, 16)
+    for buffer in cache.buffers.values():
+        buffer[...] = 5.0  # what an earlier sequence left
+    counts, none = np.array([6, 4]), np.zeros(2, np.int32)
+    session.step(ids, none, cache, lengths=counts)
+    token = ids[:, :1]
+    together = session.step(token, counts.astype(np.int32), cache)
+    for row, count in enumerate(counts):
+        alone = session.allocate(1, 16)
+        session.step(ids[row : row + 1, :count], none[:1], alone)
+        wanted = session.step(token[row : row + 1], np.array([count], np.int32), alone)
+        np.testing.assert_allclose(together[row], wanted[0], atol=1e-5)
+    padded = session.allocate(2, 16)
+    session.step(ids, none, padded)  # without lengths the padding counts, and shows
+    assert np.abs(session.step(token, counts.astype(np.int32), padded) - together)[1].max() > 1e-3
+
+
+def test_the_engine_writes_and_loads_a_model_with_a_state(tmp_path: Path) -> None:
+    model = traced("lfm2", tmp_path / "checkpoint")
+    lowered, changes = engine.lower(model, CPU.target)
+    assert any("CausalConv expanded" in rewritten.what for rewritten in changes.rewritten)
+    path = tmp_path / "model.onnx"
+    ir.save(lowered, path, external_data="model.onnx.data")
+    session = Session(path, SessionConfig(threads=1))
+    logits = session.step(np.array([[5, 6, 7]]), np.zeros(1, np.int32), session.allocate(1, 8))
+    assert np.isfinite(logits).all()
+
+
+# What is recognized, and what is refused ---------------------------------------------------------------------------
+
+
+OWN = "a recurrent layer computes with something else than its own cache handed out"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("MambaConfig", {"state_size": 4}, OWN),
+        ("Mamba2Config", {"state_size": 4, "num_heads": 8, "head_dim": 16, "n_groups": 1}, OWN),
+        (
+            "FalconH1Config",
+            {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8},
+            "a layer keeps a recurrent state that is not one of",
+        ),
+        ("RwkvConfig", {"attention_hidden_size": 64}, "a layer caches neither keys and values nor a state"),
+    ],
+)
+def test_other_recurrences_are_refused_by_name(kind: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    config = getattr(transformers, kind)(**{**zoo.BASE, **changes})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    name = kind.removesuffix("Config")
+    with pytest.raises(UnsupportedError, match=rf"architecture '{name}\w*' cannot be compiled: {reason}"):
+        trace(Checkpoint.open(tmp_path))
+
+
+class Gated(nn.Module):
+    """x̂·w·activation(gate) with variations."""
+
+    def __init__(self, activation: Any, *, before: bool = False) -> None:
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.ones(16)), 1e-5
+        self.activation, self.before = activation, before
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        x = x * self.activation(gate) if self.before else x
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) * self.weight
+        return x if self.before else x * self.activation(gate)
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        (Gated(functional.silu), functional.silu),
+        (Gated(torch.sigmoid), torch.sigmoid),
+        (Gated(torch.tanh), None),
+        (Gated(functional.silu, before=True), None),
+    ],
+)
+def test_a_gated_norm_is_recognized_by_what_it_computes(norm: Gated, expected: Any) -> None:
+    found = gated_norms.probe(norm, 16, [1e-5])
+    assert found == (None if expected is None else (0.0, 1e-5, expected))
+
+
+def original_rule() -> Any:
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    return torch_chunk_gated_delta_rule
+
+
+def test_a_delta_rule_of_other_arithmetic_is_refused() -> None:
+    rule = original_rule()
+    recurrent.probe_delta_rule(rule, 2, 4, 8, 12, normalized=True)
+    recurrent.probe_delta_rule(rule, 2, 4, 8, 12, normalized=False)
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        y, state = rule(*args, **kwargs)
+        return y, state * 1.01
+
+    with pytest.raises(UnsupportedError, match="other does not compute the gated delta rule"):
+        recurrent.probe_delta_rule(other, 2, 4, 8, 12, normalized=True)
+
+
+def test_a_convolution_that_looks_ahead_is_refused() -> None:
+    def ahead(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        return functional.conv1d(functional.pad(x, (2, 1)), weight[:, None], bias, groups=x.shape[1])
+
+    with pytest.raises(UnsupportedError, match="ahead is no causal convolution"):
+        recurrent.probe_convolution(ahead, 4, biased=True, activation=None)
+
+
+def test_positions_of_several_axes_that_are_not_one_are_refused() -> None:
+    given = torch.arange(6).view(2, 3)
+    assert rotary._one_axis(nn.Identity(), given[None].expand(3, -1, -1), given) is given
+    for other in (torch.stack([given] * 3), (given + 1)[None].expand(3, -1, -1)):
+        with pytest.raises(UnsupportedError, match="positions of more than one axis"):
+            rotary._one_axis(nn.Identity(), other, given)
+
+
+# Rewrites ----------------------------------------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    def __init__(self, cuts: tuple[slice, slice], *, early: bool = False) -> None:
+        super().__init__()
+        self.cuts, self.early = cuts, early
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        x = a.new_empty(a.shape[0], 8)
+        x[..., self.cuts[0]].copy_(a)
+        early = x.sum() if self.early else 0
+        x[..., self.cuts[1]].copy_(b)
+        return x * 2 + early
+
+
+@pytest.mark.parametrize(
+    ("module", "replaced"),
+    [
+        (Writes((slice(0, 5), slice(5, None))), True),
+        (Writes((slice(3, 8), slice(0, 3))), True),
+        (Writes((slice(0, 5), slice(4, 7))), False),  # an overlap, and a gap
+        (Writes((slice(0, 5), slice(5, None)), early=True), False),  # read before it is complete
+    ],
+)
+def test_an_empty_tensor_that_is_filled_piece_by_piece_is_a_concatenation(module: Writes, replaced: bool) -> None:
+    inputs = (torch.randn(2, 5), torch.randn(2, 3))
+    program = torch.export.export(
+        module, inputs, dynamic_shapes=({0: torch.export.Dim("n")}, {0: torch.export.Dim("n")})
+    )
+    concatenations.concatenate(program)
+    targets_of_nodes = [node.target for node in program.graph.nodes]
+    assert (torch.ops.aten.copy_.default not in targets_of_nodes) == replaced
+    assert (torch.ops.aten.cat.default in targets_of_nodes) == replaced
+    if replaced:
+        assert torch.equal(program.module()(*inputs), module(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("text", "mixes"),
+    [
+        ("y = Slice (x, start, end, last)", False),
+        ("y = Slice (x, start, end, tokens)", True),
+        ("y = Concat <axis = 2> (x, x)", False),
+        ("y = Concat <axis = 1> (x, x)", True),
+        ("y = Gather <axis = 1> (x, logits_rows)", False),
+        ("y = Gather <axis = 1> (x, start)", True),
+        ("y = MatMul (x, w)", False),
+        ("t = Transpose <perm = [0, 2, 1]> (x) y = MatMul (t, x)", True),
+        ("t = Transpose <perm = [0, 2, 1]> (x) y = MatMul (x, t)", True),
+        ("t = Reshape (x, heads) u = Transpose <perm = [0, 2, 1, 3]> (t) y = Reshape (u, rows)", True),
+    ],
+)
+def test_a_graph_that_mixes_tokens_outside_attention_is_refused(text: str, mixes: bool) -> None:
+    model = ir.from_onnx_text(f"""
+        <ir_version: 10, opset_import: ["" : 24]>
+        g (float[batch, sequence, 4] x, int64[rows] logits_rows, float[4, 4] w) => (float[batch, rows, 4] y)
+        <int64[1] start = {{0}}, int64[1] end = {{1}}, int64[1] last = {{2}}, int64[1] tokens = {{1}},
+         int64[4] heads = {{0, 0, 2, 2}}, int64[3] rows = {{0, -1, 4}},
+         float[batch, 4, sequence] "t3">
+        {{ {text} }}
+    """)
+    for node in model.graph:
+        dims = {
+            "t": ("batch", "sequence", 2, 2) if "heads" in text else ("batch", 4, "sequence"),
+            "u": ("batch", 2, "sequence", 2),
+        }.get(str(node.outputs[0].name))
+        if dims is not None:
+            node.outputs[0].shape = ir.Shape(dims)
+        elif node.op_type == "Reshape":
+            node.outputs[0].shape = ir.Shape(["batch", "sequence", 4])
+        elif node.op_type == "MatMul" and "t" in {value.name for value in node.inputs if value is not None}:
+            first = node.inputs[0]
+            assert first is not None
+            node.outputs[0].shape = ir.Shape(
+                ["batch", "sequence", "sequence"] if first.name == "x" else ["batch", 4, 4]
+            )
+    if mixes:
+        with pytest.raises(UnsupportedError, match="computes with several tokens outside attention"):
+            tokenwise.check(model)
+    else:
+        tokenwise.check(model)
+
+
+def test_names_of_states_are_told_from_those_of_caches() -> None:
+    names = [interface.past_part(3, part) for part in ("key", "value", "conv", "recurrent")]
+    assert [interface.is_state(name) for name in names] == [False, False, True, True]
+    assert [interface.is_state(interface.present_of(name)) for name in names] == [False, False, True, True]
+    assert not interface.is_state("past_lengths")

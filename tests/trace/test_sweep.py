@@ -1,0 +1,255 @@
+"""The architecture sweep: its tiny checkpoints are valid, and its driver tells outcomes apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import Checkpoint
+from llmforge.trace import trace
+
+from ..sweep import compare, render, run, shrink
+
+ROOT = Path(__file__).parents[2]
+
+RIGHT = ("decoder", "")
+# Every mechanism that a model can bring, once: type → kind, and why it is refused ("": it is right).
+TWENTY = {
+    "llama": RIGHT,
+    "qwen2": RIGHT,  # biases, windows from some layer on
+    "qwen3": RIGHT,  # norms of queries and keys
+    "mistral": RIGHT,  # window
+    "gemma3_text": RIGHT,  # alternating windows, two rotary tables
+    "gpt2": RIGHT,  # learned positions, [K, N] weights
+    "gpt_neox": RIGHT,
+    "bloom": RIGHT,  # ALiBi
+    "falcon": RIGHT,
+    "phi3": RIGHT,  # packed projections
+    "gpt_oss": RIGHT,  # experts, sinks, YaRN
+    "mixtral": RIGHT,
+    "qwen3_moe": RIGHT,
+    "deepseek_v3": RIGHT,  # latent attention, groups of experts
+    "qwen3_next": RIGHT,  # linear attention
+    "codegen": RIGHT,  # its own attention
+    "mamba": ("decoder", "a recurrent layer computes with something else"),  # no attention at all
+    "llama4_text": ("decoder", "cannot be compiled"),  # chunked attention, layers without positions
+    "bert": ("encoder-only", "it is an encoder, not a decoder"),
+    "bart": ("encoder-decoder", "it is an encoder-decoder"),
+}
+# What other tests trace models like, or is like others of the twenty.
+SLOW = {"qwen2", "falcon", "phi3", "deepseek_v3", "qwen3_next", "codegen"}
+# transformers cannot even make their default configuration
+IMPOSSIBLE = {"gemma4_assistant"}
+TABLE = ROOT / "docs/architectures.md"
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in TWENTY]
+)
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
+def test_a_type_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
+    shrink.write(model_type, tmp_path)
+    kind, reason = TWENTY[model_type]
+
+    outcome = compare.compare(model_type, tmp_path)
+
+    assert outcome.kind == kind
+    assert outcome.outcome == ("refused" if reason else "right"), outcome.reason
+    assert reason in outcome.reason
+    assert outcome.spread == pytest.approx(shrink.SPREAD, rel=0.35)
+    assert sum(entry.size_bytes for entry in Checkpoint.open(tmp_path).tensors.values()) < 4_000_000
+
+
+def _outcomes() -> dict[str, str]:
+    """Read the table: what became of each type."""
+    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1] for row in rows if row[0] in shrink.types()}
+
+
+def test_the_table_of_architectures_names_every_type_and_no_bug() -> None:
+    outcomes = _outcomes()
+
+    assert sorted(outcomes) == sorted(shrink.types())
+    assert set(outcomes.values()) <= {"right", "refused", "transformers-fails"}
+    assert sum(outcome == "right" for outcome in outcomes.values()) >= 100
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_type_has_a_tiny_configuration() -> None:
+    failed = set()
+    for model_type in shrink.types():
+        try:
+            text = shrink.config(model_type).get_text_config(decoder=True)
+        except Exception:  # noqa: BLE001  # what its class raises
+            failed.add(model_type)
+            continue
+        assert text.vocab_size <= shrink.VOCABULARY, model_type
+    assert failed == IMPOSSIBLE
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gemma3_text", "qwen3_next", "deepseek_v32", "llama4_text", "gpt_oss", "smollm3"]
+)
+def test_every_kind_of_layer_survives(model_type: str) -> None:
+    tiny, whole = shrink.config(model_type), CONFIG_MAPPING[model_type]()
+
+    compared = [name for name, value in vars(whole).items() if _is_per_layer(value, whole.num_hidden_layers)]
+    assert compared
+    for name in compared:
+        assert len(getattr(tiny, name)) == tiny.num_hidden_layers >= shrink.LAYERS
+        assert set(map(str, getattr(tiny, name))) == set(map(str, getattr(whole, name)))
+
+
+def _is_per_layer(value: object, layers: int) -> bool:
+    return isinstance(value, list) and len(value) == layers and len(set(map(str, value))) < layers
+
+
+def test_windows_and_groups_are_small_and_uneven() -> None:
+    config = shrink.config("gemma3_text")
+
+    assert config.sliding_window == shrink.WINDOW < min(max(prompts) for prompts in compare.SCHEDULES.values())
+    assert config.num_attention_heads > config.num_key_value_heads > 1
+
+
+def test_original_context_of_rope_scaling_is_within_the_long_prompt() -> None:
+    parameters = shrink.config("gpt_oss").rope_parameters
+
+    assert parameters["rope_type"] == "yarn"
+    assert parameters["original_max_position_embeddings"] < max(compare.SCHEDULES["long"])
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        shrink.write("llama", tmp_path / folder)
+
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    shrink.write("llama", folder)
+    return folder
+
+
+def test_right_graph_is_right(llama: Path) -> None:
+    outcome = compare.compare("llama", llama)
+
+    assert outcome.outcome == "right"
+    assert outcome.kind == "decoder"
+    assert outcome.difference is not None
+    assert 0 < outcome.difference <= compare.TOLERANCE
+    assert set(outcome.differences) == set(compare.SCHEDULES)
+    assert outcome.nodes
+    assert outcome.operators["llmforge::Attention"] == shrink.LAYERS
+
+
+def test_wrong_graph_is_wrong(llama: Path) -> None:
+    def slightly_wrong(checkpoint: Checkpoint) -> ir.Model:
+        graph = trace(checkpoint)
+        attention = next(node for node in graph.graph if node.op_type == "Attention")
+        attention.attributes["window"] = ir.AttrInt64("window", 30)  # only the prompt beyond it can tell
+        return graph
+
+    outcome = compare.compare("llama", llama, slightly_wrong)
+
+    assert outcome.outcome == "wrong"
+    assert "long" in outcome.reason
+    assert outcome.differences["one"] <= compare.TOLERANCE < outcome.differences["long"]
+
+
+def test_refusal_keeps_its_reason(llama: Path) -> None:
+    def refuse(checkpoint: Checkpoint) -> ir.Model:
+        raise UnsupportedError("architecture 'X' cannot be compiled: its attention is unheard of")
+
+    outcome = compare.compare("llama", llama, refuse)
+
+    assert (outcome.outcome, outcome.difference) == ("refused", None)
+    assert "unheard of" in outcome.reason
+
+
+def _traceback(model_type: str) -> dict[str, Any]:
+    raise KeyError(f"/tmp/sweep-{model_type}-a1b2c3d4/config.json")
+
+
+def _crash(model_type: str) -> dict[str, Any]:
+    os._exit(13)
+
+
+def _hang(model_type: str) -> dict[str, Any]:
+    time.sleep(600)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("work", "outcome", "reason"),
+    [
+        (_traceback, "traceback", "KeyError: 'config.json'"),
+        (_crash, "crash", "code 13"),
+        (_hang, "timeout", "no result after 1 s"),
+    ],
+)
+def test_one_bad_type_is_an_outcome(work: run.Job, outcome: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))  # where the process that runs `work` finds this module
+    record = run.run_one("llama", work, limit_s=1.0 if outcome == "timeout" else 60.0)
+
+    assert record["model_type"] == "llama"
+    assert record["outcome"] == outcome
+    assert reason in record["reason"]
+    if outcome == "traceback":
+        assert "test_sweep.py" in record["where"]
+
+
+def test_results_are_kept_and_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def one(model_type: str) -> run.Record:
+        ran.append(model_type)
+        return {"model_type": model_type, "outcome": "right", "reason": "", "difference": 2e-6, "nodes": 50}
+
+    monkeypatch.setattr(run, "run_one", one)
+    monkeypatch.setattr(shrink, "types", lambda: ["bloom", "llama", "mpt"])
+    out = tmp_path / "sweep.json"
+    out.write_text(json.dumps({"llama": {"model_type": "llama", "outcome": "refused", "reason": "old"}}))
+
+    assert run.main(["--out", str(out), "--table", str(tmp_path / "architectures.md")]) == 0
+
+    assert sorted(ran) == ["bloom", "mpt"]
+    assert set(json.loads(out.read_text())) == {"bloom", "llama", "mpt"}
+    assert json.loads(capsys.readouterr().out) == {"refused": 1, "right": 2}
+    assert "| llama | refused |  |  | old |" in (tmp_path / "architectures.md").read_text()
+    run.main(["--out", str(out), "--only", "llama"])
+    assert ran[-1] == "llama"
+
+
+def test_table_escapes_reasons() -> None:
+    text = render.table({"x": {"outcome": "refused", "reason": "a|b\nc", "difference": None, "nodes": None}})
+
+    assert "| x | refused |  |  | a\\|b c |" in text
+    assert "| refused | 1 |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_whole_sweep(tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    run.main(["--out", str(out), "--jobs", "2"])
+    records: dict[str, run.Record] = json.loads(out.read_text())
+
+    bad = {name: record for name, record in records.items() if record["outcome"] in render.BUGS}
+    assert not bad
+    assert {name: record["outcome"] for name, record in records.items()} == _outcomes()
+    for name, record in records.items():
+        if record["kind"] in ("encoder-only", "encoder-decoder"):
+            assert record["outcome"] == "refused", name

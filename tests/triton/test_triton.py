@@ -1,0 +1,418 @@
+"""Model repositories as files, and what a model reads, without a server."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import onnxruntime
+import pytest
+from click.testing import CliRunner, Result
+
+import llmforge
+from llmforge.artifact import Artifact
+from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, UsageError, VersionMismatch
+from llmforge.cli import cli
+from llmforge.recipe import Recipe, ServingSpec
+from llmforge.runtime import Runner, load
+from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
+from llmforge.runtime.serving.engine import EngineOptions
+from llmforge.triton import repository, sources
+from llmforge.triton.backend import checks, inputs, settings, signature
+from llmforge.triton.launch import Ports, command, find
+
+from .. import published
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> Artifact:
+    serving = ServingSpec(max_queue=7, timeout_s=20)
+    out = tmp_path_factory.mktemp("artifacts")
+    return published.random_decoder(out, sample_checkpoint, max_context=64, max_batch=2, serving=serving)
+
+
+@pytest.fixture(scope="module")
+def runner(artifact: Artifact) -> Runner:
+    return load(artifact.path)
+
+
+def export(artifact: Artifact, repo: Path, *options: str) -> Result:
+    return CliRunner().invoke(cli, ["triton", str(artifact.path), "-o", str(repo), *options])
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+class TestRepository:
+    def test_an_artifact_carries_one(self, artifact: Artifact) -> None:
+        artifact.verify()
+        own = artifact.path / "triton" / "random"
+        assert files(own) >= {
+            "config.pbtxt", "README.md", "warmup/prompt", "warmup/sampling_parameters",
+            "1/model.py", "1/requirements.txt",
+            "1/llmforge/runtime/engine.py", "1/llmforge/triton/backend/model.py",
+        }  # fmt: skip
+        assert not any(path.startswith("1/engine") for path in files(own))
+        for path, source in sources.shipped().items():
+            assert (own / "1" / path).read_bytes() == source.read_bytes()
+        record = artifact.manifest.files["triton/random/1/llmforge/runtime/engine.py"]
+        assert record.in_content  # what serves is part of what the version names
+
+    def test_the_readme_names_what_is_needed(self, artifact: Artifact) -> None:
+        text = (artifact.path / "triton" / "random" / "README.md").read_text()
+        assert f"onnxruntime=={onnxruntime.__version__}" in text
+        assert "/v2/models/random/generate_stream" in text
+        assert "context 64 tokens, 2 answers at once" in text
+
+    def test_export_stands_alone_and_shares_the_engine(self, artifact: Artifact, tmp_path: Path) -> None:
+        result = export(artifact, tmp_path / "repo", "--name", "llm")
+        assert result.exit_code == 0, result.output
+        folder = tmp_path / "repo" / "llm"
+        assert Path(result.stdout.splitlines()[-1]) == folder
+        assert [path.name for path in (tmp_path / "repo").iterdir()] == ["llm"]
+        for name in ("engine/model.onnx.data", "tokenizer/tokenizer.json"):
+            assert (folder / "1" / name).samefile(artifact.path / name)
+        config = (folder / "config.pbtxt").read_text()
+        assert 'name: "llm"' in config
+        assert 'key: "artifact" value { string_value: "." }' in config
+        assert load(folder / "1").config == load(artifact.path).config
+        artifact.verify()
+
+    def test_copies_are_files_of_their_own(self, artifact: Artifact, tmp_path: Path) -> None:
+        assert export(artifact, tmp_path, "--copy").exit_code == 0
+        copy = tmp_path / "random" / "1" / "engine" / "model.onnx.data"
+        assert copy.read_bytes() == (artifact.path / "engine" / "model.onnx.data").read_bytes()
+        assert not copy.samefile(artifact.path / "engine" / "model.onnx.data")
+
+    def test_the_exported_runtime_is_the_artifacts(self, artifact: Artifact, tmp_path: Path) -> None:
+        export(artifact, tmp_path)
+        for path in files(artifact.path / "triton" / "random" / "1"):
+            assert (tmp_path / "random" / "1" / path).read_bytes() == (
+                artifact.path / "triton" / "random" / "1" / path
+            ).read_bytes()
+
+    def test_versions_stand_side_by_side_and_never_change(self, artifact: Artifact, tmp_path: Path) -> None:
+        assert export(artifact, tmp_path).exit_code == 0
+        again = export(artifact, tmp_path)
+        assert again.exit_code == 2
+        assert "exists, and a version never changes" in again.stderr
+        assert "give another --model-version or --name" in again.stderr
+        assert export(artifact, tmp_path, "--model-version", "2", "--set", "triton.versions=").exit_code == 0
+        assert {path.name for path in (tmp_path / "random").iterdir() if path.is_dir()} == {"1", "2", "warmup"}
+        assert "version_policy { all { } }" in (tmp_path / "random" / "config.pbtxt").read_text()
+        assert [path.name for path in tmp_path.iterdir()] == ["random"]
+
+    def test_overrides_change_how_it_is_served(self, artifact: Artifact, tmp_path: Path) -> None:
+        changes = ["max_queue=3", "triton.instances=2", "triton.kind=gpu", "triton.gpus=[0, 1]", "speculation=off"]
+        result = export(artifact, tmp_path, *[word for change in changes for word in ("--set", change)])
+        assert result.exit_code == 0, result.output
+        config = (tmp_path / "random" / "config.pbtxt").read_text()
+        assert "kind: KIND_GPU count: 2 gpus: [ 0, 1 ]" in config
+        assert 'key: "max_queue" value { string_value: "3" }' in config
+        assert 'key: "timeout_s" value { string_value: "20.0" }' in config
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("max_que=3", "no key 'max_que'; known: max_queue, step_tokens"),
+            ("max_queue=-1", "--set max_queue=-1: max_queue: "),
+            ("triton.kind=tpu", "must be 'cpu', 'gpu' or 'model', not \"tpu\""),
+            ("speculation=always", "must be 'off' or 'prompt-lookup'"),
+        ],
+    )
+    def test_overrides_that_make_no_sense(
+        self, artifact: Artifact, tmp_path: Path, override: str, message: str
+    ) -> None:
+        result = export(artifact, tmp_path, "--set", override)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+        assert not any(tmp_path.iterdir())
+
+    def test_a_changed_artifact_is_not_exported(self, artifact: Artifact, tmp_path: Path) -> None:
+        copy = Path(shutil.copytree(artifact.path, tmp_path / "copy"))
+        changed = copy / "triton" / "random" / "1" / "model.py"
+        changed.chmod(0o644)
+        changed.write_text("import os")
+        result = CliRunner().invoke(cli, ["triton", str(copy), "-o", str(tmp_path / "repo")])
+        assert result.exit_code == 5
+        assert "changed: triton/random/1/model.py" in " ".join(result.stderr.split())
+
+    def test_an_artifact_without_one_is_refused(self, artifact: Artifact) -> None:
+        manifest = artifact.manifest.model_copy(update={"name": "other"})
+        with pytest.raises(InputError, match="has no triton/other"):
+            repository.of_artifact(Artifact(artifact.path, manifest))
+
+    def test_a_file_in_the_way_is_named(self, artifact: Artifact, tmp_path: Path) -> None:
+        (tmp_path / "repo").write_text("")
+        result = export(artifact, tmp_path / "repo")
+        assert result.exit_code == 8
+        assert "cannot be written" in result.stderr
+
+
+class TestSources:
+    def test_every_import_of_llmforge_is_shipped(self) -> None:
+        shipped = sources.shipped()
+        for path, file in shipped.items():
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("llmforge"):
+                    module = str(node.module).replace(".", "/")
+                    assert {f"{module}.py", f"{module}/__init__.py"} & shipped.keys(), f"{path}: {node.module}"
+
+    def test_the_compiled_operators_are_shipped_where_an_engine_needs_them(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        library = Path(sources.native.__file__).with_name("_kernels.abi3.so")
+        monkeypatch.setattr(sources.native, "library", lambda: library)
+        assert sources.shipped(kernels=True) == sources.shipped() | {"llmforge/native/_kernels.abi3.so": library}
+        monkeypatch.setattr(sources.native, "library", lambda: None)
+        with pytest.raises(EnvironmentLacks, match="are not compiled in this installation"):
+            sources.shipped(kernels=True)
+
+    def test_it_is_small_and_has_no_build_side(self) -> None:
+        shipped = sources.shipped()
+        assert "llmforge/base/errors.py" in shipped
+        assert "llmforge/ir/interface.py" in shipped
+        assert not {"llmforge/cli.py", "llmforge/recipe.py", "llmforge/triton/repository.py"} & shipped.keys()
+        assert sum(file.stat().st_size for file in shipped.values()) < 1 << 20
+
+    def test_the_copy_runs_with_nothing_of_llmforge_beside_it(self, artifact: Artifact, tmp_path: Path) -> None:
+        export(artifact, tmp_path)
+        own = tmp_path / "random" / "1"
+        program = (
+            f"import sys; sys.path[:0] = [{str(own)!r}]\n"
+            "from pathlib import Path\n"
+            "import llmforge.runtime\n"
+            f"runner = llmforge.runtime.load(Path({str(own)!r}))\n"
+            "chunks = runner.generate('a', llmforge.runtime.Sampling(max_tokens=5))\n"
+            "print(llmforge.__file__, ''.join(chunk.text for chunk in chunks))\n"
+            "print(*sorted({'torch', 'transformers', 'onnx', 'onnx_ir', 'pydantic'} & sys.modules.keys()))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", program], check=True, capture_output=True, text=True, cwd=tmp_path
+        )
+        file, _, rest = done.stdout.partition(" ")
+        assert Path(file).is_relative_to(own)
+        said = "".join(
+            chunk.text for chunk in load(artifact.path).generate("a", llmforge.runtime.Sampling(max_tokens=5))
+        )
+        assert rest == f"{said}\n\n"
+
+
+class TestChecks:
+    def test_this_environment_serves(self) -> None:
+        checks.environment()
+
+    def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "NEEDED", {"numpy": "1.26", "no_such_package": None})
+        with pytest.raises(EnvironmentLacks, match=r"has no no_such_package\nhint: pip install -r requirements.txt"):
+            checks.environment()
+
+    def test_an_old_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "NEEDED", {"numpy": "99.1"})
+        with pytest.raises(VersionMismatch, match=r"numpy \S+ is installed; this model needs 99.1 or newer"):
+            checks.environment()
+
+    def test_an_old_python_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "PYTHON", (4, 0))
+        with pytest.raises(VersionMismatch, match=r"Python 3\.\d+ runs this model; it needs 4\.0 or newer"):
+            checks.environment()
+
+    def test_numpy_2_needs_a_backend_that_knows_it(self, tmp_path: Path) -> None:
+        old, new = tmp_path / "old", tmp_path / "new"
+        old.write_bytes(b"\0numpy.core.multiarray\0")
+        new.write_bytes(b"\0numpy._core\0numpy.core\0")
+        for version, stub in (("1.26.4", old), ("1.26.4", new), ("2.0.0", new), ("2.4.6", new)):
+            checks.numpy_fits(version, stub)
+        with pytest.raises(VersionMismatch, match=r"numpy 2\.0\.0 is installed.*every answer would be empty"):
+            checks.numpy_fits("2.0.0", old)
+
+    def test_that_is_how_an_extension_of_today_knows_it(self) -> None:
+        """ONNX Runtime's own module is made with a pybind11 that knows numpy 2."""
+        (module,) = (Path(onnxruntime.__file__).parent / "capi").glob("onnxruntime_pybind11_state*.so")
+        checks.numpy_fits(np.__version__, module)
+
+    def test_requirements_are_those_of_the_package(self) -> None:
+        project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+        for name in ("jinja2", "tokenizers"):
+            assert f'"{name}>={checks.NEEDED[name]}"' in project
+        assert all(f'"{requirement}"' in project for requirement in checks.OPTIONAL)
+
+
+class TestSettings:
+    def test_options_of_the_engine(self) -> None:
+        texts = {"artifact": ".", "max_queue": "3", "timeout_s": "2.5", "speculation": "prompt-lookup", "threads": "2"}
+        read = settings.read({name: {"string_value": text} for name, text in texts.items()})
+        assert read.engine == EngineOptions(max_queue=3, timeout_s=2.5, speculation="prompt-lookup")
+        assert (read.artifact, read.threads) == (".", 2)
+
+    def test_what_is_not_given_is_the_runtimes_own(self) -> None:
+        read = settings.read({"artifact": {"string_value": "."}, "EXECUTION_ENV_PATH": {"string_value": "/venv"}})
+        assert read == settings.Settings(".")
+        assert read.engine == EngineOptions()
+
+    def test_a_recipe_can_say_no_more_than_the_engine_knows(self) -> None:
+        names = {field for field in ServingSpec.model_fields if field != "triton"}
+        assert names <= set(EngineOptions.__dataclass_fields__)
+
+    @pytest.mark.parametrize(
+        ("texts", "message"),
+        [
+            ({"artifact": ".", "max_que": "3"}, "unknown parameters max_que; known: artifact, threads, max_queue"),
+            ({"max_queue": "3"}, "the parameter artifact is missing"),
+            ({"artifact": ".", "max_queue": "many"}, "parameter max_queue is 'many'; wanted int"),
+            ({"artifact": ".", "max_queue": "-1"}, "max_queue -1: wanted 0 or more"),
+        ],
+    )
+    def test_what_makes_no_sense(self, texts: dict[str, str], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            settings.read({name: {"string_value": text} for name, text in texts.items()})
+
+
+@pytest.fixture
+def model_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What runs inside the process that Triton makes for a model, of whose own module nothing more is needed here."""
+    module = ModuleType("triton_python_backend_utils")
+    vars(module).update(Logger=Mock(), TritonModelException=RuntimeError)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(checks, "numpy_fits", lambda version: None)  # this process is no backend of Triton's
+    for name in ("model", "answers", "metrics"):  # imported with that module, and not to be kept
+        monkeypatch.delitem(sys.modules, f"llmforge.triton.backend.{name}", raising=False)
+    return importlib.import_module("llmforge.triton.backend.model")
+
+
+def test_a_gpu_instance_of_a_cpu_engine_is_refused(artifact: Artifact, model_module: Any) -> None:
+    arguments = {
+        "model_config": json.dumps({"parameters": {"artifact": {"string_value": "../../.."}}}),
+        "model_instance_kind": "GPU",
+        "model_instance_name": "random_0_0",
+        "model_repository": str(artifact.path / "triton" / "random"),
+        "model_version": "1",
+    }
+    with pytest.raises(RuntimeError, match="says KIND_GPU, and the engine is for a CPU\nhint: kind: KIND_CPU"):
+        model_module.TritonPythonModel().initialize(arguments)
+
+
+def test_an_instance_of_a_gpu_engine_gets_the_gpu_of_its_group(artifact: Artifact, model_module: Any) -> None:
+    config = RuntimeConfig.read(artifact.path / "engine" / "runtime.json")
+    arguments = {"model_instance_kind": "GPU", "model_instance_device_id": "3"}
+    assert model_module._device(replace(config, provider="cuda"), arguments) == 3
+    with pytest.raises(EnvironmentLacks, match="says KIND_CPU, and the engine is for a GPU"):
+        model_module._device(replace(config, provider="cuda"), {**arguments, "model_instance_kind": "CPU"})
+    assert model_module._device(config, {**arguments, "model_instance_kind": "CPU"}) == 0
+
+
+def test_the_environment_of_an_engine_is_that_of_what_runs_it(artifact: Artifact) -> None:
+    config = RuntimeConfig.read(artifact.path / "engine" / "runtime.json")
+    assert f"onnxruntime=={config.onnxruntime}" in repository.requirements(config).splitlines()
+    cuda = repository.requirements(replace(config, provider="cuda")).splitlines()
+    assert {f"onnxruntime-gpu[cuda,cudnn]=={config.onnxruntime}", "cuda-bindings>=13,<14"} <= set(cuda)
+    assert f"onnxruntime=={config.onnxruntime}" not in cuda
+    facts = PlanFacts("tensorrt_rtx", "1.7.1.116", "model.plan", ())
+    plan = repository.requirements(replace(config, provider="tensorrt-rtx", onnxruntime=None, plan=facts))
+    assert {"tensorrt-rtx==1.7.1.116", "onnxruntime", "cuda-bindings>=13,<14"} <= set(plan.splitlines())
+
+
+def ask(runner: Runner, parameters: dict[str, Any] | None = None, **tensors: Any) -> inputs.Ask:
+    """Read a request whose tensors are given as Python values."""
+    types = {spec.name: spec.data_type for spec in signature.INPUTS}
+    dtypes = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64,
+              "TYPE_INT32": np.int32, "TYPE_INT64": np.int64}  # fmt: skip
+    arrays = {}
+    for name, values in tensors.items():
+        values = values if isinstance(values, list) else [values]
+        values = [value.encode() if isinstance(value, str) else value for value in values]
+        arrays[name] = np.array([values], dtypes[types[name]])
+    return inputs.read(arrays, parameters or {}, None, runner)
+
+
+class TestInputs:
+    def test_a_text(self, runner: Runner) -> None:
+        read = ask(runner, text_input="héllo 日本", max_tokens=5)
+        assert list(read.request.prompt) == runner.encode("héllo 日本")
+        assert read.request.sampling.max_tokens == 5
+        assert (read.stream, read.before, read.omitted) == (False, "", frozenset())
+
+    def test_decimals_are_what_the_client_wrote(self, runner: Runner) -> None:
+        assert float(np.float32(0.7)) != 0.7
+        sampling = ask(runner, text_input="a", temperature=0.7, top_p=0.95).request.sampling
+        assert (sampling.temperature, sampling.top_p) == (0.7, 0.95)
+
+    def test_parameters_from_three_places(self, runner: Runner) -> None:
+        sampling = ask(
+            runner,
+            {"top_k": 5, "triton_enable_empty_final_response": True},
+            text_input="a",
+            seed=2**63,
+            stop_words=["x", "y"],
+            sampling_parameters=json.dumps({"max_tokens": "7", "temperature": 0.5}),
+        ).request.sampling
+        assert (sampling.top_k, sampling.seed, sampling.stop) == (5, 2**63, ("x", "y"))
+        assert (sampling.max_tokens, sampling.temperature) == (7, 0.5)
+
+    def test_each_may_be_given_once(self, runner: Runner) -> None:
+        with pytest.raises(UsageError, match="top_k: given twice, the second time as a parameter"):
+            ask(runner, {"top_k": 5}, text_input="a", top_k=4)
+
+    def test_bytes_that_are_no_text(self, runner: Runner) -> None:
+        with pytest.raises(UsageError, match="text_input: byte 1 is not UTF-8"):
+            inputs.read({"text_input": np.array([[b"a\xff"]], np.object_)}, {}, None, runner)
+
+    def test_one_prompt_a_request(self, runner: Runner) -> None:
+        with pytest.raises(UsageError, match="text_input: 2 values; wanted one"):
+            ask(runner, text_input=["a", "b"])
+
+    def test_what_is_left_out_and_what_stands_before(self, runner: Runner) -> None:
+        read = ask(runner, text_input="a b", exclude_input_in_output=False, return_num_output_tokens=False)
+        assert (read.before, read.omitted) == ("a b", {"num_output_tokens"})
+        with pytest.raises(UsageError, match="needs text_input, and no stream"):
+            ask(runner, text_input="a", exclude_input_in_output=False, stream=True)
+
+
+class TestLaunch:
+    def test_without_a_server_it_says_so(self, artifact: Artifact, tmp_path: Path, monkeypatch: Any) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        result = export(artifact, tmp_path / "repo", "--launch")
+        assert result.exit_code == 8
+        assert "no tritonserver is on PATH" in result.stderr
+        assert "docs/triton.md" in result.stderr
+        assert not (tmp_path / "repo").exists()
+        with pytest.raises(EnvironmentLacks, match="not an executable"):
+            find(tmp_path / "tritonserver")
+
+    def test_the_command_listens_on_the_loopback_and_loads_nothing_else(self, tmp_path: Path) -> None:
+        words = command(Path("/bin/tritonserver"), tmp_path, Ports(http=1, grpc=2, metrics=3), ["--log-verbose=1"])
+        assert words[0] == "/bin/tritonserver"
+        assert words[-1] == "--log-verbose=1"
+        assert {"--model-control-mode=none", "--disable-auto-complete-config", "--http-address=127.0.0.1"} <= {*words}
+        assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3"} <= {*words}
+
+    def test_options_for_no_server_are_refused(self, artifact: Artifact, tmp_path: Path) -> None:
+        result = export(artifact, tmp_path, "--", "--log-verbose=1")
+        assert result.exit_code == 2
+        assert "SERVER_OPTIONS are for the server that --launch starts" in result.stderr
+
+
+def test_serving_in_a_recipe_is_checked(sample_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "schema: 1\nname: tiny\ntarget: local\nengine: {max_context: 64}\npasses: []\n"
+        f"checkpoint: {sample_checkpoint}\nserving:\n  max_queue: 5\n  triton: {{kinds: cpu}}\n"
+    )
+    with pytest.raises(RecipeError, match=r"recipe.yaml:9:12: serving.triton.kinds: unknown key") as caught:
+        Recipe.load(recipe)
+    assert caught.value.hint == "did you mean 'kind'?"
+    with pytest.raises(ValueError, match="`gpus` are of kind gpu, not cpu"):
+        ServingSpec.model_validate_json('{"triton": {"kind": "cpu", "gpus": [0]}}')
+    with pytest.raises(RecipeError, match=r"--set triton.instances=0: triton.instances: "):
+        ServingSpec().changed(["triton.instances=0"])

@@ -1,0 +1,97 @@
+"""A trace is held against transformers on real weights: right ones pass, wrong ones name the first diverging layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmforge.base.errors import VerificationError
+from llmforge.checkpoint import Checkpoint
+from llmforge.ir import graph
+from llmforge.trace import trace
+from llmforge.verification.trace_verifier import verify_trace
+
+from .. import zoo
+
+pytestmark = pytest.mark.xdist_group("verify_trace")  # its fixtures take seconds: they are made once
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Qwen2 with biases: one layer without a window, two with a window of 7."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    zoo.write("qwen2-mixed-windows", folder, num_hidden_layers=5)
+    return Checkpoint.open(folder)
+
+
+@pytest.fixture(scope="module")
+def canonical(checkpoint: Checkpoint) -> ir.Model:
+    """Its graph; nobody may change it."""
+    return trace(checkpoint)
+
+
+def test_a_right_graph_passes_on_every_kind_of_step(checkpoint: Checkpoint, canonical: ir.Model) -> None:
+    before = graph.fingerprint(canonical)
+    proof = verify_trace(checkpoint, canonical)
+    assert 0 < proof.max_abs_difference < 1e-5
+    assert (proof.layers, proof.depth) == (5, 5)
+    assert proof.probes == ("one row", "a ragged batch", "a prompt longer than the windows")
+    assert proof.unexceeded_windows == ()
+    assert "all layers gives transformers' logits within" in proof.note()
+    assert graph.fingerprint(canonical) == before
+
+
+def test_a_large_model_is_held_to_it_by_its_first_layers(checkpoint: Checkpoint, canonical: ir.Model) -> None:
+    proof = verify_trace(checkpoint, canonical, whole_bytes=1)
+    assert proof.layers == 2  # one of each kind
+    assert 0 < proof.max_abs_difference < 1e-5
+    assert "the first 2 of 5 layers" in proof.note()
+
+
+def _node(model: ir.Model, name: str) -> ir.Node:
+    return next(node for node in model.graph if node.name == name)
+
+
+def _other_window(model: ir.Model) -> None:
+    """Only a prompt longer than the window tells."""
+    _node(model, "model.layers.3.self_attn/Attention").attributes["window"] = ir.AttrInt64("window", 0)
+
+
+def _other_epsilon(model: ir.Model) -> None:
+    node = _node(model, "model.layers.2.post_attention_layernorm/RMSNormalization")
+    node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 1e-2)
+
+
+def _other_weight(model: ir.Model) -> None:
+    value = model.graph.initializers["model.layers.1.mlp.up_proj.weight"]
+    assert value.const_value is not None
+    array = np.array(value.const_value.numpy())
+    array[0] *= 1.5
+    value.const_value = ir.tensor(array, name=value.name)
+
+
+def _other_head(model: ir.Model) -> None:
+    value = model.graph.initializers["model.norm.weight"]
+    assert value.const_value is not None
+    value.const_value = ir.tensor(value.const_value.numpy() + np.float32(1), name=value.name)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "where"),
+    [
+        (_other_window, r"one row, .*first diverging layer: model\.layers\.3"),
+        (_other_epsilon, r"first diverging layer: model\.layers\.2"),
+        (_other_weight, r"first diverging layer: model\.layers\.1"),
+        (_other_head, "hidden states of all 5 layers agree: it is what follows them"),
+    ],
+)
+def test_a_wrong_graph_fails_and_names_the_layer(
+    spoil: object, where: str, checkpoint: Checkpoint, canonical: ir.Model
+) -> None:
+    wrong = canonical.clone()
+    assert callable(spoil)
+    spoil(wrong)
+    with pytest.raises(VerificationError, match=rf"(?s)is not the model: logits differ.*{where}") as caught:
+        verify_trace(checkpoint, wrong)
+    assert caught.value.exit_code == 7

@@ -1,0 +1,369 @@
+"""Verification: passes that lie are caught, by name, with the first tensor that diverges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
+from llmforge.passes.flash_attention import FlashAttention
+from llmforge.passes.fuse_norms import FuseNorms
+from llmforge.verification import probe
+from llmforge.verification.verifier import TOLERANCE, Snapshot, Verifier, check_changes
+
+from .. import graphs
+
+EXACT, ROUNDING, LOSSY = Numerics.EXACT, Numerics.ROUNDING, Numerics.LOSSY
+WEIGHT = "model.layers.1.mlp.down_proj.weight"
+TEXTS = [np.random.default_rng(7).integers(0, 96, length) for length in (48, 40, 33)]
+REPORTED = Changes(rewritten=[Rewritten("some_node", "something")])
+
+
+@dataclass(frozen=True)
+class Planted(Pass):
+    """A pass that does `act` and declares and reports whatever the test wants."""
+
+    name: ClassVar[str] = "planted"
+    act: Callable[[ir.Model], None] = lambda model: None
+    numerics: Numerics = EXACT  # type: ignore[misc]  # an instance's own, in a test only
+    budget: Budget = field(default_factory=lambda: Budget(kld_mean=1e-4))
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        self.act(model)
+        return REPORTED
+
+
+def verifier(model: ir.Model, folder: Path, texts: list[np.ndarray] | None = None) -> Verifier:
+    return Verifier(model, folder=folder, texts=TEXTS if texts is None else texts)
+
+
+def fail(planted: Planted, folder: Path, spec: graphs.Llama | None = None) -> VerificationError:
+    """Run a pass that must be caught."""
+    model = graphs.llama(spec)
+    check = verifier(model, folder)
+    with pytest.raises(VerificationError) as caught:
+        check.check(planted, model, planted.run(model, graphs.CPU))
+    assert caught.value.exit_code == 7
+    assert "pass planted" in caught.value.message
+    return caught.value
+
+
+def scale(factor: float, name: str = WEIGHT, *, lazy: bool = True) -> Callable[[ir.Model], None]:
+    """Multiply one weight."""
+
+    def act(model: ir.Model) -> None:
+        value = model.graph.initializers[name]
+        tensor = value.const_value
+        assert tensor is not None
+        assert value.shape is not None
+
+        def read() -> ir.TensorProtocol:
+            return ir.Tensor(tensor.numpy() * np.float32(factor), name=name)
+
+        value.const_value = ir.LazyTensor(read, tensor.dtype, value.shape, name=name) if lazy else read()
+
+    return act
+
+
+def positions(change: Callable[[ir.Node, ir.Value, ir.Model], ir.Value]) -> Callable[[ir.Model], None]:
+    """Let rotary embedding of the first query read other positions."""
+
+    def act(model: ir.Model) -> None:
+        rotary = graphs.find(model, "RotaryEmbedding")[0]
+        given = rotary.inputs[3]
+        assert given is not None
+        rotary.replace_input_with(3, change(rotary, given, model))
+
+    return act
+
+
+def from_zero(node: ir.Node, given: ir.Value, model: ir.Model) -> ir.Value:
+    """Count positions from 0 in every step: right in a prefill only."""
+    first = graph.initializer(model, "first_column", np.array([0], np.int64))
+    start = graph.insert(node, "Gather", [given, first], {"axis": 1}, name="start")[0]
+    return graph.insert(node, "Sub", [given, start], name="from_zero")[0]
+
+
+def of_last_row(node: ir.Node, given: ir.Value, model: ir.Model) -> ir.Value:
+    """Give every row the positions of the last: wrong where rows have unequal lengths only."""
+    last = graph.initializer(model, "last_row", np.array([-1], np.int64))
+    row = graph.insert(node, "Gather", [given, last], name="row")[0]
+    zeros = graph.insert(node, "Sub", [given, given], name="zeros")[0]
+    return graph.insert(node, "Add", [zeros, row], name="of_last_row")[0]
+
+
+# Declarations that hold
+
+
+def test_rounding_is_measured_against_its_allowance(tmp_path: Path) -> None:
+    model = graphs.llama()
+    check = verifier(model, tmp_path)
+    result = check.check(FuseNorms(), model, FuseNorms().run(model, graphs.CPU))
+    assert result.numerics is ROUNDING
+    assert result.allowed is not None
+    assert 0 < result.max_abs_difference < 0.1 * result.allowed
+    assert result.probes == ("one row", "ragged batch")
+    assert result.kld_mean is None
+    assert result.budget is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exact_allows_no_bit(tmp_path: Path) -> None:
+    model = graphs.llama()
+
+    def same(model: ir.Model) -> None:
+        node = graphs.find(model, "Sigmoid")[0]
+        assert node.inputs[0] is not None
+        flipped = graph.insert(node, "Neg", [node.inputs[0]], name="flip")[0]
+        node.replace_input_with(0, graph.insert(node, "Neg", [flipped], name="flip_back")[0])
+
+    result = verifier(model, tmp_path).check(Planted(same), model, Planted(same).run(model, graphs.CPU))
+    assert (result.max_abs_difference, result.allowed) == (0.0, 0.0)
+
+
+def test_lossy_within_its_budget_reports_the_cost(tmp_path: Path) -> None:
+    model = graphs.llama()
+    check = verifier(model, tmp_path)
+    planted = Planted(scale(1.01), LOSSY, Budget(kld_mean=0.5))
+    result = check.check(planted, model, planted.run(model, graphs.CPU))
+    assert result.kld_mean is not None
+    assert 1e-6 < result.kld_mean < 0.5
+    assert result.allowed is None
+    assert result.budget == 0.5
+    assert result.probes[2:] == ("window 0", "window 1", "window 2", "windows 0 and 1, ragged")
+
+
+def test_passes_in_sequence_are_each_held_against_the_graph_before(tmp_path: Path) -> None:
+    model = graphs.llama()
+    check = verifier(model, tmp_path)
+    planted = Planted(scale(1.5), LOSSY, Budget(kld_mean=10))
+    check.check(planted, model, planted.run(model, graphs.CPU))
+    result = check.check(FlashAttention(), model, FlashAttention().run(model, graphs.CPU))
+    assert result.allowed is not None
+    assert result.max_abs_difference <= result.allowed
+
+
+def test_a_pass_with_nothing_to_do_needs_no_proof(tmp_path: Path) -> None:
+    model = graphs.llama()
+    result = verifier(model, tmp_path).check(FuseNorms(), model, Changes())
+    assert (result.max_abs_difference, result.probes) == (0.0, ())
+
+
+def test_the_graph_stays_as_it_is_and_lazy_tensors_are_read_once(tmp_path: Path) -> None:
+    model = graphs.llama()
+    reads = []
+    value = model.graph.initializers[WEIGHT]
+    array = np.ones((56, 48), np.float32)
+
+    def read() -> ir.TensorProtocol:
+        reads.append(WEIGHT)
+        return ir.Tensor(array, name=WEIGHT)
+
+    value.const_value = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape(array.shape), name=WEIGHT)
+    check = verifier(model, tmp_path)
+    changes = FuseNorms().run(model, graphs.CPU)
+    fingerprint = graph.fingerprint(model)
+    check.check(FuseNorms(), model, changes)
+    check.check(FlashAttention(), model, FlashAttention().run(model, graphs.CPU))
+    assert reads == [WEIGHT]
+    assert model.graph.initializers[WEIGHT].const_value is value.const_value
+    assert fingerprint != graph.fingerprint(model)  # FlashAttention's own change
+    snapshot = Snapshot.of(model)
+    check.check(FlashAttention(), model, Changes())
+    assert snapshot.differs(model) is None
+
+
+# Declarations that do not hold
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_exact_pass_that_scales_one_weight(lazy: bool, tmp_path: Path) -> None:
+    error = fail(Planted(scale(1.01, lazy=lazy)), tmp_path)
+    assert re.search(r"declares exact: logits differ by [\d.]+, allowed is 0,", error.message)
+    assert "in one row, step 0 (prefill, 12 tokens after [0])" in error.message
+    assert "first diverging tensor: l1_down, by 0.0" in error.message
+
+
+def test_rounding_pass_that_scales_one_weight(tmp_path: Path) -> None:
+    error = fail(Planted(scale(1.001), ROUNDING), tmp_path)
+    assert "declares rounding: logits differ by" in error.message
+    assert "first diverging tensor: l1_down" in error.message
+
+
+def test_lossy_pass_over_its_budget(tmp_path: Path) -> None:
+    error = fail(Planted(scale(1.5), LOSSY, Budget(kld_mean=1e-5)), tmp_path)
+    assert re.search(r"declares lossy: mean KLD is [\d.]+ nats over \d+ tokens, its budget 1e-05", error.message)
+    assert "first diverging tensor: l1_down" in error.message
+
+
+def test_both_graphs_are_saved_without_weights(tmp_path: Path) -> None:
+    error = fail(Planted(scale(1.01)), tmp_path / "failed")
+    before, after = (tmp_path / "failed" / f"planted.{moment}.onnx" for moment in ("before", "after"))
+    assert error.hint == f"both graphs were saved, without weights: {before}, {after}"
+    for path in (before, after):
+        saved = onnx.load(path, load_external_data=False)
+        assert len(saved.graph.node) == 39
+        weight = next(tensor for tensor in saved.graph.initializer if tensor.name == WEIGHT)
+        assert weight.data_location == onnx.TensorProto.EXTERNAL
+        assert path.stat().st_size < 56 * 48 * 4 * 2
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_nan_always_fails(numerics: Numerics, tmp_path: Path) -> None:
+    error = fail(Planted(scale(np.nan), numerics, Budget(kld_mean=100)), tmp_path)
+    assert "1152 of 1152 logits are NaN or infinite in one row, step 0" in error.message  # 12 rows of 96
+    assert "first diverging tensor: l1_down, by inf of its standard deviation" in error.message
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_a_broken_cache_shows_in_decode(numerics: Numerics, tmp_path: Path) -> None:
+    error = fail(Planted(positions(from_zero), numerics), tmp_path)
+    assert "(decode, 1 tokens after [" in error.message
+    if numerics is not LOSSY:
+        assert "in one row, step 1" in error.message
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_a_broken_ragged_batch_is_caught(numerics: Numerics, tmp_path: Path) -> None:
+    error = fail(Planted(positions(of_last_row), numerics, Budget(kld_mean=1e-6)), tmp_path)
+    if numerics is LOSSY:
+        assert "in windows 0 and 1, ragged, step" in error.message
+    else:
+        assert "in ragged batch, step 1 (decode, 1 tokens after [9, 12])" in error.message
+
+
+def test_a_cache_that_no_probe_reads_back_is_compared_too(tmp_path: Path) -> None:
+    """Values of layer 1 are stored scaled and attended to unscaled: the prefill's logits are right."""
+
+    def act(model: ir.Model) -> None:
+        attention = graphs.find(model, "Attention")[1]
+        value = attention.inputs[2]
+        assert value is not None
+        twice = graph.insert(attention, "Add", [value, value], name="twice")[0]
+        twice.type, twice.shape = value.type, value.shape
+        attention.replace_input_with(2, twice)
+        [reader] = [node for node in model.graph if attention.outputs[0] in node.inputs]
+        half = graph.initializer(model, "half", np.array(0.5, np.float32))
+        reader.replace_input_with(0, graph.insert(reader, "Mul", [attention.outputs[0], half], name="halved")[0])
+
+    error = fail(Planted(act, ROUNDING), tmp_path)
+    assert "present.1.value differ by" in error.message
+    assert "step 0 (prefill" in error.message
+
+
+def test_a_pass_that_only_claims_to_have_changed_something(tmp_path: Path) -> None:
+    error = fail(Planted(lambda model: None), tmp_path)
+    assert error.message.endswith("(something), and left the graph as it was")
+
+
+def test_changes_that_were_not_made() -> None:
+    model = graphs.llama()
+    with pytest.raises(
+        VerificationError,
+        match=r"pass idle reports 1 changes, the first at some_node \(something\), and left the graph",
+    ):
+        check_changes("idle", Snapshot.of(model), model, REPORTED)
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        (lambda model: bool(FuseNorms().run(model, graphs.CPU)), "the structure of the graph"),
+        (scale(1.01, lazy=False), "the structure of the graph"),
+        (scale(1.01, lazy=True), "the structure of the graph"),
+    ],
+)
+def test_changes_that_were_not_reported(act: Callable[[ir.Model], None], what: str) -> None:
+    model = graphs.llama()
+    before = Snapshot.of(model)
+    act(model)
+    with pytest.raises(VerificationError, match=f"pass silent reports no changes and changed {what}"):
+        check_changes("silent", before, model, Changes())
+
+
+def test_a_lazy_tensor_that_was_exchanged_in_silence() -> None:
+    model = graphs.llama()
+    scale(1.0)(model)
+    before = Snapshot.of(model)
+    check_changes("honest", before, model, Changes())
+    scale(1.01)(model)
+    assert graph.fingerprint(model) == before.fingerprint  # which reads no lazy tensor
+    with pytest.raises(VerificationError, match=f"pass silent reports no changes and changed initializer {WEIGHT}"):
+        check_changes("silent", before, model, Changes())
+
+
+def test_a_graph_outside_the_dialect(tmp_path: Path) -> None:
+    def act(model: ir.Model) -> None:
+        graphs.find(model, "Sigmoid")[0].op_type = "Sinusoid"
+
+    error = fail(Planted(act), tmp_path)
+    assert "wrote a graph that is not of the dialect: node 'l0_sigmoid_node'" in error.message
+
+
+def test_a_graph_that_does_not_run(tmp_path: Path) -> None:
+    def act(model: ir.Model) -> None:
+        FlashAttention().run(model, graphs.CPU)
+        for node in graphs.find(model, "GroupQueryAttention"):
+            node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", 3)
+
+    error = fail(Planted(act), tmp_path)
+    assert "pass planted wrote a graph that does not run" in error.message
+    assert "num_heads" in error.message
+
+
+def test_lossy_without_text_is_a_usage_error(tmp_path: Path) -> None:
+    model = graphs.llama()
+    check = verifier(model, tmp_path, texts=[])
+    planted = Planted(scale(1.01), LOSSY)
+    with pytest.raises(UsageError, match="pass planted is lossy and there is no text") as error:
+        check.check(planted, model, planted.run(model, graphs.CPU))
+    assert error.value.hint == "give the recipe calibration or evaluation data"
+
+
+def test_unmeasured_dtype_is_refused(tmp_path: Path) -> None:
+    model = graphs.llama()
+    next(value for value in model.graph.outputs if value.name == "logits").dtype = ir.DataType.BFLOAT16
+    assert ir.DataType.BFLOAT16 not in TOLERANCE
+    with pytest.raises(UnsupportedError, match="the rounding of a pass is known for FLOAT"):
+        verifier(model, tmp_path)
+
+
+# Probes
+
+
+def test_probes_are_prefill_decode_continuation_and_a_ragged_batch() -> None:
+    one, ragged = probe.random_runs(96)
+    assert [step.lengths.tolist() for step in one.steps] == [[12], *[[1]] * 5, [3]]
+    assert [step.past.tolist() for step in one.steps] == [[0], [12], [13], [14], [15], [16], [17]]
+    assert [step.lengths.tolist() for step in ragged.steps] == [[9, 12], [1, 1], [1, 1]]
+    assert [step.past.tolist() for step in ragged.steps] == [[0, 0], [9, 12], [10, 13]]
+    assert (ragged.steps[0].ids[0, 9:] == 0).all()
+    again = probe.random_runs(96)
+    for run, same in zip((one, ragged), again, strict=True):
+        assert all((a.ids == b.ids).all() for a, b in zip(run.steps, same.steps, strict=True))
+    assert max(int(step.ids.max()) for run in again for step in run.steps) < 96
+
+
+def test_text_is_read_through_prefill_continuation_and_decode() -> None:
+    runs = probe.text_runs(TEXTS)
+    assert [step.lengths.tolist() for step in runs[0].steps] == [[24], [12], *[[1]] * 12]
+    for window, run in zip(TEXTS, runs[:3], strict=True):
+        np.testing.assert_array_equal(np.concatenate([step.ids[0] for step in run.steps]), window)
+    assert [step.lengths.tolist() for step in runs[3].steps] == [[38, 20], *[[1, 1]] * 10]
+
+
+@pytest.mark.parametrize("lengths", [[1], [2, 1], [3, 3], [4, 5]])
+def test_short_texts_make_runs_too(lengths: list[int]) -> None:
+    runs = probe.text_runs([np.arange(length) for length in lengths])
+    for run in runs:
+        assert all(step.lengths.min() > 0 for step in run.steps)
