@@ -2,11 +2,11 @@
 
 The model is built from its configuration with parameters that have no memory (`skeleton`). Attention, norms and
 rotary embedding are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`), and so are
-experts (`experts`, `rows`). One step is exported and translated (`capture`), with as many layers as show how they
-repeat (`depth`), cleaned up (`cleanup`), grown to its depth (`stamp`), and its initializers get the checkpoint's
-tensors, lazily (`weights`). Where a substitution fails, the model's own attention is traced (`fallback`). What the
-dialect's verifier then does not know is refused by name. `reference` is what a graph is held against
-(`llmforge.verification.trace_verifier`).
+experts (`experts`). One step is exported and translated (`capture`), with as many layers as show how they repeat
+(`depth`), brought to the dialect (`canonicalize`), grown to its depth (`replicate_layers`), and its initializers get
+the checkpoint's tensors, lazily (`weights`). Where a substitution fails, the model's own attention is traced
+(`fallback`). What the dialect's verifier then does not know is refused by name. `reference` is what a graph is held
+against (`llmforge.verification.trace_verifier`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
 def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     """Trace with attention, masks and rotary embedding substituted; all layers, where they are `irregular`."""
     # here, because these import torch and transformers, which take seconds
-    from llmforge.trace.canonicalize import attention_recognition, simplification, tokenwise
+    from llmforge.trace.canonicalize import attention_recognition, naming, simplification, tokenwise
     from llmforge.trace.canonicalize.attention_recognition import OpenAttention
     from llmforge.trace.export import capture, skeleton, weights
     from llmforge.trace.hooks import experts, internals
@@ -83,7 +83,7 @@ def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
         graph, repetition = capture.capture(
             model, mode, attention, positions, geometry.layers, shorten=irregular is None
         )
-    simplification.name_dims(graph)
+    naming.name_dims(graph)
     if open_code:
         weightless = {capture.MODEL + name for name in model.state_dict()}
         attention_recognition.recognize(graph, weightless, positions)

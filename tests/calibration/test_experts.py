@@ -20,7 +20,7 @@ from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization import Grid, dequantize, rtn
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.trace import trace
-from llmforge.trace.hooks.experts import Form, Weights, compute, probe, weights
+from llmforge.trace.hooks.experts import ExpertActivation, ExpertWeights, compute, probe, weights
 from llmforge.verification.verifier import Verifier
 
 from .. import graphs, zoo
@@ -93,8 +93,10 @@ def seen(tokens: int, count: int, *, unseen: int | None = None) -> experts.Seen:
     return experts.Seen(x, ids, mixing, x + 0.02 * torch.randn(x.shape, generator=generator))
 
 
-def output(form: Form, held: Weights, matrices: list[torch.Tensor], given: experts.Seen) -> torch.Tensor:
-    changed = Weights(matrices[0], matrices[1], held.up_bias, held.down_bias)
+def output(
+    form: ExpertActivation, held: ExpertWeights, matrices: list[torch.Tensor], given: experts.Seen
+) -> torch.Tensor:
+    changed = ExpertWeights(matrices[0], matrices[1], held.up_bias, held.down_bias)
     return compute(form, changed, given.tokens, given.ids, given.mixing)
 
 

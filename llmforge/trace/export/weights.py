@@ -19,6 +19,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph as g
 from llmforge.ir.derived import Stored
+from llmforge.ir.operators import standard
 from llmforge.trace.hooks import internals
 
 UNUSED = "llmforge.unused_tensors"  # metadata_props key of a model: JSON list of the checkpoint's tensors without a use
@@ -101,14 +102,14 @@ def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
 
 def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> None:
     """Give one initializer its tensor: the file's bytes where dtype and layout match, else a lazy cast."""
-    readers = [node for node, _ in value.uses()]
-    transposed = bool(readers) and all(
-        node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) in ([1, 0], [0, 2, 1])
-        for node in readers
+    uses = value.uses()
+    readers = [view for node, _ in uses if (view := standard.Transpose.of(node)) is not None]
+    transposed = 0 < len(readers) == len(uses) and all(
+        list(transpose.perm) in ([1, 0], [0, 2, 1]) for transpose in readers
     )
     name, dtype, dims = value.name or "", value.dtype, g.dims(value)
-    assert dtype is not None
-    assert dims is not None
+    if dtype is None or dims is None:
+        raise UnsupportedError(f"the trace leaves {name!r} without a dtype or a shape")
     shape = ir.Shape([*dims[:-2], dims[-1], dims[-2]] if transposed else dims)
     if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
@@ -123,8 +124,8 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
     value.const_value = tensor
     value.shape = shape
     if transposed:
-        for node in readers:
-            g.replace(node.outputs[0], value)
+        for transpose in readers:
+            g.replace(transpose.output, value)
 
 
 def _reader(
