@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.base.errors import NotADecoder, UnsupportedError, VerificationError
+from llmforge.base.errors import ForgeError, NotADecoder, UnsupportedError, VerificationError
 from llmforge.ir import dialect, interface
 from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.pattern import Irregular, Pattern
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
     from llmforge.trace.export import weights
 
+REFUSALS = (UnsupportedError, VerificationError)  # the latter of a graph that the dialect or its operators refuse
 UNBOUNDED = 8192  # positions at which a model is looked at whose configuration does not say how many it has
 
 
@@ -51,10 +52,11 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
             return _hooked(checkpoint, irregular)
         except NotADecoder:
             raise
-        except UnsupportedError as error:
+        except REFUSALS as error:
             return _fallen_back(checkpoint, irregular, error)
-    except UnsupportedError as error:
-        raise type(error)(
+    except REFUSALS as error:
+        kind = type(error) if isinstance(error, UnsupportedError) else UnsupportedError
+        raise kind(
             f"architecture {checkpoint.architecture!r} cannot be compiled: {error.message}", hint=error.hint
         ) from error
 
@@ -99,7 +101,7 @@ def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     return _finished(graph, model, checkpoint, sources, irregular or repetition)
 
 
-def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: UnsupportedError) -> ir.Model:
+def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: ForgeError) -> ir.Model:
     """Trace the model's own attention, because of `reason`.
 
     Raises:
@@ -112,7 +114,7 @@ def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: Un
         return _own(checkpoint, irregular, reason.message)
     except NotADecoder:
         raise
-    except UnsupportedError as error:
+    except REFUSALS as error:
         fallback.refuse_encoders(checkpoint)
         if error.message == reason.message:
             raise reason from error
@@ -167,10 +169,7 @@ def _finished(
     weights.attach(graph, capture.MODEL, model, checkpoint, sources)
     pattern.record(graph, repetition)
     _default_rows(graph)
-    try:
-        dialect.check(graph)
-    except VerificationError as error:
-        raise UnsupportedError(error.message) from error
+    dialect.check(graph)
     return graph
 
 
