@@ -10,7 +10,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.planning import roofline
 from llmforge.planning.deployment import Plan, largest_batch, memory
 from llmforge.planning.roofline import Step
-from llmforge.planning.scheme import BITS, Scheme, choose
+from llmforge.planning.scheme import BITS, Scheme, Wanted, choose
 from llmforge.targets.support import Dtype
 
 WORTH = 0.05  # of TPOT, TTFT or tokens a second, for what costs quality; less is within what a plan can tell
@@ -62,38 +62,22 @@ def _quantizations(plan: Plan) -> Iterator[Advice]:
             what = "weights are" if product is None else "products are in"
             yield Advice(name, "done", f"{what} {now} already")
         else:
-            yield _tried(plan, name, weights=weights, product=product, block=block)
+            yield _tried(plan, name, Wanted(weights=weights, product=product, block=block))
     if BITS[plan.scheme.kv] <= 8:
         yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is {plan.scheme.kv} already")
     else:
-        yield _tried(plan, "quantize-kv-cache, bits: 8", kv="int8")
+        yield _tried(plan, "quantize-kv-cache, bits: 8", Wanted(kv="int8"))
 
 
-def _tried(
-    plan: Plan,
-    name: str,
-    *,
-    weights: Dtype | None = None,
-    product: Dtype | None = None,
-    kv: Dtype | None = None,
-    block: int | None = None,
-) -> Advice:
+def _tried(plan: Plan, name: str, wanted: Wanted) -> Advice:
     """Plan once more with other dtypes."""
     old = plan.scheme
     try:
-        changed = choose(
-            plan.target,
-            plan.backend,
-            old.compute,
-            compute=old.compute,
-            weights=weights or old.weights,
-            kv=kv or old.kv,
-            product=product,
-            block=block,
-        )
+        kept = Wanted(compute=old.compute, weights=old.weights, kv=old.kv)
+        changed = choose(plan.target, plan.backend, old.compute, wanted.or_else(kept))
     except UnsupportedError as error:
         return Advice(name, "refused", error.message.partition(": ")[2] or error.message)
-    return _compared(plan, name, changed if kv is None else replace(old, kv=kv))
+    return _compared(plan, name, changed if wanted.kv is None else replace(old, kv=wanted.kv))
 
 
 def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
