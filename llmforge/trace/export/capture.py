@@ -167,12 +167,12 @@ def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> 
         return reason
 
 
-def _step(traced: Traced, shapes: Shapes) -> depth.Step:
+def _step(traced: Traced, shapes: Shapes) -> depth.ExampleStep:
     """Make a step of `traced` on the example inputs."""
     inputs = _inputs(shapes)
     *given, caches = inputs
     parts = [tuple(cache.values()) for cache in caches]
-    return depth.Step(dict(zip(INPUTS, given, strict=True)), parts, lambda: traced(*inputs))
+    return depth.ExampleStep(dict(zip(INPUTS, given, strict=True)), parts, lambda: traced(*inputs))
 
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
