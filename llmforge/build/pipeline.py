@@ -277,11 +277,10 @@ def unmeasured(recipe: Recipe) -> tuple[str, ...]:
 
 def checkpoint_record(checkpoint: Checkpoint) -> records.CheckpointRecord:
     """Say in the report what the checkpoint is."""
-    config = checkpoint.config
     return records.CheckpointRecord(
         name=checkpoint.path.name,
         digest=checkpoint.digest,
-        architecture=(config.architectures or [type(config).__name__])[0],
+        architecture=checkpoint.architecture,
         dtypes=tuple(sorted({entry.dtype.name for entry in checkpoint.tensors.values()})),
         parameters=checkpoint.parameters,
         size_bytes=checkpoint.size_bytes,

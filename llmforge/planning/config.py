@@ -11,7 +11,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import CONFIG, CONTEXTS, load_config, read_settings
 from llmforge.planning import families
 from llmforge.planning.families import Unsaid
-from llmforge.planning.shape import Attention, Layer, Shape, runs
+from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -78,12 +78,12 @@ def of_model(name: str, config: PretrainedConfig, folder: Path) -> Shape:
     )
 
 
-def _layer(found: LayerShape, heads: int, window: int | None) -> Layer:
+def _layer(found: LayerShape, heads: int, window: int | None) -> LayerSizes:
     keys, values = found.caches.get("key"), found.caches.get("value")
     attention = None
     if keys is not None and values is not None:
         attention = Attention(max(heads, keys[0]), keys[0], keys[1], values[1], window)
-    return Layer(
+    return LayerSizes(
         matrices=found.matrices,
         vectors=found.vectors,
         width=found.width,

@@ -8,7 +8,7 @@ from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
 from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.planning import roofline
-from llmforge.planning.roofline import Ceilings, Step
+from llmforge.planning.roofline import Ceilings, StepCost
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
 from llmforge.targets import Backend, Target
@@ -64,7 +64,7 @@ class Decode:
 
     batch: int
     fits: bool
-    step: Step
+    step: StepCost
     tokens_per_second: float  # of all sequences, prompts in between counted
 
 
@@ -103,7 +103,7 @@ class Plan:
     ranks: int
     memory: Memory
     largest: tuple[tuple[int, int], ...]  # (context, largest batch)
-    prefill: Step
+    prefill: StepCost
     decodes: tuple[Decode, ...]
     turning_batch: int | None
     degrees: tuple[Degree, ...]
@@ -111,7 +111,7 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def decode(self) -> Step:
+    def decode(self) -> StepCost:
         """The decode step at the workload's batch and mean context."""
         return next(each.step for each in self.decodes if each.batch == self.workload.batch)
 

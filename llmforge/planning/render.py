@@ -13,7 +13,7 @@ from rich.text import Text
 from llmforge.planning.advice import Advice
 from llmforge.planning.building import Build
 from llmforge.planning.deployment import Decode, Plan
-from llmforge.planning.roofline import Step
+from llmforge.planning.roofline import StepCost
 from llmforge.report.figures import count, duration, ms, percent, significant, size, times
 from llmforge.targets import Share, matrix_share_of
 
@@ -125,7 +125,7 @@ def data(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _step_data(step: Step) -> dict[str, Any]:
+def _step_data(step: StepCost) -> dict[str, Any]:
     return {
         "seconds": step.seconds,
         "memory_s": step.memory_s,
@@ -231,7 +231,7 @@ def _steps(plan: Plan) -> Table:
     return table
 
 
-def _shares_of(step: Step) -> tuple[str, ...]:
+def _shares_of(step: StepCost) -> tuple[str, ...]:
     return percent(step.mbu), percent(step.mfu), significant(step.intensity), step.bound
 
 

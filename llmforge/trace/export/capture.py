@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 import torch
@@ -244,6 +244,6 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
             output_names=outputs,
             custom_translation_table={torch.ops.aten.softplus.default: _softplus},
         )
-    assert translated is not None
+    translated = cast(torch.onnx.ONNXProgram, translated)  # None without `dynamo` alone
     translated.model.ir_version = IR_VERSION
     return translated.model
