@@ -18,6 +18,10 @@ from llmforge.report.figures import count, duration, ms, percent, significant, s
 from llmforge.targets import Share, matrix_share_of
 
 _VERDICTS = {"pays": "green", "does not pay": "dim", "refused": "yellow", "done": "dim"}
+_STEP = (  # what is told of a step as data
+    "seconds", "memory_s", "compute_s", "links_s", "overhead_s", "bytes", "operations", "intensity", "mbu", "mfu",
+    "bound",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,19 +130,7 @@ def data(planned: Planned) -> dict[str, Any]:
 
 
 def _step_data(step: StepCost) -> dict[str, Any]:
-    return {
-        "seconds": step.seconds,
-        "memory_s": step.memory_s,
-        "compute_s": step.compute_s,
-        "links_s": step.links_s,
-        "overhead_s": step.overhead_s,
-        "bytes": step.bytes,
-        "operations": step.operations,
-        "intensity": step.intensity,
-        "mbu": step.mbu,
-        "mfu": step.mfu,
-        "bound": step.bound,
-    }
+    return {name: getattr(step, name) for name in _STEP}
 
 
 def _model(plan: Plan) -> str:
