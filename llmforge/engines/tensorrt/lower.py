@@ -21,7 +21,7 @@ from llmforge.engines.tensorrt import collectives, experts, refusals, support
 from llmforge.engines.tensorrt.attention import Attentions
 from llmforge.engines.tensorrt.weights import Weights
 from llmforge.engines.tensorrt.weights import obstacle as weights_obstacle
-from llmforge.ir import dtype_inference, interface
+from llmforge.ir import dtype_inference, interface, operators
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
 from llmforge.lowering.pass_base import Changes, Rewritten
@@ -85,7 +85,7 @@ def _obstacles(model: ir.Model) -> list[Obstacle]:
     for node in model.graph.all_nodes():
         if (rule := _OBSTACLES.get((node.domain, node.op_type))) is not None:
             found += [] if (obstacle := rule(node)) is None else [obstacle]
-        elif node.domain or node.op_type not in support.OPERATORS:
+        elif operators.view(node).tensorrt is None:
             reason = f"the parser has no {node.op_type}" + (f" of {node.domain}" if node.domain else "")
             found.append(Obstacle(str(node.name), reason, "leave the pass that writes it out of the recipe"))
     return found
