@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmforge import targets
+from llmforge.base.backends import Dtype, has_arithmetic
 from llmforge.base.errors import EnvironmentLacks
 
 _QUERY = "name,compute_cap,memory.total"
@@ -155,8 +156,12 @@ def matrix_rates(gpu: Gpu, product: Callable[[str, Mapping[str, Any]], float]) -
     """
     if "CUDAExecutionProvider" not in targets.onnxruntime_providers("cuda"):
         raise EnvironmentLacks("this onnxruntime has no CUDA execution provider", hint="pip install 'llmforge[cuda]'")
-    dtypes = ("fp16",) if gpu.sm == "75" else ("fp16", "bf16")
-    return {dtype: 2 * PRODUCT**3 / product(dtype, {"device_id": gpu.index}) for dtype in dtypes}
+    dtypes: tuple[Dtype, ...] = ("fp16", "bf16")
+    return {
+        dtype: 2 * PRODUCT**3 / product(dtype, {"device_id": gpu.index})
+        for dtype in dtypes
+        if has_arithmetic(dtype, gpu.sm)
+    }
 
 
 def _alike(target: targets.Target, memory_bytes: int) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.runtime.backends.device import require_cuda
 
@@ -21,22 +22,7 @@ if TYPE_CHECKING:
     from llmforge.lowering.pass_base import Changes
     from llmforge.recipe import EngineSpec
     from llmforge.runtime.backends.config import RuntimeConfig
-    from llmforge.targets import Backend, Target
-
-# Why no engine of a backend shares a model with others (docs/tensor-parallelism.md).
-_ALONE: Mapping[Backend, str] = {
-    "onnxruntime": "ONNX Runtime's own operators do not reach other processes",
-    "tensorrt-rtx": "a plan of each rank can be built, and nothing here gives several contexts a communicator",
-    "tensorrt": "a plan of each rank can be built, and nothing here gives several contexts a communicator",
-}
-
-# (backend, kind of target) → the module that builds. Imported when it is chosen: each has needs of its own.
-_BUILDERS = {
-    ("onnxruntime", "cpu"): "llmforge.engines.onnxruntime",
-    ("onnxruntime", "gpu"): "llmforge.engines.cuda",
-    ("tensorrt", "gpu"): "llmforge.engines.tensorrt.engine",
-    ("tensorrt-rtx", "gpu"): "llmforge.engines.tensorrt.engine",
-}
+    from llmforge.targets import Target
 
 
 @dataclass(frozen=True)
@@ -81,24 +67,16 @@ class Builder(Protocol):
         """Write the engine of a lowered `model` into `folder` (created)."""
 
 
-def for_target(backend: Backend, target: Target) -> Builder:
-    """Choose what builds engines of `backend` for `target`; whether this machine can is not asked.
+def for_target(backend: BackendName, target: Target) -> Builder:
+    """Import what builds engines of `backend` for `target`; whether this machine can is not asked.
 
     Raises:
-        UnsupportedError: the target cannot load such an engine, or this version builds none.
+        UnsupportedError: the target cannot load such an engine.
     """
-    target.require_engine(backend)
-    module = _BUILDERS.get((backend, target.kind))
-    if module is None:
-        built = ", ".join(f"{name} for {kind} targets" for name, kind in _BUILDERS)
-        raise UnsupportedError(
-            f"this version builds no {backend} engine for target {target.name} ({target.title}); it builds: {built}",
-            hint="choose another `engine: {backend: …}`, or `target: local`",
-        )
-    return cast(Builder, importlib.import_module(module))
+    return cast(Builder, importlib.import_module(target.require_engine(backend).builder))
 
 
-def refuse_ranks(backend: Backend, degree: int) -> None:
+def refuse_ranks(backend: BackendName, degree: int) -> None:
     """Return if an engine of `backend` can be one of `degree` that share a model: with 1 alone, in this version.
 
     Raises:
@@ -106,20 +84,21 @@ def refuse_ranks(backend: Backend, degree: int) -> None:
     """
     if degree > 1:
         raise UnsupportedError(
-            f"engine.tensor_parallel is {degree}; an engine of {backend} runs a model alone: {_ALONE[backend]}",
+            f"engine.tensor_parallel is {degree}; an engine of {backend} runs a model alone: {BACKENDS[backend].alone}",
             hint="set `tensor_parallel: 1`; `llmforge.parallel.split.split` makes the graphs of all ranks",
         )
 
 
-def require_device(target: Target, builds: str) -> None:
-    """Return if the GPU of `target` is at hand; `builds` says as a sentence what it is needed for.
+def require_device(target: Target, backend: BackendName) -> None:
+    """Return if the GPU of `target` is at hand, or `backend` builds without.
 
     Raises:
         EnvironmentLacks: it is not.
     """
-    if (reason := why_not_run(target)) is not None:
+    why = target.require_engine(backend).needs_device
+    if why is not None and (reason := why_not_run(target)) is not None:
         raise EnvironmentLacks(
-            f"{builds}: {reason}",
+            f"{why}: {reason}",
             hint="set `engine: {deferred: true}`, or give --defer, and on that host `llmforge build --finish ARTIFACT`",
         )
 

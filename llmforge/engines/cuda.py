@@ -60,7 +60,7 @@ def require_host(target: Target, spec: EngineSpec) -> None:
         UnsupportedError: the wheel has no code for it.
     """
     require_code(target)
-    require_device(target, "an engine for ONNX Runtime's CUDA provider is proven on the GPU that runs it")
+    require_device(target, spec.backend)
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:

@@ -10,11 +10,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import onnx_ir as ir
 
 from llmforge import engines
+from llmforge.base.backends import BackendName
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
 from llmforge.engines import Engine, onnx_file
@@ -31,7 +31,7 @@ class Pending:
     """Content of `pending.json`: the arguments of a builder, beside the graph."""
 
     format: int
-    backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+    backend: BackendName
     target: str
     sm: str
     engine: str  # the recipe's section `engine`, as JSON

@@ -222,7 +222,7 @@ def test_standard_onnx_has_no_collectives() -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "tensorrt-rtx"])
-def test_engines_refuse_ranks_by_name(backend: targets.Backend) -> None:
+def test_engines_refuse_ranks_by_name(backend: str) -> None:
     engines.refuse_ranks(backend, 1)
     with pytest.raises(UnsupportedError, match=f"tensor_parallel is 2; an engine of {backend} runs a model alone"):
         engines.refuse_ranks(backend, 2)

@@ -46,14 +46,13 @@ def require_host(target: Target, spec: EngineSpec) -> None:
 
     Raises:
         EnvironmentLacks: it is not.
-        UnsupportedError: the library has no code for the target.
+        UnsupportedError: the target is a CPU, or the library has no code for it.
     """
     chosen = library.of_backend(spec.backend)
+    require_device(target, spec.backend)
+    chosen.require()
     if chosen.ahead_of_time:
-        chosen.compute_capability(_sm(target))
-        return
-    require_device(target, f"{chosen.title} builds an engine on the GPU that runs it, whose kernels it times")
-    assert chosen.version
+        chosen.compute_capability(target.require_sm())
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
@@ -94,7 +93,7 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".onnx-") as scratch:
         onnx_file.write(model, Path(scratch), progress or Silent())
-        record, reused = _plan(chosen, model, Path(scratch), folder / PLAN_FILE, _sm(target), ranges)
+        record, reused = _plan(chosen, model, Path(scratch), folder / PLAN_FILE, target.require_sm(), ranges)
     (folder / plan_file.FILE).write_text(record.to_json(), encoding="utf-8")
     caches = signatures.caches(model)
     config = RuntimeConfig(
@@ -108,9 +107,9 @@ def build(
         bos_token_id=bos_token_id,
         caches=caches,
         session=SessionOptions(threads=None, optimize=False, entries={}),
-        provider=chosen.backend,
-        device=DeviceFacts(int(_sm(target)), record.size_bytes + _cache_bytes(caches, spec)),
-        plan=PlanFacts(chosen.module, record.source.version, PLAN_FILE, tuple(each.facts for each in ranges)),
+        provider=chosen.provider.name,
+        device=DeviceFacts(int(target.require_sm()), record.size_bytes + _cache_bytes(caches, spec)),
+        plan=PlanFacts(chosen.backend.module, record.source.version, PLAN_FILE, tuple(each.facts for each in ranges)),
     )
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
     size_bytes = sum(file.stat().st_size for file in folder.iterdir())
@@ -124,7 +123,7 @@ def _plan(
 ) -> tuple[PlanRecord, bool]:
     """Build the plan of the ONNX file in the folder `onnx`, or reuse one; say which."""
     source = Source(
-        module=chosen.module,
+        module=chosen.backend.module,
         version=chosen.version,
         sm=sm,
         flags=builder.FLAGS,
@@ -167,11 +166,6 @@ def _facts(chosen: Library, record: PlanRecord, config: RuntimeConfig) -> dict[s
         "plan key": record.key,
         "ONNX": f"SHA-256 {record.source.onnx_sha256}",
     }
-
-
-def _sm(target: Target) -> str:
-    assert target.sm is not None  # of every GPU target
-    return target.sm
 
 
 def _cache_bytes(caches: Sequence[CacheInput], spec: EngineSpec) -> int:
