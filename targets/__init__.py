@@ -9,6 +9,7 @@ import enum
 import importlib.util
 import platform
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -75,6 +76,15 @@ class Interconnect(BaseModel):
     kind: Literal["nvlink", "pcie"]
     gbs: Figure  # 10**9 bytes a second of one device, in one direction
     domain: Annotated[int, Field(ge=1)]  # devices that reach each other so
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What every GPU target has."""
+
+    sm: str  # compute capability without the dot, "89"
+    memory_gb: Figure
+    bandwidth_gbs: Figure
 
 
 class Target(BaseModel):
@@ -160,15 +170,15 @@ class Target(BaseModel):
             )
         return provider
 
-    def require_sm(self) -> str:
-        """Return the compute capability of a GPU, "89".
+    def require_gpu(self) -> GpuFacts:
+        """Return the facts that every GPU has.
 
         Raises:
             UnsupportedError: this is a CPU.
         """
-        if self.sm is None:
+        if self.sm is None or self.memory_gb is None or self.bandwidth_gbs is None:
             raise UnsupportedError(f"target {self.name} is a {self.kind}; this engine runs on GPUs")
-        return self.sm
+        return GpuFacts(self.sm, self.memory_gb, self.bandwidth_gbs)
 
     def require_here(self) -> None:
         """Return if this machine runs what is built for a CPU target; of GPUs nothing is asked here.

@@ -166,5 +166,4 @@ def matrix_rates(gpu: Gpu, product: Callable[[str, Mapping[str, Any]], float]) -
 
 def _alike(target: targets.Target, memory_bytes: int) -> bool:
     """Say whether a device with so much memory can be `target`; drivers show up to 10 % more or less."""
-    assert target.memory_gb is not None
-    return bool(np.isclose(target.memory_gb.value * 1e9, memory_bytes, rtol=0.1))
+    return bool(np.isclose(target.require_gpu().memory_gb.value * 1e9, memory_bytes, rtol=0.1))

@@ -13,16 +13,30 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.base.progress import Progress, Silent
+from llmforge.ir import graph
 from llmforge.runtime.backends.device import require_cuda
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from llmforge.base.progress import Progress
     from llmforge.lowering.pass_base import Changes
     from llmforge.recipe import EngineSpec
     from llmforge.runtime.backends.config import RuntimeConfig
     from llmforge.targets import Target
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What an engine is built of, and where."""
+
+    model: ir.Model  # lowered
+    folder: Path  # created
+    spec: EngineSpec
+    target: Target
+    eos_token_ids: Sequence[int]
+    bos_token_id: int | None
+    progress: Progress = field(default_factory=Silent)
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,18 @@ class Engine:
     size_bytes: int  # all files together
     facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, in words
     notes: tuple[str, ...] = ()  # what a reader should know of this build
+
+    @classmethod
+    def built(
+        cls,
+        request: BuildRequest,
+        config: RuntimeConfig,
+        facts: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> Engine:
+        """Describe what lies in the folder of `request`, once it is all there."""
+        size_bytes = sum(file.stat().st_size for file in request.folder.iterdir())
+        return cls(request.folder, config, graph.nodes(request.model), size_bytes, facts or {}, tuple(notes))
 
 
 class Builder(Protocol):
@@ -49,22 +75,8 @@ class Builder(Protocol):
         No weight is read. Raises UnsupportedError where the engine or the target cannot run it.
         """
 
-    def check_context(self, model: ir.Model, max_context: int, /) -> None:
-        """Refuse a context that the lowered `model` does not reach."""
-
-    def build(
-        self,
-        model: ir.Model,
-        folder: Path,
-        /,
-        *,
-        spec: EngineSpec,
-        target: Target,
-        eos_token_ids: Sequence[int],
-        bos_token_id: int | None,
-        progress: Progress | None = None,
-    ) -> Engine:
-        """Write the engine of a lowered `model` into `folder` (created)."""
+    def build(self, request: BuildRequest, /) -> Engine:
+        """Write the engine, and prove it as far as this machine can."""
 
 
 def for_target(backend: BackendName, target: Target) -> Builder:

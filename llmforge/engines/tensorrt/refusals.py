@@ -93,7 +93,7 @@ def check(model: ir.Model, target: Target, title: str) -> None:
     Raises:
         UnsupportedError: it does not; every feature that is refused is named, with the first node or tensor of each.
     """
-    sm = target.require_sm()
+    sm = target.require_gpu().sm
     refused = {feature: where for feature, where in reversed(list(features(model))) if TABLE[feature].refuses(sm)}
     if not refused:
         return
