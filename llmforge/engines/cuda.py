@@ -121,8 +121,8 @@ def check(model: ir.Model, target: Target) -> None:
 
 def _refuse(model: ir.Model, sm: int) -> None:
     """Refuse what the provider takes when it loads the graph and refuses when it runs it."""
-    found = [(node, cuda_attention.obstacle(attention, sm)) for node, attention in cuda_attention.of(model)]
-    found += [(node, cuda_operators.experts_obstacle(node)) for node in model.graph if node.op_type == "QMoE"]
+    found = [(node, cuda_attention.refusal_reason(attention, sm)) for node, attention in cuda_attention.of(model)]
+    found += [(node, cuda_operators.experts_refusal_reason(node)) for node in model.graph if node.op_type == "QMoE"]
     for node, reason in found:
         if reason is not None:
             raise UnsupportedError(

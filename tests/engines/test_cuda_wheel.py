@@ -139,7 +139,7 @@ def test_engines_load_and_are_captured(
     assert found["captured"] == {"1": [1, 2], "2": [1, 2]}  # captured once; launched by both steps
     assert found["forbidden"] == 0, found["first_forbidden"]
     fast = [
-        node for node in lowered.graph if node.op_type == "MatMulNBits" and cuda_operators.fast_obstacle(node) is None
+        node for node in lowered.graph if node.op_type == "MatMulNBits" and cuda_operators.slow_reason(node) is None
     ]
     prefill, decode = found["log"].partition("PREFILL")[2].split("DECODE", 1)
     assert prefill.count("[fpA_intB_debug] M=") == len(fast)
