@@ -12,9 +12,9 @@ from llmforge.planning import roofline
 from llmforge.planning.roofline import Ceilings, Step
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
+from llmforge.runtime.serving.scheduler import PREFILL_CHUNK
 from llmforge.targets import Target
 
-PREFILL_TOKENS = 512  # of a prompt that are read in one step (llmforge.runtime, PREFILL_CHUNK)
 # What neither weights nor caches take: CUDA context, kernels, libraries and their workspaces lie between the 0.55 and
 # the 3.5 GB that NVIDIA AIConfigurator has assumed in turn; a CPU artifact of 321 MB took 419 (docs/performance.md).
 RESERVE_BYTES = {"gpu": 1_500_000_000, "cpu": 100_000_000}
@@ -209,7 +209,7 @@ def memory(shape: Shape, target: Target, scheme: Scheme, workload: Workload, ran
         weights=scheme.weight_bytes(shape, ranks),
         kv_per_token=per_token,
         cache=workload.batch * per_sequence,
-        activations=_activations(shape, scheme, min(workload.prompt, PREFILL_TOKENS), workload.batch),
+        activations=_activations(shape, scheme, min(workload.prompt, PREFILL_CHUNK), workload.batch),
     )
 
 
