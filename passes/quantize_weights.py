@@ -56,6 +56,7 @@ from pydantic.dataclasses import dataclass
 from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph, interface, logits_rows, routing
 from llmforge.ir.derived import by_output
+from llmforge.ir.operators import canonical
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.cpu_linear import INT8_ACTIVATIONS
@@ -131,7 +132,7 @@ class QuantizeWeights(Pass):
         for node in list(model.graph):
             if _is(node, "MatMul"):
                 rewriting.head(node) if node in on_rows else rewriting.decoder(node)
-            elif (node.domain, node.op_type) == routing.MOE:
+            elif canonical.MoE.matches(node):
                 rewriting.experts(node)
             elif (node.domain, node.op_type) == (moe_kernels.DOMAIN, "MoE"):
                 reason = "its experts were fused in fp32; quantize-weights must come before fuse-experts"

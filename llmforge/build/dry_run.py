@@ -16,7 +16,7 @@ from llmforge import engines
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import interop, signatures
-from llmforge.ir import dialect, graph
+from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
@@ -85,7 +85,7 @@ def _ranges(model: ir.Model) -> dict[int, KvRange]:
     """Stand in for the ranges of every cache of keys and values."""
     shapes: dict[int, dict[str, tuple[int, int]]] = {}
     for value in model.graph.inputs:
-        past, dims = dialect.PAST.fullmatch(str(value.name)), graph.dims(value)
+        past, dims = interface.PAST.fullmatch(str(value.name)), graph.dims(value)
         if past and past[2] in ("key", "value") and dims and isinstance(dims[1], int) and isinstance(dims[3], int):
             shapes.setdefault(int(past[1]), {})[past[2]] = (dims[1], dims[3])
     return {

@@ -21,7 +21,7 @@ from llmforge.engines.tensorrt import collectives, experts, support
 from llmforge.engines.tensorrt.attention import Attentions
 from llmforge.engines.tensorrt.weights import Weights
 from llmforge.engines.tensorrt.weights import refusal_reason as weights_refusal_reason
-from llmforge.ir import dtype_inference, interface
+from llmforge.ir import dtype_inference, interface, operators
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
 from llmforge.lowering.pass_base import Changes, Rewritten
@@ -71,7 +71,7 @@ def refused(model: ir.Model) -> list[Refusal]:
     for node in model.graph.all_nodes():
         if (rule := _RULES.get((node.domain, node.op_type))) is not None:
             found += [] if (refusal := rule(node)) is None else [refusal]
-        elif node.domain or node.op_type not in support.OPERATORS:
+        elif operators.view(node).tensorrt is None:
             reason = f"the parser has no {node.op_type}" + (f" of {node.domain}" if node.domain else "")
             found.append(Refusal(str(node.name), reason, "leave the pass that writes it out of the recipe"))
     return found
