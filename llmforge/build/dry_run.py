@@ -1,4 +1,4 @@
-"""Rehearse a recipe on a graph whose weights nobody has read: what cannot become an engine is refused at once.
+"""Run a recipe dry on a graph whose weights nobody has read: what cannot become an engine is refused at once.
 
 The passes run on a copy of the traced graph, with a stand-in for what calibration would measure, and the result is
 lowered. Nothing is proven here: passes are, when they run on the graph itself.
@@ -26,7 +26,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
 
 
-def rehearse(
+def run(
     model: ir.Model,
     steps: Sequence[Pass],
     *,
@@ -44,7 +44,7 @@ def rehearse(
             finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph; the model
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
-    rehearsed = model.clone()
+    copy = model.clone()
     context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
@@ -54,7 +54,7 @@ def rehearse(
                 f"{step.name} cannot do anything here: {idle.get(fact, f'nothing provides {fact}')}",
                 hint=f"leave {step.name} out of the recipe",
             )
-        changes = pass_base.run(step, rehearsed, context)
+        changes = pass_base.run(step, copy, context)
         if changes:
             facts |= step.provides
         elif step.numerics is Numerics.LOSSY:
@@ -66,9 +66,9 @@ def rehearse(
             idle |= {fact: f"{step.name} left every node alone: {_reason(changes)}" for fact in step.provides}
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
-        shard_plan.plan(rehearsed.clone(), spec.tensor_parallel)
+        shard_plan.plan(copy.clone(), spec.tensor_parallel)
         engines.refuse_ranks(spec.backend, spec.tensor_parallel)
-    lowered, _ = builder.lower(rehearsed, target, spec)
+    lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
 

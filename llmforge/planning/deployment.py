@@ -9,7 +9,7 @@ from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
 from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.planning import roofline
-from llmforge.planning.roofline import Ceilings, Step
+from llmforge.planning.roofline import Ceilings, StepCost
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
 from llmforge.runtime.serving.scheduler import PREFILL_CHUNK
@@ -65,7 +65,7 @@ class Decode:
 
     batch: int
     fits: bool
-    step: Step
+    step: StepCost
     tokens_per_second: float  # of all sequences, prompts in between counted
 
 
@@ -104,7 +104,7 @@ class Plan:
     ranks: int
     memory: Memory
     largest: tuple[tuple[int, int], ...]  # (context, largest batch)
-    prefill: Step
+    prefill: StepCost
     decodes: tuple[Decode, ...]
     turning_batch: int | None
     degrees: tuple[Degree, ...]
@@ -112,7 +112,7 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def decode(self) -> Step:
+    def decode(self) -> StepCost:
         """The decode step at the workload's batch and mean context."""
         return next(each.step for each in self.decodes if each.batch == self.workload.batch)
 

@@ -397,8 +397,7 @@ def _entries(source: Source) -> list[Any]:
     Raises:
         RecipeError: `passes` is no list, or an entry has another form.
     """
-    assert isinstance(source.data, dict)
-    written = source.data["passes"]
+    written = source.mapping["passes"]
     if not isinstance(written, list):
         raise collect([Problem(source.where(("passes",)), "passes", "must be a list of passes")])
     entries, problems = [], []
