@@ -17,6 +17,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from llmforge import __version__
+from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import InputError
 
 MANIFEST = "manifest.json"
@@ -25,8 +26,8 @@ VERSION_DIGITS = 12  # of the content digest: 48 bits, no collision to be expect
 CONTENT_FORMAT = b"llmforge content 1\n"
 CHUNK_BYTES = 1 << 20
 TOOLS = (
-    "jinja2", "ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", "onnxscript", "tensorrt",
-    "tensorrt-rtx", "tokenizers", "torch", "transformers",
+    "jinja2", "ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxscript", *(each.package for each in PROVIDERS.values()),
+    "tokenizers", "torch", "transformers",
 )  # fmt: skip
 
 Verdict = Literal["pass", "fail", "inconclusive", "none"]  # of all gates together (llmforge.evaluation.gates)

@@ -20,7 +20,7 @@ from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, pending
-from llmforge.recipe import EngineSpec, GateSpec, Recipe, ServingSpec
+from llmforge.recipe import GateSpec, Recipe, ServingSpec
 from llmforge.report import model as records
 from llmforge.runtime.backends.config import MODEL_FILE, physical_cores
 from llmforge.targets import Target
@@ -43,15 +43,16 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
     progress.stage("Check artifact and host")
     opened = Artifact.open(path)
     manifest, waiting = opened.manifest, pending.read(opened.path / "engine")
-    target, spec = targets.load(waiting.target), EngineSpec.model_validate_json(waiting.engine)
-    engines.for_target(waiting.backend, target).require_host(target, spec)
+    target = targets.load(waiting.target)
+    builder = engines.for_target(waiting.backend, target)
+    builder.require_host(target, waiting.spec)
     if recipe is not None:
         check_recipe(recipe, opened)
     opened.verify()
     with artifact.staging(_out(opened), manifest.name) as staging:
         progress.stage("Build engine")
         shutil.copytree(opened.path / "tokenizer", staging / "tokenizer", copy_function=shutil.copyfile)
-        engine = pending.build(opened.path / "engine", staging / "engine", spec=spec, target=target, progress=progress)
+        engine = builder.build(waiting.request(opened.path / "engine", staging / "engine", target, progress))
         publishing.write_repository(
             staging,
             manifest.name,

@@ -20,7 +20,7 @@ from llmforge.build.evidence import Clock
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.checkpoint.text import Window
-from llmforge.engines import Engine, interop, pending
+from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.ir import dialect, graph, interface
 from llmforge.lowering import options, pass_base
@@ -242,26 +242,12 @@ def build_engine(
     grouped = [*view.grouped(changes.rewritten), *view.grouped(changes.skipped)]
     notes = [f"lowering: {_named(places.nodes)}: {places.what}" for places in grouped]
     write_tokenizer(checkpoint, staging / "tokenizer")
+    ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
+    request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress)
     if recipe.engine.deferred:
-        pending.write(
-            lowered,
-            staging / "engine",
-            spec=recipe.engine,
-            target=target,
-            eos_token_ids=checkpoint.eos_token_ids,
-            bos_token_id=checkpoint.bos_token_id,
-            progress=progress,
-        )
+        pending.write(request)
         return None, tuple(notes)
-    engine = builder.build(
-        lowered,
-        staging / "engine",
-        spec=recipe.engine,
-        target=target,
-        eos_token_ids=checkpoint.eos_token_ids,
-        bos_token_id=checkpoint.bos_token_id,
-        progress=progress,
-    )
+    engine = builder.build(request)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
     made_of = f"{checkpoint.path.name} {checkpoint.digest}"
     publishing.write_repository(staging, recipe.name, engine, target=target, serving=recipe.serving, checkpoint=made_of)

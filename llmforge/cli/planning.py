@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import record
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from llmforge.doctor.gpus import Gpu
     from llmforge.evaluation.machine import Machine
 
-_DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4")
+_DTYPES = get_args(Dtype)
 
 
 @click.command()
@@ -28,9 +29,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4")
     "--target", "targets", multiple=True, metavar="NAME|FILE.yaml",
     help="Device to plan for, in whatever case; may be given again. The recipe's own if left out.",
 )  # fmt: skip
-@click.option(
-    "--engine", "backend", type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx"]), help="What runs it."
-)
+@click.option("--engine", "backend", type=click.Choice(list(BACKENDS)), help="What runs it.")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences at once; the recipe's max_batch, else 1.")
 @click.option("--prompt", type=click.IntRange(min=1), help="Tokens of a prompt; 1024, or what the context allows.")
 @click.option("--output", type=click.IntRange(min=1), help="Tokens of an answer; 256, or what the context allows.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from llmforge import targets
+from llmforge.base.backends import BackendName, Dtype
 from llmforge.base.errors import UsageError
 from llmforge.planning import advice, building, config, deployment, scheme
 from llmforge.planning.deployment import Workload
@@ -14,8 +15,7 @@ from llmforge.planning.render import Planned
 from llmforge.planning.scheme import Wanted
 from llmforge.planning.shape import Shape
 from llmforge.recipe import Recipe
-from llmforge.targets import Backend, Target
-from llmforge.targets.support import Dtype
+from llmforge.targets import Target
 
 DEFAULT = Workload()
 
@@ -25,7 +25,7 @@ class Request:
     """What a person asks; what is None is the recipe's, else a default."""
 
     targets: tuple[str, ...] = ()
-    backend: Backend | None = None
+    backend: BackendName | None = None
     batch: int | None = None
     prompt: int | None = None
     output: int | None = None
@@ -39,7 +39,7 @@ class Request:
 class _Intent:
     """What a recipe says that a plan depends on; nothing of it for a bare checkpoint."""
 
-    backend: Backend | None = None
+    backend: BackendName | None = None
     batch: int | None = None
     context: int | None = None
     wanted: Wanted = field(default_factory=Wanted)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from llmforge.base.backends import BackendName, Dtype, Role
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import Shape
-from llmforge.targets import Backend, Target
-from llmforge.targets.support import Dtype, Role
+from llmforge.targets import Target
 
 BITS: Mapping[str, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp4": 4}
 STATE_BYTES = 4  # recurrent states are fp32
@@ -103,7 +103,7 @@ class Wanted:
         return replace(other, **{name: value for name, value in vars(self).items() if value is not None})
 
 
-def choose(target: Target, backend: Backend, checkpoint: str, wanted: Wanted = Wanted()) -> Scheme:
+def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted = Wanted()) -> Scheme:
     """Choose what is not given: the dtype of the `checkpoint` where the engine has it, 16 bits on a GPU, fp32 on a CPU.
 
     Raises:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmforge import targets
+from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
 from llmforge.planning import advice, building, deployment, families, roofline, scheme
@@ -17,7 +18,6 @@ from llmforge.planning.deployment import Plan, Workload
 from llmforge.planning.roofline import Ceilings
 from llmforge.planning.scheme import Scheme, Wanted
 from llmforge.targets import Target
-from llmforge.targets.support import support
 
 from ..shapes import LLAMA, PUBLIC
 
@@ -125,8 +125,7 @@ def test_dtypes_that_an_engine_does_not_take(target: str, dtypes: Any, says: str
 
 @pytest.mark.parametrize("sm", ["75", "80", "86", "89", "90", "100", "120"])
 def test_what_tensorrt_takes_is_what_its_builder_refuses_the_rest_of(sm: str) -> None:
-    taken = support("tensorrt", sm)
-    assert taken is not None
+    taken = PROVIDERS["tensorrt"].support(sm)
     rules = {"bf16": refusals.Feature.BF16, "int4": refusals.Feature.INT4, "fp8": refusals.Feature.FP8,
              "fp4": refusals.Feature.FP4}  # fmt: skip
     for dtype, feature in rules.items():
