@@ -14,17 +14,18 @@ computed when they are written.
 
 Fires for
 - every MatMul of the decoder whose second input is an fp32 initializer [K, N] that nothing else reads: with `bits`,
-  `block_size` and `symmetric`, rounded to nearest (`rtn`) or by calibration (`gptq`; a packed weight is put together
-  from the parameters that it names as its sources). A bias that is added next, and only there, becomes an input.
+  `block_size`, `symmetric` and `method` (where that needs calibration text, a packed weight is put together from the
+  parameters that it names as its sources). A bias that is added next, and only there, becomes an input.
 - the head, which is the MatMul that works on the selected rows, and the embedding, which `input_ids` gathers from: with
   `embedding_bits`, rounded to nearest, symmetric, in the largest power of two, 16 to `block_size`, that divides K. At 8
   bits, `accuracy_level` 4, this moves the KLD of the sample checkpoint (tests/data) by 0.00035 in blocks of 32 and by
   0.0009 in blocks of 128, which the activations share.
 
 - the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.lowering.moe_kernels`): with `bits`,
-  `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller. With
-  `gptq`, each expert is rounded in view of the tokens that chose it. A router, which makes ids and weights, stays as it
-  is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its bits.
+  `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller. A method
+  that needs calibration text sees of it, for each expert, the tokens that chose it. A router, which makes ids and
+  weights, stays as it is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its
+  bits.
 
 Codes of experts are [experts, N, K·bits/8], scales and zero points [experts, N, …]. Measured on onnxruntime 1.31.1, one
 thread, 8 of 16 experts, H 2048, I 768, 4 bits, blocks of 32, accuracy_level 4: a decode step takes 2.1 ms; the kernel
@@ -40,7 +41,6 @@ Numerics: lossy, within the budget of the recipe.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as record
@@ -60,14 +60,18 @@ from llmforge.ir.operators import canonical
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, reordered, rtn, stack
+from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, methods, reordered, stack
+from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.methods import Method
 from llmforge.quantization.statistics import Demand, Statistics, WeightDemand
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
 _INT8_ACTIVATIONS: Literal[4] = 4  # accuracy_level
+_TABLES = methods.PLAIN()  # of embedding and head, which calibration does not see
 
 
 @dataclass(frozen=True)
+@methods.with_options(before="routers")
 class QuantizeWeights(Pass):
     """Store the weights of linear layers, of experts, of the embedding and of the head in 4 or 8 bits."""
 
@@ -82,17 +86,11 @@ class QuantizeWeights(Pass):
     symmetric: Annotated[
         bool, Field(description="no zero points; saves `bits` bits a block, and costs quality at 4 bits")
     ] = False
-    method: Annotated[
-        Literal["rtn", "gptq"],
-        Field(description="rtn: round to nearest; gptq: with the inputs of the calibration text in view"),
-    ] = "gptq"
+    method: Annotated[str, methods.Named(), Field(description=methods.summaries())] = methods.DEFAULT.name
     embedding_bits: Annotated[Literal[4, 8, 16], Field(description="of embedding and head; 16 leaves them alone")] = 8
     accuracy_level: Annotated[
         Literal[0, 1, 4], Field(description="of MatMulNBits; 4: activations are rounded to int8, 0 and 1: fp32")
     ] = _INT8_ACTIVATIONS
-    damping: Annotated[
-        float, Field(gt=0, le=1, description="of gptq: share of a Hessian's mean diagonal that is added to it")
-    ] = 0.01
     routers: Annotated[bool, Field(description="also quantize the layers that choose experts")] = False
     exclude: Annotated[
         tuple[str, ...], Field(description="globs of parameter names, as in the checkpoint, to leave alone")
@@ -106,6 +104,9 @@ class QuantizeWeights(Pass):
                 f"{eight[0]}: 8 runs 400 times slower with accuracy_level: {self.accuracy_level} than with "
                 f"accuracy_level: {_INT8_ACTIVATIONS}; choose that, or other bits"
             )
+        if self.grid.format not in self.chosen.formats:
+            given = ", ".join(format.name for format in self.chosen.formats)
+            raise ValueError(f"method: {self.method} gives {given}, and no {self.grid.format.name}")
         return self
 
     @property
@@ -113,9 +114,14 @@ class QuantizeWeights(Pass):
         """The grid of the decoder's linear layers."""
         return Grid(self.bits, self.block_size, self.symmetric)
 
+    @property
+    def chosen(self) -> Method:
+        """The method of the decoder's linear layers, with its options."""
+        return methods.make(self.method, self)
+
     def demands(self) -> tuple[Demand, ...]:
-        """Ask calibration for quantized linear layers and experts, with gptq."""
-        return (WeightDemand(self.grid, self.damping, self.exclude, self.routers),) if self.method == "gptq" else ()
+        """Ask calibration for quantized linear layers and experts, where the method needs its text."""
+        return (WeightDemand(self.chosen, self.grid, self.exclude, self.routers),) if self.chosen.demands else ()
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer, the embedding and the head of `model`.
@@ -169,14 +175,13 @@ class _Rewriting:
             self._refuse_excluded(names)
             if node in self.routers:
                 raise _Stays(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
-            calculate = (
-                self._calibrated(names) if self.step.method == "gptq" else _rounding(layer.weight, self.step.grid)
-            )
+            method, grid = self.step.chosen, self.step.grid
+            calculate = self._calibrated(names) if method.demands else _quantizing(layer.weight, method, grid)
         except _Stays as reason:
             self.changes.skipped.append(Skipped(str(node.name), str(reason)))
             return
-        self._multiply(layer, self._register(layer.weight, calculate, n, k, self.step.grid), n, k, self.step.grid)
-        self._note(node, f"{self.step.method}, {_summary(self.step.grid)}, [{n}, {k}]")
+        self._multiply(layer, self._register(layer.weight, calculate, n, k, grid), n, k, grid)
+        self._note(node, f"{method.name}, {_summary(grid)}, [{n}, {k}]")
 
     def head(self, node: ir.Node) -> None:
         """Rewrite a head that has its own weight (a tied one went with its embedding), or record why not."""
@@ -193,8 +198,9 @@ class _Rewriting:
         except _Stays as reason:
             self.changes.skipped.append(Skipped(str(node.name), str(reason)))
             return
-        self._multiply(layer, self._register(layer.weight, _rounding(layer.weight, grid), n, k, grid), n, k, grid)
-        self._note(node, f"head, rtn, {_summary(grid)}, [{n}, {k}]")
+        calculate = _quantizing(layer.weight, _TABLES, grid)
+        self._multiply(layer, self._register(layer.weight, calculate, n, k, grid), n, k, grid)
+        self._note(node, f"head, {_TABLES.name}, {_summary(grid)}, [{n}, {k}]")
 
     def embedding(self, node: ir.Node, on_rows: set[ir.Node]) -> None:
         """Rewrite the embedding, and the head that is tied to it, or record why not."""
@@ -209,10 +215,10 @@ class _Rewriting:
         except _Stays as reason:
             self.changes.skipped.append(Skipped(str(node.name), str(reason)))
             return
-        calculate = _rounding(table, grid, transposed=False)
+        calculate = _quantizing(table, _TABLES, grid, transposed=False)
         parts = self._register(table, calculate, v, k, grid, flat=tied is None)
         self._gather(node, parts, v, k, grid, tied is not None)
-        self._note(node, f"embedding, rtn, {_summary(grid)}, [{v}, {k}]")
+        self._note(node, f"embedding, {_TABLES.name}, {_summary(grid)}, [{v}, {k}]")
         if tied is not None:
             self._multiply(tied, parts, v, k, grid)
             self._note(tied.matmul, "head, reads the codes of the embedding")
@@ -244,11 +250,11 @@ class _Rewriting:
     def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> initializers.Lazy:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
         count, k, n = (int(str(dim)) for dim in graph.dims(weight) or ())
-        if self.step.method == "gptq":
+        if self.step.chosen.demands:
             calibrated = self._calibrated(_names(weight))
             rows = (n * np.arange(count)[:, None] + order).reshape(-1)
             return initializers.Lazy(lambda: reordered(calibrated(), rows), count * n, k, grid)
-        return initializers.Lazy(_rounding_experts(weight, order, grid), count * n, k, grid)
+        return initializers.Lazy(_quantizing_experts(weight, order, self.step.chosen, grid), count * n, k, grid)
 
     def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
         """Return what puts the matrix together from the calibrated ones of `names`."""
@@ -259,10 +265,8 @@ class _Rewriting:
         return lambda: stack([statistics.linears[name] for name in names])
 
     def _refuse_excluded(self, names: list[str]) -> None:
-        for glob in self.step.exclude:
-            for name in names:
-                if fnmatch.fnmatchcase(name, glob):
-                    raise _Stays(f"{name} is excluded by {glob!r}")
+        if reason := exclusion(names, self.step.exclude):
+            raise _Stays(reason)
 
     def _embedding_grid(self, k: int) -> Grid:
         """Return the grid of an embedding or head with `k` features."""
@@ -375,14 +379,20 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     return linears.Linear(matmul, table, None, None)
 
 
-def _rounding(weight: ir.Value, grid: Grid, *, transposed: bool = True) -> Callable[[], QuantizedMatrix]:
-    """Return what rounds `weight`, [K, N] where `transposed`, to the nearest points of `grid`."""
-    return _of_tensor(weight, lambda tensor: rtn(by_output(tensor, transposed=transposed), grid))
+def _quantizing(
+    weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True
+) -> Callable[[], QuantizedMatrix]:
+    """Return what quantizes `weight`, [K, N] where `transposed`, by a method that demands nothing of calibration."""
+    return _of_tensor(weight, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid))
 
 
-def _rounding_experts(weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> Callable[[], QuantizedMatrix]:
-    """Return what rounds the matrices `weight`, [E, K, N], and puts them on top of each other, rows in `order`."""
-    return _of_tensor(weight, lambda tensor: stack([rtn(matrix.T[order], grid) for matrix in tensor.numpy()]))
+def _quantizing_experts(
+    weight: ir.Value, order: NDArray[np.intp], method: Method, grid: Grid
+) -> Callable[[], QuantizedMatrix]:
+    """Return what quantizes the matrices `weight`, [E, K, N], and puts them on top of each other, rows in `order`."""
+    return _of_tensor(
+        weight, lambda tensor: stack([method.quantize(matrix.T[order], grid) for matrix in tensor.numpy()])
+    )
 
 
 def _of_tensor(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts
-from llmforge.calibration.layer import Call, Layer, copy_with_weights, linears_of
+from llmforge.calibration.layer import Call, DecoderLayer, copy_with_weights, linears_of
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export.weights import Source, plan
 from llmforge.trace.hooks.experts import marked
@@ -87,12 +87,12 @@ class Skeleton:
                 of_layer.append(call)
         return calls, states
 
-    def load(self, index: int, calls: Sequence[Call]) -> Layer:
+    def load(self, index: int, calls: Sequence[Call]) -> DecoderLayer:
         """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
         prefix = self.prefixes[index]
         names = list(self.layers[index].state_dict())
         module = copy_with_weights(self.layers[index], prefix, self.checkpoint, self.sources, names)
-        return Layer(module, prefix, calls)
+        return DecoderLayer(module, prefix, calls)
 
     def matrices(self) -> list[str]:
         """Name the matrices of all layers that can be quantized: weights of linears, and of experts."""
