@@ -134,7 +134,7 @@ def _intent(recipe: Recipe) -> _Intent:
         kv=None if cache is None else cast(Dtype, f"int{cache.bits}"),
     )
     if (blocks := instances.get("quantize-weights")) is not None:
-        solved = blocks.method == "gptq" and calibration is not None
+        solved = bool(blocks.demands()) and calibration is not None
         return replace(
             common,
             weights=cast(Dtype, f"int{blocks.bits}"),

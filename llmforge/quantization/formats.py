@@ -29,10 +29,19 @@ class Format:
         shared = f"block{self.block_size}" if self.block_size else "channel"
         return f"{self.dtype}-{shared}" + "-asymmetric" * self.zero_points
 
-    def bits_per_number(self, channel: float = math.inf) -> float:
-        """Return the bits of a number with its share of scale and zero point; `channel` numbers are a channel's."""
+    @property
+    def largest(self) -> float:
+        """The largest code of a format whose codes are mirrored around 0.
+
+        int8: of -128 … 127, as TensorRT has it. fp8: OCP 8-bit floating point, E4M3: 1.75·2⁸.
+        """
+        return {"int8": 127.0, "fp8": 448.0}[self.dtype]
+
+    @property
+    def bits_per_number(self) -> float:
+        """The bits of a number with its share of scale and zero point; the scale of a channel is not counted."""
         bits = BITS[self.dtype]
-        return bits + (BITS[self.scale] + bits * self.zero_points) / (self.block_size or channel)
+        return bits + (BITS[self.scale] + bits * self.zero_points) / (self.block_size or math.inf)
 
 
 INT8_CHANNEL, FP8_CHANNEL = Format("int8", None), Format("fp8", None)
