@@ -149,7 +149,7 @@ class QuantizeWeights(Pass):
         return rewriting.changes
 
 
-class _Stays(Exception):
+class _Skip(Exception):
     """Why a place is left alone."""
 
 
@@ -174,10 +174,10 @@ class _Rewriting:
             _require_own(layer.weight)
             self._refuse_excluded(names)
             if node in self.routers:
-                raise _Stays(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
+                raise _Skip(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
             method, grid = self.step.chosen, self.step.grid
             calculate = self._calibrated(names) if method.demands else _quantizing(layer.weight, method, grid)
-        except _Stays as reason:
+        except _Skip as reason:
             self.changes.skipped.append(Skipped(str(node.name), str(reason)))
             return
         self._multiply(layer, self._register(layer.weight, calculate, n, k, grid), n, k, grid)
@@ -190,12 +190,12 @@ class _Rewriting:
             if layer is None:
                 if not _reads_transposed_initializer(node):
                     return
-                raise _Stays("it is tied to the embedding, which stays")
+                raise _Skip("it is tied to the embedding, which stays")
             k, n = _shape(layer.weight)
             _require_own(layer.weight)
             self._refuse_excluded(_names(layer.weight))
             grid = self._embedding_grid(k)
-        except _Stays as reason:
+        except _Skip as reason:
             self.changes.skipped.append(Skipped(str(node.name), str(reason)))
             return
         calculate = _quantizing(layer.weight, _TABLES, grid)
@@ -212,7 +212,7 @@ class _Rewriting:
             self._refuse_excluded(_names(table))
             grid = self._embedding_grid(k)
             tied = _tied_head(table, node, on_rows)
-        except _Stays as reason:
+        except _Skip as reason:
             self.changes.skipped.append(Skipped(str(node.name), str(reason)))
             return
         calculate = _quantizing(table, _TABLES, grid, transposed=False)
@@ -226,17 +226,17 @@ class _Rewriting:
     def experts(self, node: ir.Node) -> None:
         """Rewrite the experts of a layer, or record why not."""
         try:
-            if reason := moe_kernels.obstacle(node):
-                raise _Stays(f"{reason}; its matrices stay fp32")
+            if reason := moe_kernels.reason(node):
+                raise _Skip(f"{reason}; its matrices stay fp32")
             experts = moe_kernels.of(node)
             grid = self.step.grid.fitting(experts.hidden, experts.inner)
             if grid is None:
                 widths = f"{experts.hidden} and {experts.inner}"
-                raise _Stays(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
+                raise _Skip(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
             self._refuse_excluded(_names(experts.up) + _names(experts.down))
             up = self._of_experts(experts.up, experts.order, grid)
             down = self._of_experts(experts.down, np.arange(experts.hidden), grid)
-        except _Stays as reason:
+        except _Skip as reason:
             self.changes.skipped.append(Skipped(str(node.name), str(reason)))
             return
         parts = [
@@ -247,43 +247,45 @@ class _Rewriting:
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
         self._note(node, f"{self.step.method}, {_summary(grid)}, {shape}")
 
-    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> initializers.Lazy:
+    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> initializers.LazyMatrix:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
         count, k, n = (int(str(dim)) for dim in graph.dims(weight) or ())
         if self.step.chosen.demands:
             calibrated = self._calibrated(_names(weight))
             rows = (n * np.arange(count)[:, None] + order).reshape(-1)
-            return initializers.Lazy(lambda: reordered(calibrated(), rows), count * n, k, grid)
-        return initializers.Lazy(_quantizing_experts(weight, order, self.step.chosen, grid), count * n, k, grid)
+            return initializers.LazyMatrix(lambda: reordered(calibrated(), rows), count * n, k, grid)
+        return initializers.LazyMatrix(_quantizing_experts(weight, order, self.step.chosen, grid), count * n, k, grid)
 
     def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
         """Return what puts the matrix together from the calibrated ones of `names`."""
         statistics = self.statistics
         missing = [name for name in names if statistics is None or name not in statistics.linears]
         if statistics is None or missing:
-            raise _Stays(f"calibration has no result for {', '.join(missing)}")
+            raise _Skip(f"calibration has no result for {', '.join(missing)}")
         return lambda: stack([statistics.linears[name] for name in names])
 
     def _refuse_excluded(self, names: list[str]) -> None:
         if reason := exclusion(names, self.step.exclude):
-            raise _Stays(reason)
+            raise _Skip(reason)
 
     def _embedding_grid(self, k: int) -> Grid:
         """Return the grid of an embedding or head with `k` features."""
         if self.step.embedding_bits == _KEEP:
-            raise _Stays(f"embedding_bits is {_KEEP}")
+            raise _Skip(f"embedding_bits is {_KEEP}")
         block_size = math.gcd(k, self.step.block_size)  # of a power of two: the largest one that divides k
         if block_size < SMALLEST_BLOCK:
-            raise _Stays(f"its {k} features are no multiple of {SMALLEST_BLOCK}, the smallest block")
+            raise _Skip(f"its {k} features are no multiple of {SMALLEST_BLOCK}, the smallest block")
         return Grid(self.step.embedding_bits, block_size, True)
 
     def _register(
         self, weight: ir.Value, calculate: Callable[[], QuantizedMatrix], n: int, k: int, grid: Grid, flat: bool = False
-    ) -> initializers.Parts:
-        matrix = initializers.Lazy(calculate, n, k, grid)
+    ) -> initializers.PackedInitializers:
+        matrix = initializers.LazyMatrix(calculate, n, k, grid)
         return initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), flat=flat)
 
-    def _multiply(self, layer: linears.Linear, parts: initializers.Parts, n: int, k: int, grid: Grid) -> None:
+    def _multiply(
+        self, layer: linears.Linear, parts: initializers.PackedInitializers, n: int, k: int, grid: Grid
+    ) -> None:
         """Put MatMulNBits in the place of a linear layer."""
         level = self.step.accuracy_level
         attributes = {"N": n, "K": k, "bits": grid.bits, "block_size": grid.block_size, "accuracy_level": level}
@@ -294,7 +296,9 @@ class _Rewriting:
         graph.supersede(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
-    def _gather(self, node: ir.Node, parts: initializers.Parts, v: int, k: int, grid: Grid, tied: bool) -> None:
+    def _gather(
+        self, node: ir.Node, parts: initializers.PackedInitializers, v: int, k: int, grid: Grid, tied: bool
+    ) -> None:
         """Put GatherBlockQuantized in the place of the embedding."""
         attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": grid.block_size, "bits": grid.bits}
         ids, scales, name = node.inputs[1], parts.scales, str(node.name)
@@ -341,7 +345,7 @@ def _shape(weight: ir.Value) -> tuple[int, int]:
     """Return the shape of an fp32 matrix."""
     dims = graph.dims(weight)
     if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
-        raise _Stays(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
+        raise _Skip(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
     rows, columns = dims
     assert isinstance(rows, int)
     assert isinstance(columns, int)
@@ -350,7 +354,7 @@ def _shape(weight: ir.Value) -> tuple[int, int]:
 
 def _require_own(weight: ir.Value) -> None:
     if len(weight.uses()) > 1 or weight.is_graph_input() or weight.is_graph_output():
-        raise _Stays(f"{weight.name} has other readers")
+        raise _Skip(f"{weight.name} has other readers")
 
 
 def _reads_transposed_initializer(matmul: ir.Node) -> bool:
@@ -364,18 +368,18 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     """Return the head that multiplies by the transpose of `table`, which only `gather` reads besides; None: no head."""
     others = [node for node in table.consumers() if node is not gather]
     if table.is_graph_input() or table.is_graph_output():
-        raise _Stays(f"{table.name} has other readers")
+        raise _Skip(f"{table.name} has other readers")
     if not others:
         return None
     heads = others[0].outputs[0].consumers()
     if len(others) > 1 or not _is(others[0], "Transpose") or len(heads) != 1 or heads[0] not in on_rows:
-        raise _Stays(
+        raise _Skip(
             f"{table.name} is read by {', '.join(str(other.name) for other in others)}; only the embedding and a tied "
             "head may"
         )
     [matmul] = heads
     if not _is(matmul, "MatMul") or matmul.inputs[1] is not others[0].outputs[0]:
-        raise _Stays(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
+        raise _Skip(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
     return linears.Linear(matmul, table, None, None)
 
 

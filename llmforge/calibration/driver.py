@@ -18,7 +18,7 @@ from llmforge.base.progress import Progress, Silent
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.calibration.store import LayerResult, Results, Store
+from llmforge.calibration.store import LayerResult, Store, StoredMatrices
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
@@ -94,7 +94,7 @@ def calibrate(
     return Statistics(
         samples=len(windows),
         tokens=sum(len(window.ids) for window in windows),
-        linears=Results(done),
+        linears=StoredMatrices(done),
         kv={index: result.kv for index, result in enumerate(done) if result.kv is not None},
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
     )

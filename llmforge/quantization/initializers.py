@@ -14,7 +14,7 @@ from llmforge.quantization.grids import Grid, QuantizedMatrix, pack
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class PackedInitializers:
     """The initializers of a matrix in the layout of com.microsoft::MatMulNBits (`llmforge.quantization.Packed`)."""
 
     codes: ir.Value
@@ -24,27 +24,27 @@ class Parts:
 
 
 @dataclass(eq=False)
-class Lazy:
+class LazyMatrix:
     """A quantized matrix [n, k] on `grid`, computed when the first of its parts is read.
 
-    The others are held until each has been read once: writing a model computes the matrix once and keeps nothing.
+    The others are kept until each has been read once: writing a model computes the matrix once and keeps nothing.
     """
 
     calculate: Callable[[], QuantizedMatrix]
     n: int
     k: int
     grid: Grid
-    _held: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+    _unread: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
     def take(self, part: str) -> NDArray[np.generic]:
         """Return one part."""
-        if part not in self._held:
+        if part not in self._unread:
             matrix = self.calculate()
             assert matrix.grid == self.grid
             assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
             packed = pack(matrix)
-            self._held = {name: getattr(packed, name) for name, _, _ in self.parts()}
-        return self._held.pop(part)
+            self._unread = {name: getattr(packed, name) for name, _, _ in self.parts()}
+        return self._unread.pop(part)
 
     def parts(self) -> Iterator[tuple[str, ir.DataType, tuple[int, ...]]]:
         """Name each part, with its dtype and shape."""
@@ -56,8 +56,8 @@ class Lazy:
 
 
 def register(
-    owner: ir.Model, name: str, matrix: Lazy, sources: Sequence[str], *, flat: bool = False, experts: int = 0
-) -> Parts:
+    owner: ir.Model, name: str, matrix: LazyMatrix, sources: Sequence[str], *, flat: bool = False, experts: int = 0
+) -> PackedInitializers:
     """Register the parts of `matrix` as `name`.codes, `name`.scales and, where there are any, `name`.zero_points.
 
     `sources` are the parameters that it comes from (docs/dialect.md, Provenance). Codes are [n, blocks, bytes of a
@@ -76,10 +76,10 @@ def register(
         values[part] = graph.initializer(owner, f"{name}.{part}", _tensor(matrix, part, dtype, shape, name))
     if sources:
         graph.set_sources(values["codes"], sources)
-    return Parts(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
+    return PackedInitializers(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
 
 
-def _tensor(matrix: Lazy, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
+def _tensor(matrix: LazyMatrix, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
     def read() -> ir.TensorProtocol:
         return ir.Tensor(matrix.take(part).reshape(shape), name=f"{name}.{part}")
 
