@@ -53,15 +53,14 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph, interface, logits_rows, routing
-from llmforge.ir.derived import by_output
 from llmforge.ir.operators import canonical
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, methods, reordered, stack
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods import Method
 from llmforge.quantization.statistics import Demand, Statistics, WeightDemand
 
@@ -130,23 +129,24 @@ class QuantizeWeights(Pass):
             UnsupportedError: the target has no ONNX Runtime, whose operators these are.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
-        rewriting = _Rewriting(self, model, context.statistics, {} if self.routers else routing.routers(model))
-        on_rows = logits_rows.readers(model)
-        for node in list(model.graph):
-            if _is(node, "Gather"):
-                rewriting.embedding(node, on_rows)
-        for node in list(model.graph):
-            if _is(node, "MatMul"):
-                rewriting.head(node) if node in on_rows else rewriting.decoder(node)
-            elif canonical.MoE.matches(node):
-                rewriting.experts(node)
-            elif (node.domain, node.op_type) == (moe_kernels.DOMAIN, "MoE"):
-                reason = "its experts were fused in fp32; quantize-weights must come before fuse-experts"
-                rewriting.changes.skipped.append(Skipped(str(node.name), reason))
-        if rewriting.changes:
+        rewriting = _Rewriting(
+            self,
+            model,
+            context.statistics,
+            on_rows=logits_rows.readers(model),
+            routers={} if self.routers else routing.routers(model),
+        )
+        changes = rewriting.changes
+        for tables in (True, False):  # the embedding first, with which a tied head goes
+            for node in [node for node in model.graph if _is(node, "Gather") is tables]:
+                try:
+                    rewriting.rewrite(node)
+                except _Skip as reason:
+                    changes.skipped.append(Skipped(str(node.name), str(reason)))
+        if changes:
             model.opset_imports["com.microsoft"] = 1
             graph.drop_unused(model)
-        return rewriting.changes
+        return changes
 
 
 class _Skip(Exception):
@@ -155,114 +155,113 @@ class _Skip(Exception):
 
 @record(eq=False)
 class _Rewriting:
-    """One run of the pass over one graph."""
+    """One run of the pass over one graph; what it leaves alone raises a _Skip before anything is changed."""
 
     step: QuantizeWeights
     model: ir.Model
     statistics: Statistics | None
+    on_rows: set[ir.Node]  # what works on the rows that get logits
     routers: Mapping[ir.Node, ir.Node]  # nodes of routers that stay, and the experts that they choose
     changes: Changes = field(default_factory=Changes)
 
+    def rewrite(self, node: ir.Node) -> None:
+        """Rewrite what `node` stands for."""
+        if _is(node, "Gather"):
+            self.embedding(node)
+        elif _is(node, "MatMul"):
+            self.head(node) if node in self.on_rows else self.decoder(node)
+        elif canonical.MoE.matches(node):
+            self.experts(node)
+        elif (node.domain, node.op_type) == (moe_kernels.DOMAIN, "MoE"):
+            raise _Skip("its experts were fused in fp32; quantize-weights must come before fuse-experts")
+
     def decoder(self, node: ir.Node) -> None:
-        """Rewrite a linear layer of the decoder, or record why not."""
+        """Rewrite a linear layer of the decoder."""
         layer = _layer(node)
         if layer is None:
             return
-        names = _names(layer.weight)
-        try:
-            k, n = _shape(layer.weight)
-            _require_own(layer.weight)
-            self._refuse_excluded(names)
-            if node in self.routers:
-                raise _Skip(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
-            method, grid = self.step.chosen, self.step.grid
-            calculate = self._calibrated(names) if method.demands else _quantizing(layer.weight, method, grid)
-        except _Skip as reason:
-            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
-            return
-        self._multiply(layer, self._register(layer.weight, calculate, n, k, grid), n, k, grid)
-        self._note(node, f"{method.name}, {_summary(grid)}, [{n}, {k}]")
+        k, n = _shape(layer.weight)
+        _require_own(layer.weight)
+        self._refuse_excluded(_names(layer.weight))
+        if node in self.routers:
+            raise _Skip(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
+        matrix = self._matrix(layer.weight, n, k)
+        self._multiply(layer, matrix, self._register(layer.weight, matrix))
+        self._note(node, f"{self.step.method}, {_summary(matrix)}")
 
     def head(self, node: ir.Node) -> None:
-        """Rewrite a head that has its own weight (a tied one went with its embedding), or record why not."""
+        """Rewrite a head that has its own weight (a tied one went with its embedding)."""
         layer = _layer(node)
-        try:
-            if layer is None:
-                if not _reads_transposed_initializer(node):
-                    return
-                raise _Skip("it is tied to the embedding, which stays")
-            k, n = _shape(layer.weight)
-            _require_own(layer.weight)
-            self._refuse_excluded(_names(layer.weight))
-            grid = self._embedding_grid(k)
-        except _Skip as reason:
-            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
-            return
-        calculate = _quantizing(layer.weight, _TABLES, grid)
-        self._multiply(layer, self._register(layer.weight, calculate, n, k, grid), n, k, grid)
-        self._note(node, f"head, {_TABLES.name}, {_summary(grid)}, [{n}, {k}]")
+        if layer is None:
+            if not _reads_transposed_initializer(node):
+                return
+            raise _Skip("it is tied to the embedding, which stays")
+        k, _ = _shape(layer.weight)
+        _require_own(layer.weight)
+        self._refuse_excluded(_names(layer.weight))
+        grid = self._embedding_grid(k)
+        matrix = initializers.quantized(layer.weight, _TABLES, grid)
+        self._multiply(layer, matrix, self._register(layer.weight, matrix))
+        self._note(node, f"head, {_TABLES.name}, {_summary(matrix)}")
 
-    def embedding(self, node: ir.Node, on_rows: set[ir.Node]) -> None:
-        """Rewrite the embedding, and the head that is tied to it, or record why not."""
+    def embedding(self, node: ir.Node) -> None:
+        """Rewrite the embedding, and the head that is tied to it."""
         table, ids = node.inputs[:2]
         if table is None or ids is None or ids.name != interface.INPUT_IDS or not table.is_initializer():
             return
-        try:
-            v, k = _shape(table)
-            self._refuse_excluded(_names(table))
-            grid = self._embedding_grid(k)
-            tied = _tied_head(table, node, on_rows)
-        except _Skip as reason:
-            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
-            return
-        calculate = _quantizing(table, _TABLES, grid, transposed=False)
-        parts = self._register(table, calculate, v, k, grid, flat=tied is None)
-        self._gather(node, parts, v, k, grid, tied is not None)
-        self._note(node, f"embedding, {_TABLES.name}, {_summary(grid)}, [{v}, {k}]")
+        _, k = _shape(table)
+        self._refuse_excluded(_names(table))
+        grid = self._embedding_grid(k)
+        tied = _tied_head(table, node, self.on_rows)
+        matrix = initializers.quantized(table, _TABLES, grid, transposed=False)
+        parts = self._register(table, matrix, flat=tied is None)
+        self._gather(node, matrix, parts, tied is not None)
+        self._note(node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
         if tied is not None:
-            self._multiply(tied, parts, v, k, grid)
+            self._multiply(tied, matrix, parts)
             self._note(tied.matmul, "head, reads the codes of the embedding")
 
     def experts(self, node: ir.Node) -> None:
-        """Rewrite the experts of a layer, or record why not."""
-        try:
-            if reason := moe_kernels.reason(node):
-                raise _Skip(f"{reason}; its matrices stay fp32")
-            experts = moe_kernels.of(node)
-            grid = self.step.grid.fitting(experts.hidden, experts.inner)
-            if grid is None:
-                widths = f"{experts.hidden} and {experts.inner}"
-                raise _Skip(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
-            self._refuse_excluded(_names(experts.up) + _names(experts.down))
-            up = self._of_experts(experts.up, experts.order, grid)
-            down = self._of_experts(experts.down, np.arange(experts.hidden), grid)
-        except _Skip as reason:
-            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
-            return
+        """Rewrite the experts of a layer."""
+        if reason := moe_kernels.reason(node):
+            raise _Skip(f"{reason}; its matrices stay fp32")
+        experts = moe_kernels.of(node)
+        grid = self.step.grid.fitting(experts.hidden, experts.inner)
+        if grid is None:
+            widths = f"{experts.hidden} and {experts.inner}"
+            raise _Skip(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
+        self._refuse_excluded(_names(experts.up) + _names(experts.down))
+        up = self._of_experts(experts.up, experts.order, grid)
+        down = self._of_experts(experts.down, np.arange(experts.hidden), grid)
         parts = [
             initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), experts=experts.count)
             for weight, matrix in ((experts.up, up), (experts.down, down))
         ]
         moe_kernels.fuse_quantized(self.model, experts, parts[0], parts[1], self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
-        self._note(node, f"{self.step.method}, {_summary(grid)}, {shape}")
+        self._note(node, f"{self.step.method}, {_grid(grid)}, {shape}")
 
-    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> initializers.LazyMatrix:
+    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> LazyMatrix:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
+        if not self.step.chosen.demands:
+            return initializers.quantized_experts(weight, order, self.step.chosen, grid)
         count, k, n = (int(str(dim)) for dim in graph.dims(weight) or ())
-        if self.step.chosen.demands:
-            calibrated = self._calibrated(_names(weight))
-            rows = (n * np.arange(count)[:, None] + order).reshape(-1)
-            return initializers.LazyMatrix(lambda: reordered(calibrated(), rows), count * n, k, grid)
-        return initializers.LazyMatrix(_quantizing_experts(weight, order, self.step.chosen, grid), count * n, k, grid)
+        calibrated = self._calibrated(_names(weight))
+        rows = (n * np.arange(count)[:, None] + order).reshape(-1)
+        return LazyMatrix(lambda: reordered(calibrated(), rows), count * n, k, grid)
+
+    def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
+        """Quantize the weight [K, N] of a linear layer."""
+        if not self.step.chosen.demands:
+            return initializers.quantized(weight, self.step.chosen, self.step.grid)
+        return LazyMatrix(self._calibrated(_names(weight)), n, k, self.step.grid)
 
     def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
         """Return what puts the matrix together from the calibrated ones of `names`."""
-        statistics = self.statistics
-        missing = [name for name in names if statistics is None or name not in statistics.linears]
-        if statistics is None or missing:
+        matrices = {} if self.statistics is None else self.statistics.linears
+        if missing := [name for name in names if name not in matrices]:
             raise _Skip(f"calibration has no result for {', '.join(missing)}")
-        return lambda: stack([statistics.linears[name] for name in names])
+        return lambda: stack([matrices[name] for name in names])
 
     def _refuse_excluded(self, names: list[str]) -> None:
         if reason := exclusion(names, self.step.exclude):
@@ -277,18 +276,18 @@ class _Rewriting:
             raise _Skip(f"its {k} features are no multiple of {SMALLEST_BLOCK}, the smallest block")
         return Grid(self.step.embedding_bits, block_size, True)
 
-    def _register(
-        self, weight: ir.Value, calculate: Callable[[], QuantizedMatrix], n: int, k: int, grid: Grid, flat: bool = False
-    ) -> initializers.PackedInitializers:
-        matrix = initializers.LazyMatrix(calculate, n, k, grid)
+    def _register(self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False) -> PackedInitializers:
         return initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), flat=flat)
 
-    def _multiply(
-        self, layer: linears.Linear, parts: initializers.PackedInitializers, n: int, k: int, grid: Grid
-    ) -> None:
+    def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers) -> None:
         """Put MatMulNBits in the place of a linear layer."""
-        level = self.step.accuracy_level
-        attributes = {"N": n, "K": k, "bits": grid.bits, "block_size": grid.block_size, "accuracy_level": level}
+        attributes = {
+            "N": matrix.n,
+            "K": matrix.k,
+            "bits": matrix.grid.bits,
+            "block_size": matrix.grid.block_size,
+            "accuracy_level": self.step.accuracy_level,
+        }
         inputs = [layer.input, parts.codes, parts.scales, parts.zero_points, None, layer.bias]
         [output] = graph.insert(
             layer.matmul, "MatMulNBits", inputs, attributes, domain="com.microsoft", name=layer.matmul.name
@@ -296,10 +295,9 @@ class _Rewriting:
         graph.supersede(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
-    def _gather(
-        self, node: ir.Node, parts: initializers.PackedInitializers, v: int, k: int, grid: Grid, tied: bool
-    ) -> None:
+    def _gather(self, node: ir.Node, matrix: LazyMatrix, parts: PackedInitializers, tied: bool) -> None:
         """Put GatherBlockQuantized in the place of the embedding."""
+        v, k, grid = matrix.n, matrix.k, matrix.grid
         attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": grid.block_size, "bits": grid.bits}
         ids, scales, name = node.inputs[1], parts.scales, str(node.name)
         if tied:
@@ -330,7 +328,11 @@ def _names(weight: ir.Value) -> list[str]:
     return graph.sources(weight) or [str(weight.name)]
 
 
-def _summary(grid: Grid) -> str:
+def _summary(matrix: LazyMatrix) -> str:
+    return f"{_grid(matrix.grid)}, [{matrix.n}, {matrix.k}]"
+
+
+def _grid(grid: Grid) -> str:
     return f"{grid.bits} bits, blocks of {grid.block_size}, {'symmetric' if grid.symmetric else 'asymmetric'}"
 
 
@@ -346,9 +348,7 @@ def _shape(weight: ir.Value) -> tuple[int, int]:
     dims = graph.dims(weight)
     if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
         raise _Skip(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
-    rows, columns = dims
-    assert isinstance(rows, int)
-    assert isinstance(columns, int)
+    rows, columns = (int(str(dim)) for dim in dims)
     return rows, columns
 
 
@@ -381,35 +381,3 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     if not _is(matmul, "MatMul") or matmul.inputs[1] is not others[0].outputs[0]:
         raise _Skip(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
     return linears.Linear(matmul, table, None, None)
-
-
-def _quantizing(
-    weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True
-) -> Callable[[], QuantizedMatrix]:
-    """Return what quantizes `weight`, [K, N] where `transposed`, by a method that demands nothing of calibration."""
-    return _of_tensor(weight, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid))
-
-
-def _quantizing_experts(
-    weight: ir.Value, order: NDArray[np.intp], method: Method, grid: Grid
-) -> Callable[[], QuantizedMatrix]:
-    """Return what quantizes the matrices `weight`, [E, K, N], and puts them on top of each other, rows in `order`."""
-    return _of_tensor(
-        weight, lambda tensor: stack([method.quantize(matrix.T[order], grid) for matrix in tensor.numpy()])
-    )
-
-
-def _of_tensor(
-    weight: ir.Value, calculate: Callable[[ir.TensorProtocol], QuantizedMatrix]
-) -> Callable[[], QuantizedMatrix]:
-    """Return what reads `weight` and quantizes it."""
-    tensor, name = weight.const_value, weight.name
-    assert tensor is not None
-
-    def read() -> QuantizedMatrix:
-        try:
-            return calculate(tensor)
-        except ValueError as error:
-            raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
-
-    return read

@@ -9,8 +9,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
-from llmforge.quantization.grids import Grid, QuantizedMatrix, pack
+from llmforge.ir.derived import by_output
+from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
+from llmforge.quantization.methods import Method
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,28 @@ class LazyMatrix:
             yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * bits // 8))
 
 
+def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True) -> LazyMatrix:
+    """Quantize an initializer [K, N], or [N, K] if not `transposed`, by a method that demands no calibration.
+
+    When it is read, that may raise a CheckpointError: the method refuses the numbers.
+    """
+    n, k = _dims(weight)[:: -1 if transposed else 1]
+    return LazyMatrix(
+        _of_tensor(weight, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid)), n, k, grid
+    )
+
+
+def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method, grid: Grid) -> LazyMatrix:
+    """Quantize the matrices of an initializer [E, K, N] on top of each other, the rows of each in `order`."""
+    count, k, n = _dims(weight)
+    return LazyMatrix(
+        _of_tensor(weight, lambda tensor: stack([method.quantize(each.T[order], grid) for each in tensor.numpy()])),
+        count * n,
+        k,
+        grid,
+    )
+
+
 def register(
     owner: ir.Model, name: str, matrix: LazyMatrix, sources: Sequence[str], *, flat: bool = False, experts: int = 0
 ) -> PackedInitializers:
@@ -77,6 +102,26 @@ def register(
     if sources:
         graph.set_sources(values["codes"], sources)
     return PackedInitializers(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
+
+
+def _dims(weight: ir.Value) -> list[int]:
+    return [int(str(dim)) for dim in graph.dims(weight) or ()]
+
+
+def _of_tensor(
+    weight: ir.Value, calculate: Callable[[ir.TensorProtocol], QuantizedMatrix]
+) -> Callable[[], QuantizedMatrix]:
+    """Return what reads `weight` and quantizes it."""
+    tensor, name = weight.const_value, weight.name
+    assert tensor is not None
+
+    def read() -> QuantizedMatrix:
+        try:
+            return calculate(tensor)
+        except ValueError as error:
+            raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
+
+    return read
 
 
 def _tensor(matrix: LazyMatrix, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
