@@ -16,6 +16,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge import passes
+from llmforge.base.errors import DataError
 from llmforge.build import pipeline
 from llmforge.calibration import calibrate
 from llmforge.checkpoint import Checkpoint
@@ -137,6 +138,22 @@ def test_calibration_serves_its_demand_and_the_pass_writes_its_codes(
         codes = model.graph.initializers[f"{name}.codes"].const_value
         assert codes is not None
         np.testing.assert_array_equal(codes.numpy().reshape(-1) & 15, matrix.codes.reshape(-1)[::2])
+
+
+def test_inputs_that_it_refuses_are_named_with_its_remedy(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Method, weight: NDArray[Any], grid: Grid, inputs: LayerInputs) -> QuantizedMatrix:
+        raise ValueError("its inputs were always 0")
+
+    monkeypatch.setattr(PowersOfTwo, "quantize", refuse)
+    demand = WeightDemand(PowersOfTwo(), Grid(4, 32, True))
+    with pytest.raises(
+        DataError, match=r"layers\.0\.self_attn\.q_proj\.weight: .* do not allow method powers-of-two"
+    ) as caught:
+        calibrate(Checkpoint.open(tiny_checkpoint), [Window("d", np.arange(3, 30))], [demand])
+    assert caught.value.message.endswith(": its inputs were always 0")
+    assert caught.value.hint == "give more, or other, calibration text, fewer exponents, or use method: rtn"
 
 
 def test_a_recipe_is_built_with_it(registered: ModuleType, tiny_checkpoint: Path, tmp_path: Path) -> None:

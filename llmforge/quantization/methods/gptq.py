@@ -45,7 +45,7 @@ class Gptq(Method):
     name: ClassVar[str] = "gptq"
     summary: ClassVar[str] = "with the inputs of the calibration text in view"
     formats: ClassVar[tuple[Format, ...]] = BLOCKS
-    demands: ClassVar[frozenset[InputStatistic]] = frozenset(InputStatistic)
+    demands: ClassVar[frozenset[InputStatistic]] = frozenset({InputStatistic.MOMENTS, InputStatistic.DRIFT})
     remedy: ClassVar[str] = "more damping"
 
     damping: Annotated[
