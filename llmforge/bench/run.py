@@ -18,7 +18,8 @@ from llmforge.checkpoint.documents import read_documents
 from llmforge.evaluation import machine
 from llmforge.evaluation.footprint import Footprint
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
-from llmforge.runtime.serving.engine import Engine, EngineOptions
+from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.runner import read_tokenizer
 from llmforge.runtime.serving.stats import EngineStats
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.runtime.serving.request import Chunk, TokenLogprob, Usage
+from llmforge.runtime.sampling.sampler import TokenLogprob
+from llmforge.runtime.serving.request import Chunk, Usage
 from llmforge.serve.protocol import Call, UnknownModel
 from llmforge.serve.token_bytes import TokenBytes
 

@@ -26,7 +26,7 @@ from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
 from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
-from llmforge.runtime.serving.engine import EngineOptions
+from llmforge.runtime.serving.options import EngineOptions
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.launch import Ports, command, find

@@ -72,7 +72,7 @@ class Backend(Protocol[C]):
         """What the decoder does without, though it was asked for, and why."""
 
     @property
-    def reuse_obstacle(self) -> str | None:
+    def no_reuse_reason(self) -> str | None:
         """Why tokens in a row can neither serve another text nor be taken back; None: they can."""
 
     def allocate(self, batch: int, capacity: int) -> C:

@@ -60,9 +60,9 @@ class Stepping(ABC, Generic[C]):
         return self.signature.steady_from
 
     @property
-    def reuse_obstacle(self) -> str | None:
+    def no_reuse_reason(self) -> str | None:
         """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
-        return self.signature.reuse_obstacle
+        return self.signature.no_reuse_reason
 
     @abstractmethod
     def _run(

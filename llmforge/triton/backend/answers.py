@@ -19,8 +19,9 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.runtime.serving.engine import Engine
-from llmforge.runtime.serving.request import Chunk, TokenLogprob
+from llmforge.runtime.serving.request import Chunk
 from llmforge.runtime.serving.sequence import Ticket
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.inputs import Ask
