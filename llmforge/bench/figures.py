@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -57,6 +57,7 @@ class Objective:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     latency_ms: float | None = None
+    text: str | None = field(default=None, compare=False)  # as it was written
 
     @classmethod
     def parse(cls, text: str) -> Objective:
@@ -76,7 +77,7 @@ class Objective:
                     hint="for example ttft=200ms,tpot=50ms",
                 )
             bounds[name] = float(match["number"]) * _MILLISECONDS[match["unit"]]
-        return cls(**bounds)
+        return cls(**bounds, text=text)
 
     def meets(self, outcome: Outcome) -> bool:
         """Say whether a request was answered within all bounds; one token has no TPOT, and meets any."""
@@ -90,11 +91,13 @@ class Objective:
         return all(bound is None or value is None or value <= bound for bound, value in pairs)
 
 
-class _Figures(BaseModel):
+class BenchRecord(BaseModel):
+    """Base of what a report holds."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-class Distribution(_Figures):
+class Distribution(BenchRecord):
     """Percentiles of a duration in milliseconds; `p50` has bounds where samples are enough and independent."""
 
     mean: float
@@ -122,7 +125,7 @@ class Distribution(_Figures):
         )
 
 
-class Figures(_Figures):
+class Figures(BenchRecord):
     """All figures of one load, over one run of it or several.
 
     Durations are those of the completed requests of all runs, `itl_ms` the gaps between their arrivals. A rate is the

@@ -185,6 +185,11 @@ def bench(
     load = measuring.Load(concurrency or (), rate or (), trace, prompt_tokens, output_tokens, data)
     objective = None if slo is None else measuring.Objective.parse(slo)
     plan = measuring.Plan(requests, repetitions, warmup, prefix_tokens, seed, objective)
+    options = runtime.EngineOptions(
+        max_queue=max((128, *load.concurrency)),
+        prefix_cache_bytes=prefix_cache_mib << 20,
+        speculation=speculation,
+    )
     opened = Artifact.open(artifact)
     with console.progress(quiet=quiet) as progress:
         progress.stage("Send requests")
@@ -193,15 +198,8 @@ def bench(
             f"{opened.manifest.name} {opened.manifest.version}",
             load,
             plan,
-            objective=slo,
             url=url,
-            footprint=_footprint(opened.path),
-            threads=threads,
-            options=runtime.EngineOptions(
-                max_queue=max((128, *load.concurrency)),
-                prefix_cache_bytes=prefix_cache_mib << 20,
-                speculation=speculation,
-            ),
+            local=measuring.LocalEngine(options, threads, _footprint(opened.path)),
             progress=progress.advance,
         )
     if output is not None:
