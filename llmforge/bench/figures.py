@@ -91,13 +91,11 @@ class Objective:
         return all(bound is None or value is None or value <= bound for bound, value in pairs)
 
 
-class BenchRecord(BaseModel):
-    """Base of what a report holds."""
-
+class _Figures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-class Distribution(BenchRecord):
+class Distribution(_Figures):
     """Percentiles of a duration in milliseconds; `p50` has bounds where samples are enough and independent."""
 
     mean: float
@@ -125,7 +123,7 @@ class Distribution(BenchRecord):
         )
 
 
-class Figures(BenchRecord):
+class Figures(_Figures):
     """All figures of one load, over one run of it or several.
 
     Durations are those of the completed requests of all runs, `itl_ms` the gaps between their arrivals. A rate is the

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from llmforge.bench.figures import BenchRecord, Distribution, Figures
+from llmforge.bench.figures import Distribution, Figures
 from llmforge.evaluation.machine import Machine
 from llmforge.evaluation.metrics import Estimate
 
 
-class Utilization(BenchRecord):
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Utilization(_Record):
     """How much of the memory bandwidth decoding uses (MBU)."""
 
     bytes_read_per_step: int  # weights once, and the cache of each row in flight at the middle of its answer
@@ -22,7 +27,7 @@ class Utilization(BenchRecord):
     share: float  # bytes read per step / median TPOT / bandwidth
 
 
-class Point(BenchRecord):
+class Point(_Record):
     """One load and its figures. A trace of arrivals has neither lengths nor concurrency nor rate of its own."""
 
     prompt_tokens: int | None = None
@@ -33,7 +38,7 @@ class Point(BenchRecord):
     bandwidth: Utilization | None = None
 
 
-class EngineRecord(BenchRecord):
+class EngineRecord(_Record):
     """The engine in this process, and what it counted over all loads, warm-up included."""
 
     threads: int
@@ -43,7 +48,7 @@ class EngineRecord(BenchRecord):
     accepted_tokens: int
 
 
-class BenchReport(BenchRecord):
+class BenchReport(_Record):
     """All that one `llmforge bench` measured."""
 
     schema_version: Literal[1] = 1

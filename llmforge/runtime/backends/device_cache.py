@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llmforge.runtime.backends.device import Block, Buffer, Device
+from llmforge.runtime.backends.interface import Rows
 from llmforge.runtime.backends.signature import ELEMENTS, Signature
 
 
@@ -45,18 +46,15 @@ class CacheMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceCache:
-    """Rows `start` … `start + batch - 1` of a memory (`llmforge.runtime.backends.interface.Rows`).
+class DeviceCache(Rows):
+    """Rows `start` … `start + batch - 1` of a memory.
 
     A view of the first rows has the address of the whole with another shape. A row whose past is empty may hold
     anything: no graph reads it.
     """
 
     memory: CacheMemory
-    start: int
-    batch: int
-    capacity: int
-    _views: dict[tuple[int, int], DeviceCache] = field(default_factory=dict, repr=False)
+    start: int = 0
 
     def address(self, name: str) -> int:
         """Give where the rows of the cache `name` begin."""
@@ -67,15 +65,8 @@ class DeviceCache:
         """Give the shape of the cache `name`."""
         return (self.batch, *self.memory.tensors[name].dims)
 
-    def rows(self, start: int, stop: int) -> DeviceCache:
-        """Give rows `start` … `stop - 1` as a cache that shares this one's memory; equal calls give one object."""
-        if (start, stop) == (0, self.batch):
-            return self
-        if not 0 <= start < stop <= self.batch:
-            raise ValueError(f"rows {start}:{stop} of a cache of {self.batch} rows")
-        if (start, stop) not in self._views:
-            self._views[start, stop] = DeviceCache(self.memory, self.start + start, stop - start, self.capacity)
-        return self._views[start, stop]
+    def _view(self, start: int, stop: int) -> DeviceCache:
+        return DeviceCache(stop - start, self.capacity, self.memory, self.start + start)
 
     def copy(self, row: int, start: int, source: DeviceCache, source_row: int, source_start: int, tokens: int) -> None:
         """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
@@ -126,4 +117,4 @@ def allocate(device: Device, signature: Signature, batch: int, capacity: int) ->
         size = math.prod(state.dims) * element.size_bytes
         buffer = device.allocate(batch * size)
         tensors[state.name] = CacheTensor(buffer, element.onnx, state.dims, 1, size, is_state=True)
-    return DeviceCache(CacheMemory(device, tensors), 0, batch, capacity)
+    return DeviceCache(batch, capacity, CacheMemory(device, tensors))

@@ -7,7 +7,8 @@ provider, `runtime.backends.tensorrt` the one for plans.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,26 +22,36 @@ _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/diale
 Counts = NDArray[np.integer[Any]]
 
 
-class Rows(Protocol):
+@dataclass(frozen=True, eq=False)
+class Rows(ABC):
     """A preallocated cache of `batch` rows, each with room for `capacity` tokens of one text."""
 
-    @property
-    def batch(self) -> int:
-        """Number of rows."""
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a row has room for."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all rows."""
+    batch: int
+    capacity: int
+    _views: dict[tuple[int, int], Self] = field(default_factory=dict, init=False, repr=False)
 
     def rows(self, start: int, stop: int) -> Self:
         """Give rows `start` … `stop - 1` as a cache that shares this one's memory; equal calls give one object."""
+        if (start, stop) == (0, self.batch):
+            return self
+        if not 0 <= start < stop <= self.batch:
+            raise ValueError(f"rows {start}:{stop} of a cache of {self.batch} rows")
+        if (start, stop) not in self._views:
+            self._views[start, stop] = self._view(start, stop)
+        return self._views[start, stop]
 
+    @abstractmethod
+    def _view(self, start: int, stop: int) -> Self:
+        """Make what `rows` gives."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Size of all rows."""
+
+    @abstractmethod
     def copy(self, row: int, start: int, source: Self, source_row: int, source_start: int, tokens: int) -> None:
-        """Copy `tokens` tokens, and states as a whole, from a row of `source`, of the same decoder, into `row`."""
+        """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
 
 
 C = TypeVar("C", bound=Rows)

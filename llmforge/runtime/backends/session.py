@@ -26,7 +26,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from llmforge import native
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.ir import interface
-from llmforge.runtime.backends.interface import Backend, Counts, StepInputs
+from llmforge.runtime.backends.interface import Backend, Counts, Rows, StepInputs
 from llmforge.runtime.backends.signature import CACHE_TYPES, ELEMENTS, Signature
 
 PROVIDER = "CPUExecutionProvider"
@@ -58,7 +58,7 @@ class SessionConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class Cache:
+class Cache(Rows):
     """Keys and values of `batch` sequences of at most `capacity` tokens; a row is one sequence.
 
     `buffers` holds one array [batch, kv_heads, capacity, head_dim] for every cache input of the graph, and one
@@ -66,30 +66,20 @@ class Cache:
     Memory that no token has reached is never touched.
     """
 
-    batch: int
-    capacity: int
     buffers: Mapping[str, NDArray[Any]] = field(repr=False)
-    _views: dict[tuple[int, int], Cache] = field(default_factory=dict, repr=False)
 
-    def rows(self, start: int, stop: int) -> Cache:
-        """Give rows `start` … `stop - 1` as a cache that shares this one's memory; equal calls give one object."""
-        if (start, stop) == (0, self.batch):
-            return self
-        if not 0 <= start < stop <= self.batch:
-            raise ValueError(f"rows {start}:{stop} of a cache of {self.batch} rows")
-        if (start, stop) not in self._views:
-            buffers = {name: buffer[start:stop] for name, buffer in self.buffers.items()}
-            self._views[start, stop] = Cache(stop - start, self.capacity, buffers)
-        return self._views[start, stop]
+    def _view(self, start: int, stop: int) -> Cache:
+        buffers = {name: buffer[start:stop] for name, buffer in self.buffers.items()}
+        return Cache(stop - start, self.capacity, buffers)
 
     def copy(self, row: int, start: int, source: Cache, source_row: int, source_start: int, tokens: int) -> None:
-        """Copy `tokens` tokens, and states as a whole, from slot `source_start` of a row of `source` to `start`."""
+        """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
         for name, buffer in self.buffers.items():
             if interface.is_state(name):
                 buffer[row] = source.buffers[name][source_row]
             else:
-                taken = source.buffers[name][source_row, :, source_start : source_start + tokens]
-                buffer[row, :, start : start + tokens] = taken
+                copied = source.buffers[name][source_row, :, source_start : source_start + tokens]
+                buffer[row, :, start : start + tokens] = copied
 
     @property
     def size_bytes(self) -> int:
