@@ -47,15 +47,15 @@ class DeviceFacts:
     """The GPU that an engine wants."""
 
     sm: int  # compute capability, ten times major plus minor: 89
-    memory_bytes: int  # weights, cache, activations and recorded graphs together
+    memory_bytes: int  # weights, cache, activations and CUDA graphs together
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One decode step that is recorded as a CUDA graph, and replayed for every step that fits into it.
+    """One decode step that is captured as a CUDA graph, and replayed for every step that fits into it.
 
     `batch` rows, of which none holds more than `length` tokens after the step: kernels are chosen by the longest row,
-    which a recorded step cannot tell.
+    which a captured step cannot tell.
     """
 
     id: int  # ONNX Runtime's run option `gpu_graph_id`, 1 or more
@@ -65,10 +65,10 @@ class Capture:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Which decode steps are recorded, in the order in which they are warmed up.
+    """Which decode steps are captured, in the order in which they are warmed up.
 
-    `mode`: require: an engine whose steps are not all recorded does not load; allow: what cannot be recorded runs
-    unrecorded, and is noted; off: nothing is recorded.
+    `mode`: require: an engine whose steps are not all captured does not load; allow: what cannot be captured runs
+    eagerly, and is noted; off: nothing is captured.
     """
 
     mode: Literal["require", "allow", "off"]

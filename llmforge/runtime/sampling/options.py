@@ -1,4 +1,4 @@
-"""Options of sampling: how tokens are chosen, and where the generated text ends."""
+"""Options of sampling: how tokens are sampled, and where the generated text ends."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_STOPS, LONGEST_STOP = 64, 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one sequence are chosen, and where it ends. Every default leaves the model as it is.
+    """How the tokens of one sequence are sampled, and where it ends. Every default leaves the model as it is.
 
-    A token is chosen in this order, which is that of vLLM's sampler (`vllm/v1/sample/sampler.py`):
+    A token is sampled in this order, which is that of vLLM's sampler (`vllm/v1/sample/sampler.py`):
 
     1. `logprobs` are read from the model's own logits: temperature 1, nothing applied (None: none are given; 0: that of
-       the chosen token; N: also the N most probable).
+       the sampled token; N: also the N most probable).
     2. `constraint` forbids what would leave its grammar, and the end where the grammar is not complete.
     3. `min_tokens` forbids end-of-sequence and `stop_token_ids` until so many tokens are made. Where a constraint
        allows nothing but the end, the sequence ends.

@@ -27,7 +27,7 @@ def sampling_of(parameters: Mapping[str, Any]) -> Sampling:
 
     Raises:
         UsageError: a name is unknown, a value is of the wrong type or out of range, two names contradict each other,
-            or `n` asks for more than one answer.
+            or `n` asks for more than one sequence.
     """
     samplings = samplings_of(parameters)
     if len(samplings) > 1:
