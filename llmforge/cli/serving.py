@@ -18,7 +18,7 @@ from llmforge.base.errors import EnvironmentLacks, UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from llmforge.evaluation.footprint import Footprint
+    from llmforge.metrics.latency import Footprint
 
 _PLAIN_WIDTH = 200  # columns of a table where there is no terminal
 

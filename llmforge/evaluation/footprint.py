@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict
 
 from llmforge.ir import interface
 from llmforge.ir.routing import share_read
+from llmforge.metrics.latency import Footprint
 
 # Inputs of which an operator reads a few rows: embeddings with their scales and zero points, tables of cos and sin.
 _LOOKED_UP = {
@@ -20,16 +20,6 @@ _LOOKED_UP = {
     ("llmforge.cpu", "GroupQueryAttention"): {4, 5},
     ("llmforge.cpu", "GroupQueryAttentionInt8"): {4, 5},
 }
-
-
-class Footprint(BaseModel):
-    """What an artifact weighs, on disk and on the memory bus."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    artifact_bytes: int  # all files of the engine
-    weight_bytes_per_token: int  # that one decode step reads: initializers but tables and experts it does not choose
-    kv_bytes_per_token: int  # of cache, for each token of context, all layers
 
 
 def count(model: ir.Model, artifact_bytes: int) -> Footprint:

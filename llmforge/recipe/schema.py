@@ -18,12 +18,15 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     JsonValue,
     PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from llmforge import targets
 from llmforge.base.errors import RecipeError, UsageError
@@ -31,13 +34,10 @@ from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Numerics, Pass
+from llmforge.metrics import catalog
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
 from llmforge.targets import Backend
-
-Metric = Literal["perplexity_ratio", "kld_mean", "top1_agreement", "ttft_p50_ms", "tpot_p50_ms", "size_bytes"]
-QUALITY_METRICS = frozenset({"perplexity_ratio", "kld_mean", "top1_agreement"})
-LATENCY_METRICS = frozenset({"ttft_p50_ms", "tpot_p50_ms"})
 
 
 def _anchor(path: Path, info: ValidationInfo) -> Path:
@@ -54,6 +54,27 @@ def _anchor_target(target: str, info: ValidationInfo) -> str:
 
 
 TargetName = Annotated[str, AfterValidator(_anchor_target)]
+
+
+class _Decides:
+    """Allows the metrics of the catalog that a gate can decide on, those of the moment."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "enum": list(catalog.deciding())}
+
+    @staticmethod
+    def _known(name: str) -> str:
+        known = [f"'{each}'" for each in catalog.deciding()]
+        if f"'{name}'" not in known:
+            # What pydantic says of a Literal.
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
+        return name
+
+
+MetricName = Annotated[str, _Decides()]
 
 
 class _Section(BaseModel):
@@ -214,7 +235,7 @@ class Recipe(_Section):
     calibration: CalibrationSpec | None = None
     passes: tuple[PassSpec, ...] = Field(description="what is done to the graph, in order")
     validation: ValidationSpec = Field(default_factory=ValidationSpec)
-    gates: dict[Metric, GateSpec] = Field(default_factory=dict, description="bounds that the artifact must keep")
+    gates: dict[MetricName, GateSpec] = Field(default_factory=dict, description="bounds that the artifact must keep")
     serving: ServingSpec = Field(default_factory=ServingSpec)
 
     _source: Source = PrivateAttr()
@@ -320,13 +341,13 @@ class Recipe(_Section):
                 f"engine.max_context, {longest}",
             )
         for metric in self.gates:
-            for section, metrics in (("quality", QUALITY_METRICS), ("latency", LATENCY_METRICS)):
-                if metric in metrics and getattr(self.validation, section) is None:
-                    yield self._problem(
-                        ("gates", metric),
-                        "nothing would measure it",
-                        f"add `validation: {{{section}: …}}`, or remove the gate",
-                    )
+            section = catalog.deciding()[metric].section
+            if section is not None and getattr(self.validation, section) is None:
+                yield self._problem(
+                    ("gates", metric),
+                    "nothing would measure it",
+                    f"add `validation: {{{section}: …}}`, or remove the gate",
+                )
 
     def _target_file(self, path: Path) -> Iterator[Problem]:
         """Find what is wrong with the file of a target; an engine is built for one that is known everywhere."""
@@ -387,6 +408,17 @@ def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:
             }
         )
     whole["properties"]["passes"]["items"] = {"anyOf": entries}
+    whole["properties"]["gates"] |= {
+        "properties": {
+            name: {
+                "$ref": "#/$defs/GateSpec",
+                "description": f"{metric.title} ({metric.unit.name}; {metric.better} is better): {metric.meaning}",
+            }
+            for name, metric in catalog.deciding().items()
+        },
+        "additionalProperties": False,
+    }
+    whole["properties"]["gates"].pop("propertyNames")
     whole["properties"]["target"]["examples"] = [targets.LOCAL, *targets.names()]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole, "title": "llmforge recipe"}
 

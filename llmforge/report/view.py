@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmforge.evaluation.gates import Verdict
-from llmforge.evaluation.latency import Latency
-from llmforge.evaluation.metrics import Estimate
-from llmforge.evaluation.quality import DocumentSums, Quality
 from llmforge.lowering.pass_base import Rewritten, Skipped
-from llmforge.report import figures
+from llmforge.metrics import catalog, units
+from llmforge.metrics.catalog import PointMetric, QualityMetric, TimingMetric
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.latency import Latency, Point, Spread, Timing
+from llmforge.metrics.quality import DocumentSums, OfSums, Quality
 from llmforge.report.model import Report
 
 
@@ -37,14 +38,12 @@ def headline(report: Report) -> str:
 
 def key_figures(report: Report) -> list[KeyFigure]:
     """Pick the figures at the top; what was not measured is not there."""
-    share = figures.percent(report.engine.size_bytes / report.checkpoint.size_bytes)
+    share = units.percent(report.engine.size_bytes / report.checkpoint.size_bytes)
     bits = weight_bits(report)
     notes = (f"{share} of the checkpoint", *(() if bits is None else (f"{bits:.2f} bits a weight",)))
-    return [
-        KeyFigure("To build" if report.engine.pending else "Size", figures.size(report.engine.size_bytes), notes),
-        *(_quality(report.quality) if report.quality else ()),
-        *(_latency(report.latency) if report.latency else ()),
-    ]
+    title = "To build" if report.engine.pending else catalog.SIZE.title
+    size = KeyFigure(title, catalog.SIZE.unit.write(report.engine.size_bytes), notes)
+    return [size, *(figure for _, figure in sorted(_key_metrics(report), key=lambda placed: placed[0]))]
 
 
 def unmeasured(report: Report) -> str:
@@ -59,35 +58,125 @@ def weight_bits(report: Report) -> float | None:
     return 8 * report.passes[-1].weight_bytes_after / report.checkpoint.parameters
 
 
-def _quality(quality: Quality) -> Iterator[KeyFigure]:
-    yield _estimate("kld_mean", quality.kld_mean, "nats a token")
-    change = f"{quality.baseline_perplexity:.2f} → {quality.perplexity:.2f}"
-    yield _estimate("perplexity_ratio", quality.perplexity_ratio, change)
-    yield _estimate("top1_agreement", quality.top1_agreement, f"of {figures.count(quality.tokens)} tokens")
+def value(figure: Estimate | float) -> float:
+    """Take a figure without its bounds."""
+    return figure.value if isinstance(figure, Estimate) else figure
 
 
-def _estimate(metric: str, estimate: Estimate, note: str) -> KeyFigure:
-    text = figures.METRICS[metric]
-    return KeyFigure(text.title, text.write(estimate.value), (note, figures.interval(estimate, text.write)))
+def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:
+    """Find the key figures that are metrics, each with its place."""
+    if (quality := report.quality) is not None:
+        for metric in catalog.of_kind(QualityMetric):
+            if metric.key is not None and metric.name in quality.figures:
+                estimate, write = quality.figures[metric.name], metric.unit.write
+                note = metric.unit.name if metric.note is None else metric.note(quality)
+                notes = (note, units.interval(estimate, write))
+                yield metric.key, KeyFigure(metric.title, write(estimate.value), notes)
+    if report.latency is not None:
+        points = sorted(report.latency.points, key=lambda point: point.prompt_tokens)
+        for timed in catalog.of_kind(TimingMetric):
+            point = points[0 if timed.key_at == "shortest" else -1]
+            if timed.key is not None and timed.name in point.artifact.figures:
+                spread: Spread = point.artifact.figures[timed.name]
+                yield timed.key, KeyFigure(timed.title, timed.unit.write(spread.p50.value), timed.notes(point))
 
 
-def _latency(latency: Latency) -> Iterator[KeyFigure]:
-    """Give TPOT after the shortest prompt and TTFT of the longest: where each matters."""
-    short = min(latency.points, key=lambda point: point.prompt_tokens)
-    long = max(latency.points, key=lambda point: point.prompt_tokens)
-    rate = f"{figures.significant(short.artifact.tokens_per_second)} tokens/s, prompt of {short.prompt_tokens}"
-    tpot, ttft = short.artifact.tpot_ms.p50.value, long.artifact.ttft_ms.p50.value
-    yield KeyFigure("TPOT", figures.ms(tpot), (rate, *_against(short.tpot_speedup)))
-    yield KeyFigure("TTFT", figures.ms(ttft), (f"prompt of {long.prompt_tokens}", *_against(long.ttft_speedup)))
+@dataclass(frozen=True)
+class QualityRow:
+    """One figure of the quality table."""
+
+    title: str
+    value: str
+    interval: str
 
 
-def _against(speedup: Estimate | None) -> tuple[str, ...]:
-    return () if speedup is None else (f"{figures.times(speedup.value)} the baseline's speed",)
+def quality_rows(quality: Quality) -> list[QualityRow]:
+    """Write every figure of quality that is a number."""
+    rows = []
+    for metric in catalog.of_kind(QualityMetric):
+        figure = quality.figures.get(metric.name)
+        if isinstance(figure, Estimate | float):
+            write = metric.unit.write
+            bounds = units.interval(figure, write) if isinstance(figure, Estimate) else ""
+            rows.append(QualityRow(metric.title, write(value(figure)), bounds))
+    return rows
 
 
-def moved_most(quality: Quality, count: int = 5) -> list[DocumentSums]:
-    """Find the documents with the highest mean KLD, highest first."""
-    return sorted(quality.per_document, key=lambda document: -document.kld / document.tokens)[:count]
+@dataclass(frozen=True)
+class DocumentRow:
+    """One document, with its figure of each of `document_metrics`."""
+
+    document: str
+    tokens: int
+    moved: str  # what documents are ordered by
+    cells: tuple[str, ...]
+
+
+def document_metrics() -> dict[QualityMetric, OfSums]:
+    """List the metrics that are shown of single documents: those that have an interval over documents."""
+    metrics = catalog.of_kind(QualityMetric)
+    return {metric: metric.form for metric in metrics if isinstance(metric.form, OfSums) and metric.decides}
+
+
+def moved_most(quality: Quality, count: int = 5) -> list[DocumentRow]:
+    """Find the documents that moved the most, in that order."""
+    shown, moved = document_metrics(), catalog.MOVED
+
+    def row(sums: DocumentSums) -> DocumentRow:
+        cells = (metric.unit.write(form.of(sums)) for metric, form in shown.items())
+        return DocumentRow(sums.document, sums.tokens, moved.unit.write(shown[moved].of(sums)), tuple(cells))
+
+    ordered = sorted(quality.per_document, key=lambda sums: -shown[moved].of(sums))
+    return [row(sums) for sums in ordered[:count]]
+
+
+@dataclass(frozen=True)
+class LatencyRow:
+    """One side at one prompt length."""
+
+    prompt_tokens: int
+    side: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Figures of both sides at each prompt length."""
+
+    head: tuple[str, ...]
+    rows: tuple[LatencyRow, ...]
+
+
+def latency_table(latency: Latency, *, spreads: bool) -> LatencyTable:
+    """Write every figure of latency; those of `spreads`, which have a chart, where that is wanted."""
+    sample = latency.points[0].artifact.figures
+    timed = [
+        metric
+        for metric in catalog.of_kind(TimingMetric)
+        if metric.name in sample and (spreads or not isinstance(sample[metric.name], Spread))
+    ]
+    of_points = catalog.of_kind(PointMetric)
+    head: list[str] = []
+    for metric in timed:
+        head += [f"{metric.title} p50", "p95"] if isinstance(sample[metric.name], Spread) else [metric.title]
+    rows = []
+    for point in latency.points:
+        for side, timing in point.sides.items():
+            cells = [cell for metric in timed for cell in _timing_cells(metric, timing)]
+            cells += [_point_cell(metric, point) if side == "artifact" else "" for metric in of_points]
+            rows.append(LatencyRow(point.prompt_tokens, side, tuple(cells)))
+    return LatencyTable((*head, *(metric.title for metric in of_points)), tuple(rows))
+
+
+def _timing_cells(metric: TimingMetric, timing: Timing) -> list[str]:
+    figure: Spread | float = timing.figures[metric.name]
+    figures = (figure.p50.value, figure.p95) if isinstance(figure, Spread) else (figure,)
+    return [metric.unit.write(each) for each in figures]
+
+
+def _point_cell(metric: PointMetric, point: Point) -> str:
+    figure: Estimate | float | None = point.figures.get(metric.name)
+    return "–" if figure is None else metric.unit.write(value(figure))
 
 
 @dataclass(frozen=True)
