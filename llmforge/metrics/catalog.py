@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal, TypeVar
 
@@ -18,8 +18,19 @@ from llmforge.metrics import latency, units
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Generations, Latency, Point, Spread, Trial
 from llmforge.metrics.quality import Form, Histogram, OfSums, OfTokens, Quality, exp
-from llmforge.metrics.tokens import DELTA_P_SQUARED, KLD, NLL, REFERENCE_NLL, SAME_TOP
-from llmforge.metrics.units import Unit
+from llmforge.metrics.tokens import DELTA_P_SQUARED, KLD, NLL, REFERENCE_NLL, SAME_TOP, Floats
+from llmforge.metrics.units import (
+    BYTES,
+    MILLISECONDS,
+    NATS,
+    NATS_A_TOKEN,
+    PER_SECOND,
+    RATIO,
+    SHARE,
+    SPEEDUP,
+    TOKENS,
+    Unit,
+)
 
 Kind = TypeVar("Kind", bound="Metric")
 
@@ -33,7 +44,7 @@ class Measured:
     size_bytes: int | None = None  # of the engine's files
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """One figure of a report."""
 
@@ -43,19 +54,10 @@ class Metric:
     title: str
     unit: Unit
     better: Literal["lower", "higher"]
-    meaning: str = ""
-
-    @property
-    def decides(self) -> bool:
-        """Whether a gate can decide on it: it is one figure of an artifact, and exact or with bounds."""
-        return False
-
-    def estimate(self, measured: Measured) -> Estimate | None:
-        """Read what a gate decides on; None where it was not measured."""
-        return None
+    meaning: str = field(default="", kw_only=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class QualityMetric(Metric):
     """How far the artifact is from its checkpoint, on the same text."""
 
@@ -67,285 +69,150 @@ class QualityMetric(Metric):
 
     @property
     def decides(self) -> bool:
-        """Whether it has an interval."""
+        """Whether it has an interval, so that a gate can decide on it."""
         return isinstance(self.form, OfSums) and self.form.bounded
 
     def estimate(self, measured: Measured) -> Estimate | None:
-        """Read it from a report of today or of before."""
-        return measured.quality.figures.get(self.name) if measured.quality and self.decides else None
+        """Read it; None where it was not measured."""
+        return None if measured.quality is None else measured.quality.figures.get(self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TimingMetric(Metric):
     """A figure of each side, at each prompt length."""
 
     section = "latency"
 
     figure: Callable[[Generations], Spread | float]
+    spread: bool = False  # whether `figure` is percentiles over the repetitions, which have a chart
     key: int | None = None  # place among a report's key figures
     key_at: Literal["shortest", "longest"] = "shortest"  # prompt, where the key figure is read
     notes: Callable[[Point], tuple[str, ...]] = lambda point: ()  # beside the key figure
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PointMetric(Metric):
-    """A figure of the artifact at each prompt length."""
+    """A figure of the artifact, at each prompt length."""
 
     section = "latency"
 
     figure: Callable[[Trial], Estimate | int | float | None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SlowestMetric(Metric):
     """The median of a duration of the artifact, at the prompt length where it is largest."""
 
     section = "latency"
+    decides = True
 
     of: TimingMetric
 
-    @property
-    def decides(self) -> bool:
-        """Always: it is a median with its bounds."""
-        return True
-
     def estimate(self, measured: Measured) -> Estimate | None:
-        """Read it at the prompt length where it is worst."""
-        if measured.latency is None:
-            return None
-        medians: list[Estimate] = [point.artifact.figures[self.of.name].p50 for point in measured.latency.points]
-        return max(medians, key=lambda median: median.value)
+        """Read it; None where it was not measured."""
+        points = () if measured.latency is None else measured.latency.points
+        medians = (point.artifact.figures[self.of.name].p50 for point in points)
+        return max(medians, key=lambda median: float(median.value), default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SizeMetric(Metric):
     """What the engine's files weigh."""
 
-    @property
-    def decides(self) -> bool:
-        """Always: it is exact."""
-        return True
+    decides = True
 
     def estimate(self, measured: Measured) -> Estimate | None:
-        """Take the size as it is."""
+        """Read it, exactly; None where there is no engine."""
         return None if measured.size_bytes is None else Estimate.exact(measured.size_bytes)
 
 
-def _rate(point: Point) -> str:
-    rate = TOKENS_PER_SECOND
-    return f"{rate.unit.write(point.artifact.figures[rate.name])} {rate.title}"
+def _mean(tokens: Floats, total: Floats) -> Floats:
+    return total / tokens
 
 
-def _against_baseline(metric: Metric, point: Point) -> tuple[str, ...]:
-    found: Estimate | None = point.figures[metric.name]
-    return () if found is None else (f"{metric.unit.write(found.value)} the baseline's speed",)
+def _perplexities(quality: Quality) -> str:
+    return f"{quality.figures['baseline_perplexity']:.2f} → {quality.figures['perplexity']:.2f}"
 
 
-BASELINE_PERPLEXITY = QualityMetric(
-    name="baseline_perplexity",
-    title="Perplexity, baseline",
-    unit=units.PERPLEXITY,
-    better="lower",
-    form=OfSums((REFERENCE_NLL,), lambda tokens, nll: nll / tokens, exp, bounded=False),
-)
-PERPLEXITY = QualityMetric(
-    name="perplexity",
-    title="Perplexity, artifact",
-    unit=units.PERPLEXITY,
-    better="lower",
-    form=OfSums((NLL,), lambda tokens, nll: nll / tokens, exp, bounded=False),
-)
-PERPLEXITY_RATIO = QualityMetric(
-    name="perplexity_ratio",
-    title="Perplexity ratio",
-    meaning="artifact / baseline; 1 is no loss",
-    unit=units.RATIO,
-    better="lower",
-    form=OfSums((REFERENCE_NLL, NLL), lambda tokens, reference, nll: (nll - reference) / tokens, exp),
-    key=2,
-    note=lambda quality: " → ".join(f"{quality.figures[each.name]:.2f}" for each in (BASELINE_PERPLEXITY, PERPLEXITY)),
-)
+def _decoding(point: Point) -> tuple[str, ...]:
+    rate = units.significant(point.artifact.figures["tokens_per_second"])
+    return f"{rate} tokens/s, prompt of {point.prompt_tokens}", *_speed(point.figures["tpot_speedup"])
+
+
+def _prefilling(point: Point) -> tuple[str, ...]:
+    return f"prompt of {point.prompt_tokens}", *_speed(point.figures["ttft_speedup"])
+
+
+def _speed(speedup: Estimate | None) -> tuple[str, ...]:
+    return () if speedup is None else (f"{units.times(speedup.value)} the baseline's speed",)
+
+
+# fmt: off
 KLD_MEAN = QualityMetric(
-    name="kld_mean",
-    title="Mean KLD",
+    "kld_mean", "Mean KLD", NATS_A_TOKEN, "lower", OfSums((KLD,), _mean), key=1,
     meaning="KL(baseline ‖ artifact), nats a token; 0 is no loss",
-    unit=units.NATS_A_TOKEN,
-    better="lower",
-    form=OfSums((KLD,), lambda tokens, kld: kld / tokens),
-    key=1,
-)
-KLD_MEDIAN = QualityMetric(
-    name="kld_median",
-    title="KLD, median",
-    unit=units.NATS,
-    better="lower",
-    form=OfTokens(KLD, np.median),
-)
-KLD_P95 = QualityMetric(
-    name="kld_p95",
-    title="KLD, 95 %",
-    unit=units.NATS,
-    better="lower",
-    form=OfTokens(KLD, lambda kld: np.quantile(kld, 0.95)),
-)
-KLD_P99 = QualityMetric(
-    name="kld_p99",
-    title="KLD, 99 %",
-    unit=units.NATS,
-    better="lower",
-    form=OfTokens(KLD, lambda kld: np.quantile(kld, 0.99)),
-)
-KLD_MAX = QualityMetric(
-    name="kld_max",
-    title="KLD, largest",
-    unit=units.NATS,
-    better="lower",
-    form=OfTokens(KLD, np.max),
-)
-KLD_HISTOGRAM = QualityMetric(
-    name="kld_histogram",
-    title="Predicted tokens by their KLD, nats, logarithmic",
-    meaning="Distribution of the KLD over tokens",
-    unit=units.NATS,
-    better="lower",
-    # Below is rounding noise of fp32 logits; above no softmax gets.
-    form=Histogram(KLD, decades=(-7, 2), marks={"median": "kld_median", "mean": "kld_mean", "99 %": "kld_p99"}),
-)
-TOP1_AGREEMENT = QualityMetric(
-    name="top1_agreement",
-    title="Top-1 agreement",
-    meaning="tokens where both rank the same token first",
-    unit=units.SHARE,
-    better="higher",
-    form=OfSums((SAME_TOP,), lambda tokens, same: same / tokens),
-    key=3,
-    note=lambda quality: f"of {units.count(quality.tokens)} tokens",
-)
-DELTA_P_RMS = QualityMetric(
-    name="delta_p_rms",
-    title="RMS Δp of the true token",
-    unit=units.SHARE,
-    better="lower",
-    form=OfSums((DELTA_P_SQUARED,), lambda tokens, squares: squares / tokens, math.sqrt, bounded=False),
-)
-
-TTFT_SPEEDUP = PointMetric(
-    name="ttft_speedup",
-    title="TTFT speed-up",
-    unit=units.SPEEDUP,
-    better="higher",
-    figure=partial(latency.speedup, latency.first_token_ms),
-)
-TPOT_SPEEDUP = PointMetric(
-    name="tpot_speedup",
-    title="TPOT speed-up",
-    unit=units.SPEEDUP,
-    better="higher",
-    figure=partial(latency.speedup, latency.later_token_ms),
 )
 TTFT = TimingMetric(
-    name="ttft_ms",
-    title="TTFT",
-    meaning="time to the first token",
-    unit=units.MILLISECONDS,
-    better="lower",
-    figure=partial(latency.spread, latency.first_token_ms),
-    key=5,
-    key_at="longest",
-    notes=lambda point: (f"prompt of {point.prompt_tokens}", *_against_baseline(TTFT_SPEEDUP, point)),
+    "ttft_ms", "TTFT", MILLISECONDS, "lower", partial(latency.spread, latency.first_token_ms), spread=True,
+    meaning="time to the first token", key=5, key_at="longest", notes=_prefilling,
 )
 TPOT = TimingMetric(
-    name="tpot_ms",
-    title="TPOT",
-    meaning="time of each later token",
-    unit=units.MILLISECONDS,
-    better="lower",
-    figure=partial(latency.spread, latency.later_token_ms),
-    key=4,
-    notes=lambda point: (
-        f"{_rate(point)}, prompt of {point.prompt_tokens}",
-        *_against_baseline(TPOT_SPEEDUP, point),
-    ),
+    "tpot_ms", "TPOT", MILLISECONDS, "lower", partial(latency.spread, latency.later_token_ms), spread=True,
+    meaning="time of each later token", key=4, notes=_decoding,
 )
-ITL_P95 = TimingMetric(
-    name="itl_p95_ms",
-    title="ITL p95",
-    unit=units.MILLISECONDS,
-    better="lower",
-    figure=partial(latency.between_tokens_ms, 0.95),
-)
-ITL_P99 = TimingMetric(
-    name="itl_p99_ms",
-    title="ITL p99",
-    unit=units.MILLISECONDS,
-    better="lower",
-    figure=partial(latency.between_tokens_ms, 0.99),
-)
-TOKENS_PER_SECOND = TimingMetric(
-    name="tokens_per_second",
-    title="tokens/s",
-    unit=units.PER_SECOND,
-    better="higher",
-    figure=latency.tokens_per_second,
-)
-BYTES_READ = PointMetric(
-    name="bytes_read_per_token",
-    title="read a token",
-    unit=units.BYTES,
-    better="lower",
-    figure=lambda trial: trial.bytes_read_per_token,
-)
-BANDWIDTH_UTILIZATION = PointMetric(
-    name="bandwidth_utilization",
-    title="MBU",
-    unit=units.SHARE,
-    better="higher",
-    figure=latency.bandwidth_utilization,
-)
-TTFT_P50 = SlowestMetric(
-    name="ttft_p50_ms",
-    title="TTFT, median",
-    meaning="time to the first token, at the slowest prompt length",
-    unit=units.MILLISECONDS,
-    better="lower",
-    of=TTFT,
-)
-TPOT_P50 = SlowestMetric(
-    name="tpot_p50_ms",
-    title="TPOT, median",
-    meaning="time of each later token, at the slowest prompt length",
-    unit=units.MILLISECONDS,
-    better="lower",
-    of=TPOT,
-)
-SIZE = SizeMetric(name="size_bytes", title="Size", meaning="all files of the engine", unit=units.BYTES, better="lower")
+SIZE = SizeMetric("size_bytes", "Size", BYTES, "lower", meaning="all files of the engine")
 
 ALL: tuple[Metric, ...] = (
-    BASELINE_PERPLEXITY,
-    PERPLEXITY,
-    PERPLEXITY_RATIO,
+    QualityMetric(
+        "baseline_perplexity", "Perplexity, baseline", TOKENS, "lower",
+        OfSums((REFERENCE_NLL,), _mean, exp, bounded=False),
+    ),
+    QualityMetric("perplexity", "Perplexity, artifact", TOKENS, "lower", OfSums((NLL,), _mean, exp, bounded=False)),
+    QualityMetric(
+        "perplexity_ratio", "Perplexity ratio", RATIO, "lower",
+        OfSums((REFERENCE_NLL, NLL), lambda tokens, reference, nll: (nll - reference) / tokens, exp),
+        meaning="artifact / baseline; 1 is no loss", key=2, note=_perplexities,
+    ),
     KLD_MEAN,
-    KLD_MEDIAN,
-    KLD_P95,
-    KLD_P99,
-    KLD_MAX,
-    KLD_HISTOGRAM,
-    TOP1_AGREEMENT,
-    DELTA_P_RMS,
+    QualityMetric("kld_median", "KLD, median", NATS, "lower", OfTokens(KLD, np.median)),
+    QualityMetric("kld_p95", "KLD, 95 %", NATS, "lower", OfTokens(KLD, partial(np.quantile, q=0.95))),
+    QualityMetric("kld_p99", "KLD, 99 %", NATS, "lower", OfTokens(KLD, partial(np.quantile, q=0.99))),
+    QualityMetric("kld_max", "KLD, largest", NATS, "lower", OfTokens(KLD, np.max)),
+    QualityMetric(
+        "kld_histogram", "Predicted tokens by their KLD, nats, logarithmic", NATS, "lower",
+        # Below is rounding noise of fp32 logits; above no softmax gets.
+        Histogram(KLD, decades=(-7, 2), marks={"median": "kld_median", "mean": "kld_mean", "99 %": "kld_p99"}),
+        meaning="Distribution of the KLD over tokens",
+    ),
+    QualityMetric(
+        "top1_agreement", "Top-1 agreement", SHARE, "higher", OfSums((SAME_TOP,), _mean),
+        meaning="tokens where both rank the same token first",
+        key=3, note=lambda quality: f"of {units.count(quality.tokens)} tokens",
+    ),
+    QualityMetric(
+        "delta_p_rms", "RMS Δp of the true token", SHARE, "lower",
+        OfSums((DELTA_P_SQUARED,), _mean, math.sqrt, bounded=False),
+    ),
     TTFT,
     TPOT,
-    ITL_P95,
-    ITL_P99,
-    TOKENS_PER_SECOND,
-    TTFT_SPEEDUP,
-    TPOT_SPEEDUP,
-    BYTES_READ,
-    BANDWIDTH_UTILIZATION,
-    TTFT_P50,
-    TPOT_P50,
+    TimingMetric("itl_p95_ms", "ITL p95", MILLISECONDS, "lower", partial(latency.between_tokens_ms, 0.95)),
+    TimingMetric("itl_p99_ms", "ITL p99", MILLISECONDS, "lower", partial(latency.between_tokens_ms, 0.99)),
+    TimingMetric("tokens_per_second", "tokens/s", PER_SECOND, "higher", latency.tokens_per_second),
+    PointMetric("ttft_speedup", "TTFT speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.first_token_ms)),
+    PointMetric("tpot_speedup", "TPOT speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.later_token_ms)),
+    PointMetric("bytes_read_per_token", "read a token", BYTES, "lower", lambda trial: trial.bytes_read_per_token),
+    PointMetric("bandwidth_utilization", "MBU", SHARE, "higher", latency.bandwidth_utilization),
+    SlowestMetric(
+        "ttft_p50_ms", "TTFT, median", MILLISECONDS, "lower", TTFT,
+        meaning=f"{TTFT.meaning}, at the slowest prompt length",
+    ),
+    SlowestMetric(
+        "tpot_p50_ms", "TPOT, median", MILLISECONDS, "lower", TPOT,
+        meaning=f"{TPOT.meaning}, at the slowest prompt length",
+    ),
     SIZE,
 )
-
+# fmt: on
 MOVED = KLD_MEAN  # how far one document moved, where a report orders documents
 
 
@@ -354,9 +221,10 @@ def of_kind(kind: type[Kind]) -> tuple[Kind, ...]:
     return tuple(metric for metric in ALL if isinstance(metric, kind))
 
 
-def deciding() -> dict[str, Metric]:
-    """Give the metrics that a gate can decide on, by name."""
-    return {metric.name: metric for metric in ALL if metric.decides}
+def deciding() -> dict[str, QualityMetric | SlowestMetric | SizeMetric]:
+    """Give the metrics that a gate can decide on, by name: one figure of an artifact, exact or with bounds."""
+    found = (metric for metric in ALL if isinstance(metric, QualityMetric | SlowestMetric | SizeMetric))
+    return {metric.name: metric for metric in found if metric.decides}
 
 
 def estimates(measured: Measured) -> dict[str, Estimate]:

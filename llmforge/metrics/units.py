@@ -69,7 +69,7 @@ class Unit:
     write: Callable[[float], str]
 
 
-PERPLEXITY = Unit("tokens to choose from", lambda value: f"{value:.3f}")
+TOKENS = Unit("tokens to choose from", lambda value: f"{value:.3f}")
 RATIO = Unit("ratio", lambda value: f"{value:.4f}")
 SPEEDUP = Unit("ratio", times)
 SHARE = Unit("share, 0 to 1", percent)

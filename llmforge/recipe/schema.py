@@ -18,15 +18,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     JsonValue,
     PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic_core import PydanticKnownError
 
 from llmforge import targets
 from llmforge.base.errors import RecipeError, UsageError
@@ -56,25 +54,24 @@ def _anchor_target(target: str, info: ValidationInfo) -> str:
 TargetName = Annotated[str, AfterValidator(_anchor_target)]
 
 
-class _Decides:
-    """Allows the metrics of the catalog that a gate can decide on, those of the moment."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._known, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"type": "string", "enum": list(catalog.deciding())}
-
-    @staticmethod
-    def _known(name: str) -> str:
-        known = [f"'{each}'" for each in catalog.deciding()]
-        if f"'{name}'" not in known:
-            # What pydantic says of a Literal.
-            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
-        return name
+def _known_metric(name: str) -> str:
+    """Allow the metrics that a gate can decide on, and say of others what pydantic says of a Literal."""
+    known = [f"'{each}'" for each in catalog.deciding()]
+    if f"'{name}'" not in known:
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
+    return name
 
 
-MetricName = Annotated[str, _Decides()]
+def _known_metrics(schema: dict[str, Any]) -> None:
+    """Name the metrics in the JSON Schema of `gates`."""
+    schema["properties"] = {
+        name: {
+            "description": f"{metric.title} ({metric.unit.name}; {metric.better} is better): {metric.meaning}",
+            **schema["additionalProperties"],
+        }
+        for name, metric in catalog.deciding().items()
+    }
+    schema["additionalProperties"] = False
 
 
 class _Section(BaseModel):
@@ -235,7 +232,9 @@ class Recipe(_Section):
     calibration: CalibrationSpec | None = None
     passes: tuple[PassSpec, ...] = Field(description="what is done to the graph, in order")
     validation: ValidationSpec = Field(default_factory=ValidationSpec)
-    gates: dict[MetricName, GateSpec] = Field(default_factory=dict, description="bounds that the artifact must keep")
+    gates: dict[Annotated[str, AfterValidator(_known_metric)], GateSpec] = Field(
+        default_factory=dict, description="bounds that the artifact must keep", json_schema_extra=_known_metrics
+    )
     serving: ServingSpec = Field(default_factory=ServingSpec)
 
     _source: Source = PrivateAttr()
@@ -408,17 +407,6 @@ def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:
             }
         )
     whole["properties"]["passes"]["items"] = {"anyOf": entries}
-    whole["properties"]["gates"] |= {
-        "properties": {
-            name: {
-                "$ref": "#/$defs/GateSpec",
-                "description": f"{metric.title} ({metric.unit.name}; {metric.better} is better): {metric.meaning}",
-            }
-            for name, metric in catalog.deciding().items()
-        },
-        "additionalProperties": False,
-    }
-    whole["properties"]["gates"].pop("propertyNames")
     whole["properties"]["target"]["examples"] = [targets.LOCAL, *targets.names()]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole, "title": "llmforge recipe"}
 

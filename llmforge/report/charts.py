@@ -91,7 +91,13 @@ def shares(values: Sequence[float | None]) -> list[float]:
     return [100 * value / longest if longest > 0 else 0.0 for value in known]
 
 
-def histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> Histogram:
+def histograms(quality: Quality) -> list[Histogram]:
+    """Lay out every distribution of the catalog."""
+    found = [metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures]
+    return [_histogram(metric, metric.form, quality) for metric in found if isinstance(metric.form, LogHistogram)]
+
+
+def _histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> Histogram:
     """Lay out how a value is distributed over tokens, with the figures that are marked on it."""
     counts: tuple[int, ...] = quality.figures[metric.name]
     bins_per_decade, (first, last) = form.bins_per_decade, form.decades
@@ -129,15 +135,6 @@ def histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> Hi
     )
 
 
-def histograms(quality: Quality) -> list[Histogram]:
-    """Lay out every distribution of the catalog."""
-    return [
-        histogram(metric, metric.form, quality)
-        for metric in catalog.of_kind(QualityMetric)
-        if isinstance(metric.form, LogHistogram) and metric.name in quality.figures
-    ]
-
-
 @dataclass(frozen=True)
 class LatencyRow:
     """One bar of a latency chart; lengths in percent of the largest p95."""
@@ -149,31 +146,21 @@ class LatencyRow:
     tail_percent: float
 
 
-@dataclass(frozen=True)
-class LatencyChart:
-    """A duration of both sides at each prompt length."""
-
-    title: str
-    rows: tuple[LatencyRow, ...]
-
-
-def latency(measured: Latency) -> list[LatencyChart]:
-    """Lay out every duration of the catalog that has a spread."""
-    charts = []
+def latency(measured: Latency) -> dict[str, list[LatencyRow]]:
+    """Lay out every duration of the catalog that has a spread, at each prompt length, by its title."""
+    charts = {}
     for metric in catalog.of_kind(TimingMetric):
-        found = [
-            (point.prompt_tokens, side, figure)
-            for point in measured.points
-            for side, timing in point.sides.items()
-            if isinstance(figure := timing.figures[metric.name], Spread)
-        ]
-        longest = max((max(spread.p50.value, spread.p95) for _, _, spread in found), default=0)
-        rows = (
-            LatencyRow(tokens, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95 / longest)
-            for tokens, side, spread in found
-        )
-        if found:
-            charts.append(LatencyChart(f"{metric.title}: {metric.meaning}", tuple(rows)))
+        if metric.spread:
+            found: list[tuple[int, str, Spread]] = [
+                (point.prompt_tokens, side, timing.figures[metric.name])
+                for point in measured.points
+                for side, timing in point.sides.items()
+            ]
+            longest = max(max(spread.p50.value, spread.p95) for _, _, spread in found)
+            charts[f"{metric.title}: {metric.meaning}"] = [
+                LatencyRow(tokens, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95 / longest)
+                for tokens, side, spread in found
+            ]
     return charts
 
 

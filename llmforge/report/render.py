@@ -89,7 +89,6 @@ def _render(template: str, report: Report, *, autoescape: bool, finalize: Callab
         "headline": view.headline(report),
         "key_figures": view.key_figures(report),
         "metrics": catalog.deciding(),
-        "moved": catalog.MOVED,
         "charts": charts,
         "view": view,
         "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),

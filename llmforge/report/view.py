@@ -11,7 +11,7 @@ from llmforge.metrics import catalog, units
 from llmforge.metrics.catalog import PointMetric, QualityMetric, TimingMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Latency, Point, Spread, Timing
-from llmforge.metrics.quality import DocumentSums, OfSums, Quality
+from llmforge.metrics.quality import OfSums, Quality
 from llmforge.report.model import Report
 
 
@@ -82,90 +82,51 @@ def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:
 
 
 @dataclass(frozen=True)
-class QualityRow:
-    """One figure of the quality table."""
+class Table:
+    """A table of figures, as written; a row begins with what its figures are of."""
 
-    title: str
-    value: str
-    interval: str
+    head: tuple[str, ...]  # titles of the figures
+    rows: list[tuple[str, ...]]
 
 
-def quality_rows(quality: Quality) -> list[QualityRow]:
-    """Write every figure of quality that is a number."""
+def quality_rows(quality: Quality) -> list[tuple[str, str, str]]:
+    """Write every figure of quality that is a number: title, value and interval."""
     rows = []
     for metric in catalog.of_kind(QualityMetric):
-        figure = quality.figures.get(metric.name)
+        figure, write = quality.figures.get(metric.name), metric.unit.write
         if isinstance(figure, Estimate | float):
-            write = metric.unit.write
             bounds = units.interval(figure, write) if isinstance(figure, Estimate) else ""
-            rows.append(QualityRow(metric.title, write(value(figure)), bounds))
+            rows.append((metric.title, write(value(figure)), bounds))
     return rows
 
 
-@dataclass(frozen=True)
-class DocumentRow:
-    """One document, with its figure of each of `document_metrics`."""
-
-    document: str
-    tokens: int
-    moved: str  # what documents are ordered by
-    cells: tuple[str, ...]
-
-
-def document_metrics() -> dict[QualityMetric, OfSums]:
-    """List the metrics that are shown of single documents: those that have an interval over documents."""
-    metrics = catalog.of_kind(QualityMetric)
-    return {metric: metric.form for metric in metrics if isinstance(metric.form, OfSums) and metric.decides}
-
-
-def moved_most(quality: Quality, count: int = 5) -> list[DocumentRow]:
-    """Find the documents that moved the most, in that order."""
-    shown, moved = document_metrics(), catalog.MOVED
-
-    def row(sums: DocumentSums) -> DocumentRow:
-        cells = (metric.unit.write(form.of(sums)) for metric, form in shown.items())
-        return DocumentRow(sums.document, sums.tokens, moved.unit.write(shown[moved].of(sums)), tuple(cells))
-
-    ordered = sorted(quality.per_document, key=lambda sums: -shown[moved].of(sums))
-    return [row(sums) for sums in ordered[:count]]
-
-
-@dataclass(frozen=True)
-class LatencyRow:
-    """One side at one prompt length."""
-
-    prompt_tokens: int
-    side: str
-    cells: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class LatencyTable:
-    """Figures of both sides at each prompt length."""
-
-    head: tuple[str, ...]
-    rows: tuple[LatencyRow, ...]
-
-
-def latency_table(latency: Latency, *, spreads: bool) -> LatencyTable:
-    """Write every figure of latency; those of `spreads`, which have a chart, where that is wanted."""
-    sample = latency.points[0].artifact.figures
-    timed = [
-        metric
-        for metric in catalog.of_kind(TimingMetric)
-        if metric.name in sample and (spreads or not isinstance(sample[metric.name], Spread))
+def moved_most(quality: Quality, count: int = 5) -> Table:
+    """Write what moved the most of documents, in that order: their tokens, how far they moved, and other figures."""
+    metrics = [(metric, metric.form) for metric in catalog.of_kind(QualityMetric) if isinstance(metric.form, OfSums)]
+    shown = [(metric, form) for metric, form in metrics if form.bounded]
+    shown.sort(key=lambda pair: pair[0] is not catalog.MOVED)
+    found = [(sums, [form.of(sums) for _, form in shown]) for sums in quality.per_document]
+    found.sort(key=lambda row: -row[1][0])
+    writes = [metric.unit.write for metric, _ in shown]
+    rows = [
+        (sums.document, units.count(sums.tokens), *(write(each) for write, each in zip(writes, figures, strict=True)))
+        for sums, figures in found[:count]
     ]
-    of_points = catalog.of_kind(PointMetric)
-    head: list[str] = []
-    for metric in timed:
-        head += [f"{metric.title} p50", "p95"] if isinstance(sample[metric.name], Spread) else [metric.title]
+    return Table(tuple(metric.title for metric, _ in shown), rows)
+
+
+def latency_table(latency: Latency, *, spreads: bool) -> Table:
+    """Write every figure of each side at each prompt length; those of `spreads`, which have a chart, if wanted."""
+    timed = [metric for metric in catalog.of_kind(TimingMetric) if spreads or not metric.spread]
+    points = catalog.of_kind(PointMetric)
+    head = [title for m in timed for title in ((f"{m.title} p50", "p95") if m.spread else (m.title,))]
     rows = []
     for point in latency.points:
         for side, timing in point.sides.items():
             cells = [cell for metric in timed for cell in _timing_cells(metric, timing)]
-            cells += [_point_cell(metric, point) if side == "artifact" else "" for metric in of_points]
-            rows.append(LatencyRow(point.prompt_tokens, side, tuple(cells)))
-    return LatencyTable((*head, *(metric.title for metric in of_points)), tuple(rows))
+            cells += [_point_cell(metric, point) if side == "artifact" else "" for metric in points]
+            rows.append((str(point.prompt_tokens), side, *cells))
+    return Table((*head, *(metric.title for metric in points)), rows)
 
 
 def _timing_cells(metric: TimingMetric, timing: Timing) -> list[str]:
@@ -175,7 +136,7 @@ def _timing_cells(metric: TimingMetric, timing: Timing) -> list[str]:
 
 
 def _point_cell(metric: PointMetric, point: Point) -> str:
-    figure: Estimate | float | None = point.figures.get(metric.name)
+    figure: Estimate | float | None = point.figures[metric.name]
     return "–" if figure is None else metric.unit.write(value(figure))
 
 
