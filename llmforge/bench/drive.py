@@ -93,14 +93,14 @@ def open_loop(subject: Subject, load: Sequence[Demand], done: Done = lambda coun
     Raises:
         UsageError: a request has no arrival.
     """
-    if any(demand.at_s is None for demand in load):
+    arrivals = [demand.at_s for demand in load if demand.at_s is not None]
+    if len(arrivals) < len(load):
         raise UsageError("a load without arrivals cannot be replayed")
     with ThreadPoolExecutor(min(len(load), MOST_IN_FLIGHT), "bench") as pool:
         began = time.perf_counter()
         futures: list[Future[Outcome]] = []
-        for demand in load:
-            assert demand.at_s is not None  # checked above
-            due = began + demand.at_s
+        for demand, at_s in zip(load, arrivals, strict=True):
+            due = began + at_s
             time.sleep(max(0.0, due - time.perf_counter()))
             futures.append(pool.submit(subject.answer, demand, due))
         return _gather(futures, done)

@@ -48,9 +48,7 @@ class Subject:
         def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
             sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
             for step in runner.generate_batch([ids.tolist()], [sampling]):
-                (token,) = step.token_ids
-                assert token is not None  # the only row is alive
-                yield token
+                yield from (token for token in step.token_ids if token is not None)
 
         return cls(description, generate, load_seconds)
 

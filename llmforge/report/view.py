@@ -102,8 +102,8 @@ def quality_rows(quality: Quality) -> list[tuple[str, str, str]]:
 
 def moved_most(quality: Quality, count: int = 5) -> Table:
     """Write what moved the most of documents, in that order: their tokens, how far they moved, and other figures."""
-    metrics = [(metric, metric.form) for metric in catalog.of_kind(QualityMetric) if isinstance(metric.form, OfSums)]
-    shown = [(metric, form) for metric, form in metrics if form.bounded]
+    metrics = [metric for metric in catalog.of_kind(QualityMetric) if metric.decides and metric.name in quality.figures]
+    shown = [(metric, metric.form) for metric in metrics if isinstance(metric.form, OfSums)]
     shown.sort(key=lambda pair: pair[0] is not catalog.MOVED)
     found = [(sums, [form.of(sums) for _, form in shown]) for sums in quality.per_document]
     found.sort(key=lambda row: -row[1][0])
