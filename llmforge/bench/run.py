@@ -16,7 +16,7 @@ from llmforge.bench.sweep import Plan, Progress, Setting, measure, replay, utili
 from llmforge.bench.workload import Encode, LoadRequest, Prompts, RandomPrompts, TextPrompts, longest, read_trace
 from llmforge.checkpoint.documents import read_documents
 from llmforge.evaluation import machine
-from llmforge.evaluation.footprint import Footprint
+from llmforge.metrics.latency import Footprint
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.serving.engine import Engine
 from llmforge.runtime.serving.options import EngineOptions

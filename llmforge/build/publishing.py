@@ -14,7 +14,7 @@ from llmforge.base.progress import Progress
 from llmforge.build.evidence import Clock, Evidence
 from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine
-from llmforge.recipe import GateSpec, Metric, ServingSpec
+from llmforge.recipe import GateSpec, ServingSpec
 from llmforge.report import render
 from llmforge.report.model import Report
 from llmforge.targets import Target
@@ -45,7 +45,7 @@ def results(
     evidence: Evidence,
     *,
     backend: str,
-    gate_specs: Mapping[Metric, GateSpec],
+    gate_specs: Mapping[str, GateSpec],
     recipe: Mapping[str, Any],
     clock: Clock,
 ) -> dict[str, Any]:

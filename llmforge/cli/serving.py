@@ -17,7 +17,7 @@ from llmforge.cli import output
 from llmforge.cli.parameters import Numbers, record, refuse_given
 
 if TYPE_CHECKING:
-    from llmforge.evaluation.footprint import Footprint
+    from llmforge.metrics.latency import Footprint
 
 
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:

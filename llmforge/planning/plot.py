@@ -10,10 +10,10 @@ from pathlib import Path
 import jinja2
 
 from llmforge.base.errors import UsageError
+from llmforge.metrics.units import significant
 from llmforge.planning.deployment import Plan
 from llmforge.planning.roofline import StepCost
 from llmforge.report.charts import Mark
-from llmforge.report.figures import significant
 
 SUFFIXES = (".svg", ".html")
 _WIDTH, _HEIGHT = 820.0, 420.0

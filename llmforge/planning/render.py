@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmforge.metrics.units import count, duration, ms, percent, significant, size, times
 from llmforge.planning.advice import Advice
 from llmforge.planning.building import Build
 from llmforge.planning.deployment import Decode, Plan
 from llmforge.planning.roofline import StepCost
-from llmforge.report.figures import count, duration, ms, percent, significant, size, times
 from llmforge.targets import Share, matrix_share_of
 
 _VERDICTS = {"pays": "green", "does not pay": "dim", "refused": "yellow", "done": "dim"}

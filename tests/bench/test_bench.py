@@ -22,7 +22,7 @@ from llmforge.bench.report import Point
 from llmforge.bench.sweep import Setting, measure, utilization
 from llmforge.bench.workload import LoadRequest, RandomPrompts
 from llmforge.cli import cli
-from llmforge.evaluation.footprint import Footprint
+from llmforge.metrics.latency import Footprint
 from llmforge.runtime import Engine, EngineOptions
 
 from ..serving import CONTEXT, SLOTS, VOCABULARY, publish_small

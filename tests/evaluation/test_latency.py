@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.evaluation import footprint, latency, machine
-from llmforge.evaluation.footprint import Footprint
 from llmforge.evaluation.latency import Subject
+from llmforge.metrics import catalog
+from llmforge.metrics.catalog import Measured
+from llmforge.metrics.latency import Footprint
 from llmforge.runtime import Sampling, StepOutput
 
 FOOTPRINT = Footprint(artifact_bytes=5000, weight_bytes_per_token=4000, kv_bytes_per_token=10)
@@ -126,7 +128,7 @@ def test_bandwidth_utilization(bench: Bench) -> None:
 
 
 def test_gates_see_the_worst_length(bench: Bench) -> None:
-    estimates = run(bench.fake("A", 1.0, 2.0), None).estimates()
+    estimates = catalog.estimates(Measured(latency=run(bench.fake("A", 1.0, 2.0), None)))
     assert estimates["ttft_p50_ms"].value == pytest.approx(16 * 1.009)
     assert estimates["tpot_p50_ms"].value == pytest.approx(2 * 1.009)
 
