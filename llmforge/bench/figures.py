@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -57,6 +57,7 @@ class Objective:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     latency_ms: float | None = None
+    text: str | None = field(default=None, compare=False)  # as it was written
 
     @classmethod
     def parse(cls, text: str) -> Objective:
@@ -76,7 +77,7 @@ class Objective:
                     hint="for example ttft=200ms,tpot=50ms",
                 )
             bounds[name] = float(match["number"]) * _MILLISECONDS[match["unit"]]
-        return cls(**bounds)
+        return cls(**bounds, text=text)
 
     def meets(self, outcome: Outcome) -> bool:
         """Say whether a request was answered within all bounds; one token has no TPOT, and meets any."""

@@ -152,11 +152,8 @@ def bench(
             f"{opened.manifest.name} {opened.manifest.version}",
             load,
             plan,
-            objective=slo,
             url=url,
-            footprint=_footprint(opened.path),
-            threads=threads,
-            options=engine,
+            local=measuring.LocalEngine(engine, threads, _footprint(opened.path)),
             progress=progress.advance,
         )
     if path is not None:

@@ -25,7 +25,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import Capture, GraphPlan
-from llmforge.runtime.serving.scheduler import PREFILL_CHUNK
+from llmforge.runtime.serving.options import PREFILL_CHUNK
 
 # Lengths that a graph serves: up to these, then all. Between two of them attention's scratch memory and splits are four
 # times too large at most; what it reads of the cache follows the rows' own lengths.

@@ -23,8 +23,8 @@ from llmforge.ir.recurrence import Recurrence
 from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
+from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.backends.session import PROVIDER, Session
-from llmforge.runtime.backends.steps import C, Stepping
 from llmforge.runtime.serving import chat
 from llmforge.targets import Target
 
@@ -191,7 +191,7 @@ def build(request: BuildRequest) -> Engine:
     return Engine.built(request, config)
 
 
-def prove(session: Stepping[C], cache: C) -> None:
+def prove(session: Backend[C], cache: C) -> None:
     """Read two tokens and generate on from them, so that a kernel that refuses at run time does so in the build.
 
     Raises:

@@ -12,7 +12,7 @@ from llmforge.planning import roofline
 from llmforge.planning.roofline import Ceilings, StepCost
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
-from llmforge.runtime.serving.scheduler import PREFILL_CHUNK
+from llmforge.runtime.serving.options import PREFILL_CHUNK
 from llmforge.targets import Target
 
 # What neither weights nor caches take: CUDA context, kernels, libraries and their workspaces lie between the 0.55 and

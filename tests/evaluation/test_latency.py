@@ -13,7 +13,7 @@ from llmforge.base.errors import UsageError, VerificationError
 from llmforge.evaluation import footprint, latency, machine
 from llmforge.evaluation.footprint import Footprint
 from llmforge.evaluation.latency import Subject
-from llmforge.runtime import Sampling, Step
+from llmforge.runtime import Sampling, StepOutput
 
 FOOTPRINT = Footprint(artifact_bytes=5000, weight_bytes_per_token=4000, kv_bytes_per_token=10)
 BANDWIDTH = 1e6
@@ -161,10 +161,10 @@ def test_progress_counts_generations(bench: Bench) -> None:
 def test_runner_is_asked_for_greedy_tokens_past_eos() -> None:
     asked: list[tuple[list[list[int]], list[Sampling]]] = []
 
-    def generate_batch(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[Step]:
+    def generate_batch(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[StepOutput]:
         asked.append((prompts, samplings))
-        yield Step((7,), (None,))
-        yield Step((8,), ("length",))
+        yield StepOutput((7,), (None,))
+        yield StepOutput((8,), ("length",))
 
     subject = Subject.of_runner(SimpleNamespace(generate_batch=generate_batch), description="r", load_seconds=1.0)
     assert list(subject.generate(np.array([1, 2]), 2)) == [7, 8]
