@@ -6,8 +6,7 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +19,7 @@ from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
-from llmforge.quantization import QuantizedMatrix
+from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
@@ -45,7 +44,7 @@ def run(
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     copy = model.clone()
-    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
+    context = Context(target, _stand_in(model, calibrated))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -81,8 +80,17 @@ def _reason(changes: Changes) -> str:
     return f"{first.node}: {first.reason}"
 
 
-def _ranges(model: ir.Model) -> dict[int, KvRange]:
-    """Stand in for the ranges of every cache of keys and values."""
+def _stand_in(model: ir.Model, calibrated: frozenset[str]) -> Statistics:
+    """Make up the results of a calibration: the passes ask what there is, and read no matrix before it is written."""
+    unread = QuantizedMatrix(
+        Grid(4, SMALLEST_BLOCK, True), np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None
+    )
+    read = {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
+    return Statistics(0, 0, dict.fromkeys(calibrated, unread), _kv_ranges(model), read)
+
+
+def _kv_ranges(model: ir.Model) -> dict[int, KvRange]:
+    """Make up the ranges of every cache of keys and values."""
     shapes: dict[int, dict[str, tuple[int, int]]] = {}
     for value in model.graph.inputs:
         past, dims = interface.PAST.fullmatch(str(value.name)), graph.dims(value)
@@ -93,29 +101,3 @@ def _ranges(model: ir.Model) -> dict[int, KvRange]:
         for layer, parts in shapes.items()
         if len(parts) == 2
     }
-
-
-def _peaks(model: ir.Model) -> dict[str, float]:
-    """Stand in for the ranges of what every linear reads."""
-    return {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
-
-
-@dataclass(frozen=True)
-class _Promised(Mapping[str, QuantizedMatrix]):
-    """Names of matrices that are not there yet."""
-
-    names: frozenset[str]
-
-    def __getitem__(self, name: str) -> QuantizedMatrix:
-        if name not in self.names:
-            raise KeyError(name)
-        raise AssertionError(f"{name} was read before it was calibrated")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
