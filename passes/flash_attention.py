@@ -224,7 +224,7 @@ def _lower(model: ir.Model, attention: ir.Node, operands: _Operands) -> None:
         name=attention.name,
     )
     for old, new in zip(attention.outputs, outputs, strict=True):
-        graph.supersede(old, new)
+        graph.replace_value(old, new)
     model.graph.remove(attention, safe=True)
 
 

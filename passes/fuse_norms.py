@@ -128,11 +128,11 @@ def _fuse(norm: ir.Node, add: ir.Node) -> None:
         outputs=4 if shared else 1,
         name=norm.name,
     )
-    graph.supersede(norm.outputs[0], outputs[0])
+    graph.replace_value(norm.outputs[0], outputs[0])
     if shared:
         _, mean, deviation, total_again = outputs
         mean.name = deviation.name = ""  # absent: only training wants them
-        graph.supersede(total, total_again)
+        graph.replace_value(total, total_again)
     biased = next((term.producer() for term in add.inputs if term is not None and term not in terms), None)
     for node in filter(None, (norm, add, biased)):
         assert node.graph is not None

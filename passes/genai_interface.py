@@ -129,7 +129,7 @@ def _read_attention_mask(model: ir.Model) -> ir.Value:
         model.graph[0], "CacheLengths", [mask], domain="llmforge", outputs=len(replaced), name="cache_lengths"
     )
     for old, new in zip(replaced, made, strict=True):
-        graph.replace(old, new)
+        graph.replace_uses(old, new)
         model.graph.inputs.remove(old)
         new.name = old.name
     return mask
@@ -177,5 +177,5 @@ def _count_rows_from_the_end(model: ir.Model, selection: ir.Node, mask: ir.Value
     assert mask.shape is not None
     assert rows.shape is not None
     places.name, places.type, places.shape = "row_places", rows.type, ir.Shape([mask.shape[0], rows.shape[0]])
-    graph.supersede(selection.outputs[0], _gather_tokens(selection, hidden, places))
+    graph.replace_value(selection.outputs[0], _gather_tokens(selection, hidden, places))
     model.graph.remove(selection, safe=True)

@@ -112,7 +112,7 @@ def _grow(node: ir.Node, mask: ir.Value) -> None:
     assert grown is not None
     grown.attributes.update(node.attributes)
     for old, new in zip(node.outputs, outputs, strict=True):
-        graph.supersede(old, new)
+        graph.replace_value(old, new)
     for values, indices, slots in ((node.inputs, _PAST, _PAST_SLOTS), (grown.outputs, _PRESENT, _PRESENT_SLOTS)):
         for index in indices:
             cache = values[index]

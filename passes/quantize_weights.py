@@ -287,7 +287,7 @@ class _Rewriting:
         [output] = graph.insert(
             layer.matmul, "MatMulNBits", inputs, attributes, domain="com.microsoft", name=layer.matmul.name
         )
-        graph.supersede(layer.output, output)
+        graph.replace_value(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
     def _gather(self, node: ir.Node, parts: initializers.Parts, v: int, k: int, grid: Grid, tied: bool) -> None:
@@ -306,7 +306,7 @@ class _Rewriting:
             rows.name = f"{name}/blocks"
             shape = graph.initializer(self.model, f"{parts.codes.name}.row_shape", np.array([0, 0, k]))  # 0: as it is
             [rows] = graph.insert(node, "Reshape", [rows, shape], name=f"{name}/rows")
-        graph.supersede(node.outputs[0], rows)
+        graph.replace_value(node.outputs[0], rows)
         self.model.graph.remove(node, safe=True)
 
     def _note(self, node: ir.Node, what: str) -> None:

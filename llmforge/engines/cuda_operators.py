@@ -142,7 +142,7 @@ def _behind(
     assert maker.graph is not None
     node = ir.Node("", op_type, [output, *more], ir.convenience.convert_attributes(attributes), name=name)
     maker.graph.insert_after(maker, node)
-    graph.supersede(output, node.outputs[0])
+    graph.replace_value(output, node.outputs[0])
     node.replace_input_with(0, output)
     return node.outputs[0]
 

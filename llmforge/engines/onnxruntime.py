@@ -97,7 +97,7 @@ def fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
             continue
         inputs = [node.inputs[0], weight]
         (fused,) = graph.insert(node, "FusedMatMul", inputs, {"transB": 1}, domain=MICROSOFT, name=node.name)
-        graph.supersede(node.outputs[0], fused)
+        graph.replace_value(node.outputs[0], fused)
         rewritten.append(Rewritten(str(node.name), f"MatMul and Transpose of {weight.name} to FusedMatMul"))
     if rewritten:
         model.opset_imports.setdefault(MICROSOFT, 1)

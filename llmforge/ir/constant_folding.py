@@ -32,7 +32,7 @@ def fold(model: ir.Model) -> list[str]:
         old.name = f"{name}.computed"
         read = _reader(OPERATIONS[node.op_type], tensors, name)
         lazy = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(shape), name=name)
-        g.replace(old, g.initializer(model, name, lazy))
+        g.replace_uses(old, g.initializer(model, name, lazy))
         model.graph.remove(node, safe=True)
         folded.append(str(node.name))
     if folded:

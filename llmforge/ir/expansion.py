@@ -57,7 +57,7 @@ def expand(model: ir.Model) -> ir.Model:
         if node.domain == "llmforge" and node.op_type in rules:
             rules[node.op_type](node)
         elif (node.domain, node.op_type) == ("llmforge", "MoE"):
-            g.supersede(node.outputs[0], moe.expand(clone, node, PREFIX))
+            g.replace_value(node.outputs[0], moe.expand(clone, node, PREFIX))
     g.drop_unused(clone)
     return clone
 
@@ -105,7 +105,7 @@ class _Expansion(Builder):
         y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
         for old, new in zip(node.outputs, (y, present_keys, present_values), strict=True):
-            g.supersede(old, new)
+            g.replace_value(old, new)
 
     def _split(self, node: ir.Node, x: ir.Value, heads: int) -> ir.Value:
         """[B, S, H·D] → [B, H, S, D]."""

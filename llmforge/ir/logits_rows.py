@@ -46,7 +46,7 @@ def give_all(model: ir.Model) -> str:
     rows, selection = find_selection(model)
     name, selected, every = str(selection.name), selection.outputs[0], selection.inputs[0]
     assert every is not None
-    graph.replace(selected, every)
+    graph.replace_uses(selected, every)
     model.graph.remove(selection, safe=True)
     (old,), sequence = graph.dims(rows) or (None,), _input(model, interface.INPUT_IDS).shape
     assert sequence is not None

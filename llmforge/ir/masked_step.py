@@ -32,7 +32,7 @@ class MaskedStep(Builder):
         last = self._add(node, "Sub", [self._count(mask), self._constant("one", 1)])  # [B, 1]
         last = self._add(node, "Squeeze", [last, self._constant("axis_1", [1])])
         for old, new in zip(node.outputs, (last, self._extent(mask)), strict=True):
-            g.supersede(old, self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}))
+            g.replace_value(old, self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}))
 
     def token_order(self, node: ir.Node) -> None:
         """Replace `TokenOrder`: (mask [B, T], ids [B, S]) → int64 [B, S], and its inverse where something reads it."""
@@ -45,14 +45,14 @@ class MaskedStep(Builder):
         for old, turn in zip(node.outputs, ("Add", "Sub"), strict=False):
             if old.uses():
                 moved = self._add(node, turn, [steps, padding])
-                g.supersede(old, self._add(node, "Mod", [moved, size]))
+                g.replace_value(old, self._add(node, "Mod", [moved, size]))
 
     def row_places(self, node: ir.Node) -> None:
         """Replace `RowPlaces`: (rows [R], mask [B, T], ids [B, S]) → int64 [B, R]."""
         rows, mask, ids = _inputs(node)
         # At least 1, for a row of padding alone: its remainder would be a division by 0.
         tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._extent(ids)])  # [B, 1]
-        g.supersede(node.outputs[0], self._add(node, "Mod", [rows, tokens]))
+        g.replace_value(node.outputs[0], self._add(node, "Mod", [rows, tokens]))
 
     def _count(self, mask: ir.Value) -> ir.Value:
         """Sum the ones of each row: [B, T] → [B, 1]."""

@@ -109,7 +109,7 @@ class Recurrence(Builder):
         rows = self._add(node, "Unsqueeze", [rows, self._constant("axis_2", [2])])  # [B, K-1, 1]
         present = self._add(node, "GatherND", [whole, rows], {"batch_dims": 1})
         for old, new in zip(node.outputs, (y, present), strict=True):
-            g.supersede(old, new)
+            g.replace_value(old, new)
 
     def linear_attention(self, node: ir.Node) -> None:
         """Replace one `llmforge::LinearAttention`: H heads of values, D channels of keys and Dv of values."""
@@ -135,7 +135,7 @@ class Recurrence(Builder):
         present, y = scan.outputs
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
         for old, new in zip(node.outputs, (y, present), strict=True):
-            g.supersede(old, new)
+            g.replace_value(old, new)
 
     def call_kernel(self, node: ir.Node) -> None:
         """Replace one `llmforge::LinearAttention` by ONNX Runtime's own, which knows no padding and no fresh rows."""
@@ -158,7 +158,7 @@ class Recurrence(Builder):
         node.name = f"{node.name}.replaced"
         self.model.opset_imports.setdefault("com.microsoft", 1)
         for old, new in zip(node.outputs, outputs, strict=True):
-            g.supersede(old, new)
+            g.replace_value(old, new)
 
     def _without_padding(
         self, node: ir.Node, decay: ir.Value, beta: ir.Value, lengths: ir.Value

@@ -87,7 +87,7 @@ def lower(model: ir.Model, node: ir.Node) -> str:
     operator = "GroupQueryAttentionInt8" if int8 else "GroupQueryAttention"
     outputs = graph.insert(node, operator, inputs, attributes, domain=DOMAIN, outputs=3, name=name)
     for old, new in zip(node.outputs, outputs, strict=True):
-        graph.supersede(old, new)
+        graph.replace_value(old, new)
     normed = ", norms of queries and keys" if query.weight is not None else ""
     return f"{operator}{normed}"
 

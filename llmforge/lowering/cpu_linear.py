@@ -83,13 +83,13 @@ class Rewriting:
             name = str(node.name)
             [total] = graph.insert(node, "Add", [node.inputs[0], node.inputs[1]], name=f"{name}/Add")
             if len(node.outputs) > 3 and node.outputs[3].name:
-                graph.supersede(node.outputs[3], total)
+                graph.replace_value(node.outputs[3], total)
             else:
                 total.name, total.type, total.shape = f"{name}/sum", node.outputs[0].type, node.outputs[0].shape
             epsilon = node.attributes.get_float("epsilon")
             attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon}
             [normed] = graph.insert(node, "RMSNormalization", [total, node.inputs[2]], attributes, name=f"{name}/norm")
-            graph.supersede(node.outputs[0], normed)
+            graph.replace_value(node.outputs[0], normed)
             self.model.graph.remove(node, safe=True)
 
     def linear(self, node: ir.Node) -> str:
@@ -115,7 +115,7 @@ class Rewriting:
         name = str(node.name)
         node.name = f"{name}.replaced"
         [output] = graph.insert(place, "Linear", inputs, attributes, domain=DOMAIN, name=name)
-        graph.supersede(last, output)
+        graph.replace_value(last, output)
         taken = {"RMSNormalization": norm, "gated activation": gate, "residual Add": residual, "bias": bias}
         parts = [what for what, value in taken.items() if value is not None]
         return ", ".join([f"Linear of {grid.bits} bits, [{n}, {k}]", *parts])
@@ -146,7 +146,7 @@ class Rewriting:
         [output] = graph.insert(
             node, "Embedding", [ids, weights], _grid_attributes(n, k, grid), domain=DOMAIN, name=name
         )
-        graph.supersede(rows, output)
+        graph.replace_value(rows, output)
         return f"Embedding of {bits} bits, [{n}, {k}]"
 
     def _weights(

@@ -100,7 +100,7 @@ def stack(layers: Sequence[Linear], name: str) -> None:
     sizes = graph.initializer(owner, f"split_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
     parts = graph.insert(first, "Split", [product, sizes], {"axis": -1}, outputs=len(layers), name=f"{name}/Split")
     for layer, part in zip(layers, parts, strict=True):
-        graph.supersede(layer.output, part)
+        graph.replace_value(layer.output, part)
     for layer in layers:
         owner.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
         for value in (layer.weight, layer.bias):

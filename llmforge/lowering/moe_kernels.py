@@ -238,7 +238,7 @@ class _Writing:
 
     def finish(self, y: ir.Value) -> None:
         """Let `y` stand for the node's result."""
-        g.supersede(self.experts.node.outputs[0], y)
+        g.replace_value(self.experts.node.outputs[0], y)
         self.model.graph.remove(self.experts.node, safe=True)
         self.model.opset_imports[DOMAIN] = 1
 

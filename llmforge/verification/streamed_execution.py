@@ -154,7 +154,7 @@ def _multiply_as_stored(model: ir.Model) -> None:
         del owner.initializers[str(weight.name)]
         turned = graph.initializer(owner, str(weight.name), stored)
         [product] = graph.insert(node, "FusedMatMul", [x, turned], {"transB": 1}, domain=MICROSOFT, name=node.name)
-        graph.supersede(node.outputs[0], product)
+        graph.replace_value(node.outputs[0], product)
         owner.remove(node, safe=True)
         model.opset_imports.setdefault(MICROSOFT, 1)
 

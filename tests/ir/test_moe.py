@@ -43,7 +43,7 @@ def model(form: dict[str, Any], weights: Weights) -> ir.Model:
     values = [graph.initializer(made, name, array) for name, array in weights.items()]
     inputs = [*member.inputs, *values]
     (y,) = graph.insert(member, "MoE", inputs, form, domain="llmforge", name="made")
-    graph.supersede(member.outputs[0], y)
+    graph.replace_value(member.outputs[0], y)
     graph.drop_unused(made)
     return made
 

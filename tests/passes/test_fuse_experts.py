@@ -137,7 +137,7 @@ def test_without_the_second_reader_the_kernel_would_overwrite_its_input() -> Non
     made, feeds = fused(FORM, weights), step(1, 3)
     right = run(made, feeds, optimize=False)
     [keep] = [node for node in made.graph if node.name == "made/keep"]
-    graph.replace(keep.outputs[0], keep.inputs[1])  # type: ignore[arg-type]
+    graph.replace_uses(keep.outputs[0], keep.inputs[1])  # type: ignore[arg-type]
     graph.drop_unused(made)
     assert np.abs(run(made, feeds, optimize=False) - right).max() > 0.1 * np.abs(right).max()
 

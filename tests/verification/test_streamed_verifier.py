@@ -139,7 +139,7 @@ def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) ->
         table = graph.initializer(
             model, "lm_head.weight", np.random.default_rng(3).standard_normal((48, 96), np.float32)
         )
-        graph.replace(head.outputs[0], table)
+        graph.replace_uses(head.outputs[0], table)
         graph.drop_unused(model)
     whole_reads = Reads()
     for name, value in model.graph.initializers.items():
@@ -209,7 +209,7 @@ def test_a_lie_in_every_layer_that_the_first_layer_does_not_show(tmp_path: Path)
                 bias = node.inputs[1]
                 if bias is not None and bias.is_initializer():
                     assert node.inputs[0] is not None
-                    graph.replace(node.outputs[0], node.inputs[0])
+                    graph.replace_uses(node.outputs[0], node.inputs[0])
                     changes.rewritten.append(Rewritten(str(node.name), "dropped"))
             graph.drop_unused(model)
             return changes

@@ -79,7 +79,7 @@ class Attentions(Builder):
         width = node.attributes.get_int("num_heads") * _last_dim(past_value)
         y = self._add(node, "Reshape", [y, self._constant(f"rows_{width}", [0, 0, width])])  # [B, S, H·Dv]
         for old, new in zip(node.outputs, (y, keys, values), strict=True):
-            g.supersede(old, new)
+            g.replace_value(old, new)
         return "Attention to TensorScatter and Attention" if reason is None else f"Attention written out: {reason}"
 
     def _heads(self, node: ir.Node, x: ir.Value, heads: int) -> ir.Value:

@@ -43,7 +43,7 @@ def lower(node: ir.Node) -> str:
         if dims and made:
             turned.shape = ir.Shape([dims[axis] for axis in _TO_FRONT])
             whole.shape = ir.Shape([made[axis] for axis in _TO_FRONT])
-    graph.supersede(node.outputs[0], y)
+    graph.replace_value(node.outputs[0], y)
     return f"{node.op_type} to DistCollective of {ranks} ranks"
 
 

@@ -38,7 +38,7 @@ def obstacle(node: ir.Node) -> str | None:
 
 def lower(model: ir.Model, node: ir.Node) -> str:
     """Replace one `llmforge::MoE`; say what it became."""
-    g.supersede(node.outputs[0], _Dense(model, node, "expand").result())
+    g.replace_value(node.outputs[0], _Dense(model, node, "expand").result())
     return f"MoE to products with all {_dims(node, _UP)[0]} experts"
 
 

@@ -209,9 +209,9 @@ class _Rewriting(Builder):
         total = self._typed("Add", node, [residual, branch])
         attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-5)}
         [y] = g.insert(node, norm, [total, weight, shift], attributes, name=node.name)
-        g.supersede(node.outputs[0], y)
+        g.replace_value(node.outputs[0], y)
         if len(node.outputs) > 3:
-            g.supersede(node.outputs[3], total)
+            g.replace_value(node.outputs[3], total)
         return f"{node.op_type} to Add and {norm}"
 
     def _any(self, node: ir.Node) -> str:
@@ -221,7 +221,7 @@ class _Rewriting(Builder):
         counted = self._add(node, "Cast", [truths], {"to": int(ir.DataType.FLOAT)})
         attributes = {"keepdims": node.attributes.get_int("keepdims", 1)}
         [largest] = g.insert(node, "ReduceMax", [counted, *node.inputs[1:]], attributes, name=node.name)
-        g.supersede(node.outputs[0], self._add(node, "Cast", [largest], {"to": int(ir.DataType.BOOL)}))
+        g.replace_value(node.outputs[0], self._add(node, "Cast", [largest], {"to": int(ir.DataType.BOOL)}))
         return "ReduceMax of bool to one of numbers"
 
     def _typed(self, op_type: str, node: ir.Node, inputs: list[ir.Value]) -> ir.Value:

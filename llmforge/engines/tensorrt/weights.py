@@ -63,7 +63,7 @@ class Weights(Builder):
         if (bias := g.operand(node, _BIAS)) is not None:
             y.type = node.outputs[0].type
             y = self._add(node, "Add", [y, bias])
-        g.supersede(node.outputs[0], y)
+        g.replace_value(node.outputs[0], y)
         return "MatMulNBits to DequantizeLinear of int4 and MatMul"
 
     def gather(self, node: ir.Node) -> str:
@@ -78,7 +78,7 @@ class Weights(Builder):
         ids = node.inputs[1]
         if ids is not None and ids.shape is not None:
             rows.shape = ir.Shape([*ids.shape, _features(node)])
-        g.supersede(old, rows)
+        g.replace_value(old, rows)
         return "GatherBlockQuantized to DequantizeLinear of int4 and Gather"
 
     def _dequantized(self, node: ir.Node, index: int, scales: ir.Value | None) -> ir.Value:
