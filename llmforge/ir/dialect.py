@@ -97,8 +97,8 @@ def _check_names(graph: ir.Graph) -> None:
         _require(values.setdefault(value.name, value) is value, f"value {value.name!r}", "two values have this name")
     nodes: set[str] = set()
     for node in graph:
-        _require(bool(node.name), f"a node {node.op_type}", "has no name")
-        assert node.name is not None
+        if not node.name:
+            raise VerificationError(f"a node {node.op_type}: has no name")
         _require(node.name not in nodes, f"node {node.name!r}", "two nodes have this name")
         nodes.add(node.name)
 

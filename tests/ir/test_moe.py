@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import VerificationError
 from llmforge.ir import dialect, graph, moe
+from llmforge.ir.operators.canonical import MOE_ACTIVATIONS
 
 from ..ir.test_dialect import decoder, node
 
@@ -64,8 +65,8 @@ def step(batch: int, sequence: int, *, scale: float = 1.0) -> dict[str, NDArray[
 
 
 FORMS = [
-    *({**FORM, "activation": activation} for activation in moe.ACTIVATIONS),
-    *({**FORM, "activation": activation, "gated": 0} for activation in moe.ACTIVATIONS),
+    *({**FORM, "activation": activation} for activation in MOE_ACTIVATIONS),
+    *({**FORM, "activation": activation, "gated": 0} for activation in MOE_ACTIVATIONS),
     {**FORM, "alpha": 1.702},
     {**FORM, "interleaved": 1, "alpha": 1.702, "beta": 1.0, "limit": 2.0},
     {**FORM, "activation": "gelu", "limit": 1.5},

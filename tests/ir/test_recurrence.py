@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import VerificationError
 from llmforge.ir import dialect, graph
+from llmforge.ir.operators.canonical import LinearAttention
 from llmforge.ir.recurrence import Recurrence
 
 BATCH, CHANNELS, TAPS = 4, 6, 4
@@ -75,7 +76,7 @@ def linear(few: int = FEW) -> ir.Model:
 def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, kernel: bool = False) -> list[NDArray[Any]]:
     expanded = model.clone()
     if kernel:
-        Recurrence(expanded).call_kernel(expanded.graph[0])
+        Recurrence(expanded).call_kernel(LinearAttention(expanded.graph[0]))
     expanded = dialect.expand(expanded)
     assert {node.domain for node in expanded.graph} == ({"", "com.microsoft"} if kernel else {""})
     session = ort.InferenceSession(ir.to_proto(expanded).SerializeToString(), providers=["CPUExecutionProvider"])

@@ -21,6 +21,7 @@ from llmforge.ir.operators.record import (
     OptionalInput,
     Output,
     Precision,
+    Stage,
     integer,
     optional_real,
     real,
@@ -171,6 +172,24 @@ class QMoE(_Experts):
     accuracy_level = integer(0)
     indivisible = "quantized experts are not divided"
     prepacked = True
+
+
+class LinearAttention(Operator, domain=MICROSOFT):
+    """Attention with a state of fixed size, which knows no padding and no rows that begin."""
+
+    query = Input(FLOATS, 3)
+    key = Input(FLOATS, 3)
+    value = Input(FLOATS, 3)
+    past_state = Input(FLOATS, 4)
+    decay = Input(FLOATS, 3)
+    beta = Input(FLOATS, 3)
+    q_num_heads = integer()
+    kv_num_heads = integer()
+    scale = real()
+    update_rule = text()
+    y = Output()
+    present_state = Output(like="past_state")
+    stage = Stage.LOWERED
 
 
 class SkipSimplifiedLayerNormalization(Operator, domain=MICROSOFT):
