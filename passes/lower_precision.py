@@ -45,7 +45,6 @@ from llmforge.targets import Target
 
 FLOAT = ir.DataType.FLOAT
 _DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-_FP32_ONLY = "llmforge.cpu"  # the domain of operators that compute in fp32 alone
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class LowerPrecision(Pass):
             changes.skipped.append(Skipped(str(model.graph.name), f"it computes in {self.dtype} already"))
             return changes
         for node in model.graph:
-            if node.domain == _FP32_ONLY:
+            if operators.view(node).precision is Precision.NO_HALF:
                 raise UnsupportedError(
                     f"{self.name}: {node.op_type} {node.name} computes in fp32 alone",
                     hint=f"leave {self.name} or cpu-kernels out of the recipe",
@@ -158,8 +157,7 @@ class _Rewriting:
         readers = [(node, index) for node, index in value.uses() if self._wanted(node, index) == self.dtype]
         if not readers:
             return
-        tensor, name = value.const_value, str(value.name)
-        assert tensor is not None
+        tensor, name = graph.tensor(value), str(value.name)
         if len(readers) == len(value.uses()):
             value.const_value = derived.cast(tensor, self.dtype, name)
             value.type = ir.TensorType(self.dtype)
@@ -194,11 +192,6 @@ class _Rewriting:
 
     def _widen_output(self, index: int, value: ir.Value) -> None:
         """Give the graph output `value` as fp32 under its name."""
-        maker, name = value.producer(), str(value.name)
-        assert maker is not None
-        cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(FLOAT))], name=f"{name}/fp32")
-        wide = cast.outputs[0]
-        wide.type, wide.shape = ir.TensorType(FLOAT), value.shape
-        self.model.graph.insert_after(maker, cast)
-        self.model.graph.outputs[index] = wide
-        value.name, wide.name = f"{name}.{self.suffix}", name
+        cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(FLOAT))], name=f"{value.name}/fp32")
+        cast.outputs[0].type = ir.TensorType(FLOAT)
+        graph.insert_behind(value, [cast], self.suffix)
