@@ -142,9 +142,11 @@ class _Rewriting:
                 self._store(value)
         for node in list(self.model.graph):
             self._rewrite(node)
-        for index, value in enumerate(self.model.graph.outputs):
-            if value.name == interface.LOGITS and value.dtype != FLOAT:
-                self._widen_output(index, value)
+        logits = graph.output_named(self.model, interface.LOGITS)
+        if logits.dtype != FLOAT:
+            cast = ir.Node("", "Cast", [logits], [ir.AttrInt64("to", int(FLOAT))], name=f"{logits.name}/fp32")
+            cast.outputs[0].type = ir.TensorType(FLOAT)
+            graph.insert_behind(logits, [cast], self.suffix)
 
     def _wanted(self, node: ir.Node, index: int) -> ir.DataType:
         """Return the dtype that `node` wants of its floating-point input `index`."""
@@ -189,9 +191,3 @@ class _Rewriting:
             cast.name, cast.type, cast.shape = f"{value.name}.{suffix}", ir.TensorType(dtype), value.shape
             self.casts[value, dtype] = cast
         return self.casts[value, dtype]
-
-    def _widen_output(self, index: int, value: ir.Value) -> None:
-        """Give the graph output `value` as fp32 under its name."""
-        cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(FLOAT))], name=f"{value.name}/fp32")
-        cast.outputs[0].type = ir.TensorType(FLOAT)
-        graph.insert_behind(value, [cast], self.suffix)
