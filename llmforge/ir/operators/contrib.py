@@ -44,8 +44,8 @@ class GroupQueryAttention(Operator, domain=MICROSOFT):
     past_value = Input(CACHE, 4)
     seqlens_k = Input(I32, 1)
     total_sequence_length = Input(I32, 0, 1)
-    cos_cache = OptionalInput(FLOATS, 2, table=True)
-    sin_cache = OptionalInput(FLOATS, 2, table=True)
+    cos_cache = OptionalInput(FLOATS, 2, rotary=True)
+    sin_cache = OptionalInput(FLOATS, 2, rotary=True)
     position_ids = OptionalInput(I64, 2)
     attention_bias = OptionalInput(FLOATS, 4)
     head_sink = OptionalInput(FLOATS, 1, heads=0)
@@ -61,7 +61,7 @@ class GroupQueryAttention(Operator, domain=MICROSOFT):
     sliding_window_cache = integer(0)
     do_rotary = integer(0)
     rotary_interleaved = integer(0)
-    smooth_softmax = integer(0)
+    smooth_softmax = integer(-1)
     causal = integer(1)
     qk_norm_epsilon = real(1e-6)
     k_quant_type = text("NONE")
@@ -170,6 +170,7 @@ class QMoE(_Experts):
     expert_weight_bits = integer()
     block_size = integer()
     accuracy_level = integer(0)
+    weights_prepacked = integer(-1)
     indivisible = "quantized experts are not divided"
     prepacked = True
 
