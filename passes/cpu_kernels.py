@@ -62,18 +62,18 @@ class CpuKernels(Pass):
             )
         native.require()
         changes = Changes()
-        layers = {each.node: cpu_linear.obstacle(each.node) for each in contrib.MatMulNBits.all(model)}
-        rewriting = cpu_linear.Rewriting(model, frozenset(node for node, reason in layers.items() if reason is None))
+        layers = {layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)}
+        ready = frozenset(layer.node for layer, reason in layers.items() if reason is None)
+        rewriting = cpu_linear.Rewriting(model, ready)
         if rewriting.ready:
             rewriting.separate_norms()
         for attention in contrib.GroupQueryAttention.all(model):
-            reason = cpu_attention.obstacle(attention.node)
-            what = reason or cpu_attention.lower(model, attention.node)
-            _record(changes, attention.node, what, skipped=reason is not None)
-        for node, reason in layers.items():
-            _record(changes, node, reason or rewriting.linear(node), skipped=reason is not None)
+            reason = cpu_attention.reason_against(attention)
+            _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
+        for layer, reason in layers.items():
+            _record(changes, layer.node, reason or rewriting.linear(layer), skipped=reason is not None)
         for table in contrib.GatherBlockQuantized.all(model):
-            done = rewriting.embedding(table.node)
+            done = rewriting.embedding(table)
             what = done or "its table has blocks that the kernel cannot read"
             _record(changes, table.node, what, skipped=done is None)
         if changes:

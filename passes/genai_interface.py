@@ -65,7 +65,7 @@ class GenaiInterface(Pass):
         if canonical.CacheLengths.all(model):
             return Changes(skipped=[Skipped(interface.ATTENTION_MASK, "the graph has this interface already")])
         self._check(model)
-        selection = Gather(logits_rows.find_selection(model)[1])
+        _, selection = logits_rows.find_selection(model)
         changes = Changes()
         mask = _read_attention_mask(model)
         what = f"{interface.SEQLENS_K} and {interface.TOTAL_SEQUENCE_LENGTH} follow from {interface.ATTENTION_MASK}"

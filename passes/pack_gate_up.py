@@ -45,7 +45,7 @@ class PackGateUp(Pass):
                 changes.skipped.append(Skipped(product.name, f"{missing.name} does not come from a linear layer"))
                 continue
             name = linear.common_name([gate, up], "gate_up_proj")
-            reason = linear.obstacle([gate, up], name)
+            reason = linear.reason_against([gate, up], name)
             if reason is not None:
                 changes.skipped.append(Skipped(product.name, reason))
                 continue

@@ -48,7 +48,7 @@ class PackQkv(Pass):
                 changes.skipped.append(Skipped(str(attention.name), layers))
                 continue
             name = linear.common_name(layers, "qkv_proj")
-            reason = linear.obstacle(layers, name)
+            reason = linear.reason_against(layers, name)
             if reason is not None:
                 changes.skipped.append(Skipped(str(attention.name), reason))
                 continue

@@ -18,7 +18,6 @@ from llmforge.ir import graph as g
 from llmforge.ir import interface
 from llmforge.ir.builder import Builder
 from llmforge.ir.operators import canonical, contrib
-from llmforge.ir.operators.record import MICROSOFT, OPSETS
 
 _Floats = NDArray[np.float32]
 _Lengths = NDArray[np.int32]
@@ -153,7 +152,6 @@ class Recurrence(Builder):
             name=layer.name,
         )
         layer.node.name = f"{layer.name}.replaced"
-        self.model.opset_imports.setdefault(MICROSOFT, OPSETS[MICROSOFT])
         g.replace_outputs(layer.node, own.node.outputs)
 
     def _without_padding(self, layer: canonical.LinearAttention) -> tuple[ir.Value, ir.Value]:

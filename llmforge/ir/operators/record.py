@@ -311,6 +311,11 @@ class Operator:
         return None if value is None else cls.of(value.producer())
 
     @classmethod
+    def only_reader(cls, value: ir.Value) -> Self | None:
+        """View the node that alone reads `value`; None where it is of another operator, or others read it, too."""
+        return cls.of(graph.only_reader(value))
+
+    @classmethod
     def all(cls, model: ir.Model) -> list[Self]:
         """View every node of this operator in the main graph of `model`, in its order; the graph may then change."""
         return [cls(node) for node in model.graph if cls.matches(node)]
@@ -352,6 +357,11 @@ class Operator:
     def output(self) -> ir.Value:
         """The first output."""
         return self.node.outputs[0]
+
+    @property
+    def first_input(self) -> ir.Value:
+        """The first input: of operators of any kind, what they work on."""
+        return self.required(self.inputs[0])
 
     def operand(self, field: Operand) -> ir.Value | None:
         """Return the value of an input; None where it is left out."""
