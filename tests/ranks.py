@@ -9,8 +9,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import interface
-from llmforge.parallel.collectives import ALL_GATHER, ALL_REDUCE
-from llmforge.parallel.split import Split
+from llmforge.ir.operators import is_a
+from llmforge.ir.operators.canonical import AllGather, AllReduce
+from llmforge.parallel.split import RankGraphs
 from llmforge.verification import probe
 from llmforge.verification.subgraph import Arrays, Index, Part, behind, cut_out
 
@@ -18,8 +19,8 @@ from llmforge.verification.subgraph import Arrays, Index, Part, behind, cut_out
 class Ranks:
     """The graphs of a split, cut into segments that end where ranks meet."""
 
-    def __init__(self, made: Split) -> None:
-        self.meetings = [node for node in made.ranks[0].graph if node.op_type in (ALL_REDUCE, ALL_GATHER)]
+    def __init__(self, made: RankGraphs) -> None:
+        self.meetings = [node for node in made.ranks[0].graph if is_a(node, AllReduce, AllGather)]
         names = [str(node.outputs[0].name) for node in self.meetings]
         self.segments = list(zip(*(_segments(model, names) for model in made.ranks), strict=True))
 
@@ -36,7 +37,7 @@ class Ranks:
                 node = self.meetings[number]
                 read, made = _read(node), str(node.outputs[0].name)
                 held = [values[read] for values in live]
-                if node.op_type == ALL_REDUCE:
+                if AllReduce.matches(node):
                     total = np.sum(held, axis=0, dtype=held[0].dtype)
                 else:
                     total = np.concatenate(held, axis=node.attributes.get_int("axis"))
@@ -68,7 +69,7 @@ def _read(node: ir.Node) -> str:
     return str(node.inputs[0].name)
 
 
-def logits(made: Split, runs: tuple[probe.Run, ...]) -> list[list[NDArray[Any]]]:
+def logits(made: RankGraphs, runs: tuple[probe.Run, ...]) -> list[list[NDArray[Any]]]:
     """Drive all ranks through `runs`: by step, the logits of real tokens of each rank."""
     ranks = Ranks(made)
     outcomes = []
