@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from llmforge.ir import interface
 from llmforge.ir.operators import is_a
 from llmforge.ir.operators.canonical import AllGather, AllReduce
+from llmforge.ir.subgraph import Index, behind, extract
 from llmforge.parallel.split import RankGraphs
 from llmforge.verification import probe
-from llmforge.verification.subgraph import Arrays, Index, Part, behind, cut_out
+from llmforge.verification.subgraph_session import Arrays, SubgraphSession
 
 
 class Ranks:
@@ -27,7 +28,7 @@ class Ranks:
     def allocate(self, batch: int, capacity: int) -> list[list[Arrays]]:
         return [[part.allocate(batch, capacity) for part in parts] for parts in self.segments]
 
-    def step(self, step: probe.Step, caches: list[list[Arrays]]) -> list[NDArray[Any]]:
+    def step(self, step: probe.ProbeStep, caches: list[list[Arrays]]) -> list[NDArray[Any]]:
         """Run one step on all ranks and return the logits of each."""
         live: list[Arrays] = [{} for _ in self.segments[0]]
         for number, parts in enumerate(self.segments):
@@ -46,7 +47,7 @@ class Ranks:
         return [values[interface.LOGITS] for values in live]
 
 
-def _segments(model: ir.Model, meetings: list[str]) -> list[Part]:
+def _segments(model: ir.Model, meetings: list[str]) -> list[SubgraphSession]:
     """Cut the graph of one rank in front of each of `meetings` and behind the last; caches go with their attention."""
     index, weights = Index.of(model), probe.Weights()
     makers = {str(value.name): value for node in model.graph for value in node.outputs}
@@ -55,12 +56,13 @@ def _segments(model: ir.Model, meetings: list[str]) -> list[Part]:
     for number, meeting in enumerate(meetings):
         maker, stops = makers[meeting].producer(), set(meetings[:number])
         assert maker is not None
-        nodes, _ = behind(maker.inputs, stops)  # type: ignore[arg-type]
+        read = [value for value in maker.inputs if value is not None]
+        nodes, _ = behind(read, lambda value: value.name in stops)  # noqa: B023
         here = [name for name in left if makers[name].producer() in nodes]
         left = [name for name in left if name not in here]
-        parts.append(Part(cut_out(index, [_read(maker), *here], stops), weights, 1))
+        parts.append(SubgraphSession(extract(index, [_read(maker), *here], stops), weights, 1))
     if left:
-        parts.append(Part(cut_out(index, left, set(meetings)), weights, 1))
+        parts.append(SubgraphSession(extract(index, left, set(meetings)), weights, 1))
     return parts
 
 

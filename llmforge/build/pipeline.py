@@ -221,7 +221,7 @@ class _Job:
             texts=self._budget_texts() if lossy else [],
             threads=self.threads,
         )
-        if verifier.in_parts:
+        if verifier.streams:
             self.notes.append(
                 f"passes: {graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights were never run whole: exact and "
                 "rounding passes are proven on the places that they changed, places that are changed alike once; the "
