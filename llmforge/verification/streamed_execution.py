@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.engines.onnxruntime import MICROSOFT
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Stored, by_output, is_stored
+from llmforge.ir.operators.record import MICROSOFT
 from llmforge.verification import probe
 from llmforge.verification.subgraph import Arrays, Index, Part, behind, cut_out, is_fixed
 
