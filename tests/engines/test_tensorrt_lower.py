@@ -311,9 +311,9 @@ def _experts(count: int, top_k: int) -> canonical.MoE:
 
 
 def test_experts_are_all_computed_up_to_a_measure() -> None:
-    assert experts.reason(_experts(8, 2)) is None
+    assert experts.reason_against(_experts(8, 2)) is None
     assert "2 of 16 experts; the lowering computes all of them, and reads 8 times" in str(
-        experts.reason(_experts(16, 2))
+        experts.reason_against(_experts(16, 2))
     )
 
 

@@ -82,14 +82,14 @@ def _reason(view: Operator) -> tuple[str | None, str]:
             reason = "IAttention has kernels for fp16 and bf16, and this one is fp32" if fp32 else None
             return reason, "put `lower-precision` into the recipe"
         case canonical.MoE():
-            return experts.reason(view), _OTHER_ENGINE
+            return experts.reason_against(view), _OTHER_ENGINE
         case canonical.AllReduce() | canonical.AllGather():
-            return collectives.reason(view), "split the graph along its last axis"
+            return collectives.reason_against(view), "split the graph along its last axis"
         case canonical.CausalConv() | canonical.LinearAttention():
             return "layers with a recurrent state are not lowered", _OTHER_ENGINE
         case contrib.MatMulNBits() | contrib.GatherBlockQuantized():
             hint = "set `bits: 4`, `symmetric: true` and `embedding_bits: 4` or 16 in quantize-weights"
-            return weights.reason(view), hint
+            return weights.reason_against(view), hint
         case contrib.SkipSimplifiedLayerNormalization() | contrib.SkipLayerNormalization():
             return None, ""
         case contrib.GroupQueryAttention():
