@@ -77,7 +77,6 @@ class CpuKernels(Pass):
             what = done or "its table has blocks that the kernel cannot read"
             _record(changes, table.node, what, skipped=done is None)
         if changes:
-            model.opset_imports[native.DOMAIN] = native.VERSION
             graph.drop_unused(model)
         return changes
 

@@ -101,11 +101,9 @@ def _attention_mask(model: ir.Model) -> ir.Value:
 def _grow(model: ir.Model, attention: Attention, mask: ir.Value) -> None:
     """Turn Attention into GrowingAttention, and let the shapes of its caches say so."""
     node = attention.node
-    shared = {field.name for field in Attention.inputs} & {field.name for field in GrowingAttention.inputs}
-    inputs = {field.name: attention.operand(field) for field in Attention.inputs if field.name in shared}
-    grown = GrowingAttention.insert(
-        node, {**inputs, "attention_mask": mask}, outputs=len(node.outputs), name=attention.name
-    )
+    inputs = {field.name: attention.operand(field) for field in Attention.inputs} | {"attention_mask": mask}
+    del inputs[Attention.past_lengths.name]
+    grown = GrowingAttention.insert(node, inputs, outputs=len(node.outputs), name=attention.name)
     grown.node.attributes.update(node.attributes)
     graph.replace_outputs(node, grown.node.outputs)
     for cache, slots in (

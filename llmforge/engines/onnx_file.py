@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Progress
+from llmforge.ir import graph
 from llmforge.runtime.backends.config import DATA_FILE, MODEL_FILE
 
 # Tensors below this size stay in model.onnx: scales, row defaults, shapes, which shape inference must see as constants.
@@ -37,21 +38,15 @@ def write(model: ir.Model, folder: Path, progress: Progress) -> None:
     _strip(written)
     initializers = written.graph.initializers
     large = [name for name in sorted(initializers) if _size_bytes(initializers[name]) >= INLINE_BELOW_BYTES]
-    for name in sorted(set(initializers) - set(large)):
-        tensor = initializers[name].const_value
-        if isinstance(tensor, ir.ExternalTensor):  # of the checkpoint: a path of this machine otherwise
-            initializers[name].const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=name)
     total = sum(_size_bytes(initializers[name]) for name in large)
-    for name in initializers.keys() - set(large):  # inlined: also what the checkpoint's own file holds in fp32
-        tensor = initializers[name].const_value
-        assert tensor is not None
+    for name in initializers.keys() - set(large):  # inlined: also what is in a file, which has a path of this machine
+        tensor = graph.tensor(initializers[name])
         initializers[name].const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
     done = 0
     with (folder / DATA_FILE).open("wb") as file:
         for name in large:
             value = initializers[name]
-            tensor = value.const_value
-            assert tensor is not None
+            tensor = graph.tensor(value)
             page = tensor.nbytes >= PAGE_ALIGNED_FROM_BYTES
             offset = _align(file.tell(), PAGE_BYTES if page else ALIGNMENT_BYTES)
             file.write(bytes(offset - file.tell()))

@@ -19,8 +19,11 @@ from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, onnx_file
-from llmforge.ir import constant_folding, dialect, graph
+from llmforge.ir import constant_folding, dialect, graph, operators
 from llmforge.ir.operators import canonical
+from llmforge.ir.operators.contrib import FusedMatMul
+from llmforge.ir.operators.record import CANONICAL
+from llmforge.ir.operators.standard import Constant, MatMul, Transpose
 from llmforge.ir.recurrence import Recurrence
 from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
@@ -28,9 +31,6 @@ from llmforge.runtime.backends.config import DATA_FILE, FILE, FORMAT, MODEL_FILE
 from llmforge.runtime.backends.session import PROVIDER, Session
 from llmforge.runtime.serving import chat
 from llmforge.targets import Target
-
-MICROSOFT = "com.microsoft"
-LLMFORGE = "llmforge"
 
 TOKENIZER_FILES = ("tokenizer.json", *chat.SPECIAL_TOKEN_FILES)
 
@@ -65,7 +65,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tu
 
 def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
     """Clone `model` in operators that ONNX Runtime has kernels for on any of its providers, and list what changed."""
-    own = [node for node in model.graph.all_nodes() if node.domain == LLMFORGE]
+    own = [node for node in model.graph.all_nodes() if node.domain == CANONICAL]
     rewritten = [Rewritten(str(node.name), _becomes(node)) for node in own]
     lowered = model.clone()
     recurrence = Recurrence(lowered)
@@ -87,31 +87,17 @@ def _becomes(node: ir.Node) -> str:
 def fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
     """Make `MatMul(x, Transpose(W))` of an initializer W one FusedMatMul, in place; list where."""
     rewritten = []
-    for node in list(model.graph):
-        weight = _transposed_weight(node)
-        if weight is None:
+    for product in MatMul.all(model):
+        transpose = Transpose.made(product.w)
+        if transpose is None or not transpose.x.is_initializer() or len(graph.dims(transpose.x) or ()) != 2:
             continue
-        inputs = [node.inputs[0], weight]
-        (fused,) = graph.insert(node, "FusedMatMul", inputs, {"transB": 1}, domain=MICROSOFT, name=node.name)
-        graph.replace_value(node.outputs[0], fused)
-        rewritten.append(Rewritten(str(node.name), f"MatMul and Transpose of {weight.name} to FusedMatMul"))
+        inputs = {"a": product.x, "b": transpose.x}
+        fused = FusedMatMul.insert(product.node, inputs, {"transB": 1}, name=product.name)
+        graph.replace_value(product.output, fused.output)
+        rewritten.append(Rewritten(product.name, f"MatMul and Transpose of {transpose.x.name} to FusedMatMul"))
     if rewritten:
-        model.opset_imports.setdefault(MICROSOFT, 1)
         graph.drop_unused(model)
     return rewritten
-
-
-def _transposed_weight(node: ir.Node) -> ir.Value | None:
-    """Return W where `node` is MatMul(x, Transpose(W)) of a two-dimensional initializer W."""
-    if (node.domain, node.op_type) != ("", "MatMul") or node.inputs[1] is None:
-        return None
-    transpose = node.inputs[1].producer()
-    if transpose is None or (transpose.domain, transpose.op_type) != ("", "Transpose"):
-        return None
-    weight = transpose.inputs[0]
-    if weight is None or not weight.is_initializer() or weight.shape is None or len(weight.shape) != 2:
-        return None
-    return weight
 
 
 def check_operators(model: ir.Model) -> None:
@@ -129,14 +115,14 @@ def check_operators(model: ir.Model) -> None:
         definitions.setdefault((schema.domain, schema.name), []).append(schema.since_version)
     missing: dict[str, str] = {}
     for node in model.graph.all_nodes():
-        operator, opset = (node.domain, node.op_type), model.opset_imports.get(node.domain, 1)
+        operator, opset = operators.identity(node), model.opset_imports.get(node.domain, 1)
         if node.domain == native.DOMAIN and native.library() is not None:
             continue
         # The definition that the model's opset selects; 0 where there is none.
         version = max((since for since in definitions.get(operator, ()) if since <= opset), default=0)
         runs = any(_covers(versions, version) for versions in kernels.get(operator, ()))
         if not runs and not _decomposes(node, opset) and node.op_identifier() not in model.functions:
-            missing.setdefault(f"{node.domain or 'ai.onnx'}::{node.op_type} (opset {opset})", str(node.name))
+            missing.setdefault(f"{operators.qualified(node)} (opset {opset})", str(node.name))
     if missing:
         listed = ", ".join(f"{operator}, node {node}" for operator, node in missing.items())
         raise UnsupportedError(
@@ -155,7 +141,7 @@ def _decomposes(node: ir.Node, opset: int) -> bool:
     """Say whether ONNX Runtime does without a kernel for this operator of ONNX."""
     if node.domain:
         return False
-    if node.op_type == "Constant":  # becomes an initializer when the graph is loaded
+    if Constant.matches(node):  # becomes an initializer when the graph is loaded
         return True
     known = onnx.defs.has(node.op_type, max_inclusive_version=opset)
     return known and bool(onnx.defs.get_schema(node.op_type, max_inclusive_version=opset).has_function)
@@ -223,24 +209,15 @@ def session_options(threads: int | None) -> SessionOptions:
 
 def check_context(model: ir.Model, max_context: int) -> None:
     """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them."""
-    places = {
-        (MICROSOFT, "GroupQueryAttention"): 7,
-        (native.DOMAIN, "GroupQueryAttention"): 4,
-        (native.DOMAIN, "GroupQueryAttentionInt8"): 4,
-        ("", "RotaryEmbedding"): 1,
-    }  # index of the cosines
-    for node in model.graph.all_nodes():
-        index = places.get((node.domain, node.op_type))
-        table = node.inputs[index] if index is not None and index < len(node.inputs) else None
-        if table is None or not table.is_initializer() or table.shape is None:
-            continue
-        positions = table.shape[0]
-        if isinstance(positions, int) and positions < max_context:
-            raise UnsupportedError(
-                f"engine.max_context is {max_context}; the rotary table {table.name} of node {node.name} has "
-                f"{positions} positions",
-                hint=f"set engine.max_context to at most {positions}",
-            )
+    for view in map(operators.view, model.graph.all_nodes()):
+        for table in filter(None, [view.operand(field) for field in view.inputs if field.rotary]):
+            positions = (graph.dims(table) or (None,))[0]
+            if table.is_initializer() and isinstance(positions, int) and positions < max_context:
+                raise UnsupportedError(
+                    f"engine.max_context is {max_context}; the rotary table {table.name} of node {view.name} has "
+                    f"{positions} positions",
+                    hint=f"set engine.max_context to at most {positions}",
+                )
 
 
 def _prove(session: Session, max_context: int) -> None:

@@ -10,10 +10,7 @@ from llmforge.runtime.backends.signature import CacheInput
 
 def vocabulary(model: ir.Model) -> int:
     """Read the number of logits off the output [batch, rows, vocabulary]."""
-    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
-    size = (graph.dims(logits) or (None,))[-1]
-    assert isinstance(size, int), f"logits have {size} columns"
-    return size
+    return graph.width(graph.output_named(model, interface.LOGITS))
 
 
 def caches(model: ir.Model) -> tuple[CacheInput, ...]:
@@ -23,9 +20,6 @@ def caches(model: ir.Model) -> tuple[CacheInput, ...]:
         name = str(value.name)
         if interface.present_of(name) == name or interface.is_state(name):
             continue
-        _, heads, _, channels = graph.dims(value) or (None,) * 4
-        assert value.dtype is not None
-        assert isinstance(heads, int)
-        assert isinstance(channels, int)
-        found.append(CacheInput(name, value.dtype.numpy().name, heads, channels))
+        _, heads, _, channels = graph.static(value)
+        found.append(CacheInput(name, graph.dtype(value).numpy().name, heads, channels))
     return tuple(found)

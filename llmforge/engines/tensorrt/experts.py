@@ -25,9 +25,8 @@ from llmforge.ir.operators import canonical
 MOST_READ = 4  # a Mixtral has 8 experts, of which a token chooses 2
 
 
-def obstacle(node: ir.Node) -> str | None:
-    """Say why the experts of an `llmforge::MoE` are not computed all; None where they are."""
-    layer = canonical.MoE(node)
+def reason_against(layer: canonical.MoE) -> str | None:
+    """Say why the experts of `layer` are not computed all; None where they are."""
     experts, top_k = g.static(layer.up)[0], g.width(layer.expert_ids)
     if experts > MOST_READ * top_k:
         return (
@@ -37,9 +36,8 @@ def obstacle(node: ir.Node) -> str | None:
     return None
 
 
-def lower(model: ir.Model, node: ir.Node) -> str:
+def lower(model: ir.Model, layer: canonical.MoE) -> str:
     """Replace one `llmforge::MoE`; say what it became."""
-    layer = canonical.MoE(node)
     g.replace_value(layer.output, _Dense(model, layer, "expand").result())
     return f"MoE to products with all {g.static(layer.up)[0]} experts"
 

@@ -16,6 +16,7 @@ from llmforge.ir.operators.record import Operand, Operator, identity, qualified
 
 __all__ = [
     "TABLE",
+    "Operator",
     "canonical",
     "contrib",
     "cpu",

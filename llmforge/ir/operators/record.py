@@ -150,6 +150,8 @@ class OptionalInput(Operand):
                 return
             view.node.resize_inputs(self.index + 1)
         view.node.replace_input_with(self.index, value)
+        while view.node.inputs and view.node.inputs[-1] is None:
+            view.node.resize_inputs(len(view.node.inputs) - 1)
 
 
 class Output:
