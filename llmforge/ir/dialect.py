@@ -19,9 +19,8 @@ from llmforge.ir import interface, operators
 from llmforge.ir.expansion import expand
 from llmforge.ir.operators.contrib import CACHE
 from llmforge.ir.operators.record import FLOATS, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
-from llmforge.ir.recurrence import causal_conv, linear_attention
 
-__all__ = ["attention", "caches", "causal_conv", "check", "expand", "linear_attention"]
+__all__ = ["attention", "caches", "check", "expand"]
 
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {

@@ -1,8 +1,7 @@
-"""`llmforge::MoE`: its arithmetic in numpy, and the same as standard ONNX."""
+"""`llmforge::MoE` as standard ONNX."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,57 +11,6 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
 from llmforge.ir.operators import canonical
-
-
-def moe(
-    x: NDArray[np.float32],
-    expert_ids: NDArray[np.int64],
-    expert_weights: NDArray[np.float32],
-    up: NDArray[np.float32],
-    down: NDArray[np.float32],
-    up_bias: NDArray[np.float32] | None = None,
-    down_bias: NDArray[np.float32] | None = None,
-    *,
-    activation: str,
-    gated: int,
-    interleaved: int,
-    alpha: float,
-    beta: float,
-    limit: float,
-) -> NDArray[np.float32]:
-    """Compute `llmforge::MoE` token by token in fp64, as docs/dialect.md defines it; the reference of tests.
-
-    x [..., H], expert_ids and expert_weights [..., top_k], up [E, H, 2·I] (I where not gated), down [E, I, H],
-    up_bias [E, 2·I or I], down_bias [E, H] → y [..., H].
-    """
-    y = np.zeros(x.shape, np.float64)
-    for token in np.ndindex(x.shape[:-1]):
-        for expert, weight in zip(expert_ids[token], expert_weights[token], strict=True):
-            h = x[token].astype(np.float64) @ up[expert]
-            h = h if up_bias is None else h + up_bias[expert]
-            if gated:
-                gate, linear = (h[0::2], h[1::2]) if interleaved else np.split(h, 2)
-                if limit:
-                    gate, linear = np.minimum(gate, limit), np.clip(linear, -limit, limit)
-                h = _activate(gate, activation, alpha) * (linear + beta)
-            else:
-                h = _activate(h, activation, alpha)
-            out = h @ down[expert]
-            y[token] += weight * (out if down_bias is None else out + down_bias[expert])
-    return y.astype(np.float32)
-
-
-def _activate(x: NDArray[np.float64], activation: str, alpha: float) -> NDArray[np.float64]:
-    positive: NDArray[np.float64] = np.maximum(x, 0)
-    cubic = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)  # ONNX Gelu-20's approximation
-    known: Mapping[str, NDArray[np.float64]] = {
-        "silu": x * (1 + np.tanh(alpha * x / 2)) / 2,  # x·sigmoid(alpha·x), without overflow
-        "gelu": np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x]),
-        "gelu_tanh": 0.5 * x * (1 + np.tanh(cubic)),
-        "relu": positive,
-        "relu2": positive * positive,
-    }
-    return known[activation]
 
 
 def expand(model: ir.Model, experts: canonical.MoE, prefix: str) -> ir.Value:
