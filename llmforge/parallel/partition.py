@@ -81,8 +81,8 @@ def spread(size: int, degree: int, axis: int) -> Partition:
 def take(array: NDArray[Any], axis: int, ranges: Ranges) -> NDArray[Any]:
     """Take `ranges` of one axis out of `array`, side by side; one range alone is not copied."""
     places = (slice(None),) * axis
-    parts = [array[(*places, slice(start, stop))] for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+    taken = [array[(*places, slice(start, stop))] for start, stop in ranges]
+    return taken[0] if len(taken) == 1 else np.concatenate(taken, axis)
 
 
 def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir.TensorProtocol:
@@ -98,10 +98,10 @@ def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir
     if isinstance(tensor, Stored):
         return _of_stored(tensor, axis, ranges, shape, name)
     if isinstance(tensor, Derived) and tensor.function in CASTS.values():
-        parts = [shard(part, axis, ranges, name) for part in tensor.parts]
-        return Derived(tensor.function, parts, tensor.dtype, shape, name)
+        operands = [shard(each, axis, ranges, name) for each in tensor.operands]
+        return Derived(tensor.function, operands, tensor.dtype, shape, name)
     if isinstance(tensor, Derived) and tensor.function is side_by_side:
-        return Derived(side_by_side, list(_of_parts(tensor.parts, axis, ranges)), tensor.dtype, shape, name)
+        return Derived(side_by_side, _of_side_by_side(tensor.operands, axis, ranges), tensor.dtype, shape, name)
 
     def read() -> ir.TensorProtocol:
         return ir.Tensor(np.ascontiguousarray(take(tensor.numpy(), axis, ranges)), dtype=tensor.dtype, name=name)
@@ -125,17 +125,17 @@ def _of_stored(tensor: Stored, axis: int, ranges: Ranges, shape: ir.Shape, name:
     return Stored(read, stored, tensor.dtype, shape, name, transposed=tensor.transposed)
 
 
-def _of_parts(parts: Sequence[ir.TensorProtocol], axis: int, ranges: Ranges) -> list[ir.TensorProtocol]:
+def _of_side_by_side(tensors: Sequence[ir.TensorProtocol], axis: int, ranges: Ranges) -> list[ir.TensorProtocol]:
     """Take ranges of tensors that stand side by side along their last axis."""
-    if axis != len(parts[0].shape) - 1:
-        return [shard(part, axis, ranges, str(part.name)) for part in parts]
-    begins = np.cumsum([0, *(part.shape.numpy()[-1] for part in parts)]).tolist()
+    if axis != len(tensors[0].shape) - 1:
+        return [shard(tensor, axis, ranges, str(tensor.name)) for tensor in tensors]
+    begins = np.cumsum([0, *(tensor.shape.numpy()[-1] for tensor in tensors)]).tolist()
     made = []
     for start, stop in ranges:
-        for part, begin, end in zip(parts, begins[:-1], begins[1:], strict=True):
+        for tensor, begin, end in zip(tensors, begins[:-1], begins[1:], strict=True):
             a, b = max(start, begin), min(stop, end)
             if a < b:
-                made.append(shard(part, axis, ((a - begin, b - begin),), str(part.name)))
+                made.append(shard(tensor, axis, ((a - begin, b - begin),), str(tensor.name)))
     return made
 
 

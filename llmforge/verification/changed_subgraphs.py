@@ -224,7 +224,7 @@ class _Description:
             return "constant", _content(tensor)
         kind = (tensor.dtype.name, tensor.shape.numpy())
         if isinstance(tensor, Derived):
-            return "derived", id(tensor.function), kind, [self._tensor(part) for part in tensor.parts]
+            return "derived", id(tensor.function), kind, [self._tensor(each) for each in tensor.operands]
         self._read.add(id(tensor))
         return "tensor", self._tensors.setdefault(id(tensor), len(self._tensors)), kind
 

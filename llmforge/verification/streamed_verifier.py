@@ -155,7 +155,7 @@ def _random(value: ir.Value, run: probe.Run, step: probe.ProbeStep, rng: np.rand
 class RandomWeights(probe.Weights):
     """Weights that are drawn, not read: what holds for them holds for all weights of their shapes.
 
-    Tensors in memory keep their numbers: tables and constants. Derived tensors are derived, from drawn parts.
+    Tensors in memory keep their numbers: tables and constants. Derived tensors are derived, from drawn operands.
     """
 
     _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
@@ -163,7 +163,7 @@ class RandomWeights(probe.Weights):
     def values(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
         """Draw a tensor that is not in memory."""
         if isinstance(tensor, Derived):
-            return np.ascontiguousarray(tensor.function([self.array(part) for part in tensor.parts]))
+            return np.ascontiguousarray(tensor.function([self.array(each) for each in tensor.operands]))
         if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
             return tensor.numpy()
         shape, dtype = tensor.shape.numpy(), tensor.dtype.numpy()
