@@ -10,25 +10,24 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
+from llmforge.ir.builder import PREFIX, Builder
 from llmforge.ir.operators import canonical
 
 
-def expand(model: ir.Model, experts: canonical.MoE, prefix: str) -> ir.Value:
+def expand(model: ir.Model, experts: canonical.MoE) -> ir.Value:
     """Write one `llmforge::MoE` in front of itself as a Loop over the experts that a step chooses; return its result.
 
     An iteration takes one expert's matrices and the tokens that chose it, and adds what it makes of them: memory is
-    that of one expert, and a decode step reads no more than top_k experts a row. `prefix` names constants.
+    that of one expert, and a decode step reads no more than top_k experts a row.
     """
-    return Expansion(model, experts, prefix).result()
+    return Expansion(model, experts).result()
 
 
 @dataclass
-class Expansion:
+class Expansion(Builder):
     """One expansion; comments give shapes: T tokens, of which one expert gets n."""
 
-    model: ir.Model
     experts: canonical.MoE
-    prefix: str
     body: list[ir.Node] = field(default_factory=list)
 
     def result(self) -> ir.Value:
@@ -132,13 +131,13 @@ class Expansion:
 
     def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
-        own = f"{self.prefix}.moe_{name}"
+        own = f"{PREFIX}.moe_{name}"
         return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes
 
     def _outer(
         self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
     ) -> ir.Value:
-        return g.insert(self.experts.node, op_type, inputs, attributes)[0]
+        return self._add(self.experts.node, op_type, inputs, attributes)
 
     def _inner(
         self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None

@@ -38,7 +38,7 @@ def reason_against(layer: canonical.MoE) -> str | None:
 
 def lower(model: ir.Model, layer: canonical.MoE) -> str:
     """Replace one `llmforge::MoE`; say what it became."""
-    g.replace_value(layer.output, _Dense(model, layer, "expand").result())
+    g.replace_value(layer.output, _Dense(model, layer).result())
     return f"MoE to products with all {g.static(layer.up)[0]} experts"
 
 
