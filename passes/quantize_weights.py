@@ -55,9 +55,9 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph, interface, logits_rows, routing
 from llmforge.ir.operators import canonical
+from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
-from llmforge.lowering.cpu_linear import INT8_ACTIVATIONS
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, methods, reordered, stack
 from llmforge.quantization.exclusion import exclusion
@@ -292,7 +292,7 @@ class _Rewriting:
         [output] = graph.insert(
             layer.matmul, "MatMulNBits", inputs, attributes, domain="com.microsoft", name=layer.matmul.name
         )
-        graph.supersede(layer.output, output)
+        graph.replace_value(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
     def _gather(self, node: ir.Node, matrix: LazyMatrix, parts: PackedInitializers, tied: bool) -> None:
@@ -312,7 +312,7 @@ class _Rewriting:
             rows.name = f"{name}/blocks"
             shape = graph.initializer(self.model, f"{parts.codes.name}.row_shape", np.array([0, 0, k]))  # 0: as it is
             [rows] = graph.insert(node, "Reshape", [rows, shape], name=f"{name}/rows")
-        graph.supersede(node.outputs[0], rows)
+        graph.replace_value(node.outputs[0], rows)
         self.model.graph.remove(node, safe=True)
 
     def _note(self, node: ir.Node, what: str) -> None:

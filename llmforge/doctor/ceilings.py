@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from llmforge import native
 from llmforge.evaluation.machine import read_bandwidth
-from llmforge.lowering.cpu_linear import INT8_ACTIVATIONS
+from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.targets import local

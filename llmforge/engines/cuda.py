@@ -23,6 +23,9 @@ from llmforge.engines import (
     signatures,
 )
 from llmforge.engines import onnxruntime as standard
+from llmforge.ir import operators
+from llmforge.ir.operators import contrib
+from llmforge.ir.operators.standard import Shape
 from llmforge.lowering.pass_base import Changes, Skipped
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import (
@@ -108,8 +111,8 @@ def check(model: ir.Model, target: Target) -> None:
     found = list(kernels.missing(model, known, kernels.infer(model)))
     if not found:
         return
-    attention = any(node.op_type == "GroupQueryAttention" for node, _ in found)
-    lines = {f"{node.domain or 'ai.onnx'}::{node.op_type}: {what}": node for node, what in reversed(found)}
+    attention = any(contrib.GroupQueryAttention.matches(node) for node, _ in found)
+    lines = {f"{operators.qualified(node)}: {what}": node for node, what in reversed(found)}
     listed = "; ".join(f"{line} (node {node.name})" for line, node in sorted(lines.items()))
     raise UnsupportedError(
         f"the CUDA provider of {known.wheel} cannot run {len(found)} nodes (target {target.name}): {listed}",
@@ -121,14 +124,14 @@ def check(model: ir.Model, target: Target) -> None:
 
 def _refuse(model: ir.Model, sm: int) -> None:
     """Refuse what the provider takes when it loads the graph and refuses when it runs it."""
-    found = [(node, cuda_attention.refusal_reason(attention, sm)) for node, attention in cuda_attention.of(model)]
-    found += [(node, cuda_operators.experts_refusal_reason(node)) for node in model.graph if node.op_type == "QMoE"]
+    found = [(node, cuda_attention.reason_against(attention, sm)) for node, attention in cuda_attention.of(model)]
+    found += [(experts.node, cuda_operators.experts_reason(experts)) for experts in contrib.QMoE.all(model)]
     for node, reason in found:
         if reason is not None:
             raise UnsupportedError(
                 f"{node.op_type} {node.name} on CUDA: {reason}",
                 hint="leave quantize-kv-cache out of the recipe, or choose another target"
-                if node.op_type == "GroupQueryAttention"
+                if contrib.GroupQueryAttention.matches(node)
                 else "exclude the experts from quantize-weights, and fuse them with fuse-experts",
             )
 
@@ -207,7 +210,7 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
       product is fit for it. There `MatMulNBitsFusion` stays off, by which ONNX Runtime would put a bias back into the
       operator, and the product on the slow path: seen in the wheel.
     """
-    on_host = any((node.domain, node.op_type) == ("", "Shape") for node in model.graph.all_nodes())
+    on_host = any(map(Shape.matches, model.graph.all_nodes()))
     entries = {
         "session.disable_cpu_ep_fallback": "0" if on_host else "1",
         "session.use_device_allocator_for_initializers": "1",

@@ -23,6 +23,8 @@ import onnx_ir as ir
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from llmforge.base.errors import VerificationError
+from llmforge.ir import operators
+from llmforge.ir.operators.standard import Cast, Constant, ConstantOfShape, Loop
 
 FILE = "cuda_kernels.json"
 
@@ -42,9 +44,6 @@ NAMES: Mapping[ir.DataType, str] = {
     ir.DataType.FLOAT8E4M3FN: "float8e4m3fn",
 }
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-# Outputs whose type an attribute names, and the type where it is left out.
-_BY_ATTRIBUTE = {"Cast": ("to", None), "EyeLike": ("dtype", ir.DataType.FLOAT)}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Kernels:
     def of(self, node: ir.Node, opset: int) -> list[Kernel]:
         """Return the kernels for the version of the node's operator that `opset` selects."""
         version = since(node, opset)
-        return [kernel for kernel in self.table.get((node.domain, node.op_type), ()) if kernel.covers(version)]
+        return [kernel for kernel in self.table.get(operators.identity(node), ()) if kernel.covers(version)]
 
     def runs(self, node: ir.Node, opset: int, dtypes: Mapping[ir.Value, ir.DataType]) -> bool:
         """Say whether one of them takes the types of the node's inputs and outputs."""
@@ -101,7 +100,7 @@ def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.Data
     A node with a subgraph, and a Constant, which becomes an initializer, need no kernel of their own types.
     """
     for node in model.graph.all_nodes():
-        if (node.domain, node.op_type) == ("", "Constant") or node.op_identifier() in model.functions:
+        if Constant.matches(node) or node.op_identifier() in model.functions:
             continue
         opset = model.opset_imports.get(node.domain, 1)
         if kernels.runs(node, opset, dtypes):
@@ -124,7 +123,7 @@ def _fits(kernel: Kernel, signature: Mapping[str, str]) -> bool:
 
 def _signature(node: ir.Node, since: int, dtypes: Mapping[ir.Value, ir.DataType]) -> dict[str, str]:
     """Name the type of each parameter and each input of `node`."""
-    schema = _schemas()[node.domain, node.op_type, since]
+    schema = _schemas()[*operators.identity(node), since]
     signature: dict[str, str] = {}
     for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
         for index, value in enumerate(values):
@@ -169,15 +168,15 @@ def _infer(model: ir.Model, graph: ir.Graph, dtypes: dict[ir.Value, ir.DataType]
 
 def _infer_control_flow(node: ir.Node, body: ir.Graph, dtypes: dict[ir.Value, ir.DataType]) -> None:
     """Loop, Scan and If: outputs have the types of the body's; that of a Loop has its condition in front."""
-    made = body.outputs[1:] if node.op_type == "Loop" else body.outputs
+    made = body.outputs[1:] if Loop.matches(node) else body.outputs
     for output, inner in zip(node.outputs, made, strict=False):
         dtypes[output] = dtypes[inner]
 
 
 def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) -> None:
-    schema = _schemas().get((node.domain, node.op_type, since(node, opset)))
+    schema = _schemas().get((*operators.identity(node), since(node, opset)))
     if schema is None:
-        operator = f"{node.domain or 'ai.onnx'}::{node.op_type} (opset {opset})"
+        operator = f"{operators.qualified(node)} (opset {opset})"
         raise VerificationError(f"node {node.name}: ONNX Runtime has no operator {operator}")
     bound: dict[str, ir.DataType] = {}
     for index, value in enumerate(node.inputs):
@@ -199,16 +198,10 @@ def _output(
     node: ir.Node, schema: native.schemadef.OpSchema, kind: str, bound: Mapping[str, ir.DataType]
 ) -> ir.DataType:
     """Find the type of an output whose parameter is `kind`."""
-    if node.op_type in _BY_ATTRIBUTE and not node.domain:
-        name, default = _BY_ATTRIBUTE[node.op_type]
-        attribute = node.attributes.get(name)
-        if attribute is not None:
-            return ir.DataType(attribute.as_int())
-        assert default is not None
-        return default
-    if node.op_type in ("Constant", "ConstantOfShape") and not node.domain:
-        attribute = node.attributes.get("value")
-        return ir.DataType.FLOAT if attribute is None else attribute.as_tensor().dtype
+    if operators.is_a(node, Cast, Constant, ConstantOfShape):  # an attribute says it
+        dtype = operators.view(node).output_dtype(0)
+        if dtype is not None:
+            return dtype
     if kind in bound:
         return bound[kind]
     constraints = {item.type_param_str: list(item.allowed_type_strs) for item in schema.type_constraints}
@@ -223,7 +216,7 @@ def _output(
 
 def since(node: ir.Node, opset: int) -> int:
     """Return the version of the node's operator that `opset` selects; 0 where there is none."""
-    return max((each for each in _versions().get((node.domain, node.op_type), ()) if each <= opset), default=0)
+    return max((each for each in _versions().get(operators.identity(node), ()) if each <= opset), default=0)
 
 
 @functools.cache

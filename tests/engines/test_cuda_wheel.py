@@ -20,6 +20,7 @@ import pytest
 from llmforge import targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_operators
+from llmforge.ir.operators import contrib
 from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes import (
     FlashAttention,
@@ -138,9 +139,7 @@ def test_engines_load_and_are_captured(
     assert [capture.id for capture in config.graphs.captures] == [1, 2]
     assert found["captured"] == {"1": [1, 2], "2": [1, 2]}  # captured once; launched by both steps
     assert found["forbidden"] == 0, found["first_forbidden"]
-    fast = [
-        node for node in lowered.graph if node.op_type == "MatMulNBits" and cuda_operators.slow_reason(node) is None
-    ]
+    fast = [each for each in contrib.MatMulNBits.all(lowered) if cuda_operators.slow_reason(each) is None]
     prefill, decode = found["log"].partition("PREFILL")[2].split("DECODE", 1)
     assert prefill.count("[fpA_intB_debug] M=") == len(fast)
     if any(True for _ in cuda_attention.of(lowered)):

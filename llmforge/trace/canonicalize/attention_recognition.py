@@ -454,10 +454,10 @@ def _replace(model: ir.Model, core: Core, found: Found, shared: dict[bytes, ir.V
     for node in (y.producer(), split.producer(), by_head.producer(), *(x.producer() for x in operands)):
         assert node is not None
         node.metadata_props.update(scopes)
-    g.replace(core.by_head, by_head)
+    g.replace_uses(core.by_head, by_head)
     for joined, present, buffer in zip((core.keys, core.values), (present_key, present_value), past, strict=True):
         _typed(present, buffer, g.dims(buffer) or ())
-        g.replace(joined, present)
+        g.replace_uses(joined, present)
     model.opset_imports["llmforge"] = 1
 
 

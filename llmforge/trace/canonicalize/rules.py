@@ -25,7 +25,7 @@ def bypass(node: ir.Node) -> bool:
     assert new is not None
     if old.is_graph_output():
         return False
-    g.replace(old, new)
+    g.replace_uses(old, new)
     return True
 
 
@@ -139,7 +139,7 @@ def gather_nd(model: ir.Model, node: ir.Node) -> bool:
     assert made is not None
     made.metadata_props.update(node.metadata_props)
     y.type, y.shape = node.outputs[0].type, node.outputs[0].shape
-    g.replace(node.outputs[0], y)
+    g.replace_uses(node.outputs[0], y)
     return True
 
 
@@ -155,7 +155,7 @@ def gather(model: ir.Model, node: ir.Node) -> bool:
     if source is None or node.attributes.get_int("axis", 0) != 0 or not isinstance(after[1], int):
         return False
     new = _insert(node, "Gather", [table, source], (*before, after[1]), y, {"axis": 0})
-    g.replace(y, _insert(node, "Reshape", [new, _target(model, [-1, after[1]])], after, y))
+    g.replace_uses(y, _insert(node, "Reshape", [new, _target(model, [-1, after[1]])], after, y))
     return True
 
 
@@ -176,7 +176,7 @@ def transpose(model: ir.Model, node: ir.Node) -> bool:
         if moved is not None and indices is not None and [moved[axis] for axis in perm] == sorted(moved):
             assert first is not None
             new = _insert(node, "Gather", [first.inputs[0], gather.inputs[1]], g.dims(y) or (), y, {"axis": moved[0]})
-            g.replace(y, new)
+            g.replace_uses(y, new)
             return True
     before = () if x is None else g.dims(x) or ()
     after = g.dims(y)
@@ -185,7 +185,7 @@ def transpose(model: ir.Model, node: ir.Node) -> bool:
         if len(moving) < len(perm) and moving == sorted(moving):
             reshaped = _reshaped(model, node, x, after)
             if reshaped is not None:
-                g.replace(y, reshaped)
+                g.replace_uses(y, reshaped)
                 return True
     return False
 
@@ -206,7 +206,7 @@ def norm(model: ir.Model, node: ir.Node) -> bool:
         return False
     attributes = {name: attribute.value for name, attribute in node.attributes.items()} | {"axis": -1}
     new = _insert(node, node.op_type, [source, *node.inputs[1:]], g.dims(source) or (), y, attributes)
-    g.replace(y, _insert(node, "Transpose", [new], g.dims(y) or (), y, {"perm": perm}))
+    g.replace_uses(y, _insert(node, "Transpose", [new], g.dims(y) or (), y, {"perm": perm}))
     return True
 
 
@@ -261,7 +261,7 @@ def slices(model: ir.Model, node: ir.Node) -> bool:
     made.metadata_props.update(first.metadata_props)
     for output, (_, _, reader) in zip(outputs, parts, strict=True):
         output.type, output.shape = reader.outputs[0].type, reader.outputs[0].shape
-        g.replace(reader.outputs[0], output)
+        g.replace_uses(reader.outputs[0], output)
     return True
 
 
@@ -306,7 +306,7 @@ def partial_rotary(model: ir.Model, node: ir.Node) -> bool:
     new = _insert(node, "Reshape", [turned_rows, _target(model, [0, 0, heads, dims[3]])], rows, y)
     if heads_first:
         new = _insert(node, "Transpose", [new], dims, y, {"perm": [0, 2, 1, 3]})
-    g.replace(y, new)
+    g.replace_uses(y, new)
     return True
 
 

@@ -121,7 +121,7 @@ def _cast_integer(model: ir.Model, node: ir.Node, x: ir.Value, to: ir.DataType) 
     if tensor.size > FOLDED or x.is_graph_input() or node.outputs[0].is_graph_output():
         return False
     name = f"{x.name}.{to.name.lower()}"
-    g.replace(node.outputs[0], g.initializer(model, name, tensor.numpy().astype(to.numpy())))
+    g.replace_uses(node.outputs[0], g.initializer(model, name, tensor.numpy().astype(to.numpy())))
     return True
 
 
@@ -141,7 +141,7 @@ def _expand(model: ir.Model, node: ir.Node) -> bool:
     array = np.ascontiguousarray(np.broadcast_to(tensor.numpy(), shape))
     digest = hashlib.sha256(array.tobytes()).hexdigest()[:8]
     name = f"constant_{'_'.join(map(str, shape))}_{digest}"
-    g.replace(y, g.initializer(model, name, array))
+    g.replace_uses(y, g.initializer(model, name, array))
     return True
 
 
@@ -168,7 +168,7 @@ def _transpose_pair(model: ir.Model, node: ir.Node) -> bool:
         or node.outputs[0].is_graph_output()
     ):
         return False
-    g.replace(node.outputs[0], source)
+    g.replace_uses(node.outputs[0], source)
     return True
 
 
@@ -218,7 +218,7 @@ def _as_reshape(model: ir.Model, node: ir.Node) -> bool:
     made = reshaped.producer()
     assert made is not None
     made.metadata_props.update(node.metadata_props)
-    g.replace(y, reshaped)
+    g.replace_uses(y, reshaped)
     return True
 
 
@@ -250,7 +250,7 @@ def _shape(model: ir.Model, node: ir.Node) -> bool:
         sizes += g.insert(front, "Shape", [value], {"start": axis, "end": axis + 1})
         sizes[-1].type, sizes[-1].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
     whole = sizes[0] if len(sizes) == 1 else g.insert(front, "Concat", sizes, {"axis": 0})[0]
-    g.replace(y, whole)
+    g.replace_uses(y, whole)
     return True
 
 
@@ -262,7 +262,7 @@ def _cast_like(model: ir.Model, node: ir.Node) -> bool:
     if x.dtype == like.dtype:
         return rules.bypass(node)
     (cast,) = g.insert(node, "Cast", [x], {"to": int(like.dtype)})
-    g.replace(y, cast)
+    g.replace_uses(y, cast)
     return True
 
 

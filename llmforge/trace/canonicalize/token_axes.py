@@ -135,7 +135,7 @@ def _matmul(node: ir.Node) -> None:
     product = _insert(node, "MatMul", [x, weight], {}, y.shape, y.dtype)
     if bias and bias[0] is not None:
         product = _insert(node, "Add", [product, bias[0]], {}, y.shape, y.dtype)
-    g.replace(y, product)
+    g.replace_uses(y, product)
 
 
 def _name_axes(model: ir.Model, node: ir.Node) -> None:
@@ -177,7 +177,7 @@ def _mark(model: ir.Model, node: ir.Node) -> None:
     if old is not None:
         data = g.initializer(model, f"experts.fill_{old}", np.array(old, np.float32))
     value = g.initializer(model, f"experts.fill_{new}", np.array(new, np.float32))
-    g.replace(y, _insert(node, "Where", [hit, value, data], {}, ir.Shape(dims), y.dtype))
+    g.replace_uses(y, _insert(node, "Where", [hit, value, data], {}, ir.Shape(dims), y.dtype))
 
 
 def _filling(value: ir.Value | None) -> float | None:

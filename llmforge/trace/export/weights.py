@@ -124,7 +124,7 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
     value.shape = shape
     if transposed:
         for node in readers:
-            g.replace(node.outputs[0], value)
+            g.replace_uses(node.outputs[0], value)
 
 
 def _reader(
