@@ -28,7 +28,7 @@ import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph
-from llmforge.ir.routing import MOE
+from llmforge.ir.operators import canonical
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -48,7 +48,7 @@ class FuseExperts(Pass):
         """
         context.require_onnxruntime(self.name, "MoE is an operator of ONNX Runtime")
         changes = Changes()
-        for node in [node for node in model.graph if (node.domain, node.op_type) == MOE]:
+        for node in [experts.node for experts in canonical.MoE.all(model)]:
             reason = moe_kernels.obstacle(node)
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), f"{reason}; the experts stay a loop"))

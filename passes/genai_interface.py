@@ -36,8 +36,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import graph, interface, logits_rows
-from llmforge.ir.dialect import STATE_OPERATORS
+from llmforge.ir import graph, interface, logits_rows, operators
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _ATTENTION = {("llmforge", "Attention"), ("llmforge", "GrowingAttention")}
@@ -86,7 +85,7 @@ class GenaiInterface(Pass):
     def _check(self, model: ir.Model) -> None:
         """Refuse what onnxruntime-genai cannot drive."""
         for node in model.graph:
-            if (node.domain, node.op_type) in STATE_OPERATORS:
+            if operators.view(node).state:
                 raise UnsupportedError(
                     f"{self.name}: node {node.name}, {node.op_type}, keeps a state of fixed size; decoders of "
                     "onnxruntime-genai cache keys and values",

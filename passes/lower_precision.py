@@ -36,7 +36,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import derived, dtype_inference, graph, interface, routing
+from llmforge.ir import derived, dtype_inference, graph, interface, operators
+from llmforge.ir.operators import canonical
+from llmforge.ir.operators.record import Precision
 from llmforge.lowering import precision
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.targets import Target
@@ -84,7 +86,7 @@ class LowerPrecision(Pass):
                     f"{self.name}: {node.op_type} {node.name} computes in fp32 alone",
                     hint=f"leave {self.name} or cpu-kernels out of the recipe",
                 )
-            if context.target.kind == "cpu" and (node.domain, node.op_type) == routing.MOE:
+            if context.target.kind == "cpu" and canonical.MoE.matches(node):
                 raise UnsupportedError(
                     f"{self.name}: {node.name} becomes a Loop that adds in {self.dtype}; no CPU kernel does",
                     hint="put fuse-experts or quantize-weights in front",
@@ -92,7 +94,7 @@ class LowerPrecision(Pass):
         assignment = precision.assign(model, head_in_fp32=self.head == "fp32")
         _Rewriting(model, dtype, assignment).run()
         for node in assignment.half:
-            if (node.domain, node.op_type) in precision.WORK:
+            if operators.view(node).precision is Precision.HALF:
                 changes.rewritten.append(Rewritten(str(node.name), f"in {self.dtype}"))
         changes.rewritten.sort(key=lambda change: change.node)
         changes.skipped += [Skipped(str(node.name), reason) for node, reason in assignment.kept.items()]
@@ -147,7 +149,8 @@ class _Rewriting:
 
     def _wanted(self, node: ir.Node, index: int) -> ir.DataType:
         """Return the dtype that `node` wants of its floating-point input `index`."""
-        fixed = index in precision.FP32_INPUTS.get((node.domain, node.op_type), ())
+        read = operators.operand(node, index)
+        fixed = read is not None and read.fp32
         return self.dtype if node in self.assignment.half and not fixed else FLOAT
 
     def _store(self, value: ir.Value) -> None:

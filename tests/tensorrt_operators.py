@@ -8,8 +8,10 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.engines.tensorrt.support import OPERATORS
 from llmforge.ir import graph
+from llmforge.ir.operators import TABLE
+
+OPERATORS = {each.op_type: each.tensorrt for each in TABLE.values() if each.tensorrt is not None}
 
 B, S, C, D = 2, 3, 8, 64  # batch, sequence, capacity, channels
 Maker = Callable[["Bench"], ir.Value]

@@ -1,4 +1,4 @@
-"""Rehearse a recipe on a graph whose weights nobody has read: what cannot become an engine is refused at once.
+"""Run a recipe dry on a graph whose weights nobody has read: what cannot become an engine is refused at once.
 
 The passes run on a copy of the traced graph, with a stand-in for what calibration would measure, and the result is
 lowered. Nothing is proven here: passes are, when they run on the graph itself.
@@ -15,8 +15,8 @@ import onnx_ir as ir
 from llmforge import engines
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import interop
-from llmforge.ir import dialect, graph
+from llmforge.engines import interop, signatures
+from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
@@ -26,7 +26,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
 
 
-def rehearse(
+def run(
     model: ir.Model,
     steps: Sequence[Pass],
     *,
@@ -44,7 +44,7 @@ def rehearse(
             finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph; the model
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
-    rehearsed = model.clone()
+    copy = model.clone()
     context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
@@ -54,7 +54,7 @@ def rehearse(
                 f"{step.name} cannot do anything here: {idle.get(fact, f'nothing provides {fact}')}",
                 hint=f"leave {step.name} out of the recipe",
             )
-        changes = pass_base.run(step, rehearsed, context)
+        changes = pass_base.run(step, copy, context)
         if changes:
             facts |= step.provides
         elif step.numerics is Numerics.LOSSY:
@@ -66,10 +66,10 @@ def rehearse(
             idle |= {fact: f"{step.name} left every node alone: {_reason(changes)}" for fact in step.provides}
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
-        shard_plan.plan(rehearsed.clone(), spec.tensor_parallel)
+        shard_plan.plan(copy.clone(), spec.tensor_parallel)
         engines.refuse_ranks(spec.backend, spec.tensor_parallel)
-    lowered, _ = builder.lower(rehearsed, target, spec)
-    builder.check_context(lowered, spec.max_context)
+    lowered, _ = builder.lower(copy, target, spec)
+    signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
 
 
@@ -85,7 +85,7 @@ def _ranges(model: ir.Model) -> dict[int, KvRange]:
     """Stand in for the ranges of every cache of keys and values."""
     shapes: dict[int, dict[str, tuple[int, int]]] = {}
     for value in model.graph.inputs:
-        past, dims = dialect.PAST.fullmatch(str(value.name)), graph.dims(value)
+        past, dims = interface.PAST.fullmatch(str(value.name)), graph.dims(value)
         if past and past[2] in ("key", "value") and dims and isinstance(dims[1], int) and isinstance(dims[3], int):
             shapes.setdefault(int(past[1]), {})[past[2]] = (dims[1], dims[3])
     return {

@@ -25,6 +25,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import Capture, GraphPlan
+from llmforge.runtime.serving.options import PREFILL_CHUNK
 
 # Lengths that a graph serves: up to these, then all. Between two of them attention's scratch memory and splits are four
 # times too large at most; what it reads of the cache follows the rows' own lengths.
@@ -35,10 +36,8 @@ LENGTH_CLASSES = (1024, 4096, 16384, 65536)
 LAUNCH_BYTES = 64 << 10
 LAUNCHES_A_NODE = 2  # GroupQueryAttention has up to four, pointwise operators one
 
-PREFILL_TOKENS = 512  # of one step, for the estimate of activations: llmforge.runtime's default budget of a step
-
 # Operators that no graph can hold, and why.
-OBSTACLES: Mapping[tuple[str, str], str] = {
+UNCAPTURABLE: Mapping[tuple[str, str], str] = {
     **{("", name): "control flow: ONNX Runtime captures no graph that has any" for name in ("If", "Loop", "Scan")},
     **{
         ("", name): "the shape of its result depends on numbers, which the host waits for"
@@ -84,7 +83,7 @@ def plan(model: ir.Model, spec: EngineSpec) -> GraphPlan:
 
     Nothing, where `spec.cuda_graphs` is off or, with `allow`, where something keeps the graph from being captured.
     """
-    if spec.cuda_graphs == "off" or next(obstacles(model), None) is not None:
+    if spec.cuda_graphs == "off" or next(uncapturable(model), None) is not None:
         return GraphPlan("off", ())
     wanted = [(batch, length) for batch in decode_batches(spec) for length in lengths(spec.max_context)]
     captures = tuple(Capture(id, batch, length) for id, (batch, length) in enumerate(sorted(wanted, reverse=True), 1))
@@ -97,7 +96,7 @@ def require(model: ir.Model, spec: EngineSpec) -> None:
     Raises:
         UnsupportedError: names the nodes.
     """
-    found = list(obstacles(model))
+    found = list(uncapturable(model))
     if spec.cuda_graphs != "require" or not found:
         return
     node, reason = found[0]
@@ -109,10 +108,10 @@ def require(model: ir.Model, spec: EngineSpec) -> None:
     )
 
 
-def obstacles(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
+def uncapturable(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
     """Yield the nodes of the lowered `model` that keep a step from being captured, with the reason."""
     for node in model.graph.all_nodes():
-        reason = OBSTACLES.get((node.domain, node.op_type))
+        reason = UNCAPTURABLE.get((node.domain, node.op_type))
         if reason is not None:
             yield node, reason
         elif (node.domain, node.op_type) == ("com.microsoft", "MatMulNBits") and graph.operand(node, 4) is not None:
@@ -134,7 +133,7 @@ def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan) -> Memory:
     return Memory(
         weights=sum(tensor.nbytes for tensor in tensors),
         caches=sum(_cache_bytes(value, spec) for value in model.graph.inputs if _is_cache(value)),
-        activations=3 * 2 * PREFILL_TOKENS * widest + logits,
+        activations=3 * 2 * PREFILL_CHUNK * widest + logits,
         graphs=LAUNCH_BYTES * launches * len(graphs.captures),
     )
 

@@ -46,10 +46,10 @@ def name_layouts(model: ir.Model) -> list[Rewritten]:
 
 def any_fast(model: ir.Model) -> bool:
     """Say whether the fast product computes a MatMulNBits of `model`."""
-    return any(_is(node, "MatMulNBits") and fast_obstacle(node) is None for node in model.graph)
+    return any(_is(node, "MatMulNBits") and slow_reason(node) is None for node in model.graph)
 
 
-def experts_obstacle(node: ir.Node) -> str | None:
+def experts_refusal_reason(node: ir.Node) -> str | None:
     """Say what the CUDA kernel of QMoE refuses of `node` when it runs; None: nothing."""
     widths = [graph.dims(value) if value is not None else None for value in (node.inputs[5], node.inputs[2])]
     bits, block = node.attributes.get_int("expert_weight_bits"), node.attributes.get_int("block_size")
@@ -67,7 +67,7 @@ def split_biases(model: ir.Model) -> list[Rewritten]:
     rewritten = []
     for node in [node for node in model.graph if _is(node, "MatMulNBits")]:
         bias = graph.operand(node, 5)
-        if bias is None or fast_obstacle(node, without_bias=True) is not None:
+        if bias is None or slow_reason(node, without_bias=True) is not None:
             continue
         name = str(node.name)
         node.resize_inputs(3)
@@ -79,13 +79,13 @@ def split_biases(model: ir.Model) -> list[Rewritten]:
 def slower(model: ir.Model) -> Iterable[tuple[ir.Node, str]]:
     """Yield every MatMulNBits that the fast product does not compute, with the reason and what computes it instead."""
     for node in model.graph:
-        if _is(node, "MatMulNBits") and (reason := fast_obstacle(node)) is not None:
+        if _is(node, "MatMulNBits") and (reason := slow_reason(node)) is not None:
             bits = node.attributes.get_int("bits", 4)
             few = "up to 16 tokens" if bits == 4 else "1 token"
             yield node, f"{reason}; it runs by a plain kernel for {few}, else it dequantizes its weight in every step"
 
 
-def fast_obstacle(node: ir.Node, *, without_bias: bool = False) -> str | None:
+def slow_reason(node: ir.Node, *, without_bias: bool = False) -> str | None:
     """Say why the fast product does not compute the MatMulNBits `node`; None where it does."""
     bits, block = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size")
     n, k = node.attributes.get_int("N"), node.attributes.get_int("K")

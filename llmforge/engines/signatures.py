@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from llmforge import native
+from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
 from llmforge.runtime.backends.signature import CacheInput
 
@@ -29,3 +31,29 @@ def caches(model: ir.Model) -> tuple[CacheInput, ...]:
         assert isinstance(channels, int)
         found.append(CacheInput(name, value.dtype.numpy().name, heads, channels))
     return tuple(found)
+
+
+def check_context(model: ir.Model, max_context: int) -> None:
+    """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them.
+
+    Raises:
+        UnsupportedError: names the table.
+    """
+    places = {
+        ("com.microsoft", "GroupQueryAttention"): 7,
+        (native.DOMAIN, "GroupQueryAttention"): 4,
+        (native.DOMAIN, "GroupQueryAttentionInt8"): 4,
+        ("", "RotaryEmbedding"): 1,
+    }  # index of the cosines
+    for node in model.graph.all_nodes():
+        index = places.get((node.domain, node.op_type))
+        table = node.inputs[index] if index is not None and index < len(node.inputs) else None
+        if table is None or not table.is_initializer() or table.shape is None:
+            continue
+        positions = table.shape[0]
+        if isinstance(positions, int) and positions < max_context:
+            raise UnsupportedError(
+                f"engine.max_context is {max_context}; the rotary table {table.name} of node {node.name} has "
+                f"{positions} positions",
+                hint=f"set engine.max_context to at most {positions}",
+            )

@@ -7,19 +7,9 @@ import math
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
-from llmforge.ir import interface
+from llmforge.ir import interface, operators
+from llmforge.ir.operators.record import Operand
 from llmforge.ir.routing import share_read
-
-# Inputs of which an operator reads a few rows: embeddings with their scales and zero points, tables of cos and sin.
-_LOOKED_UP = {
-    ("", "Gather"): {0},
-    ("", "RotaryEmbedding"): {1, 2},
-    ("com.microsoft", "GatherBlockQuantized"): {0, 2, 3},
-    ("com.microsoft", "GroupQueryAttention"): {7, 8},
-    ("llmforge.cpu", "Embedding"): {1},
-    ("llmforge.cpu", "GroupQueryAttention"): {4, 5},
-    ("llmforge.cpu", "GroupQueryAttentionInt8"): {4, 5},
-}
 
 
 class Footprint(BaseModel):
@@ -58,7 +48,11 @@ def count(model: ir.Model, artifact_bytes: int) -> Footprint:
 
 def _only_looked_up(value: ir.Value) -> bool:
     uses = value.uses()
-    return bool(uses) and all(index in _LOOKED_UP.get((node.domain, node.op_type), ()) for node, index in uses)
+    return bool(uses) and all(_is_table(operators.operand(node, index)) for node, index in uses)
+
+
+def _is_table(read: Operand | None) -> bool:
+    return read is not None and read.table
 
 
 def _bytes(dtype: ir.DataType, dims: list[int | ir.SymbolicDim]) -> int:

@@ -9,6 +9,7 @@ The interface passes put `attention_mask` in their place, which is what runtimes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ TOTAL_SEQUENCE_LENGTH = "total_sequence_length"  # int32 scalar: longest past + 
 ATTENTION_MASK = "attention_mask"  # int64 [batch, longest past + sequence]: 1 where a row has a token, else 0
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
+PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|conv|recurrent)")  # a cache, its layer and part
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
 FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own attention was traced, in plain words

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fractions import Fraction
 
 import onnx_ir as ir
 
-from llmforge.ir import graph
+from llmforge.ir import graph, operators
+from llmforge.ir.operators.record import Experts, Sign
+from llmforge.ir.operators.standard import Clip, Mul, Where
 
-MOE = ("llmforge", "MoE")
-# Operators of experts: where the inputs stand that have an axis of experts in front.
-_EXPERTS: Mapping[tuple[str, str], range] = {
-    MOE: range(3, 7),
-    ("com.microsoft", "MoE"): range(2, 8),
-    ("com.microsoft", "QMoE"): range(2, 14),
-}
-# Operators of experts: the inputs that choose and weigh them; input 0 is what they read.
-_CHOICES: Mapping[tuple[str, str], tuple[int, ...]] = {
-    MOE: (1, 2),
-    ("com.microsoft", "MoE"): (1,),
-    ("com.microsoft", "QMoE"): (1, 14),
-}
 _READ_AT_MOST = 4096  # elements of a constant that are looked at: a number for each expert, not a matrix
-
-_NEVER = {"Sigmoid", "Softmax", "Softplus", "Exp", "Abs", "Relu"}  # whatever they read
-_AS_FIRST = {  # where their first input is not
-    *("TopK", "Gather", "GatherElements", "Slice", "Split", "Reshape", "Transpose", "Expand", "Squeeze", "Unsqueeze"),
-    *("ReduceSum", "ReduceMax", "Cast", "Pow"),
-}
-_AS_ALL = {"Add", "Mul", "Div", "Concat"}  # where no input is
 
 
 def routers(model: ir.Model) -> dict[ir.Node, ir.Node]:
@@ -39,9 +21,10 @@ def routers(model: ir.Model) -> dict[ir.Node, ir.Node]:
     """
     found: dict[ir.Node, ir.Node] = {}
     for node in model.graph:
-        if choices := _CHOICES.get((node.domain, node.op_type)):
-            behind = _ancestors(node.inputs[:1])
-            found |= dict.fromkeys(_ancestors((graph.operand(node, index) for index in choices), behind), node)
+        view = operators.view(node)
+        if choices := [view.operand(field) for field in view.inputs if field.chooses]:
+            tokens = _ancestors([view.operand(view.inputs[0])])
+            found |= dict.fromkeys(_ancestors(choices, tokens), node)
     return found
 
 
@@ -70,27 +53,24 @@ def never_negative(value: ir.Value | None) -> bool:
     node = value.producer()
     if node is None:
         return _constant(value)
-    if node.domain:
-        return False
-    inputs = list(node.inputs)
-    match node.op_type:
-        case name if name in _NEVER:
+    if (product := Mul.of(node)) is not None and product.a is product.b:
+        return True
+    if (choice := Where.of(node)) is not None:
+        return never_negative(choice.x) and never_negative(choice.y)
+    if (clipped := Clip.of(node)) is not None:
+        held = never_negative(clipped.x) or never_negative(clipped.min)
+        return held and (clipped.max is None or never_negative(clipped.max))
+    match operators.view(node).sign:
+        case Sign.NEVER_NEGATIVE:
             return True
-        case name if name in _AS_FIRST:
-            return never_negative(inputs[0])
-        case "Mul" if inputs[0] is inputs[1]:
-            return True
-        case name if name in _AS_ALL:
-            return all(map(never_negative, inputs))
-        case "Max":
-            return any(map(never_negative, inputs))
-        case "Where":
-            return all(map(never_negative, inputs[1:3]))
-        case "Clip":
-            low, high = ([*inputs, None, None])[1:3]
-            held = never_negative(inputs[0]) or never_negative(low)
-            return held and (high is None or never_negative(high))
-    return False
+        case Sign.AS_FIRST:
+            return never_negative(next(iter(node.inputs)))
+        case Sign.AS_ALL:
+            return all(map(never_negative, node.inputs))
+        case Sign.AS_ANY:
+            return any(map(never_negative, node.inputs))
+        case Sign.UNKNOWN:
+            return False
 
 
 def _constant(value: ir.Value) -> bool:
@@ -107,11 +87,10 @@ def share_read(value: ir.Value) -> Fraction:
 
 
 def _share(value: ir.Value, node: ir.Node, index: int) -> Fraction:
-    if index not in _EXPERTS.get((node.domain, node.op_type), ()):
+    view = operators.view(node)
+    if not isinstance(view, Experts) or not view.inputs[index].experts:
         return Fraction(1)
-    ids = node.inputs[1]
-    count, top_k = graph.dims(value) or (None,), (graph.dims(ids) if ids is not None else None) or (None,)
-    chosen = top_k[-1] if (node.domain, node.op_type) == MOE else node.attributes.get_int("k")
-    if not isinstance(count[0], int) or not isinstance(chosen, int):
+    count = (graph.dims(value) or (None,))[0]
+    if not isinstance(count, int) or view.chosen is None:
         return Fraction(1)
-    return min(Fraction(1), Fraction(chosen, count[0]))
+    return min(Fraction(1), Fraction(view.chosen, count))

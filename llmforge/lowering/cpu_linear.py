@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +17,7 @@ from llmforge.native import DOMAIN, layout
 from llmforge.quantization import Grid, unpack_bits
 
 MICROSOFT = "com.microsoft"
-INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits
+INT8_ACTIVATIONS: Final = 4  # accuracy_level of MatMulNBits and QMoE: activations are rounded to int8
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
 _NORMS = {("", "RMSNormalization"), ("", "SimplifiedLayerNormalization")}
 

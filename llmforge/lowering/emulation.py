@@ -11,17 +11,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import dtype_inference
+from llmforge.ir import dtype_inference, operators
 from llmforge.ir.derived import Derived, to_fp32
 
 FLOAT = ir.DataType.FLOAT
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 _SMALL_BYTES = 1024
-# Operators that move numbers and make none: what they read is rounded already.
-_MOVES = {
-    *("Reshape", "Transpose", "Split", "Concat", "Slice", "Gather", "GatherND", "GatherElements", "Expand"),
-    *("Squeeze", "Unsqueeze", "TensorScatter", "TopK", "Identity", "ReduceMax", "Neg", "Abs", "Relu", "Max", "Min"),
-}
 
 
 def is_half(model: ir.Model) -> bool:
@@ -58,7 +53,7 @@ def _emulate(node: ir.Node) -> None:
         value.type = ir.TensorType(FLOAT)
     if node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")) in HALVES:
         node.attributes["to"] = ir.AttrInt64("to", int(FLOAT))
-    if not node.domain and node.op_type in _MOVES:
+    if operators.view(node).moves:
         return
     for value, dtype in halves:
         assert dtype is not None

@@ -1,8 +1,8 @@
 """Which nodes of a decoder may compute in half precision, and which stay in fp32.
 
-Three kinds of operators: those that carry the work (`WORK`: matrix products, attention, experts, convolutions) compute
-in half precision; those whose results a few bits spoil (`DELICATE`: exponentials, sums of squares, powers) and the
-states of recurrent layers stay in fp32; all others follow what they read, and stay in fp32 where any of it is.
+Records of operators say it (`Precision`): those that carry the work (matrix products, attention, experts, convolutions)
+compute in half precision; those whose results a few bits spoil (exponentials, sums of squares, powers) and the states
+of recurrent layers stay in fp32; all others follow what they read, and stay in fp32 where any of it is.
 Numbers that come from positions and constants alone are fp32, so the angles of a rotary embedding are, and scales by
 position; its tables, and what is looked up in a table, are rounded.
 
@@ -18,53 +18,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.ir import graph, interface, routing
-
-FLOAT = ir.DataType.FLOAT
-FLOATS = frozenset({FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-
-_Operator = tuple[str, str]
-
-LINEAR: frozenset[_Operator] = frozenset(
-    {("", "MatMul"), ("", "Gemm"), ("com.microsoft", "MatMulNBits"), ("com.microsoft", "FusedMatMul")}
-)
-WORK: frozenset[_Operator] = LINEAR | {
-    ("llmforge", "Attention"),
-    ("llmforge", "GrowingAttention"),
-    ("llmforge", "MoE"),
-    ("llmforge", "CausalConv"),
-    ("com.microsoft", "GroupQueryAttention"),
-    ("com.microsoft", "MoE"),
-    ("com.microsoft", "QMoE"),
-    ("", "RotaryEmbedding"),
-    ("", "TensorScatter"),
-}
-DELICATE: frozenset[_Operator] = frozenset(
-    {
-        ("llmforge", "LinearAttention"),
-        *(("", name) for name in ("Softmax", "Exp", "Log", "Softplus", "Pow", "Sqrt", "Reciprocal", "Sin", "Cos")),
-        *(("", name) for name in ("ReduceSum", "ReduceMean", "CumSum")),
-    }
-)
-_RESIDUAL_NORMS: frozenset[_Operator] = frozenset(
-    {("com.microsoft", "SkipSimplifiedLayerNormalization"), ("com.microsoft", "SkipLayerNormalization")}
-)
-# What makes numbers of codes or of places in a table, whose own numbers are rounded.
-_LOOKUPS: frozenset[_Operator] = frozenset(
-    {("", "Gather"), ("com.microsoft", "GatherBlockQuantized"), ("", "DequantizeLinear")}
-)
-# Inputs that are fp32 whatever their operator computes in: ALiBi slopes, scales of int8 caches.
-FP32_INPUTS: Mapping[_Operator, frozenset[int]] = {
-    ("llmforge", "Attention"): frozenset({7}),
-    ("llmforge", "GrowingAttention"): frozenset({7}),
-    ("com.microsoft", "GroupQueryAttention"): frozenset({12, 13}),
-}
-# One number in, one number out: what stands between a product and the rate of a recurrent layer, or behind the head.
-_POINTWISE = {
-    *("Add", "Sub", "Mul", "Div", "Neg", "Sigmoid", "Tanh", "Exp", "Softplus", "Log", "Clip", "Min", "Max"),
-    *("Where", "Cast", "Reshape"),
-}
-_RATES = (3, 4)  # inputs of llmforge::LinearAttention: decay, beta
+from llmforge.ir import graph, interface, operators, routing
+from llmforge.ir.operators import canonical, contrib, standard
+from llmforge.ir.operators.record import FLOATS, Precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +74,7 @@ class _Walk:
         floats = [value for value in node.inputs if value is not None and is_float(value)]
         if all(value is None or _is_fixed(value) or value in self.constant for value in node.inputs):
             self.constant.update(node.outputs)
-            wide = (node.domain, node.op_type) in DELICATE or any(
+            wide = operators.view(node).precision is Precision.FP32 or any(
                 value.producer() is not None and value.producer() not in self.undecided for value in floats
             )
             if floats and not wide:
@@ -131,24 +87,25 @@ class _Walk:
         self.half_values.update(value for value in node.outputs if is_float(value))
 
     def _computes_in_half(self, node: ir.Node, floats: Iterable[ir.Value]) -> bool:
-        operator = (node.domain, node.op_type)
-        if node in self.kept or operator in DELICATE:
+        view = operators.view(node)
+        if node in self.kept or view.precision is Precision.FP32:
             return False
-        if operator in WORK or _is_guard(node):
+        if view.precision is Precision.HALF or _is_guard(node):
             return True
-        if operator == ("", "Cast"):
+        if isinstance(view, standard.Cast):
             return False  # the model asks for fp32, or makes it of integers
         read = [value for value in floats if not _is_fixed(value) and value not in self.constant]
         if not read:
-            return operator in _LOOKUPS
+            return view.lookup
         halves = [value in self.half_values for value in read]
         return all(halves) or (any(halves) and self._is_residual(node))
 
     def _is_residual(self, node: ir.Node) -> bool:
-        if (node.domain, node.op_type) in _RESIDUAL_NORMS:
-            return True
-        dims = graph.dims(node.outputs[0])
-        return node.op_type == "Add" and dims is not None and len(dims) == 3 and dims[-1] == self.width
+        view = operators.view(node)
+        dims = graph.dims(view.output)
+        return view.adds_residual or (
+            standard.Add.matches(node) and dims is not None and len(dims) == 3 and dims[-1] == self.width
+        )
 
     def settle(self, model: ir.Model) -> None:
         """Let constants be what their readers are, fp32 where any is; a table that is fp32 is not kept twice."""
@@ -158,7 +115,8 @@ class _Walk:
             if readers and all(reader in self.half for reader in readers) and not outputs & set(node.outputs):
                 self.add(node)
         for node in model.graph:
-            table = node.inputs[0] if node in self.half and (node.domain, node.op_type) in _LOOKUPS else None
+            view = operators.view(node)
+            table = view.required(view.inputs[0]) if node in self.half and view.lookup else None
             if (
                 table is not None
                 and is_float(table)
@@ -170,10 +128,8 @@ class _Walk:
 
 def _is_guard(node: ir.Node) -> bool:
     """Recognize what keeps the tokens of a com.microsoft::MoE from being overwritten: it must read what that reads."""
-    if (node.domain, node.op_type) != ("", "Where") or node.inputs[1] is None:
-        return False
-    maker = node.inputs[1].producer()
-    return maker is not None and (maker.domain, maker.op_type) == ("com.microsoft", "MoE")
+    chosen = standard.Where.of(node)
+    return chosen is not None and contrib.MoE.made(chosen.x) is not None
 
 
 def _is_fixed(value: ir.Value) -> bool:
@@ -188,26 +144,29 @@ def _behind_head(model: ir.Model) -> tuple[list[ir.Node], ir.Node | None]:
         node = waiting.pop()
         if node is None or node in tail:
             continue
-        if (node.domain, node.op_type) in LINEAR:
+        if operators.view(node).linear:
             return tail, node
-        if not node.domain and node.op_type in _POINTWISE:
+        if _keeps_numbers_apart(node):
             tail.append(node)
             waiting += [value.producer() for value in node.inputs if value is not None]
     return tail, None
 
 
+def _keeps_numbers_apart(node: ir.Node) -> bool:
+    """Recognize what stands between a product and the rate of a recurrent layer, or behind the head."""
+    return operators.view(node).pointwise or standard.Reshape.matches(node)
+
+
 def _rates(model: ir.Model) -> dict[ir.Node, ir.Node]:
     """Map what makes the decay and the rate of a recurrent layer, from the product on, to the layer."""
     found: dict[ir.Node, ir.Node] = {}
-    for layer in model.graph:
-        if (layer.domain, layer.op_type) != ("llmforge", "LinearAttention"):
-            continue
-        waiting = [layer.inputs[index] for index in _RATES]
+    for layer in canonical.LinearAttention.all(model):
+        waiting: list[ir.Value | None] = [layer.decay, layer.beta]
         while waiting:
             value = waiting.pop()
             node = None if value is None else value.producer()
-            if node is not None and not node.domain and node.op_type in _POINTWISE and node not in found:
-                found[node] = layer
+            if node is not None and _keeps_numbers_apart(node) and node not in found:
+                found[node] = layer.node
                 waiting.extend(node.inputs)
     return found
 
@@ -215,7 +174,7 @@ def _rates(model: ir.Model) -> dict[ir.Node, ir.Node]:
 def _residual_width(model: ir.Model) -> int | None:
     """Read the width of the residual stream off the embedding, or off the head's product."""
     for node in model.graph:
-        if (node.domain, node.op_type) in _LOOKUPS and any(
+        if operators.view(node).lookup and any(
             value is not None and value.name == interface.INPUT_IDS for value in node.inputs
         ):
             for value in (node.outputs[0], *(out for reader, _ in node.outputs[0].uses() for out in reader.outputs)):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import dtype_inference, graph, interface
+from llmforge.ir import dtype_inference, graph, interface, operators
 from llmforge.parallel.partition import Cut, even, spread
 from llmforge.parallel.partition_shapes import Undivided, axis_of, size_of, static, through_reshape
 
@@ -30,19 +30,6 @@ MATMUL, NBITS = ("", "MatMul"), ("com.microsoft", "MatMulNBits")
 ATTENTION = {("llmforge", "Attention"), ("com.microsoft", "GroupQueryAttention")}
 MOE = ("llmforge", "MoE")
 PACKED_QUERY_SECTIONS = 3
-_REFUSED: Mapping[tuple[str, str], str] = {
-    ("llmforge", "LinearAttention"): "the state of a recurrent layer is not divided",
-    ("llmforge", "CausalConv"): "the state of a convolution is not divided",
-    ("llmforge", "GrowingAttention"): "split the graph before the pass that wrote it",
-    ("llmforge", "CacheLengths"): "split the graph before the pass that wrote it",
-    ("com.microsoft", "MoE"): "split the graph before fuse-experts",
-    ("com.microsoft", "QMoE"): "quantized experts are not divided",
-    ("", "DequantizeLinear"): "layers in codes of a channel are not divided; split the graph before quantize-channels",
-}
-_POINTWISE = {
-    *("Add", "Sub", "Mul", "Div", "Pow", "Neg", "Sigmoid", "Tanh", "Relu", "Erf", "Exp", "Softplus", "Gelu", "Abs"),
-    *("Where", "Max", "Min", "Clip", "Cast", "Sqrt"),
-}
 _NORMS = {"RMSNormalization", "LayerNormalization"}
 _BESIDE = {"Split", "Concat", "Slice", "Expand"}  # which must work along another axis than the one that is cut
 
@@ -79,7 +66,7 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
     if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
         raise UnsupportedError(f"a model whose own attention was traced is not divided; it was, because: {reason}")
     for node in model.graph:
-        if (reason := _REFUSED.get((node.domain, node.op_type))) is not None:
+        if reason := operators.view(node).indivisible:
             raise UnsupportedError(f"{node.op_type} {node.name} cannot be divided among ranks: {reason}")
     _complete_shapes(model)
     planner = _Planner(model, degree)
@@ -317,7 +304,7 @@ class _Planner:
 
     def _output(self, node: ir.Node, cut: Cut) -> Cut:
         """Say how what `node` makes is divided where its input is: of nodes behind attention."""
-        if not node.domain and node.op_type in _POINTWISE:
+        if operators.view(node).pointwise:
             return cut
         if not node.domain and node.op_type == "Reshape":
             if (passed := through_reshape(node.inputs[0], node.outputs[0], cut)) is not None:
@@ -333,7 +320,7 @@ class _Planner:
         last, first = len(graph.dims(node.outputs[0]) or ()) - 1, node.inputs[0]
         assert first is not None
         kind = node.op_type if not node.domain else ""
-        if kind in _POINTWISE:
+        if operators.view(node).pointwise:
             size = static(node.outputs[held.index(cut)])[cut.axis]
             for value in node.inputs:
                 if value is not None and not value.is_initializer() and size_of(value, cut.axis, last) == size:
@@ -382,7 +369,7 @@ def _head(model: ir.Model) -> ir.Node | None:
     value = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
     node = value.producer()
     while node is not None and (node.domain, node.op_type) not in (MATMUL, NBITS):
-        if node.domain or node.op_type not in _POINTWISE:
+        if not operators.view(node).pointwise:
             return None
         node = next((x.producer() for x in node.inputs if x is not None and x.producer() is not None), None)
     return node
@@ -397,5 +384,5 @@ def _complete_shapes(model: ir.Model) -> None:
             continue
         if is_linear(node):
             value.shape = ir.Shape([*first.shape[:-1], features(node)[1]])
-        elif not node.domain and node.op_type in _POINTWISE:
+        elif operators.view(node).pointwise:
             value.shape = first.shape.copy()

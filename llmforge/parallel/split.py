@@ -24,19 +24,12 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
+from llmforge.ir import operators
 from llmforge.parallel.collectives import ALL_GATHER, ALL_REDUCE, Collective, meetings
 from llmforge.parallel.partition import Cut, nibbles, shard
 from llmforge.parallel.shard_plan import ATTENTION, ShardPlan, is_linear, plan
 
 RANK = "llmforge.rank"  # metadata_props key of a rank's graph: "1/4" is the second of four
-# Inputs of attention that have an axis of query or KV heads: which axis, by operator and input.
-_BY_HEAD: Mapping[tuple[str, str], Mapping[int, int]] = {
-    ("llmforge", "Attention"): {6: 0, 7: 0},  # sinks, slopes
-    ("com.microsoft", "GroupQueryAttention"): {11: 0},  # sinks
-}
-_BY_KV_HEAD: Mapping[tuple[str, str], Mapping[int, int]] = {
-    ("com.microsoft", "GroupQueryAttention"): {12: 1, 13: 1},  # scales a channel, [1, kv_heads, 1, head_dim]
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,12 +167,13 @@ class _Rank:
         assert isinstance(channels, int)
         heads = own.divided(channels)
         assert heads is not None
-        for index, axis in _BY_HEAD.get((node.domain, node.op_type), {}).items():
-            self._cut_input(node, index, axis, heads)
-        for index, axis in _BY_KV_HEAD.get((node.domain, node.op_type), {}).items():
-            scales = g.operand(node, index)
-            if scales is not None and len(g.dims(scales) or ()) == 4:
-                self._cut_input(node, index, axis, kv)
+        view = operators.view(node)
+        for field in view.inputs:
+            value = view.operand(field)
+            if field.heads is not None:
+                self._cut_input(node, field.index, field.heads, heads)
+            elif field.kv_heads is not None and value is not None and len(g.dims(value) or ()) == 4:
+                self._cut_input(node, field.index, field.kv_heads, kv)
         node.attributes["num_heads"] = ir.AttrInt64("num_heads", heads.size(self.rank))
         node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", kv.size(self.rank))
 

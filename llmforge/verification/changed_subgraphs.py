@@ -21,7 +21,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from llmforge.ir import dialect, graph
+from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived
 from llmforge.verification.subgraph import Index, behind, cut_out, is_fixed
 
@@ -214,7 +214,7 @@ class _Description:
             return self._tensor(value.const_value)
         if value.name in self.takes:
             return "take", self.takes.index(str(value.name)), self._type(value)
-        cache = dialect.PAST.fullmatch(str(value.name))
+        cache = interface.PAST.fullmatch(str(value.name))
         name = f"cache {self._layer(int(cache[1]))} {cache[2]}" if cache else str(value.name)
         return "input", name, self._type(value)
 

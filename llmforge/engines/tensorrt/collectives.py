@@ -17,7 +17,7 @@ from llmforge.ir import graph
 _TO_FRONT, _TO_BACK = [2, 0, 1], [1, 2, 0]
 
 
-def obstacle(node: ir.Node) -> str | None:
+def refusal_reason(node: ir.Node) -> str | None:
     """Say why a collective has no way to TensorRT; None where it has one."""
     if node.op_type == "AllGather" and (node.attributes.get_int("axis") != -1 or _rank(node) != len(_TO_FRONT)):
         return "only the last axis of three is gathered"
@@ -25,7 +25,7 @@ def obstacle(node: ir.Node) -> str | None:
 
 
 def lower(node: ir.Node) -> str:
-    """Replace a collective without obstacle; say what it became."""
+    """Replace a collective that is not refused; say what it became."""
     x, ranks = node.inputs[0], node.attributes.get_int("ranks")
     assert x is not None
     common: dict[str, graph.Attribute] = {"root": -1, "group_size": 0, "nb_rank": ranks}

@@ -25,7 +25,7 @@ MOST_READ = 4  # a Mixtral has 8 experts, of which a token chooses 2
 _IDS, _UP, _UP_BIAS, _DOWN, _DOWN_BIAS = 1, 3, 5, 4, 6
 
 
-def obstacle(node: ir.Node) -> str | None:
+def refusal_reason(node: ir.Node) -> str | None:
     """Say why the experts of an `llmforge::MoE` are not computed all; None where they are."""
     experts, top_k = _dims(node, _UP)[0], _dims(node, _IDS)[-1]
     if experts > MOST_READ * top_k:

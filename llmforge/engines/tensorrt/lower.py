@@ -2,7 +2,7 @@
 
 `rewrite` knows no target, so that ONNX Runtime can run what it writes on a CPU and prove it equal. `lower` refuses by
 name what has no way through, and holds what it writes against what was seen to build (`support`); what compute
-capabilities lack stands in `refusals`. `obstacles` lists all of that at plan time; no weight is read for any of it.
+capabilities lack stands in `refusals`. No weight is read for any of it.
 
 The graph keeps the names of `llmforge.ir.interface`. Batch and sequence stay open, the capacity of caches is a number.
 `logits_rows` has no default, since an engine's inputs have none, and may count from the end. `position_ids` is always
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.engines.tensorrt import collectives, experts, refusals, support
+from llmforge.engines.tensorrt import collectives, experts, support
 from llmforge.engines.tensorrt.attention import Attentions
 from llmforge.engines.tensorrt.weights import Weights
-from llmforge.engines.tensorrt.weights import obstacle as weights_obstacle
-from llmforge.ir import dtype_inference, interface
+from llmforge.engines.tensorrt.weights import refusal_reason as weights_refusal_reason
+from llmforge.ir import dtype_inference, interface, operators
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
 from llmforge.lowering.pass_base import Changes, Rewritten
@@ -30,13 +30,12 @@ from llmforge.targets import Target
 
 MICROSOFT, LLMFORGE = "com.microsoft", "llmforge"
 CAPACITY = "capacity"  # the dimension of caches that becomes a number
-_ANY_CAPACITY = 1024  # obstacles do not depend on it
 
 _SKIP_NORMS = {"SkipSimplifiedLayerNormalization": "RMSNormalization", "SkipLayerNormalization": "LayerNormalization"}
 
 
 @dataclass(frozen=True)
-class Obstacle:
+class Refusal:
     """One thing of a graph that TensorRT has no way for."""
 
     node: str  # name of a node, or of an input of the graph
@@ -51,9 +50,9 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     """Write `model` for an engine of `spec.max_context` slots; the model is left alone, its tensors are shared.
 
     Raises:
-        UnsupportedError: the graph has what TensorRT does not take, or what it does not build for the target's SM.
+        UnsupportedError: the graph has what TensorRT does not take.
     """
-    if found := _obstacles(model):
+    if found := refused(model):
         listed = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise UnsupportedError(f"TensorRT for target {target.name} does not take {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
@@ -61,73 +60,60 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return lowered, changes
 
 
-def obstacles(model: ir.Model, target: Target) -> list[Obstacle]:
-    """List why `model` cannot become an engine for `target`, [] where it can; reads no weight, and changes nothing."""
-    if found := _obstacles(model):
-        return found
-    assert target.sm is not None, "TensorRT is for GPUs"
-    lowered, _ = rewrite(model, _ANY_CAPACITY)
-    rules = dict(refusals.features(lowered))
-    return [
-        Obstacle(where, f"{feature.value}: {rule.reason}", rule.hint)
-        for feature, where in rules.items()
-        if (rule := refusals.TABLE[feature]).refuses(target.sm)
-    ]
-
-
-def _obstacles(model: ir.Model) -> list[Obstacle]:
+def refused(model: ir.Model) -> list[Refusal]:
+    """List what of `model` has no way to TensorRT, on any device; reads no weight, and changes nothing."""
     found = []
     if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
         hint = "choose `engine: {backend: onnxruntime}`"
-        found.append(Obstacle("the model", f"its own attention was traced, because: {reason}", hint))
+        found.append(Refusal("the model", f"its own attention was traced, because: {reason}", hint))
     for value in model.graph.inputs:
-        found += _input_obstacles(value)
+        found += _of_input(value)
     for node in model.graph.all_nodes():
-        if (rule := _OBSTACLES.get((node.domain, node.op_type))) is not None:
-            found += [] if (obstacle := rule(node)) is None else [obstacle]
-        elif node.domain or node.op_type not in support.OPERATORS:
+        if (rule := _RULES.get((node.domain, node.op_type))) is not None:
+            found += [] if (refusal := rule(node)) is None else [refusal]
+        elif operators.view(node).tensorrt is None:
             reason = f"the parser has no {node.op_type}" + (f" of {node.domain}" if node.domain else "")
-            found.append(Obstacle(str(node.name), reason, "leave the pass that writes it out of the recipe"))
+            found.append(Refusal(str(node.name), reason, "leave the pass that writes it out of the recipe"))
     return found
 
 
-def _input_obstacles(value: ir.Value) -> list[Obstacle]:
+def _of_input(value: ir.Value) -> list[Refusal]:
     name = str(value.name)
     if name in (interface.ATTENTION_MASK, interface.SEQLENS_K):
         hint = "leave flash-attention, genai-interface and optimum-interface out of the recipe"
-        return [Obstacle(name, "only canonical attention over past_lengths is lowered to TensorRT", hint)]
+        return [Refusal(name, "only canonical attention over past_lengths is lowered to TensorRT", hint)]
     return []
 
 
-def _of_attention(node: ir.Node) -> Obstacle | None:
+def _of_attention(node: ir.Node) -> Refusal | None:
     if node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT:
         hint = "put `lower-precision` into the recipe"
-        return Obstacle(str(node.name), "IAttention has kernels for fp16 and bf16, and this one is fp32", hint)
+        return Refusal(str(node.name), "IAttention has kernels for fp16 and bf16, and this one is fp32", hint)
     return None
 
 
-def _of_weights(node: ir.Node) -> Obstacle | None:
-    reason = weights_obstacle(node)
+def _of_weights(node: ir.Node) -> Refusal | None:
+    reason = weights_refusal_reason(node)
     hint = "set `bits: 4`, `symmetric: true` and `embedding_bits: 4` or 16 in quantize-weights"
-    return None if reason is None else Obstacle(str(node.name), reason, hint)
+    return None if reason is None else Refusal(str(node.name), reason, hint)
 
 
-def _of_experts(node: ir.Node) -> Obstacle | None:
-    reason = experts.obstacle(node)
-    return None if reason is None else Obstacle(str(node.name), reason, "choose `engine: {backend: onnxruntime}`")
+def _of_experts(node: ir.Node) -> Refusal | None:
+    reason = experts.refusal_reason(node)
+    return None if reason is None else Refusal(str(node.name), reason, "choose `engine: {backend: onnxruntime}`")
 
 
-def _of_collective(node: ir.Node) -> Obstacle | None:
-    reason = collectives.obstacle(node)
-    return None if reason is None else Obstacle(str(node.name), reason, "split the graph along its last axis")
+def _of_collective(node: ir.Node) -> Refusal | None:
+    reason = collectives.refusal_reason(node)
+    return None if reason is None else Refusal(str(node.name), reason, "split the graph along its last axis")
 
 
-def _refused(reason: str, hint: str) -> Callable[[ir.Node], Obstacle]:
-    return lambda node: Obstacle(str(node.name), reason, hint)
+def _refused(reason: str, hint: str) -> Callable[[ir.Node], Refusal]:
+    return lambda node: Refusal(str(node.name), reason, hint)
 
 
 _RECURRENT = _refused("layers with a recurrent state are not lowered", "choose `engine: {backend: onnxruntime}`")
-_OBSTACLES: Mapping[tuple[str, str], Callable[[ir.Node], Obstacle | None]] = {
+_RULES: Mapping[tuple[str, str], Callable[[ir.Node], Refusal | None]] = {
     (LLMFORGE, "Attention"): _of_attention,
     (LLMFORGE, "MoE"): _of_experts,
     (LLMFORGE, "AllReduce"): _of_collective,
@@ -150,7 +136,7 @@ _OBSTACLES: Mapping[tuple[str, str], Callable[[ir.Node], Obstacle | None]] = {
 
 
 def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
-    """Write a clone of `model`, without obstacles, as standard ONNX whose caches have `capacity` slots."""
+    """Write a clone of `model`, of which nothing is refused, as standard ONNX whose caches have `capacity` slots."""
     lowered = model.clone()
     dtype_inference.complete(lowered)
     writing = _Rewriting(lowered, capacity)

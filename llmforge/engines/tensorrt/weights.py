@@ -31,7 +31,7 @@ _CODES, _ZERO_POINTS, _ORDER, _BIAS = 1, 3, 4, 5  # inputs of MatMulNBits; of Ga
 _UPPER_BITS = 0x88  # of the two codes of a byte: turns 0 … 15 around 8 into int4, -8 … 7
 
 
-def obstacle(node: ir.Node) -> str | None:
+def refusal_reason(node: ir.Node) -> str | None:
     """Say why TensorRT does not read the weights of a MatMulNBits or GatherBlockQuantized; None where it does."""
     bits, block_size = (node.attributes.get_int(name, default) for name, default in (("bits", 4), ("block_size", 128)))
     if bits != BITS:

@@ -13,6 +13,8 @@ from typing import Literal
 import onnxruntime
 
 from llmforge import native
+from llmforge.base import backends
+from llmforge.base.backends import PROVIDERS, PlanModule, ProviderName
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.session import SessionConfig
@@ -24,9 +26,6 @@ MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
 PENDING_FILE = "pending.json"  # stands in an engine's folder until the engine is built (llmforge.engines.pending)
-
-# What runs an engine: ONNX Runtime's CPU or CUDA provider, or a plan in TensorRT or TensorRT-RTX.
-Provider = Literal["cpu", "cuda", "tensorrt", "tensorrt-rtx"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class DeviceFacts:
     """The GPU that an engine wants."""
 
     sm: int  # compute capability, ten times major plus minor: 89
-    memory_bytes: int  # weights, cache, activations and CUDA graphs together
+    memory_bytes: int  # weights, cache, activations and captured CUDA graphs together
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class ProfileFacts:
 class PlanFacts:
     """A plan of TensorRT, or of TensorRT-RTX: it is loaded by the very version that built it."""
 
-    module: Literal["tensorrt", "tensorrt_rtx"]
+    module: PlanModule
     version: str
     file: str
     profiles: tuple[ProfileFacts, ...]
@@ -113,7 +112,7 @@ class RuntimeConfig:
     bos_token_id: int | None
     caches: tuple[CacheInput, ...]
     session: SessionOptions  # a plan has no use for them
-    provider: Provider = "cpu"
+    provider: ProviderName = "cpu"
     provider_options: Mapping[str, str] = field(default_factory=dict)  # of ONNX Runtime's CUDA provider
     buckets: tuple[int, ...] = ()
     device: DeviceFacts | None = None  # null: a CPU
@@ -154,8 +153,8 @@ class RuntimeConfig:
 
     def _check_parts(self, where: str) -> None:
         """Refuse parts that `provider` does not have, and missing ones that it has."""
-        ours, gpu = self.provider in ("cpu", "cuda"), self.provider != "cpu"
-        parts = {"onnxruntime": ours, "plan": not ours, "device": gpu}
+        compiled, kind = backends.of_provider(self.provider).compiled, PROVIDERS[self.provider].kind
+        parts = {"onnxruntime": not compiled, "plan": compiled, "device": kind == "gpu"}
         for name, wanted in parts.items():
             if (getattr(self, name) is not None) != wanted:
                 state = "is missing" if wanted else "makes no sense"
@@ -169,10 +168,8 @@ class RuntimeConfig:
     @property
     def requires(self) -> dict[str, str]:
         """The package that runs the engine, by the name that pip knows, and its version."""
-        if self.plan is not None:
-            return {self.plan.module.replace("_", "-"): self.plan.version}
-        assert self.onnxruntime is not None
-        return {"onnxruntime-gpu" if self.provider == "cuda" else "onnxruntime": self.onnxruntime}
+        version = self.onnxruntime if self.plan is None else self.plan.version
+        return {} if version is None else {PROVIDERS[self.provider].package: version}
 
     def check_versions(self) -> None:
         """Refuse an ONNX Runtime of another minor release: its contrib operators and kernels change between them.

@@ -1,0 +1,47 @@
+"""The table of operators: one record an operator, and typed views of nodes.
+
+`TABLE` is what everything else reads: the verifier of the dialect, dtype inference, the precision plan, sharding,
+routers, footprints, tables of support, rules of canonicalization. A new operator is one class in the file of its domain
+(`standard`, `canonical`, `contrib`, `cpu`), and its arithmetic; `record` says what a class holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from llmforge.ir.operators import canonical, contrib, cpu, standard
+from llmforge.ir.operators.record import Operand, Operator
+
+
+def _records() -> Iterator[type[Operator]]:
+    for module in (standard, canonical, contrib, cpu):
+        for name, value in vars(module).items():
+            own = isinstance(value, type) and issubclass(value, Operator) and value.__module__ == module.__name__
+            if own and not name.startswith("_"):
+                yield value
+
+
+TABLE: dict[tuple[str, str], type[Operator]] = {each.identity: each for each in _records()}
+
+
+def record(node: ir.Node) -> type[Operator] | None:
+    """Look up the record of `node`'s operator; None where the table has none."""
+    return TABLE.get((node.domain, node.op_type))
+
+
+def view(node: ir.Node) -> Operator:
+    """View `node`; where the table lacks its operator, the view has no inputs by name and no traits."""
+    return TABLE.get((node.domain, node.op_type), Operator)(node)
+
+
+def is_a(node: ir.Node | None, *operators: type[Operator]) -> bool:
+    """Say whether `node` is of one of `operators`."""
+    return any(each.matches(node) for each in operators)
+
+
+def operand(node: ir.Node, index: int) -> Operand | None:
+    """Look up what input `index` of `node` is; None where the table does not say."""
+    known = view(node).inputs
+    return known[index] if index < len(known) else None

@@ -1,0 +1,283 @@
+"""The operators of llmforge (docs/dialect.md): of the frontend, the interface passes, and the split among ranks."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from llmforge.ir import interface
+from llmforge.ir.graph import dims
+from llmforge.ir.operators.record import (
+    CANONICAL,
+    FLOATS,
+    FP32,
+    I32,
+    I64,
+    INT32,
+    INT64,
+    Experts,
+    Input,
+    Operator,
+    OptionalInput,
+    Output,
+    Precision,
+    integer,
+    listed,
+    real,
+    shown,
+    text,
+)
+
+MOE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+CONV_ACTIVATIONS = ("none", "silu")
+_INTERFACE = "split the graph before the pass that wrote it"
+
+
+class _Attention(Operator, domain=CANONICAL):
+    """q [B, S, num_heads·D], k [B, S, kv_num_heads·D], v [B, S, kv_num_heads·Dv], caches [B, kv_num_heads, C, …]."""
+
+    q = Input(FLOATS, 3)
+    k = Input(FLOATS, 3)
+    v = Input(FLOATS, 3)
+    past_key = Input(FLOATS, 4)
+    past_value = Input(FLOATS, 4)
+    num_heads = integer()
+    kv_num_heads = integer()
+    scale = real()
+    softcap = real()
+    window = integer()
+    layer = integer()
+    y = Output()
+    present_key = Output(like="past_key")
+    present_value = Output(like="past_value")
+    precision = Precision.HALF
+
+    @property
+    def tokens(self) -> ir.Value:
+        """The input that says which slots of the caches hold tokens."""
+        return self.required(self.inputs[_Attention.past_value.index + 1])
+
+    def check(self) -> None:
+        """Check that heads divide widths, and that the caches are the layer's own."""
+        heads, kv_heads, layer = self.num_heads, self.kv_num_heads, self.layer
+        self.require(0 < kv_heads <= heads and heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} KV heads")
+        self.require(self.window >= 0 and self.softcap >= 0, "window and softcap must not be negative")
+        for field in self.inputs:
+            size = _dim(self.operand(field), 0) if field.heads == 0 else None
+            self.require(size in (None, heads), f"{field.name} has {size} numbers, there are {heads} heads")
+        held = interface.ATTENTION_MASK if isinstance(self, GrowingAttention) else interface.PAST_LENGTHS
+        _check_layer(
+            self,
+            layer,
+            [self.past_key, self.past_value, self.tokens],
+            [interface.past_key(layer), interface.past_value(layer), held],
+            [interface.present_key(layer), interface.present_value(layer)],
+        )
+        for name, value, count, cache in (
+            ("q", self.q, heads, self.past_key),
+            ("k", self.k, kv_heads, self.past_key),
+            ("v", self.v, kv_heads, self.past_value),
+        ):
+            width, channels = _dim(value, 2), _dim(cache, 3)
+            if width is not None and channels is not None:
+                wanted = count * channels
+                self.require(width == wanted, f"{name} is {width} wide, {count} heads of {channels} are {wanted}")
+
+
+class Attention(_Attention):
+    """Attention over preallocated caches, whose rows hold `past_lengths` tokens before the step."""
+
+    past_lengths = Input(I32, 1)
+    sinks = OptionalInput(FLOATS, 1, heads=0)
+    alibi_slopes = OptionalInput(FP32, 1, fp32=True, heads=0)
+
+
+class GrowingAttention(_Attention):
+    """Attention over caches that hold the past alone and grow by every step; written by optimum-interface."""
+
+    attention_mask = Input(I64, 2)
+    sinks = OptionalInput(FLOATS, 1, heads=0)
+    alibi_slopes = OptionalInput(FP32, 1, fp32=True, heads=0)
+    indivisible = _INTERFACE
+
+
+class MoE(Experts, domain=CANONICAL):
+    """Experts: x [..., H], expert_ids and expert_weights [..., top_k], up [E, H, 2·I or I], down [E, I, H]."""
+
+    x = Input()
+    expert_ids = Input(I64, chooses=True)
+    expert_weights = Input(chooses=True)
+    up = Input(FLOATS, 3, experts=True)
+    down = Input(FLOATS, 3, experts=True)
+    up_bias = OptionalInput(FLOATS, 2, experts=True)
+    down_bias = OptionalInput(FLOATS, 2, experts=True)
+    activation = text()
+    gated = integer()
+    interleaved = integer()
+    alpha = real()
+    beta = real()
+    limit = real()
+    precision = Precision.HALF
+
+    def check(self) -> None:
+        """Check the activation, and that matrices and biases belong together."""
+        known = listed(MOE_ACTIVATIONS)
+        gated, up, down = self.gated, self.up, self.down
+        activation = self.activation
+        self.require(activation in MOE_ACTIVATIONS, f"activation {activation!r} is unknown; known are {known}")
+        self.require(gated in (0, 1) and self.interleaved in (0, gated), "gated, interleaved must be 0 or 1")
+        self.require(self.limit >= 0, "limit must not be negative")
+        self.require(gated == 1 or not (self.limit or self.beta), "limit and beta are of gates")
+        self.require((self.up_bias is None) == (self.down_bias is None), "one of two biases is missing")
+        inner = _dim(down, 1)
+        wide = None if inner is None else inner * (1 + gated)
+        for name, value, axes in (
+            ("x", self.x, {-1: _dim(up, 1)}),
+            ("expert_weights", self.expert_weights, {-1: _dim(self.expert_ids, -1)}),
+            ("up", up, {2: wide}),
+            ("down", down, {0: _dim(up, 0), 2: _dim(up, 1)}),
+            ("up_bias", self.up_bias, {0: _dim(up, 0), 1: wide}),
+            ("down_bias", self.down_bias, {0: _dim(up, 0), 1: _dim(up, 1)}),
+        ):
+            for axis, size in axes.items():
+                held = _dim(value, axis)
+                fits = held is None or size is None or held == size
+                self.require(fits, f"{name} has size {held} along axis {axis}, must have {size}")
+
+    @property
+    def chosen(self) -> int | None:
+        """How many experts a token chooses, where that is known."""
+        return _dim(self.expert_ids, -1)
+
+
+class CausalConv(Operator, domain=CANONICAL):
+    """A depthwise convolution over the tokens: x [B, S, C], weight [C, 1, taps], its state [B, taps - 1, C]."""
+
+    x = Input(FLOATS, 3)
+    weight = Input(FLOATS, 3)
+    past = Input(FLOATS, 3)
+    past_lengths = Input(I32, 1)
+    lengths = Input(I32, 1)
+    bias = OptionalInput(FLOATS, 1)
+    activation = text()
+    layer = integer()
+    y = Output()
+    present = Output(like="past")
+    precision = Precision.HALF
+    state = "conv"
+    indivisible = "the state of a convolution is not divided"
+
+    def check(self) -> None:
+        """Check that the state is the layer's own, and that channels and taps fit it."""
+        _check_state(self)
+        self.require(
+            self.activation in CONV_ACTIVATIONS,
+            f"activation is {self.activation!r}, must be {listed(CONV_ACTIVATIONS)}",
+        )
+        weight, state, x = dims(self.weight), dims(self.past), dims(self.x)
+        if weight and state and x and isinstance(weight[2], int):
+            fits = weight[1] == 1 and state[1:] == (weight[2] - 1, weight[0]) and x[2] == weight[0]
+            self.require(fits, f"x {shown(x)} and state {shown(state)} do not fit a kernel {shown(weight)}")
+
+
+class LinearAttention(Operator, domain=CANONICAL):
+    """The gated delta rule: q, k [B, S, num_heads·D], v [B, S, H·Dv], decay, beta [B, S, H], state [B, H, D, Dv]."""
+
+    q = Input(FLOATS, 3)
+    k = Input(FLOATS, 3)
+    v = Input(FLOATS, 3)
+    decay = Input(FLOATS, 3)
+    beta = Input(FLOATS, 3)
+    past = Input(FLOATS, 4)
+    past_lengths = Input(I32, 1)
+    lengths = Input(I32, 1)
+    num_heads = integer()
+    scale = real()
+    layer = integer()
+    y = Output()
+    present = Output(like="past")
+    precision = Precision.FP32
+    state = "recurrent"
+    indivisible = "the state of a recurrent layer is not divided"
+
+    def check(self) -> None:
+        """Check that the state is the layer's own, and that heads and channels fit it."""
+        _check_state(self)
+        key_heads, state = self.num_heads, dims(self.past)
+        heads, width, value_width = (dim if isinstance(dim, int) else 0 for dim in (state or (0, 0, 0, 0))[1:])
+        if not (heads and width and value_width):
+            return
+        shared = 0 < key_heads <= heads and heads % key_heads == 0
+        self.require(shared, f"{key_heads} heads of keys cannot serve {heads} of values")
+        for name, value, wanted in (
+            ("q", self.q, key_heads * width),
+            ("k", self.k, key_heads * width),
+            ("v", self.v, heads * value_width),
+            ("decay", self.decay, heads),
+            ("beta", self.beta, heads),
+        ):
+            found = _dim(value, 2)
+            self.require(found in (None, wanted), f"{name} is {found} wide, must be {wanted} for {shown(state)}")
+
+
+class CacheLengths(Operator, domain=CANONICAL):
+    """The lengths that GroupQueryAttention takes, of a mask; written by genai-interface."""
+
+    attention_mask = Input(I64, 2)
+    seqlens_k = Output(dtype=INT32)
+    total_sequence_length = Output(dtype=INT32)
+    indivisible = _INTERFACE
+
+
+class TokenOrder(Operator, domain=CANONICAL):
+    """Where the tokens of a padded step stand once padding is on the right, and the way back."""
+
+    attention_mask = Input(I64, 2)
+    input_ids = Input(I64, 2)
+    order = Output(dtype=INT64)
+    inverse = Output(dtype=INT64)
+
+
+class RowPlaces(Operator, domain=CANONICAL):
+    """Which rows of a padded step get logits."""
+
+    logits_rows = Input(I64, 1)
+    attention_mask = Input(I64, 2)
+    input_ids = Input(I64, 2)
+    y = Output(dtype=INT64)
+
+
+class AllReduce(Operator, domain=CANONICAL):
+    """The sum of `x` over all ranks; written by the split among ranks (`llmforge.parallel.split`)."""
+
+    x = Input()
+    ranks = integer()
+
+
+class AllGather(Operator, domain=CANONICAL):
+    """The parts `x` of all ranks along `axis`."""
+
+    x = Input()
+    ranks = integer()
+    axis = integer()
+
+
+def _check_layer(view: Operator, layer: int, given: list[ir.Value], expected: list[str], makes: list[str]) -> None:
+    """Check the names of what a layer reads of its cache, and of what it makes of it."""
+    names = [value.name for value in given]
+    reads = listed(map(str, names))
+    view.require(names == expected, f"layer {layer} must read {listed(expected)}, reads {reads}")
+    made = [value.name for value in view.node.outputs[1:]]
+    view.require(made == makes, f"layer {layer} must make {listed(makes)}, makes {listed(map(str, made))}")
+
+
+def _check_state(view: CausalConv | LinearAttention) -> None:
+    layer, part = view.layer, view.state
+    expected = [interface.past_part(layer, part), interface.PAST_LENGTHS, interface.LENGTHS]
+    given = [view.past, view.past_lengths, view.lengths]
+    _check_layer(view, layer, given, expected, [interface.present_part(layer, part)])
+
+
+def _dim(value: ir.Value | None, axis: int) -> int | None:
+    known = None if value is None else dims(value)
+    dim = None if known is None else known[axis]
+    return dim if isinstance(dim, int) else None

@@ -1,0 +1,204 @@
+"""The operators of ONNX Runtime (`com.microsoft`), which passes write.
+
+Source: onnxruntime 1.31, docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from llmforge.ir.operators.record import (
+    FLOATS,
+    FP32,
+    I32,
+    I64,
+    INT8,
+    MICROSOFT,
+    UINT8,
+    Experts,
+    Input,
+    Operator,
+    OptionalInput,
+    Output,
+    Precision,
+    integer,
+    optional_real,
+    real,
+    text,
+)
+
+INT8_ACTIVATIONS = 4  # `accuracy_level` of MatMulNBits: the kernel rounds activations to int8
+CACHE = FLOATS | {INT8, UINT8}  # uint8: two 4-bit values
+_CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
+_BYTES = frozenset({UINT8})
+
+
+class GroupQueryAttention(Operator, domain=MICROSOFT):
+    """Attention over a KV buffer that past and present share; key and value are absent where the query is packed."""
+
+    query = Input(FLOATS, 3)
+    key = OptionalInput(FLOATS, 3)
+    value = OptionalInput(FLOATS, 3)
+    past_key = Input(CACHE, 4)
+    past_value = Input(CACHE, 4)
+    seqlens_k = Input(I32, 1)
+    total_sequence_length = Input(I32, 0, 1)
+    cos_cache = OptionalInput(FLOATS, 2, table=True)
+    sin_cache = OptionalInput(FLOATS, 2, table=True)
+    position_ids = OptionalInput(I64, 2)
+    attention_bias = OptionalInput(FLOATS, 4)
+    head_sink = OptionalInput(FLOATS, 1, heads=0)
+    k_scale = OptionalInput(FP32, fp32=True, kv_heads=1)
+    v_scale = OptionalInput(FP32, fp32=True, kv_heads=1)
+    q_norm_weight = OptionalInput(FLOATS, 1)
+    k_norm_weight = OptionalInput(FLOATS, 1)
+    num_heads = integer()
+    kv_num_heads = integer()
+    scale = optional_real()
+    softcap = real(0.0)
+    local_window_size = integer(-1)
+    sliding_window_cache = integer(0)
+    do_rotary = integer(0)
+    rotary_interleaved = integer(0)
+    smooth_softmax = integer(0)
+    causal = integer(1)
+    qk_norm_epsilon = real(1e-6)
+    k_quant_type = text("NONE")
+    v_quant_type = text("NONE")
+    kv_cache_bit_width = integer(0)
+    y = Output()
+    present_key = Output(like="past_key")
+    present_value = Output(like="past_value")
+    precision = Precision.HALF
+
+
+class MatMulNBits(Operator, domain=MICROSOFT):
+    """A product with a matrix of blocks of codes: a [..., K], b [N, K / block_size, bytes of a block]."""
+
+    a = Input()
+    b = Input(_BYTES, 2, 3)
+    scales = Input(FLOATS, 1, 2)
+    zero_points = OptionalInput(FLOATS | {UINT8}, 1, 2)
+    g_idx = OptionalInput(I32, 1)
+    bias = OptionalInput(FLOATS, 1)
+    K = integer()
+    N = integer()
+    bits = integer()
+    block_size = integer()
+    accuracy_level = integer(0)
+    weight_prepacked = integer(0)
+    linear = True
+    precision = Precision.HALF
+    prepacked = True
+
+
+class FusedMatMul(Operator, domain=MICROSOFT):
+    """A product of matrices that may be transposed."""
+
+    a = Input()
+    b = Input()
+    alpha = real(1.0)
+    transA = integer(0)  # noqa: N815  # ONNX Runtime's name
+    transB = integer(0)  # noqa: N815
+    transBatchA = integer(0)  # noqa: N815
+    transBatchB = integer(0)  # noqa: N815
+    linear = True
+    precision = Precision.HALF
+
+
+class GatherBlockQuantized(Operator, domain=MICROSOFT):
+    """Rows of a table of blocks of codes."""
+
+    data = Input(_CODES, table=True)
+    indices = Input({ir.DataType.INT32, ir.DataType.INT64})
+    scales = Input(table=True)
+    zero_points = OptionalInput(_CODES, table=True)
+    bits = integer(4)
+    block_size = integer()
+    gather_axis = integer(0)
+    quantize_axis = integer(1)
+    y = Output(like="scales")
+    lookup = True
+
+
+class _Experts(Experts, domain=MICROSOFT):
+    k = integer()
+    activation_type = text()
+    activation_alpha = real(1.0)
+    activation_beta = real(0.0)
+    swiglu_fusion = integer(0)
+    swiglu_limit = optional_real()
+    normalize_routing_weights = integer(0)
+    precision = Precision.HALF
+
+    @property
+    def chosen(self) -> int | None:
+        return self.k
+
+
+class MoE(_Experts):
+    """Experts in floating point."""
+
+    input = Input()
+    router_probs = Input(FLOATS, 2, chooses=True)
+    fc1_experts_weights = Input(FLOATS, 3, experts=True)
+    fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
+    fc2_experts_weights = Input(FLOATS, 3, experts=True)
+    fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
+    indivisible = "split the graph before fuse-experts"
+
+
+class QMoE(_Experts):
+    """Experts in codes of 4 or 8 bits."""
+
+    input = Input()
+    router_probs = Input(FLOATS, 2, chooses=True)
+    fc1_experts_weights = Input(_BYTES, 3, experts=True)
+    fc1_scales = Input(FLOATS, 3, experts=True)
+    fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
+    fc2_experts_weights = Input(_BYTES, 3, experts=True)
+    fc2_scales = Input(FLOATS, 3, experts=True)
+    fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
+    fc3_experts_weights = OptionalInput(experts=True)
+    fc3_scales = OptionalInput(experts=True)
+    fc3_experts_bias = OptionalInput(experts=True)
+    fc1_zero_points = OptionalInput(_BYTES, 3, experts=True)
+    fc2_zero_points = OptionalInput(_BYTES, 3, experts=True)
+    fc3_zero_points = OptionalInput(_BYTES, 3, experts=True)
+    router_weights = OptionalInput(FLOATS, 2, chooses=True)
+    expert_weight_bits = integer()
+    block_size = integer()
+    accuracy_level = integer(0)
+    indivisible = "quantized experts are not divided"
+    prepacked = True
+
+
+class SkipSimplifiedLayerNormalization(Operator, domain=MICROSOFT):
+    """RMSNormalization of a sum, which it gives out as well."""
+
+    input = Input()
+    skip = Input()
+    gamma = Input(FLOATS, 1)
+    bias = OptionalInput(FLOATS, 1)
+    epsilon = real()
+    y = Output()
+    mean = Output()
+    inverse_deviation = Output()
+    sum = Output()
+    adds_residual = True
+
+
+class SkipLayerNormalization(Operator, domain=MICROSOFT):
+    """LayerNormalization of a sum, which it gives out as well."""
+
+    input = Input()
+    skip = Input()
+    gamma = Input(FLOATS, 1)
+    beta = OptionalInput(FLOATS, 1)
+    bias = OptionalInput(FLOATS, 1)
+    epsilon = real()
+    y = Output()
+    mean = Output()
+    inverse_deviation = Output()
+    sum = Output()
+    adds_residual = True

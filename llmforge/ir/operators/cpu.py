@@ -1,0 +1,85 @@
+"""The operators of llmforge's own CPU kernels (docs/cpu-kernels.md), which the pass cpu-kernels writes."""
+
+from __future__ import annotations
+
+from llmforge.ir.operators.record import (
+    CPU,
+    FLOAT,
+    FP32,
+    I32,
+    I64,
+    INT8,
+    UINT8,
+    Input,
+    Operator,
+    OptionalInput,
+    Output,
+    integer,
+    real,
+)
+
+_BYTES = frozenset({UINT8})
+
+
+class Linear(Operator, domain=CPU):
+    """A product with packed codes, perhaps with the norm in front of it and the sum behind it."""
+
+    x = Input(FP32)
+    weights = Input(_BYTES, 2)
+    bias = OptionalInput(FP32, 1)
+    norm = OptionalInput(FP32, 1)
+    residual = OptionalInput(FP32)
+    N = integer()
+    K = integer()
+    bits = integer()
+    block_size = integer()
+    zero_points = integer()
+    activation = integer()
+    epsilon = real()
+
+
+class Embedding(Operator, domain=CPU):
+    """Rows of packed codes."""
+
+    ids = Input(I64)
+    weights = Input(_BYTES, 2, table=True)
+    N = integer()
+    K = integer()
+    bits = integer()
+    block_size = integer()
+    zero_points = integer()
+    y = Output(dtype=FLOAT)
+
+
+class GroupQueryAttention(Operator, domain=CPU):
+    """Attention over caches of fp32."""
+
+    qkv = Input(FP32, 3)
+    past_key = Input(FP32, 4)
+    past_value = Input(FP32, 4)
+    seqlens_k = Input(I32, 1)
+    cos_cache = OptionalInput(FP32, 2, table=True)
+    sin_cache = OptionalInput(FP32, 2, table=True)
+    k_scale = OptionalInput(FP32)
+    v_scale = OptionalInput(FP32)
+    q_norm_weight = OptionalInput(FP32, 1)
+    k_norm_weight = OptionalInput(FP32, 1)
+    head_sink = OptionalInput(FP32, 1)
+    num_heads = integer()
+    kv_num_heads = integer()
+    local_window_size = integer()
+    rotary_interleaved = integer()
+    per_channel = integer()
+    scale = real()
+    softcap = real()
+    qk_norm_epsilon = real()
+    y = Output()
+    present_key = Output(like="past_key")
+    present_value = Output(like="past_value")
+
+
+class GroupQueryAttentionInt8(GroupQueryAttention):
+    """Attention over caches of int8."""
+
+    past_key = Input({INT8}, 4)
+    past_value = Input({INT8}, 4)

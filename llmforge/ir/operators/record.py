@@ -1,0 +1,413 @@
+"""What one record of the table of operators is made of.
+
+A record is a class: its body names inputs, attributes and outputs in the order of the operator's definition, its class
+attributes are the traits that the rest of the package asks for. An instance is a typed view of one node:
+
+    class MatMulNBits(Operator, domain=MICROSOFT):
+        a = Input()
+        scales = Input(FLOATS, 1, 2)
+        bias = OptionalInput(FLOATS, 1)
+        K = integer()
+
+    product = MatMulNBits.of(node)    # None: the node is of another operator
+    product.scales                    # an ir.Value
+    product.bias                      # an ir.Value or None
+    product.K                         # an int
+    product.bias = None               # rewires the node
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+
+import onnx_ir as ir
+
+from llmforge.base.errors import VerificationError
+from llmforge.ir import graph
+
+FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
+INT8, INT32, INT64, UINT8 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
+BOOL, FLOAT8 = ir.DataType.BOOL, ir.DataType.FLOAT8E4M3FN
+T = TypeVar("T")
+Dtypes = frozenset[ir.DataType]
+FLOATS: Dtypes = frozenset({FLOAT, FLOAT16, BFLOAT16})
+FP32: Dtypes = frozenset({FLOAT})
+I32: Dtypes = frozenset({INT32})
+I64: Dtypes = frozenset({INT64})
+BOOLS: Dtypes = frozenset({BOOL})
+NUMBERS: Dtypes = FLOATS | {INT32, INT64}
+ANY: Dtypes = frozenset(ir.DataType)
+
+STANDARD, CANONICAL, MICROSOFT, CPU = "", "llmforge", "com.microsoft", "llmforge.cpu"
+OPSETS: Mapping[str, int] = {STANDARD: 24, CANONICAL: 1, MICROSOFT: 1, CPU: 1}
+
+
+class Stage(enum.Enum):
+    """Where an operator may stand (docs/dialect.md)."""
+
+    DIALECT = enum.auto()  # between the frontend and an engine
+    OWN_ATTENTION = enum.auto()  # there too, where the model's own attention was traced (`interface.FALLBACK`)
+    LOWERED = enum.auto()  # in what an engine's lowering or a raw translation writes, never in the dialect
+
+
+class Precision(enum.Enum):
+    """What an operator computes in, where a graph is lowered to half precision (`lowering.precision`)."""
+
+    FOLLOWS = enum.auto()  # half precision where all that it reads is
+    HALF = enum.auto()  # always: it carries the work
+    FP32 = enum.auto()  # never: a few bits spoil its result
+
+
+class Sign(enum.Enum):
+    """When no element of the first output is negative."""
+
+    UNKNOWN = enum.auto()
+    NEVER_NEGATIVE = enum.auto()  # whatever it reads
+    AS_FIRST = enum.auto()  # where its first input is not
+    AS_ALL = enum.auto()  # where no input is
+    AS_ANY = enum.auto()  # where one input is not
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The dtypes with which TensorRT-RTX 1.7.1 was seen to build an operator, ahead of time."""
+
+    dtypes: Dtypes  # of what it computes with or moves
+    besides: Dtypes = frozenset()  # of indices, shapes, masks and codes, and of what comparisons make
+
+
+class Operand:
+    """An input of an operator: one that every node has (`Input`), or may leave out (`OptionalInput`).
+
+    Args:
+        dtypes: what it may hold.
+        ranks: what rank it may have; none: any.
+        fp32: it is fp32 whatever its operator computes in.
+        table: its operator looks a few rows of it up.
+        experts: axis 0 is the experts, of which a token reads those that were chosen for it.
+        chooses: it chooses experts, or weighs them.
+        heads: the axis of the query heads.
+        kv_heads: the axis of the KV heads, where it has rank 4.
+    """
+
+    optional = False
+
+    def __init__(
+        self,
+        dtypes: Iterable[ir.DataType] = FLOATS,
+        *ranks: int,
+        fp32: bool = False,
+        table: bool = False,
+        experts: bool = False,
+        chooses: bool = False,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+    ) -> None:
+        self.name, self.index = "", -1
+        self.dtypes, self.ranks = frozenset(dtypes), frozenset(ranks)
+        self.fp32, self.table, self.experts, self.chooses = fp32, table, experts, chooses
+        self.heads, self.kv_heads = heads, kv_heads
+
+    def __set_name__(self, owner: type[Operator], name: str) -> None:
+        self.name = name
+
+
+class Input(Operand):
+    """An input that every node has; on a view, its value."""
+
+    @overload
+    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
+    @overload
+    def __get__(self, view: Operator, owner: type[Operator]) -> ir.Value: ...
+    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | ir.Value:
+        return self if view is None else view.required(self)
+
+    def __set__(self, view: Operator, value: ir.Value) -> None:
+        view.node.replace_input_with(self.index, value)
+
+
+class OptionalInput(Operand):
+    """An input that a node may leave out; on a view, its value or None."""
+
+    optional = True
+
+    @overload
+    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
+    @overload
+    def __get__(self, view: Operator, owner: type[Operator]) -> ir.Value | None: ...
+    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | ir.Value | None:
+        return self if view is None else view.operand(self)
+
+    def __set__(self, view: Operator, value: ir.Value | None) -> None:
+        if len(view.node.inputs) <= self.index:
+            if value is None:
+                return
+            view.node.resize_inputs(self.index + 1)
+        view.node.replace_input_with(self.index, value)
+
+
+class Output:
+    """An output; on a view, its value.
+
+    Args:
+        like: the input whose dtype it has; "" for the first.
+        dtype: the dtype that it has whatever is read.
+    """
+
+    def __init__(self, like: str = "", dtype: ir.DataType | None = None) -> None:
+        self.name, self.index = "", -1
+        self.like, self.dtype = like, dtype
+
+    def __set_name__(self, owner: type[Operator], name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
+    @overload
+    def __get__(self, view: Operator, owner: type[Operator]) -> ir.Value: ...
+    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | ir.Value:
+        return self if view is None else view.node.outputs[self.index]
+
+
+class Attribute(Generic[T]):
+    """An attribute; on a view, its value. Made by `integer`, `real`, `text` and so on."""
+
+    def __init__(
+        self, kind: str, type_: ir.AttributeType, read: Callable[[ir.Attr], T], default: T, *, required: bool
+    ) -> None:
+        self.name = ""
+        self.kind, self.type = kind, type_  # as messages call it; as ONNX does
+        self.required = required
+        self._read, self._default = read, default
+
+    def __set_name__(self, owner: type[Operator], name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
+    @overload
+    def __get__(self, view: Operator, owner: type[Operator]) -> T: ...
+    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | T:
+        if view is None:
+            return self
+        attribute = view.node.attributes.get(self.name)
+        if attribute is not None:
+            return self._read(attribute)
+        if self.required:
+            raise view.malformed(f"attribute {self.name!r} is missing")
+        return self._default
+
+    def __set__(self, view: Operator, value: graph.Attribute) -> None:
+        [view.node.attributes[self.name]] = ir.convenience.convert_attributes({self.name: value})
+
+
+def integer(default: int | None = None) -> Attribute[int]:
+    """Describe an integer; without a default it must be there."""
+    return Attribute("int", ir.AttributeType.INT, ir.Attr.as_int, default or 0, required=default is None)
+
+
+def real(default: float | None = None) -> Attribute[float]:
+    """Describe a number; without a default it must be there."""
+    return Attribute("float", ir.AttributeType.FLOAT, ir.Attr.as_float, default or 0.0, required=default is None)
+
+
+def text(default: str | None = None) -> Attribute[str]:
+    """Describe a text; without a default it must be there."""
+    return Attribute("string", ir.AttributeType.STRING, ir.Attr.as_string, default or "", required=default is None)
+
+
+def integers() -> Attribute[Sequence[int]]:
+    """Describe a list of integers, which must be there."""
+    return Attribute("ints", ir.AttributeType.INTS, ir.Attr.as_ints, (), required=True)
+
+
+def optional_integer() -> Attribute[int | None]:
+    """Describe an integer that may be left out, with no number in its place."""
+    return Attribute[int | None]("int", ir.AttributeType.INT, ir.Attr.as_int, None, required=False)
+
+
+def optional_real() -> Attribute[float | None]:
+    """Describe a number that may be left out, with none in its place."""
+    return Attribute[float | None]("float", ir.AttributeType.FLOAT, ir.Attr.as_float, None, required=False)
+
+
+def optional_tensor() -> Attribute[ir.TensorProtocol | None]:
+    """Describe a tensor that may be left out."""
+    return Attribute[ir.TensorProtocol | None](
+        "tensor", ir.AttributeType.TENSOR, ir.Attr.as_tensor, None, required=False
+    )
+
+
+class Operator:
+    """An operator, as a class; a node of it, as an instance.
+
+    Class attributes below are traits: a record overrides those in which it differs.
+    """
+
+    domain: ClassVar[str] = STANDARD
+    op_type: ClassVar[str] = ""
+    identity: ClassVar[tuple[str, str]] = ("", "")  # domain and op_type
+    inputs: ClassVar[tuple[Operand, ...]] = ()
+    outputs: ClassVar[tuple[Output, ...]] = (Output(),)
+    attributes: ClassVar[Mapping[str, Attribute[Any]]] = {}
+
+    stage: ClassVar[Stage] = Stage.DIALECT
+    variadic: ClassVar[bool] = False  # the last input may repeat
+    most_outputs: ClassVar[int] = 0  # of an operator whose outputs repeat; 0: they are as listed
+    pointwise: ClassVar[bool] = False  # each number that it makes comes from one number of each input, which broadcast
+    moves: ClassVar[bool] = False  # what it makes are numbers that it read, or their negatives: nothing is rounded
+    lookup: ClassVar[bool] = False  # makes numbers of codes, or of places in a table
+    linear: ClassVar[bool] = False  # a product of tokens with a matrix
+    adds_residual: ClassVar[bool] = False  # adds to the residual stream
+    precision: ClassVar[Precision] = Precision.FOLLOWS
+    sign: ClassVar[Sign] = Sign.UNKNOWN
+    state: ClassVar[str] = ""  # the part of a layer's cache that its input `past` is, where every token replaces it
+    indivisible: ClassVar[str] = ""  # why a graph with it cannot be divided among ranks
+    prepacked: ClassVar[bool] = False  # ONNX Runtime computes otherwise where its weights are no initializers
+    tensorrt: ClassVar[Seen | None] = None  # None: TensorRT was not seen to build it
+
+    __slots__ = ("node",)
+
+    def __init_subclass__(cls, *, domain: str | None = None, op_type: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.domain = cls.domain if domain is None else domain
+        cls.op_type = op_type or cls.__name__
+        cls.identity = (cls.domain, cls.op_type)
+        own = vars(cls)
+        inputs = {field.name: field for field in cls.inputs}
+        inputs |= {name: field for name, field in own.items() if isinstance(field, Operand)}
+        outputs = {field.name: field for field in cls.outputs if field.name}
+        outputs |= {name: field for name, field in own.items() if isinstance(field, Output)}
+        cls.inputs = tuple(inputs.values())
+        cls.outputs = tuple(outputs.values()) or cls.outputs
+        cls.attributes = {**cls.attributes, **{n: field for n, field in own.items() if isinstance(field, Attribute)}}
+        for index, given in enumerate(cls.inputs):
+            given.index = index
+        for index, made in enumerate(cls.outputs):
+            made.index = index
+
+    def __init__(self, node: ir.Node) -> None:
+        self.node = node
+
+    @classmethod
+    def matches(cls, node: ir.Node | None) -> bool:
+        """Say whether `node` is of this operator."""
+        return node is not None and (node.domain, node.op_type) == cls.identity
+
+    @classmethod
+    def of(cls, node: ir.Node | None) -> Self | None:
+        """View `node`; None where it is of another operator."""
+        return cls(node) if node is not None and cls.matches(node) else None
+
+    @classmethod
+    def made(cls, value: ir.Value | None) -> Self | None:
+        """View the node that makes `value`; None where it is of another operator."""
+        return None if value is None else cls.of(value.producer())
+
+    @classmethod
+    def all(cls, model: ir.Model) -> list[Self]:
+        """View every node of this operator in the main graph of `model`, in its order; the graph may then change."""
+        return [cls(node) for node in model.graph if cls.matches(node)]
+
+    @classmethod
+    def insert(
+        cls,
+        before: ir.Node,
+        inputs: Mapping[str, ir.Value | None],
+        attributes: Mapping[str, graph.Attribute] | None = None,
+        *,
+        outputs: int = 1,
+        name: str | None = None,
+    ) -> Self:
+        """Insert a node in front of `before`, with inputs by name; the caller sets types and shapes of its outputs."""
+        unknown = set(inputs) - {field.name for field in cls.inputs}
+        assert not unknown, f"{cls.op_type} has no input {', '.join(sorted(unknown))}"
+        made = graph.insert(
+            before,
+            cls.op_type,
+            [inputs.get(field.name) for field in cls.inputs],
+            attributes,
+            domain=cls.domain,
+            outputs=outputs,
+            name=name,
+        )
+        node = made[0].producer()
+        assert node is not None
+        return cls(node)
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return str(self.node.name)
+
+    @property
+    def output(self) -> ir.Value:
+        """The first output."""
+        return self.node.outputs[0]
+
+    def operand(self, field: Operand) -> ir.Value | None:
+        """Return the value of an input; None where it is left out."""
+        return graph.operand(self.node, field.index)
+
+    def required(self, field: Operand) -> ir.Value:
+        """Return the value of an input that must be there.
+
+        Raises:
+            VerificationError: it is left out.
+        """
+        value = self.operand(field)
+        if value is None:
+            raise self.malformed(f"input {field.name!r} is missing")
+        return value
+
+    def check(self) -> None:
+        """Check what the table cannot say.
+
+        Raises:
+            VerificationError: the node is malformed.
+        """
+
+    def output_dtype(self, index: int) -> ir.DataType | None:
+        """Infer the dtype of output `index` from those of the inputs; None where that is unknown."""
+        rule = self.outputs[min(index, len(self.outputs) - 1)]
+        if rule.dtype is not None:
+            return rule.dtype
+        value = graph.operand(self.node, next((field.index for field in self.inputs if field.name == rule.like), 0))
+        return None if value is None else value.dtype
+
+    def expand(self, model: ir.Model) -> None:
+        """Write the node as standard ONNX: for an operator of llmforge that `ir.expansion` has no rule of."""
+        raise NotImplementedError(f"{self.op_type} has no expansion")
+
+    def malformed(self, reason: str) -> VerificationError:
+        """Say that the node is malformed, and why."""
+        return VerificationError(f"node {self.node.name!r}: {reason}")
+
+    def require(self, condition: bool, reason: str) -> None:
+        """Raise what `malformed` returns unless `condition` holds."""
+        if not condition:
+            raise self.malformed(reason)
+
+
+class Experts(Operator):
+    """Experts, of which each token chooses some; not an operator itself."""
+
+    @property
+    def chosen(self) -> int | None:
+        """How many experts a token chooses, where that is known."""
+        raise NotImplementedError
+
+
+def listed(names: Iterable[str]) -> str:
+    """List names for a message."""
+    return ", ".join(name or "ai.onnx" for name in names)
+
+
+def shown(dims: Iterable[int | str | None] | None) -> str:
+    """Show a shape in a message."""
+    return (
+        "of unknown rank" if dims is None else "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
+    )

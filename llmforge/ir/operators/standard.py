@@ -1,0 +1,644 @@
+"""The operators of ONNX (opset 24) that the package knows.
+
+Sources: https://onnx.ai/onnx/operators; inputs have the names that the dialect's messages use.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from llmforge.ir import interface
+from llmforge.ir.operators.record import (
+    ANY,
+    BFLOAT16,
+    BOOL,
+    BOOLS,
+    FLOAT,
+    FLOAT8,
+    FLOAT16,
+    FLOATS,
+    I32,
+    I64,
+    INT8,
+    INT64,
+    NUMBERS,
+    Input,
+    Operator,
+    OptionalInput,
+    Output,
+    Precision,
+    Seen,
+    Sign,
+    Stage,
+    integer,
+    integers,
+    optional_integer,
+    optional_tensor,
+    real,
+    text,
+)
+
+_BYTES = frozenset({INT8, FLOAT8})
+_HALVES = frozenset({FLOAT16, BFLOAT16})
+_SEEN = FLOATS | I64  # numbers that TensorRT was seen to build most operators with
+_MOVED = _SEEN | BOOLS
+
+
+# Pointwise: one number in, one number out ------------------------------------------------------------------------
+
+
+class _Unary(Operator):
+    x = Input()
+    pointwise = True
+    tensorrt = Seen(FLOATS)
+
+
+class Sigmoid(_Unary):
+    sign = Sign.NEVER_NEGATIVE
+
+
+class Tanh(_Unary):
+    pass
+
+
+class Relu(_Unary):
+    moves = True
+    sign = Sign.NEVER_NEGATIVE
+
+
+class Erf(_Unary):
+    pass
+
+
+class Neg(_Unary):
+    moves = True
+    tensorrt = Seen(_SEEN)
+
+
+class Abs(_Unary):
+    x = Input(NUMBERS)
+    moves = True
+    sign = Sign.NEVER_NEGATIVE
+    tensorrt = Seen(_SEEN)
+
+
+class Gelu(_Unary):
+    approximate = text("none")
+
+
+class Floor(_Unary):
+    pass
+
+
+class _Delicate(_Unary):
+    precision = Precision.FP32
+
+
+class Exp(_Delicate):
+    sign = Sign.NEVER_NEGATIVE
+
+
+class Log(_Delicate):
+    pass
+
+
+class Softplus(_Delicate):
+    sign = Sign.NEVER_NEGATIVE
+
+
+class Sqrt(_Delicate):
+    pass
+
+
+class Reciprocal(_Delicate):
+    pass
+
+
+class Sin(_Delicate):
+    pass
+
+
+class Cos(_Delicate):
+    pass
+
+
+class _Binary(Operator):
+    a = Input(NUMBERS)
+    b = Input(NUMBERS)
+    pointwise = True
+    tensorrt: ClassVar[Seen | None] = Seen(_SEEN)
+
+
+class Add(_Binary):
+    sign = Sign.AS_ALL
+
+
+class Sub(_Binary):
+    pass
+
+
+class Mul(_Binary):
+    sign = Sign.AS_ALL
+
+
+class Div(_Binary):
+    sign = Sign.AS_ALL
+
+
+class Mod(_Binary):
+    stage = Stage.LOWERED
+    tensorrt = None
+
+
+class Pow(_Binary):
+    precision = Precision.FP32
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(FLOATS)
+
+
+class _Compared(Operator):
+    a = Input(NUMBERS | BOOLS)
+    b = Input(NUMBERS | BOOLS)
+    y = Output(dtype=BOOL)
+    pointwise = True
+    tensorrt = Seen(_SEEN, BOOLS)
+
+
+class Equal(_Compared):
+    tensorrt = Seen(_MOVED, BOOLS)
+
+
+class Greater(_Compared):
+    pass
+
+
+class GreaterOrEqual(_Compared):
+    pass
+
+
+class Less(_Compared):
+    pass
+
+
+class LessOrEqual(_Compared):
+    pass
+
+
+class _Logical(Operator):
+    a = Input(BOOLS)
+    b = Input(BOOLS)
+    y = Output(dtype=BOOL)
+    pointwise = True
+    tensorrt = Seen(BOOLS)
+
+
+class And(_Logical):
+    pass
+
+
+class Or(_Logical):
+    pass
+
+
+class Not(Operator):
+    x = Input(BOOLS)
+    y = Output(dtype=BOOL)
+    pointwise = True
+    tensorrt = Seen(BOOLS)
+
+
+class _Extremum(Operator):
+    x = Input(NUMBERS)
+    variadic = True
+    pointwise = True
+    moves = True
+    tensorrt = Seen(_SEEN)
+
+
+class Max(_Extremum):
+    sign = Sign.AS_ANY
+
+
+class Min(_Extremum):
+    pass
+
+
+class Clip(Operator):
+    x = Input(NUMBERS)
+    min = OptionalInput(NUMBERS, 0)
+    max = OptionalInput(NUMBERS, 0)
+    pointwise = True
+    tensorrt = Seen(_SEEN)
+
+
+class Where(Operator):
+    condition = Input(BOOLS)
+    x = Input(NUMBERS | BOOLS)
+    y = Input(NUMBERS | BOOLS)
+    chosen = Output(like="x")
+    pointwise = True
+    tensorrt = Seen(_SEEN, BOOLS)
+
+
+class Cast(Operator):
+    x = Input(ANY)
+    to = integer()
+    saturate = integer(1)
+    pointwise = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_MOVED | I32)
+
+    def output_dtype(self, index: int) -> ir.DataType | None:
+        return ir.DataType(self.to)
+
+
+class CastLike(Operator):
+    x = Input(ANY)
+    like = Input(ANY)
+    saturate = integer(1)
+    y = Output(like="like")
+    stage = Stage.OWN_ATTENTION
+
+
+class Identity(Operator):
+    x = Input(ANY)
+    stage = Stage.LOWERED
+    pointwise = True
+    moves = True
+
+
+# What carries the work -------------------------------------------------------------------------------------------
+
+
+class MatMul(Operator):
+    x = Input()
+    w = Input()
+    linear = True
+    precision = Precision.HALF
+    tensorrt = Seen(FLOATS)
+
+
+class Gemm(Operator):
+    a = Input(FLOATS, 2)
+    b = Input(FLOATS, 2)
+    c = OptionalInput()
+    alpha = real(1.0)
+    beta = real(1.0)
+    transA = integer(0)  # noqa: N815  # ONNX's name
+    transB = integer(0)  # noqa: N815
+    stage = Stage.OWN_ATTENTION
+    linear = True
+    precision = Precision.HALF
+
+
+class RMSNormalization(Operator):
+    x = Input()
+    scale = Input(FLOATS, 1)
+    axis = integer(-1)
+    epsilon = real()
+    stash_type = integer(int(FLOAT))
+    tensorrt = Seen(FLOATS)
+
+
+class LayerNormalization(Operator):
+    x = Input()
+    scale = Input(FLOATS, 1)
+    bias = OptionalInput(FLOATS, 1)
+    axis = integer(-1)
+    epsilon = real(1e-5)
+    stash_type = integer(int(FLOAT))
+    tensorrt = Seen(FLOATS)
+
+
+class SimplifiedLayerNormalization(Operator):
+    """ONNX Runtime's, in the standard domain."""
+
+    x = Input()
+    scale = Input(FLOATS, 1)
+    axis = integer(-1)
+    epsilon = real()
+    stash_type = integer(int(FLOAT))
+    y = Output()
+    inverse_deviation = Output()
+
+
+class RotaryEmbedding(Operator):
+    x = Input(FLOATS, 3)
+    cos = Input(FLOATS, 2, table=True)
+    sin = Input(FLOATS, 2, table=True)
+    position_ids = Input(I64, 2)
+    num_heads = integer()
+    interleaved = integer(0)
+    rotary_embedding_dim = integer(0)
+    precision = Precision.HALF
+    tensorrt = Seen(_HALVES, I64)
+
+
+class TensorScatter(Operator):
+    """Write a step into a cache: past, new, past lengths → present, along the slots."""
+
+    past = Input(FLOATS, 4)
+    new = Input(FLOATS, 4)
+    past_lengths = Input(I64, 1)
+    axis = integer()
+    mode = text("linear")
+    stage = Stage.OWN_ATTENTION
+    moves = True
+    precision = Precision.HALF
+    tensorrt = Seen(_HALVES, I64)
+
+    def check(self) -> None:
+        name = self.past.name or ""
+        self.require(interface.PAST.fullmatch(name) is not None, f"writes into {name!r}, which is no cache")
+        self.require(self.axis == 2, "writes along another axis than the slots")
+        made, wanted = self.output.name, interface.present_of(name)
+        self.require(made == wanted, f"makes {made!r}, must make {wanted!r}")
+
+
+class Softmax(Operator):
+    x = Input()
+    axis = integer()
+    precision = Precision.FP32
+    sign = Sign.NEVER_NEGATIVE
+    tensorrt = Seen(FLOATS)
+
+
+class CumSum(Operator):
+    x = Input(NUMBERS)
+    axis = Input(I64 | I32)
+    exclusive = integer(0)
+    reverse = integer(0)
+    stage = Stage.OWN_ATTENTION
+    precision = Precision.FP32
+
+
+# Codes -----------------------------------------------------------------------------------------------------------
+
+
+class DequantizeLinear(Operator):
+    codes = Input(_BYTES)
+    scales = Input(FLOATS, 0, 1)
+    zero_points = OptionalInput(_BYTES)
+    axis = integer(1)
+    y = Output(like="scales")
+    lookup = True
+    indivisible = "layers in codes of a channel are not divided; split the graph before quantize-channels"
+    tensorrt = Seen(_HALVES, _BYTES | {ir.DataType.INT4})
+
+
+class QuantizeLinear(Operator):
+    x = Input()
+    scale = Input(FLOATS, 0)
+    zero_point = Input(_BYTES, 0)
+    y = Output(like="zero_point")
+    tensorrt = Seen(_HALVES, _BYTES)
+
+
+# What moves numbers ----------------------------------------------------------------------------------------------
+
+
+class Gather(Operator):
+    data = Input(ANY, table=True)
+    indices = Input(I32 | I64)
+    axis = integer(0)
+    lookup = True
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_SEEN, I64)
+
+
+class GatherND(Operator):
+    data = Input(ANY)
+    indices = Input(I64)
+    batch_dims = integer(0)
+    moves = True
+
+
+class GatherElements(Operator):
+    data = Input(NUMBERS)
+    indices = Input(I64)
+    axis = integer()
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_SEEN, I64)
+
+
+class Transpose(Operator):
+    x = Input(ANY)
+    perm = integers()
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_MOVED)
+
+
+class Reshape(Operator):
+    x = Input(ANY)
+    shape = Input(I64, 1)
+    allowzero = integer(0)
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_MOVED, I64)
+
+
+class Split(Operator):
+    x = Input(ANY)
+    split = OptionalInput(I64, 1)
+    axis = integer(0)
+    num_outputs = optional_integer()
+    most_outputs = 64
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_SEEN, I64)
+
+
+class Concat(Operator):
+    x = Input(ANY)
+    axis = integer()
+    variadic = True
+    moves = True
+    sign = Sign.AS_ALL
+    tensorrt = Seen(_MOVED)
+
+
+class Slice(Operator):
+    x = Input(ANY)
+    starts = Input(I64, 1)
+    ends = Input(I64, 1)
+    axes = OptionalInput(I64, 1)
+    steps = OptionalInput(I64, 1)
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_MOVED, I64)
+
+
+class Unsqueeze(Operator):
+    x = Input(ANY)
+    axes = Input(I64, 1)
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_MOVED, I64)
+
+
+class Squeeze(Operator):
+    x = Input(ANY)
+    axes = OptionalInput(I64, 1)
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_MOVED, I64)
+
+
+class Expand(Operator):
+    x = Input(ANY)
+    shape = Input(I64, 1)
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_MOVED, I64)
+
+
+class Tile(Operator):
+    x = Input(NUMBERS | BOOLS)
+    repeats = Input(I64, 1)
+    stage = Stage.OWN_ATTENTION
+
+
+class Pad(Operator):
+    x = Input(NUMBERS)
+    pads = Input(I64, 1)
+    constant_value = OptionalInput(NUMBERS)
+    stage = Stage.LOWERED
+
+
+class ScatterElements(Operator):
+    data = Input(NUMBERS)
+    indices = Input(I64)
+    updates = Input(NUMBERS)
+    axis = integer()
+    reduction = text("none")
+    stage = Stage.OWN_ATTENTION
+
+
+class ScatterND(Operator):
+    data = Input(NUMBERS)
+    indices = Input(I64)
+    updates = Input(NUMBERS)
+    reduction = text("none")
+    stage = Stage.OWN_ATTENTION
+
+
+# Choices and reductions ------------------------------------------------------------------------------------------
+
+
+class TopK(Operator):
+    x = Input()
+    k = Input(I64, 1)
+    axis = integer(-1)
+    largest = integer(1)
+    sorted = integer(1)
+    values = Output(like="x")
+    indices = Output(dtype=INT64)
+    moves = True
+    sign = Sign.AS_FIRST
+    tensorrt = Seen(_SEEN, I64)
+
+
+class ArgMax(Operator):
+    x = Input()
+    axis = integer()
+    keepdims = integer(1)
+    select_last_index = integer(0)
+    y = Output(dtype=INT64)
+    tensorrt = Seen(_SEEN, I64)
+
+
+class _Reduction(Operator):
+    x = Input(NUMBERS | BOOLS)
+    axes = Input(I64, 1)
+    keepdims = integer(1)
+    noop_with_empty_axes = integer(0)
+    tensorrt: ClassVar[Seen | None] = Seen(_SEEN, I64)
+
+
+class ReduceSum(_Reduction):
+    precision = Precision.FP32
+    sign = Sign.AS_FIRST
+
+
+class ReduceMax(_Reduction):
+    moves = True
+    sign = Sign.AS_FIRST
+
+
+class ReduceMin(_Reduction):
+    stage = Stage.LOWERED
+    moves = True
+    tensorrt = None
+
+
+class ReduceMean(_Reduction):
+    precision = Precision.FP32
+    tensorrt = Seen(FLOATS, I64)
+
+
+# Sizes and places ------------------------------------------------------------------------------------------------
+
+
+class Shape(Operator):
+    x = Input(ANY)
+    start = integer(0)
+    end = optional_integer()
+    y = Output(dtype=INT64)
+    stage = Stage.OWN_ATTENTION
+    tensorrt = Seen(_MOVED, I64)
+
+
+class ConstantOfShape(Operator):
+    shape = Input(I64, 1)
+    value = optional_tensor()
+    stage = Stage.OWN_ATTENTION
+
+    def output_dtype(self, index: int) -> ir.DataType | None:
+        return FLOAT if self.value is None else self.value.dtype  # zeros in fp32
+
+
+class Range(Operator):
+    start = Input(NUMBERS)
+    limit = Input(NUMBERS)
+    delta = Input(NUMBERS)
+    stage = Stage.OWN_ATTENTION
+
+
+class NonZero(Operator):
+    x = Input(NUMBERS | BOOLS)
+    y = Output(dtype=INT64)
+    stage = Stage.LOWERED
+
+
+class Constant(Operator):
+    value = optional_tensor()
+    stage = Stage.LOWERED
+
+
+# What lowerings write --------------------------------------------------------------------------------------------
+
+
+class Attention(Operator):
+    """ONNX's own, over heads [B, H, S, D]."""
+
+    q = Input(FLOATS, 3, 4)
+    k = Input(FLOATS, 3, 4)
+    v = Input(FLOATS, 3, 4)
+    attn_mask = OptionalInput(FLOATS | BOOLS)
+    past_key = OptionalInput(FLOATS, 4)
+    past_value = OptionalInput(FLOATS, 4)
+    stage = Stage.LOWERED
+    tensorrt = Seen(_HALVES, BOOLS)
+
+
+class DistCollective(Operator):
+    """TensorRT's, in the domain of ONNX."""
+
+    x = Input()
+    stage = Stage.LOWERED
+    tensorrt = Seen(FLOATS)
