@@ -34,10 +34,9 @@ from pydantic.dataclasses import dataclass
 from llmforge import native
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph
+from llmforge.ir.operators import contrib
 from llmforge.lowering import cpu_attention, cpu_linear
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-
-_MICROSOFT = "com.microsoft"
 
 
 @dataclass(frozen=True)
@@ -63,26 +62,23 @@ class CpuKernels(Pass):
             )
         native.require()
         changes = Changes()
-        layers = {node: cpu_linear.obstacle(node) for node in _all(model, "MatMulNBits")}
-        rewriting = cpu_linear.Rewriting(model, frozenset(node for node, reason in layers.items() if reason is None))
+        layers = {layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)}
+        ready = frozenset(layer.node for layer, reason in layers.items() if reason is None)
+        rewriting = cpu_linear.Rewriting(model, ready)
         if rewriting.ready:
             rewriting.separate_norms()
-        for node in _all(model, "GroupQueryAttention"):
-            reason = cpu_attention.obstacle(node)
-            _record(changes, node, reason or cpu_attention.lower(model, node), skipped=reason is not None)
-        for node, reason in layers.items():
-            _record(changes, node, reason or rewriting.linear(node), skipped=reason is not None)
-        for node in _all(model, "GatherBlockQuantized"):
-            what = rewriting.embedding(node)
-            _record(changes, node, what or "its table has blocks that the kernel cannot read", skipped=what is None)
+        for attention in contrib.GroupQueryAttention.all(model):
+            reason = cpu_attention.reason_against(attention)
+            _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
+        for layer, reason in layers.items():
+            _record(changes, layer.node, reason or rewriting.linear(layer), skipped=reason is not None)
+        for table in contrib.GatherBlockQuantized.all(model):
+            done = rewriting.embedding(table)
+            what = done or "its table has blocks that the kernel cannot read"
+            _record(changes, table.node, what, skipped=done is None)
         if changes:
-            model.opset_imports[native.DOMAIN] = native.VERSION
             graph.drop_unused(model)
         return changes
-
-
-def _all(model: ir.Model, op_type: str) -> list[ir.Node]:
-    return [node for node in model.graph if (node.domain, node.op_type) == (_MICROSOFT, op_type)]
 
 
 def _record(changes: Changes, node: ir.Node, what: str, *, skipped: bool) -> None:

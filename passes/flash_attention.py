@@ -37,6 +37,8 @@ import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph, interface
+from llmforge.ir.operators import canonical, contrib
+from llmforge.ir.operators.standard import RotaryEmbedding, Split
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _HEAD_MULTIPLE = 8
@@ -71,94 +73,73 @@ class FlashAttention(Pass):
         """
         context.require_onnxruntime(self.name, "GroupQueryAttention is an operator of ONNX Runtime")
         changes = Changes()
-        for attention in [n for n in model.graph if (n.domain, n.op_type) == ("llmforge", "Attention")]:
-            reason = _obstacle(attention)
+        for attention in canonical.Attention.all(model):
+            reason = _reason(attention)
             if reason is not None:
-                changes.skipped.append(Skipped(str(attention.name), reason))
+                changes.skipped.append(Skipped(attention.name, reason))
                 continue
             operands = _unsplit(_fold_rotary(attention, changes))
-            changes.rewritten.append(Rewritten(str(attention.name), _summary(operands)))
+            changes.rewritten.append(Rewritten(attention.name, _summary(operands)))
             _lower(model, attention, operands)
         if changes:
-            model.opset_imports["com.microsoft"] = 1
             graph.drop_unused(model)
         return changes
 
 
-def _obstacle(attention: ir.Node) -> str | None:
+def _reason(attention: canonical.Attention) -> str | None:
     """Say why GroupQueryAttention cannot do what `attention` does; None where it can."""
-    heads = attention.attributes.get_int("num_heads")
-    kv_heads = attention.attributes.get_int("kv_num_heads")
+    heads, kv_heads = attention.num_heads, attention.kv_num_heads
     if heads % kv_heads:
         return f"{heads} query heads are no multiple of {kv_heads} KV heads"
-    key, value = _head_size(attention, 3), _head_size(attention, 4)
+    key, value = _head_size(attention.past_key), _head_size(attention.past_value)
     if key is None or value is None:
         return "the head size of a cache is not known"
     if key != value:
         return f"heads of keys have {key} channels and those of values {value}; GroupQueryAttention wants one size"
     if key % _HEAD_MULTIPLE:
         return f"heads have {key} channels; GroupQueryAttention wants a multiple of {_HEAD_MULTIPLE}"
-    if len(attention.inputs) > 7 and attention.inputs[7] is not None:
+    if attention.alibi_slopes is not None:
         return "scores have a bias by position (ALiBi); GroupQueryAttention would need it as a tensor of all positions"
-    sinks = _sinks(attention)
-    if sinks is not None and graph.dims(sinks) != (heads,):
-        return f"sinks are {graph.dims(sinks)}; GroupQueryAttention wants ({heads},)"
+    if attention.sinks is not None and graph.dims(attention.sinks) != (heads,):
+        return f"sinks are {graph.dims(attention.sinks)}; GroupQueryAttention wants ({heads},)"
     return None
 
 
-def _head_size(attention: ir.Node, cache: int) -> int | None:
-    """Read the channels of a head off input `cache` of `attention`, [batch, heads, capacity, channels]."""
-    value = attention.inputs[cache]
-    shape = None if value is None else graph.dims(value)
+def _head_size(cache: ir.Value) -> int | None:
+    """Read the channels of a head off a cache, [batch, heads, capacity, channels]."""
+    shape = graph.dims(cache)
     return shape[3] if shape is not None and len(shape) == 4 and isinstance(shape[3], int) else None
 
 
-def _sinks(attention: ir.Node) -> ir.Value | None:
-    return attention.inputs[6] if len(attention.inputs) > 6 else None
-
-
-def _fold_rotary(attention: ir.Node, changes: Changes) -> _Operands:
+def _fold_rotary(attention: canonical.Attention, changes: Changes) -> _Operands:
     """Return the operands with rotary embedding folded in where the kernel can do it; record it where it cannot."""
-    query, key, value = attention.inputs[:3]
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    outside = _Operands(query, key, value)
-    of_query, of_key = query.producer(), key.producer()
-    if of_query is None or of_key is None or "RotaryEmbedding" not in (of_query.op_type, of_key.op_type):
-        return outside
-    reason = _rotary_obstacle(of_query, of_key, _head_size(attention, 3) or 0)
-    if reason is not None:
-        changes.skipped.extend(
-            Skipped(str(node.name), reason) for node in (of_query, of_key) if node.op_type == "RotaryEmbedding"
-        )
-        return outside
-    source, cos, sin = of_query.inputs[:3]
-    assert source is not None
-    interleaved = of_query.attributes.get_int("interleaved", 0)
-    return _Operands(source, of_key.inputs[0], value, cos, sin, interleaved)
+    of_query, of_key = RotaryEmbedding.made(attention.q), RotaryEmbedding.made(attention.k)
+    if of_query is None or of_key is None:
+        reason = "only one of query and key has rotary embedding"
+    elif (found := _rotary_reason(of_query, of_key, _head_size(attention.past_key) or 0)) is not None:
+        reason = found
+    else:
+        return _Operands(of_query.x, of_key.x, attention.v, of_query.cos, of_query.sin, of_query.interleaved)
+    changes.skipped.extend(Skipped(each.name, reason) for each in (of_query, of_key) if each is not None)
+    return _Operands(attention.q, attention.k, attention.v)
 
 
-def _rotary_obstacle(of_query: ir.Node, of_key: ir.Node, head_size: int) -> str | None:
+def _rotary_reason(of_query: RotaryEmbedding, of_key: RotaryEmbedding, head_size: int) -> str | None:
     """Say why the rotary embeddings of a query and a key stay outside; None where they can be folded in."""
-    if of_query.op_type != of_key.op_type:
-        return "only one of query and key has rotary embedding"
-    if list(of_query.inputs[1:]) != list(of_key.inputs[1:]):
+    positions = of_query.position_ids
+    if (of_query.cos, of_query.sin, positions) != (of_key.cos, of_key.sin, of_key.position_ids):
         return "query and key have different rotary caches or positions"
-    positions = of_query.inputs[3] if len(of_query.inputs) > 3 else None
-    if positions is None or positions.name != interface.POSITION_IDS or not positions.is_graph_input():
+    if positions.name != interface.POSITION_IDS or not positions.is_graph_input():
         return f"the positions are not the graph's {interface.POSITION_IDS}"
-    if of_query.attributes.get_int("interleaved", 0) != of_key.attributes.get_int("interleaved", 0):
+    if of_query.interleaved != of_key.interleaved:
         return "one of query and key is interleaved and the other is not"
     if head_size % _HEAD_MULTIPLE_WITH_ROTARY:
         return (
             f"heads have {head_size} channels; with rotary the kernel wants a multiple of {_HEAD_MULTIPLE_WITH_ROTARY}"
         )
-    rotary = of_query.attributes.get_int("rotary_embedding_dim", 0)
-    if rotary != of_key.attributes.get_int("rotary_embedding_dim", 0):
+    if of_query.rotary_embedding_dim != of_key.rotary_embedding_dim:
         return "query and key rotate different numbers of channels"
-    for cache in of_query.inputs[1:3]:
-        shape = None if cache is None else graph.dims(cache)
+    for shape in (graph.dims(of_query.cos), graph.dims(of_query.sin)):
         columns = shape[1] if shape is not None and len(shape) == 2 else None
         if not isinstance(columns, int) or columns % _ROTARY_COLUMNS_MULTIPLE or columns > head_size // 2:
             return (
@@ -170,20 +151,11 @@ def _rotary_obstacle(of_query: ir.Node, of_key: ir.Node, head_size: int) -> str 
 
 def _unsplit(operands: _Operands) -> _Operands:
     """Pass query, key and value as one packed query where one Split makes the three of them, in this order."""
-    split = operands.query.producer()
-    if split is None or split.domain or split.op_type != "Split":
+    split = Split.made(operands.query)
+    if split is None or list(split.node.outputs) != [operands.query, operands.key, operands.value]:
         return operands
-    if list(split.outputs) != [operands.query, operands.key, operands.value] or not _splits_last_axis(split):
-        return operands
-    packed = split.inputs[0]
-    assert packed is not None
-    return operands._replace(query=packed, key=None, value=None)
-
-
-def _splits_last_axis(split: ir.Node) -> bool:
-    shape = None if split.inputs[0] is None else split.inputs[0].shape
-    axis = split.attributes.get_int("axis", 0)  # ONNX operator Split 18: the default
-    return axis == -1 or (shape is not None and axis == len(shape) - 1)
+    last = split.axis == -1 or (split.x.shape is not None and split.axis == len(split.x.shape) - 1)
+    return operands._replace(query=split.x, key=None, value=None) if last else operands
 
 
 def _summary(operands: _Operands) -> str:
@@ -194,38 +166,42 @@ def _summary(operands: _Operands) -> str:
     return ", ".join(["GroupQueryAttention", *filter(None, parts)])
 
 
-def _lower(model: ir.Model, attention: ir.Node, operands: _Operands) -> None:
+def _lower(model: ir.Model, attention: canonical.Attention, operands: _Operands) -> None:
     """Put GroupQueryAttention in the place of `attention`."""
-    past_key, past_value, past_lengths = attention.inputs[3:6]
-    assert past_lengths is not None
-    seqlens_k, total_sequence_length = _length_inputs(model, past_lengths)
+    seqlens_k, total_sequence_length = _length_inputs(model, attention.past_lengths)
     attributes: dict[str, int | float] = {
-        "num_heads": attention.attributes.get_int("num_heads"),
-        "kv_num_heads": attention.attributes.get_int("kv_num_heads"),
-        "scale": attention.attributes.get_float("scale"),
+        "num_heads": attention.num_heads,
+        "kv_num_heads": attention.kv_num_heads,
+        "scale": attention.scale,
     }
-    if softcap := attention.attributes.get_float("softcap", 0.0):
-        attributes["softcap"] = softcap
-    if window := attention.attributes.get_int("window", 0):
-        attributes["local_window_size"] = window
+    if attention.softcap:
+        attributes["softcap"] = attention.softcap
+    if attention.window:
+        attributes["local_window_size"] = attention.window
     if operands.cos is not None:
         attributes["do_rotary"] = 1
         attributes["rotary_interleaved"] = operands.interleaved
-    query, key, value, cos, sin, _ = operands
-    # Inputs 9 and 10, position_ids and attention_bias, stay empty: the positions follow from seqlens_k.
-    inputs = [query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos, sin]
-    outputs = graph.insert(
-        attention,
-        "GroupQueryAttention",
-        [*inputs, None, None, _sinks(attention)],
+    # `position_ids` and `attention_bias` stay empty: the positions follow from seqlens_k.
+    made = contrib.GroupQueryAttention.insert(
+        attention.node,
+        {
+            "query": operands.query,
+            "key": operands.key,
+            "value": operands.value,
+            "past_key": attention.past_key,
+            "past_value": attention.past_value,
+            "seqlens_k": seqlens_k,
+            "total_sequence_length": total_sequence_length,
+            "cos_cache": operands.cos,
+            "sin_cache": operands.sin,
+            "head_sink": attention.sinks,
+        },
         attributes,
-        domain="com.microsoft",
         outputs=3,
         name=attention.name,
     )
-    for old, new in zip(attention.outputs, outputs, strict=True):
-        graph.supersede(old, new)
-    model.graph.remove(attention, safe=True)
+    graph.replace_outputs(attention.node, made.node.outputs)
+    model.graph.remove(attention.node, safe=True)
 
 
 def _length_inputs(model: ir.Model, past_lengths: ir.Value) -> Sequence[ir.Value]:

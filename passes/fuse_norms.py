@@ -35,14 +35,12 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
-from llmforge.ir import graph
+from llmforge.ir import graph, operators
+from llmforge.ir.operators.contrib import SkipLayerNormalization, SkipSimplifiedLayerNormalization
+from llmforge.ir.operators.standard import Add, LayerNormalization, RMSNormalization
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
-_FUSED = {
-    "RMSNormalization": "SkipSimplifiedLayerNormalization",
-    "LayerNormalization": "SkipLayerNormalization",
-}
-_EPSILON = 1e-5  # ONNX operators RMSNormalization 23 and LayerNormalization 17: the default of `epsilon`
+_Norm = RMSNormalization | LayerNormalization
 
 
 @dataclass(frozen=True)
@@ -60,99 +58,86 @@ class FuseNorms(Pass):
         """
         context.require_onnxruntime(self.name, "SkipLayerNormalization is an operator of ONNX Runtime")
         changes = Changes()
-        for norm in list(model.graph):
-            if norm.domain or norm.op_type not in _FUSED:
+        for node in list(model.graph):
+            norm = RMSNormalization.of(node) or LayerNormalization.of(node)
+            if norm is None:
                 continue
             add = _residual(norm)
             if isinstance(add, str):
-                changes.skipped.append(Skipped(str(norm.name), add))
+                changes.skipped.append(Skipped(norm.name, add))
                 continue
-            changes.rewritten.append(Rewritten(str(norm.name), f"takes in {add.name}"))
-            _fuse(norm, add)
-        if changes:
-            model.opset_imports["com.microsoft"] = 1
+            changes.rewritten.append(Rewritten(norm.name, f"takes in {add.name}"))
+            _fuse(model.graph, norm, add)
         return changes
 
 
-def _residual(norm: ir.Node) -> ir.Node | str:
+def _residual(norm: _Norm) -> Add | str:
     """Return the Add that `norm` can be fused with, or say why there is none."""
-    total = norm.inputs[0]
-    add = None if total is None else total.producer()
-    if total is None or add is None:
+    total = norm.x
+    maker, add = total.producer(), Add.made(total)
+    if maker is None:
         return "it normalizes a graph input"
-    if add.domain or add.op_type != "Add":
-        if add.op_type in _FUSED.values() and total is not add.outputs[0]:
-            return f"the sum it reads went into {add.name}"
-        return f"it normalizes the output of {add.op_type} {add.name}, not a sum"
-    for term in add.inputs:
-        if term is None or term.is_initializer():
-            return f"{add.name} adds an initializer, which is no residual"
-    left, right, out = (None if value is None else graph.dims(value) for value in (*add.inputs, total))
+    if add is None:
+        taken = operators.is_a(maker, SkipSimplifiedLayerNormalization, SkipLayerNormalization)
+        if taken and total is not maker.outputs[0]:
+            return f"the sum it reads went into {maker.name}"
+        return f"it normalizes the output of {maker.op_type} {maker.name}, not a sum"
+    if add.a.is_initializer() or add.b.is_initializer():
+        return f"{add.name} adds an initializer, which is no residual"
+    left, right, out = graph.dims(add.a), graph.dims(add.b), graph.dims(total)
     if left is None or None in left or left != right or left != out or len(left) != 3:
         return f"the terms of {add.name} are {left} and {right}; wanted one known shape of rank 3"
-    axis = norm.attributes.get_int("axis", -1)
-    if axis not in (-1, 2):
-        return f"it normalizes from axis {axis} on; wanted the last"
-    weight, shift = (norm.inputs[index] if index < len(norm.inputs) else None for index in (1, 2))
-    if weight is None or graph.dims(weight) != left[-1:]:
-        return f"its weight is {None if weight is None else graph.dims(weight)}; wanted {left[-1:]}"
+    if norm.axis not in (-1, 2):
+        return f"it normalizes from axis {norm.axis} on; wanted the last"
+    if graph.dims(norm.scale) != left[-1:]:
+        return f"its weight is {graph.dims(norm.scale)}; wanted {left[-1:]}"
+    shift = norm.bias if isinstance(norm, LayerNormalization) else None
     if shift is not None and graph.dims(shift) != left[-1:]:
         return f"its shift is {graph.dims(shift)}; wanted {left[-1:]}"
-    maker = weight.producer()
-    if maker is not None and any(value is None or not value.is_initializer() for value in maker.inputs):
-        return f"its weight is computed by {maker.name} from more than initializers"
-    stash_type = norm.attributes.get_int("stash_type", ir.DataType.FLOAT)
-    if stash_type != ir.DataType.FLOAT or total.dtype != ir.DataType.FLOAT:
-        return f"it works in {total.dtype}, with stash_type {stash_type}; wanted fp32"
+    weight_maker = norm.scale.producer()
+    if weight_maker is not None and any(v is None or not v.is_initializer() for v in weight_maker.inputs):
+        return f"its weight is computed by {weight_maker.name} from more than initializers"
+    if norm.stash_type != ir.DataType.FLOAT or total.dtype != ir.DataType.FLOAT:
+        return f"it works in {total.dtype}, with stash_type {norm.stash_type}; wanted fp32"
     return add
 
 
-def _fuse(norm: ir.Node, add: ir.Node) -> None:
+def _fuse(owner: ir.Graph, norm: _Norm, add: Add) -> None:
     """Replace `add` and the normalization `norm` of its sum by one node."""
-    [total] = add.outputs
+    total = add.output
     shared = len(total.uses()) > 1 or total.is_graph_output()
-    maker, owner = norm.inputs[1].producer() if norm.inputs[1] else None, add.graph
-    if maker is not None and owner is not None:  # 1 + w: where the norm stood, and perhaps behind the Add
+    maker = norm.scale.producer()
+    if maker is not None:  # 1 + w: where the norm stood, and perhaps behind the Add
         owner.remove(maker)
         owner.insert_before(owner[0], maker)
-    terms, bias = _take_bias(add)
-    shift = norm.inputs[2] if len(norm.inputs) > 2 else None
-    parameters = [norm.inputs[1], bias] if norm.op_type == "RMSNormalization" else [norm.inputs[1], shift, bias]
+    residual, branch, bias = _take_bias(add)
+    inputs = {"input": residual, "skip": branch, "gamma": norm.scale, "bias": bias}
+    fused: type[SkipSimplifiedLayerNormalization | SkipLayerNormalization] = SkipSimplifiedLayerNormalization
+    if isinstance(norm, LayerNormalization):
+        fused, inputs["beta"] = SkipLayerNormalization, norm.bias
     # In front of the Add, not of the normalization: another reader of the sum may stand between the two.
-    outputs = graph.insert(
-        add,
-        _FUSED[norm.op_type],
-        [*terms, *parameters],
-        {"epsilon": norm.attributes.get_float("epsilon", _EPSILON)},
-        domain="com.microsoft",
-        outputs=4 if shared else 1,
-        name=norm.name,
-    )
-    graph.supersede(norm.outputs[0], outputs[0])
+    outputs = 4 if shared else 1
+    made = fused.insert(add.node, inputs, {"epsilon": norm.epsilon}, outputs=outputs, name=norm.name)
+    graph.replace_value(norm.output, made.y)
     if shared:
-        _, mean, deviation, total_again = outputs
-        mean.name = deviation.name = ""  # absent: only training wants them
-        graph.supersede(total, total_again)
-    biased = next((term.producer() for term in add.inputs if term is not None and term not in terms), None)
-    for node in filter(None, (norm, add, biased)):
-        assert node.graph is not None
-        node.graph.remove(node, safe=True)
+        made.mean.name = made.inverse_deviation.name = ""  # absent: only training wants them
+        graph.replace_value(total, made.sum)
+    terms = (add.a, add.b)
+    owner.remove([norm.node, add.node], safe=True)
+    for term in terms:
+        if term not in (residual, branch) and (biased := term.producer()) is not None:
+            owner.remove(biased, safe=True)
 
 
-def _take_bias(add: ir.Node) -> tuple[list[ir.Value | None], ir.Value | None]:
+def _take_bias(add: Add) -> tuple[ir.Value, ir.Value, ir.Value | None]:
     """Return what `add` adds up, less the bias of one of its terms, and that bias; None where there is none."""
-    terms = list(add.inputs)
-    for index in (1, 0):  # the branch, then the residual
-        term = terms[index]
-        inner = None if term is None else term.producer()
-        if term is None or inner is None or inner.domain or inner.op_type != "Add" or len(term.uses()) > 1:
+    for other, term in add.either_way:  # the branch, then the residual
+        inner = Add.made(term)
+        if inner is None or len(term.uses()) > 1 or term.is_graph_output():
             continue
-        if term.is_graph_output():
-            continue
-        for x, bias in (inner.inputs, reversed(inner.inputs)):
-            if x is None or bias is None or x.is_initializer() or not bias.is_initializer() or bias.is_graph_input():
+        for x, bias in inner.either_way:
+            if x.is_initializer() or not bias.is_initializer() or bias.is_graph_input():
                 continue
             if graph.dims(bias) == (graph.dims(term) or ())[-1:] and graph.dims(x) == graph.dims(term):
-                terms[index] = x
-                return terms, bias
-    return terms, None
+                return (other, x, bias) if term is add.b else (x, other, bias)
+    return add.a, add.b, None

@@ -37,9 +37,10 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows, operators
+from llmforge.ir.operators import canonical
+from llmforge.ir.operators.standard import Gather
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
-_ATTENTION = {("llmforge", "Attention"), ("llmforge", "GrowingAttention")}
 _KEPT = (interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS)
 _LENGTHS = (interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH)
 
@@ -61,7 +62,7 @@ class GenaiInterface(Pass):
             UnsupportedError: the target has no ONNX Runtime, or onnxruntime-genai cannot drive the graph.
         """
         context.require_onnxruntime(self.name, "onnxruntime-genai runs ONNX Runtime's engines")
-        if any((node.domain, node.op_type) == ("llmforge", "CacheLengths") for node in model.graph):
+        if canonical.CacheLengths.all(model):
             return Changes(skipped=[Skipped(interface.ATTENTION_MASK, "the graph has this interface already")])
         self._check(model)
         _, selection = logits_rows.find_selection(model)
@@ -72,13 +73,10 @@ class GenaiInterface(Pass):
         back = _order_tokens(model, mask)
         changes.rewritten.append(Rewritten("token_order", "tokens of each row at its beginning, however it is padded"))
         if self.logits == "all":
-            (hidden, *_) = selection.inputs
-            assert hidden is not None
-            selection.replace_input_with(0, _gather_tokens(selection, hidden, back))
+            selection.data = _gather_tokens(model, selection.node, selection.data, back)
         changes.rewritten.append(Rewritten(*logits_rows.offer(model, self.logits)))
         if self.logits == "last":
             _count_rows_from_the_end(model, selection, mask)
-        model.opset_imports["llmforge"] = 1
         graph.drop_unused(model)
         return changes
 
@@ -91,7 +89,7 @@ class GenaiInterface(Pass):
                     "onnxruntime-genai cache keys and values",
                     hint=f"leave {self.name} out of the recipe",
                 )
-            if (node.domain, node.op_type) in _ATTENTION:
+            if operators.is_a(node, canonical.Attention, canonical.GrowingAttention):
                 raise UnsupportedError(
                     f"{self.name}: node {node.name}, {node.op_type}, was not lowered to GroupQueryAttention; "
                     "onnxruntime-genai gives the lengths of shared caches to no other attention",
@@ -116,20 +114,19 @@ class GenaiInterface(Pass):
 def _read_attention_mask(model: ir.Model) -> ir.Value:
     """Replace the inputs `seqlens_k` and `total_sequence_length` by `attention_mask`, and return it."""
     inputs = {str(value.name): value for value in model.graph.inputs}
-    batch = inputs[interface.INPUT_IDS].shape
-    assert batch is not None
+    batch, *_ = graph.dims(inputs[interface.INPUT_IDS]) or (None,)
     mask = ir.Value(
         name=interface.ATTENTION_MASK,
-        shape=ir.Shape([batch[0], interface.TOTAL_SEQUENCE_LENGTH]),
+        shape=ir.Shape([batch, interface.TOTAL_SEQUENCE_LENGTH]),
         type=ir.TensorType(ir.DataType.INT64),
     )
     model.graph.inputs.append(mask)
-    replaced = [inputs[name] for name in _LENGTHS]
-    made = graph.insert(
-        model.graph[0], "CacheLengths", [mask], domain="llmforge", outputs=len(replaced), name="cache_lengths"
+    lengths = canonical.CacheLengths.insert(
+        model.graph[0], {"attention_mask": mask}, outputs=len(_LENGTHS), name="cache_lengths"
     )
-    for old, new in zip(replaced, made, strict=True):
-        graph.replace(old, new)
+    for name, new in zip(_LENGTHS, lengths.node.outputs, strict=True):
+        old = inputs[name]
+        graph.replace_uses(old, new)
         model.graph.inputs.remove(old)
         new.name = old.name
     return mask
@@ -140,26 +137,28 @@ def _order_tokens(model: ir.Model, mask: ir.Value) -> ir.Value:
     inputs = {str(value.name): value for value in model.graph.inputs}
     fed = [inputs[name] for name in (interface.INPUT_IDS, interface.POSITION_IDS) if name in inputs]
     readers = {value: tuple(value.uses()) for value in fed}
-    first = model.graph[0]
-    order, back = graph.insert(first, "TokenOrder", [mask, fed[0]], domain="llmforge", outputs=2, name="token_order")
+    first, ids = model.graph[0], inputs[interface.INPUT_IDS]
+    tokens = canonical.TokenOrder.insert(
+        first, {"attention_mask": mask, "input_ids": ids}, outputs=2, name="token_order"
+    )
+    order, back = tokens.order, tokens.inverse
     for value in (order, back):
-        value.type, value.shape = fed[0].type, fed[0].shape
+        value.type, value.shape = ids.type, ids.shape
     order.name, back.name = "token_order", "token_order.back"
     for value in fed:
         name = f"{value.name}.ordered"
-        (moved,) = graph.insert(first, "GatherElements", [value, order], {"axis": 1}, name=name)
+        [moved] = graph.insert(first, "GatherElements", [value, order], {"axis": 1}, name=name)
         moved.name, moved.type, moved.shape = name, value.type, value.shape
         for use in readers[value]:
             use.node.replace_input_with(use.idx, moved)
     return back
 
 
-def _gather_tokens(before: ir.Node, x: ir.Value, places: ir.Value) -> ir.Value:
+def _gather_tokens(model: ir.Model, before: ir.Node, x: ir.Value, places: ir.Value) -> ir.Value:
     """Insert y[b, r] = x[b, places[b, r]]: x [batch, sequence, hidden], places and y [batch, rows(, hidden)]."""
-    assert before.graph is not None
-    axis = graph.initializer(before.graph, "token_places.axes", np.array([2], np.int64))
-    (indices,) = graph.insert(before, "Unsqueeze", [places, axis], name="token_places")
-    (y,) = graph.insert(before, "GatherND", [x, indices], {"batch_dims": 1}, name="tokens")
+    axis = graph.initializer(model, "token_places.axes", np.array([2], np.int64))
+    [indices] = graph.insert(before, "Unsqueeze", [places, axis], name="token_places")
+    [y] = graph.insert(before, "GatherND", [x, indices], {"batch_dims": 1}, name="tokens")
     y.type = x.type
     if x.shape is not None and places.shape is not None:
         y.shape = ir.Shape([*places.shape, x.shape[2]])
@@ -167,15 +166,13 @@ def _gather_tokens(before: ir.Node, x: ir.Value, places: ir.Value) -> ir.Value:
     return y
 
 
-def _count_rows_from_the_end(model: ir.Model, selection: ir.Node, mask: ir.Value) -> None:
+def _count_rows_from_the_end(model: ir.Model, selection: Gather, mask: ir.Value) -> None:
     """Let `logits_rows` count from the end of each row's tokens, not of the longest row's."""
-    hidden, rows = selection.inputs
-    assert hidden is not None
-    assert rows is not None
-    ids = next(value for value in model.graph.inputs if value.name == interface.INPUT_IDS)
-    (places,) = graph.insert(selection, "RowPlaces", [rows, mask, ids], domain="llmforge", name="row_places")
-    assert mask.shape is not None
-    assert rows.shape is not None
-    places.name, places.type, places.shape = "row_places", rows.type, ir.Shape([mask.shape[0], rows.shape[0]])
-    graph.supersede(selection.outputs[0], _gather_tokens(selection, hidden, places))
-    model.graph.remove(selection, safe=True)
+    ids = graph.input_named(model, interface.INPUT_IDS)
+    rows = selection.indices
+    inputs = {"logits_rows": rows, "attention_mask": mask, "input_ids": ids}
+    places = canonical.RowPlaces.insert(selection.node, inputs, name="row_places").y
+    places.name, places.type = "row_places", rows.type
+    places.shape = ir.Shape([dim for value in (mask, rows) for dim in (graph.dims(value) or (None,))[:1]])
+    graph.replace_value(selection.output, _gather_tokens(model, selection.node, selection.data, places))
+    model.graph.remove(selection.node, safe=True)

@@ -45,7 +45,6 @@ from llmforge.targets import Target
 
 FLOAT = ir.DataType.FLOAT
 _DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-_FP32_ONLY = "llmforge.cpu"  # the domain of operators that compute in fp32 alone
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class LowerPrecision(Pass):
             changes.skipped.append(Skipped(str(model.graph.name), f"it computes in {self.dtype} already"))
             return changes
         for node in model.graph:
-            if node.domain == _FP32_ONLY:
+            if operators.view(node).precision is Precision.NO_HALF:
                 raise UnsupportedError(
                     f"{self.name}: {node.op_type} {node.name} computes in fp32 alone",
                     hint=f"leave {self.name} or cpu-kernels out of the recipe",
@@ -143,9 +142,11 @@ class _Rewriting:
                 self._store(value)
         for node in list(self.model.graph):
             self._rewrite(node)
-        for index, value in enumerate(self.model.graph.outputs):
-            if value.name == interface.LOGITS and value.dtype != FLOAT:
-                self._widen_output(index, value)
+        logits = graph.output_named(self.model, interface.LOGITS)
+        if logits.dtype != FLOAT:
+            cast = ir.Node("", "Cast", [logits], [ir.AttrInt64("to", int(FLOAT))], name=f"{logits.name}/fp32")
+            cast.outputs[0].type = ir.TensorType(FLOAT)
+            graph.insert_behind(logits, [cast], self.suffix)
 
     def _wanted(self, node: ir.Node, index: int) -> ir.DataType:
         """Return the dtype that `node` wants of its floating-point input `index`."""
@@ -158,8 +159,7 @@ class _Rewriting:
         readers = [(node, index) for node, index in value.uses() if self._wanted(node, index) == self.dtype]
         if not readers:
             return
-        tensor, name = value.const_value, str(value.name)
-        assert tensor is not None
+        tensor, name = graph.tensor(value), str(value.name)
         if len(readers) == len(value.uses()):
             value.const_value = derived.cast(tensor, self.dtype, name)
             value.type = ir.TensorType(self.dtype)
@@ -191,14 +191,3 @@ class _Rewriting:
             cast.name, cast.type, cast.shape = f"{value.name}.{suffix}", ir.TensorType(dtype), value.shape
             self.casts[value, dtype] = cast
         return self.casts[value, dtype]
-
-    def _widen_output(self, index: int, value: ir.Value) -> None:
-        """Give the graph output `value` as fp32 under its name."""
-        maker, name = value.producer(), str(value.name)
-        assert maker is not None
-        cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(FLOAT))], name=f"{name}/fp32")
-        wide = cast.outputs[0]
-        wide.type, wide.shape = ir.TensorType(FLOAT), value.shape
-        self.model.graph.insert_after(maker, cast)
-        self.model.graph.outputs[index] = wide
-        value.name, wide.name = f"{name}.{self.suffix}", name

@@ -28,11 +28,9 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows
+from llmforge.ir.operators.canonical import Attention, GrowingAttention
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
-_PAST = (3, 4)  # inputs of Attention: past_key, past_value
-_PRESENT = (1, 2)  # outputs: present_key, present_value
-_LENGTHS = 5  # input: past_lengths, and attention_mask in its place
 _PAST_SLOTS = "past_sequence_length"  # names of dimensions, as optimum's exporters spell them
 _PRESENT_SLOTS = "past_sequence_length + sequence_length"
 
@@ -53,27 +51,27 @@ class OptimumInterface(Pass):
             UnsupportedError: the target has no ONNX Runtime, or the graph keeps state in another way.
         """
         context.require_onnxruntime(self.name, "ORTModelForCausalLM runs ONNX Runtime's engines")
-        if any((node.domain, node.op_type) == ("llmforge", "GrowingAttention") for node in model.graph):
+        if GrowingAttention.all(model):
             return Changes(skipped=[Skipped(interface.ATTENTION_MASK, "the graph has this interface already")])
-        attentions = [node for node in model.graph if (node.domain, node.op_type) == ("llmforge", "Attention")]
+        attentions = Attention.all(model)
         self._check(model, attentions)
         changes = Changes([Rewritten(*logits_rows.offer(model, self.logits))])
         mask = _attention_mask(model)
-        for node in attentions:
-            changes.rewritten.append(Rewritten(str(node.name), "caches that grow, under attention_mask"))
-            _grow(node, mask)
+        for attention in attentions:
+            changes.rewritten.append(Rewritten(attention.name, "caches that grow, under attention_mask"))
+            _grow(model, attention, mask)
         graph.drop_unused(model)
         return changes
 
-    def _check(self, model: ir.Model, attentions: list[ir.Node]) -> None:
+    def _check(self, model: ir.Model, attentions: list[Attention]) -> None:
         """Refuse a graph with other state than the caches of `attentions`."""
-        served = {id(node.inputs[index]) for node in attentions for index in _PAST}
+        served = {cache for attention in attentions for cache in (attention.past_key, attention.past_value)}
         for value in sorted(model.graph.inputs, key=lambda value: not interface.is_state(str(value.name))):
             name = str(value.name)
             known = name in (interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS)
-            if known or id(value) in served:
+            if known or value in served:
                 continue
-            others = [use.node for use in value.uses() if use.node not in attentions]
+            others = [use.node for use in value.uses() if not Attention.matches(use.node)]
             if others and interface.is_state(name):
                 raise UnsupportedError(
                     f"{self.name}: node {others[0].name}, {others[0].op_type}, keeps a state of fixed size; "
@@ -90,35 +88,30 @@ class OptimumInterface(Pass):
 
 def _attention_mask(model: ir.Model) -> ir.Value:
     """Add the input `attention_mask` [batch, past + sequence]."""
-    ids = next(value for value in model.graph.inputs if value.name == interface.INPUT_IDS)
-    assert ids.shape is not None
+    ids = graph.input_named(model, interface.INPUT_IDS)
     mask = ir.Value(
         name=interface.ATTENTION_MASK,
-        shape=ir.Shape([ids.shape[0], _PRESENT_SLOTS]),
+        shape=ir.Shape([*(graph.dims(ids) or (None,))[:1], _PRESENT_SLOTS]),
         type=ir.TensorType(ir.DataType.INT64),
     )
     model.graph.inputs.insert(1, mask)
     return mask
 
 
-def _grow(node: ir.Node, mask: ir.Value) -> None:
+def _grow(model: ir.Model, attention: Attention, mask: ir.Value) -> None:
     """Turn Attention into GrowingAttention, and let the shapes of its caches say so."""
-    inputs = list(node.inputs)
-    inputs[_LENGTHS] = mask
-    outputs = graph.insert(
-        node, "GrowingAttention", inputs, domain="llmforge", outputs=len(node.outputs), name=node.name
-    )
-    grown = outputs[0].producer()
-    assert grown is not None
-    grown.attributes.update(node.attributes)
-    for old, new in zip(node.outputs, outputs, strict=True):
-        graph.supersede(old, new)
-    for values, indices, slots in ((node.inputs, _PAST, _PAST_SLOTS), (grown.outputs, _PRESENT, _PRESENT_SLOTS)):
-        for index in indices:
-            cache = values[index]
-            assert cache is not None
-            assert cache.shape is not None
-            cache.shape = ir.Shape([*cache.shape[:2], slots, cache.shape[3]])
-    owner = node.graph
-    assert owner is not None
-    owner.remove(node, safe=True)
+    node = attention.node
+    inputs = {field.name: attention.operand(field) for field in Attention.inputs} | {"attention_mask": mask}
+    del inputs[Attention.past_lengths.name]
+    grown = GrowingAttention.insert(node, inputs, outputs=len(node.outputs), name=attention.name)
+    grown.node.attributes.update(node.attributes)
+    graph.replace_outputs(node, grown.node.outputs)
+    for cache, slots in (
+        (attention.past_key, _PAST_SLOTS),
+        (attention.past_value, _PAST_SLOTS),
+        (grown.present_key, _PRESENT_SLOTS),
+        (grown.present_value, _PRESENT_SLOTS),
+    ):
+        batch, heads, _, channels = graph.dims(cache) or (None,) * 4
+        cache.shape = ir.Shape([batch, heads, slots, channels])
+    model.graph.remove(node, safe=True)

@@ -20,10 +20,9 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
+from llmforge.ir.operators.standard import Gelu, Mul, Relu, Sigmoid, Softplus, Tanh
 from llmforge.lowering import linear
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
-
-_ACTIVATIONS = {"Elu", "Gelu", "HardSwish", "Mish", "Relu", "Sigmoid", "Softplus", "Swish", "Tanh"}
 
 
 @dataclass(frozen=True)
@@ -36,32 +35,28 @@ class PackGateUp(Pass):
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every gated MLP of `model`."""
         changes = Changes()
-        for node in list(model.graph):
-            sides = _gated(node)
+        for product in Mul.all(model):
+            sides = _gated(product)
             if sides is None:
                 continue
             gate, up = linear.of(sides[0]), linear.of(sides[1])
             if gate is None or up is None:
                 missing = sides[0] if gate is None else sides[1]
-                changes.skipped.append(Skipped(str(node.name), f"{missing.name} does not come from a linear layer"))
+                changes.skipped.append(Skipped(product.name, f"{missing.name} does not come from a linear layer"))
                 continue
             name = linear.common_name([gate, up], "gate_up_proj")
-            reason = linear.obstacle([gate, up], name)
+            reason = linear.reason_against([gate, up], name)
             if reason is not None:
-                changes.skipped.append(Skipped(str(node.name), reason))
+                changes.skipped.append(Skipped(product.name, reason))
                 continue
             changes.rewritten.append(Rewritten(str(gate.matmul.name), f"gate and up are one product, {name}"))
             linear.stack([gate, up], name)
         return changes
 
 
-def _gated(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """Return (gate, up) of `Mul(act(gate), up)`, in either order of the factors; None if `node` is something else."""
-    if node.domain or node.op_type != "Mul":
-        return None
-    for activated, up in (node.inputs, node.inputs[::-1]):
-        if activated is None or up is None:
-            return None
+def _gated(product: Mul) -> tuple[ir.Value, ir.Value] | None:
+    """Return (gate, up) of `Mul(act(gate), up)`, in either order of the factors; None if `product` is none."""
+    for activated, up in product.either_way:
         gate = _activated(activated)
         if gate is not None and gate is not up:  # gate is up: the inner product of SiLU itself
             return gate, up
@@ -70,15 +65,12 @@ def _gated(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
 
 def _activated(value: ir.Value) -> ir.Value | None:
     """Return `g` where `value` is an activation of `g`; None where it is none."""
-    node = value.producer()
-    if node is None:
-        return None
-    if node.op_type in _ACTIVATIONS:
-        return node.inputs[0]
-    if node.domain or node.op_type != "Mul":
-        return None
-    for factor, sigmoid in (node.inputs, node.inputs[::-1]):
-        inner = None if sigmoid is None else sigmoid.producer()
-        if inner is not None and inner.op_type == "Sigmoid" and inner.inputs[0] is factor:
+    for activation in (Gelu, Relu, Sigmoid, Softplus, Tanh):
+        if (found := activation.made(value)) is not None:
+            return found.x
+    silu = Mul.made(value)
+    for factor, other in () if silu is None else silu.either_way:
+        sigmoid = Sigmoid.made(other)
+        if sigmoid is not None and sigmoid.x is factor:
             return factor
     return None

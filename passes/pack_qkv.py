@@ -17,17 +17,16 @@ and promises no order of summation. (ONNX Runtime 1.31 gave equal bits on AVX-51
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
+from llmforge.ir.operators import canonical, contrib
+from llmforge.ir.operators.standard import Reshape, RMSNormalization, RotaryEmbedding, Split, Transpose
 from llmforge.lowering import linear
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
-
-_ATTENTION = {("llmforge", "Attention"), ("com.microsoft", "GroupQueryAttention")}
-# Between a projection and attention, one tensor in and one out: the first input is the one that matters.
-_BETWEEN = {"RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose"}
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,15 @@ class PackQkv(Pass):
         """Rewrite every attention of `model`."""
         changes = Changes()
         for attention in list(model.graph):
-            if (attention.domain, attention.op_type) not in _ATTENTION:
+            operands = _operands(attention)
+            if operands is None:
                 continue
-            layers = _projections(attention)
+            layers = _projections(operands)
             if isinstance(layers, str):
                 changes.skipped.append(Skipped(str(attention.name), layers))
                 continue
             name = linear.common_name(layers, "qkv_proj")
-            reason = linear.obstacle(layers, name)
+            reason = linear.reason_against(layers, name)
             if reason is not None:
                 changes.skipped.append(Skipped(str(attention.name), reason))
                 continue
@@ -58,18 +58,27 @@ class PackQkv(Pass):
         return changes
 
 
-def _projections(attention: ir.Node) -> list[linear.Linear] | str:
+def _operands(node: ir.Node) -> Mapping[str, ir.Value | None] | None:
+    """Return what an attention reads, by role; None where `node` is something else."""
+    if (own := canonical.Attention.of(node)) is not None:
+        return {"query": own.q, "key": own.k, "value": own.v}
+    if (gqa := contrib.GroupQueryAttention.of(node)) is not None:
+        return {"query": gqa.query, "key": gqa.key, "value": gqa.value}
+    return None
+
+
+def _projections(operands: Mapping[str, ir.Value | None]) -> list[linear.Linear] | str:
     """Find the linear layers behind query, key and value, or say which is missing."""
     layers = []
-    for role, value in zip(("query", "key", "value"), attention.inputs[:3], strict=True):
+    for role, value in operands.items():
         if value is None:
             return f"{role} is part of a packed query"
         origin = _origin(value)
-        producer = origin.producer()
-        if producer is not None and producer.op_type == "Split":
+        if Split.made(origin) is not None:
             return f"{role} comes from a Split: packed already"
         layer = linear.of(origin)
         if layer is None:
+            producer = origin.producer()
             made_by = "a graph input" if producer is None else f"{producer.op_type} {producer.name}"
             return f"{role} comes from {made_by}, not from a MatMul with an initializer"
         layers.append(layer)
@@ -78,8 +87,7 @@ def _projections(attention: ir.Node) -> list[linear.Linear] | str:
 
 def _origin(value: ir.Value) -> ir.Value:
     """Walk up from an input of attention to the tensor that the projection made."""
-    node = value.producer()
-    while node is not None and not node.domain and node.op_type in _BETWEEN and node.inputs[0] is not None:
-        value = node.inputs[0]
-        node = value.producer()
+    for between in (RotaryEmbedding, RMSNormalization, Reshape, Transpose):
+        if (found := between.made(value)) is not None:
+            return _origin(found.x)
     return value

@@ -26,6 +26,7 @@ import onnx_ir as ir
 
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
+from llmforge.ir.operators.contrib import GroupQueryAttention
 
 DEBUG_VARIABLE = "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"
 XQA, CUDNN, FLASH, EFFICIENT = "XQA", "CUDNN_FLASH_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"
@@ -72,30 +73,23 @@ class Choice:
 
 def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
     """Yield every GroupQueryAttention of `model`."""
-    for node in model.graph:
-        if (node.domain, node.op_type) != ("com.microsoft", "GroupQueryAttention"):
-            continue
-        cache = graph.operand(node, 3)
-        dims = None if cache is None else graph.dims(cache)
-        assert cache is not None
-        assert dims is not None
-        assert isinstance(dims[3], int)
+    for attention in GroupQueryAttention.all(model):
         yield (
-            node,
+            attention.node,
             Attention(
-                str(node.name),
-                node.attributes.get_int("num_heads"),
-                node.attributes.get_int("kv_num_heads"),
-                dims[3],
-                int8=cache.dtype == ir.DataType.INT8,
-                softcap=node.attributes.get_float("softcap", 0.0) != 0,
-                window=node.attributes.get_int("local_window_size", -1) > 0,
-                sinks=graph.operand(node, 11) is not None,
+                attention.name,
+                attention.num_heads,
+                attention.kv_num_heads,
+                graph.width(attention.past_key),
+                int8=attention.past_key.dtype == ir.DataType.INT8,
+                softcap=attention.softcap != 0,
+                window=attention.local_window_size > 0,
+                sinks=attention.head_sink is not None,
             ),
         )
 
 
-def obstacle(attention: Attention, sm: int) -> str | None:
+def reason_against(attention: Attention, sm: int) -> str | None:
     """Say why the provider has no kernel for `attention` on a device of `sm`; None where it has."""
     if not attention.int8:
         return None

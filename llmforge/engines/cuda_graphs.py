@@ -22,9 +22,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import graph, interface
+from llmforge.ir import graph, interface, operators
+from llmforge.ir.operators import contrib, standard
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import Capture, GraphPlan
+from llmforge.runtime.serving.options import PREFILL_CHUNK
 
 # Lengths that a graph serves: up to these, then all. Between two of them attention's scratch memory and splits are four
 # times too large at most; what it reads of the cache follows the rows' own lengths.
@@ -35,15 +37,11 @@ LENGTH_CLASSES = (1024, 4096, 16384, 65536)
 LAUNCH_BYTES = 64 << 10
 LAUNCHES_A_NODE = 2  # GroupQueryAttention has up to four, pointwise operators one
 
-PREFILL_TOKENS = 512  # of one step, for the estimate of activations: llmforge.runtime's default budget of a step
-
 # Operators that no graph can hold, and why.
-OBSTACLES: Mapping[tuple[str, str], str] = {
-    **{("", name): "control flow: ONNX Runtime captures no graph that has any" for name in ("If", "Loop", "Scan")},
-    **{
-        ("", name): "the shape of its result depends on numbers, which the host waits for"
-        for name in ("NonZero", "Unique", "Compress", "NonMaxSuppression")
-    },
+REASONS: Mapping[type[operators.Operator] | None, str] = {
+    standard.Loop: "control flow: ONNX Runtime captures no graph that has any",
+    standard.NonZero: "the shape of its result depends on numbers, which the host waits for",
+    standard.Unique: "the shape of its result depends on numbers, which the host waits for",
 }
 
 
@@ -84,7 +82,7 @@ def plan(model: ir.Model, spec: EngineSpec) -> GraphPlan:
 
     Nothing, where `spec.cuda_graphs` is off or, with `allow`, where something keeps the graph from being captured.
     """
-    if spec.cuda_graphs == "off" or next(obstacles(model), None) is not None:
+    if spec.cuda_graphs == "off" or next(reasons(model), None) is not None:
         return GraphPlan("off", ())
     wanted = [(batch, length) for batch in decode_batches(spec) for length in lengths(spec.max_context)]
     captures = tuple(Capture(id, batch, length) for id, (batch, length) in enumerate(sorted(wanted, reverse=True), 1))
@@ -97,7 +95,7 @@ def require(model: ir.Model, spec: EngineSpec) -> None:
     Raises:
         UnsupportedError: names the nodes.
     """
-    found = list(obstacles(model))
+    found = list(reasons(model))
     if spec.cuda_graphs != "require" or not found:
         return
     node, reason = found[0]
@@ -109,13 +107,12 @@ def require(model: ir.Model, spec: EngineSpec) -> None:
     )
 
 
-def obstacles(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
+def reasons(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
     """Yield the nodes of the lowered `model` that keep a step from being captured, with the reason."""
     for node in model.graph.all_nodes():
-        reason = OBSTACLES.get((node.domain, node.op_type))
-        if reason is not None:
+        if (reason := REASONS.get(operators.record(node))) is not None:
             yield node, reason
-        elif (node.domain, node.op_type) == ("com.microsoft", "MatMulNBits") and graph.operand(node, 4) is not None:
+        elif (product := contrib.MatMulNBits.of(node)) is not None and product.g_idx is not None:
             yield node, "the host reads its group indices"
 
 
@@ -127,14 +124,12 @@ def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan) -> Memory:
     """
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
     widest = max((max(tensor.shape.numpy(), default=0) for tensor in tensors if len(tensor.shape) > 1), default=0)
-    dims = next(graph.dims(value) for value in model.graph.outputs if value.name == interface.LOGITS)
-    vocabulary = (dims or (0,))[-1]
-    logits = 2 * 4 * spec.max_batch * (vocabulary if isinstance(vocabulary, int) else 0)
+    logits = 2 * 4 * spec.max_batch * graph.width(graph.output_named(model, interface.LOGITS))
     launches = LAUNCHES_A_NODE * graph.nodes(model)
     return Memory(
         weights=sum(tensor.nbytes for tensor in tensors),
         caches=sum(_cache_bytes(value, spec) for value in model.graph.inputs if _is_cache(value)),
-        activations=3 * 2 * PREFILL_TOKENS * widest + logits,
+        activations=3 * 2 * PREFILL_CHUNK * widest + logits,
         graphs=LAUNCH_BYTES * launches * len(graphs.captures),
     )
 
@@ -146,8 +141,7 @@ def _is_cache(value: ir.Value) -> bool:
 def _cache_bytes(value: ir.Value, spec: EngineSpec) -> int:
     """Size of one cache of `max_batch` rows."""
     dims, size = graph.dims(value) or (), spec.max_batch
-    assert value.dtype is not None
     for axis, dim in enumerate(dims[1:], 1):
         tokens = axis == 2 and not interface.is_state(str(value.name))
         size *= spec.max_context if tokens else dim if isinstance(dim, int) else 1
-    return int(size * value.dtype.itemsize)
+    return int(size * graph.dtype(value).itemsize)

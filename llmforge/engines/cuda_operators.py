@@ -17,9 +17,9 @@ import onnx_ir as ir
 
 from llmforge.engines import kernels
 from llmforge.ir import graph
+from llmforge.ir.operators.contrib import MatMulNBits, QMoE
 from llmforge.lowering.pass_base import Rewritten
 
-MICROSOFT = "com.microsoft"
 FLOAT, FLOAT16, BFLOAT16, BOOL = (ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16", "BOOL"))
 _HALF = frozenset({FLOAT16, BFLOAT16})
 
@@ -34,73 +34,67 @@ EXPERT_WIDTH, SMALLEST_EXPERT_BLOCK = 64, 32
 
 def name_layouts(model: ir.Model) -> list[Rewritten]:
     """Set attributes of MatMulNBits and QMoE, in place; list what that changes when the engine is loaded."""
+    for product in MatMulNBits.all(model):
+        product.accuracy_level = 0
     rewritten = []
-    for node in model.graph:
-        if _is(node, "MatMulNBits") or _is(node, "QMoE"):
-            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
-        if _is(node, "QMoE"):
-            node.attributes["weights_prepacked"] = ir.AttrInt64("weights_prepacked", 0)
-            rewritten.append(Rewritten(str(node.name), "its codes are reordered when the engine is loaded"))
+    for experts in QMoE.all(model):
+        experts.accuracy_level = experts.weights_prepacked = 0
+        rewritten.append(Rewritten(experts.name, "its codes are reordered when the engine is loaded"))
     return rewritten
 
 
 def any_fast(model: ir.Model) -> bool:
     """Say whether the fast product computes a MatMulNBits of `model`."""
-    return any(_is(node, "MatMulNBits") and fast_obstacle(node) is None for node in model.graph)
+    return any(slow_reason(product) is None for product in MatMulNBits.all(model))
 
 
-def experts_obstacle(node: ir.Node) -> str | None:
-    """Say what the CUDA kernel of QMoE refuses of `node` when it runs; None: nothing."""
-    widths = [graph.dims(value) if value is not None else None for value in (node.inputs[5], node.inputs[2])]
-    bits, block = node.attributes.get_int("expert_weight_bits"), node.attributes.get_int("block_size")
-    for name, dims in zip(("inner", "hidden"), widths, strict=True):
-        size = dims[2] * 8 // bits if dims is not None and isinstance(dims[2], int) else 0
+def experts_reason(experts: QMoE) -> str | None:
+    """Say what the CUDA kernel of QMoE refuses of `experts` when it runs; None: nothing."""
+    for name, weights in (("inner", experts.fc2_experts_weights), ("hidden", experts.fc1_experts_weights)):
+        size = graph.width(weights) * 8 // experts.expert_weight_bits
         if size % EXPERT_WIDTH:
             return f"the {name} width of its experts is {size}, and must be a multiple of {EXPERT_WIDTH}"
-    if graph.operand(node, 11) is not None and block < SMALLEST_EXPERT_BLOCK:
-        return f"zero points want blocks of {SMALLEST_EXPERT_BLOCK} or more, and these have {block}"
+    if experts.fc1_zero_points is not None and experts.block_size < SMALLEST_EXPERT_BLOCK:
+        return f"zero points want blocks of {SMALLEST_EXPERT_BLOCK} or more, and these have {experts.block_size}"
     return None
 
 
 def split_biases(model: ir.Model) -> list[Rewritten]:
     """Take the bias out of every MatMulNBits that is otherwise fit for the fast product, in place."""
     rewritten = []
-    for node in [node for node in model.graph if _is(node, "MatMulNBits")]:
-        bias = graph.operand(node, 5)
-        if bias is None or fast_obstacle(node, without_bias=True) is not None:
+    for product in MatMulNBits.all(model):
+        bias = product.bias
+        if bias is None or slow_reason(product, without_bias=True) is not None:
             continue
-        name = str(node.name)
-        node.resize_inputs(3)
-        _behind(node.outputs[0], "Add", [bias], {}, f"{name}/bias")
-        rewritten.append(Rewritten(name, "its bias is added behind it: the fast product has none"))
+        product.bias = None
+        _behind(product.output, "Add", [bias], {}, f"{product.name}/bias")
+        rewritten.append(Rewritten(product.name, "its bias is added behind it: the fast product has none"))
     return rewritten
 
 
 def slower(model: ir.Model) -> Iterable[tuple[ir.Node, str]]:
     """Yield every MatMulNBits that the fast product does not compute, with the reason and what computes it instead."""
-    for node in model.graph:
-        if _is(node, "MatMulNBits") and (reason := fast_obstacle(node)) is not None:
-            bits = node.attributes.get_int("bits", 4)
-            few = "up to 16 tokens" if bits == 4 else "1 token"
-            yield node, f"{reason}; it runs by a plain kernel for {few}, else it dequantizes its weight in every step"
+    for product in MatMulNBits.all(model):
+        if (reason := slow_reason(product)) is not None:
+            few = "up to 16 tokens" if product.bits == 4 else "1 token"
+            what = f"{reason}; it runs by a plain kernel for {few}, else it dequantizes its weight in every step"
+            yield product.node, what
 
 
-def fast_obstacle(node: ir.Node, *, without_bias: bool = False) -> str | None:
-    """Say why the fast product does not compute the MatMulNBits `node`; None where it does."""
-    bits, block = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size")
-    n, k = node.attributes.get_int("N"), node.attributes.get_int("K")
-    scales = node.inputs[2]
-    if scales is None or scales.dtype not in _HALF:
-        return f"the fast product takes fp16 and bf16, and this one is {None if scales is None else scales.dtype}"
+def slow_reason(product: MatMulNBits, *, without_bias: bool = False) -> str | None:
+    """Say why the fast product does not compute `product`; None where it does."""
+    bits, block, n, k = product.bits, product.block_size, product.N, product.K
+    if product.scales.dtype not in _HALF:
+        return f"the fast product takes fp16 and bf16, and this one is {product.scales.dtype}"
     if bits not in FAST_COLUMNS:
         return f"the fast product takes 4 and 8 bits, not {bits}"
     if block != FAST_BLOCK:
         return f"the fast product takes blocks of {FAST_BLOCK}, not {block}"
-    if graph.operand(node, 3) is not None:
+    if product.zero_points is not None:
         return "the fast product takes symmetric weights, and this one has zero points"
     if n % FAST_COLUMNS[bits] or k % block:
         return f"the fast product takes multiples of {FAST_COLUMNS[bits]} outputs and {block} inputs, not [{n}, {k}]"
-    if graph.operand(node, 5) is not None and not without_bias:
+    if product.bias is not None and not without_bias:
         return "the fast product takes no bias"
     return None
 
@@ -110,9 +104,8 @@ def widen(model: ir.Model) -> list[Rewritten]:
     rewritten = []
     known, dtypes = kernels.cuda(), kernels.infer(model)
     for node, _ in list(kernels.missing(model, known, dtypes)):
-        owner = node.graph
         narrow = {dtypes[value] for value in node.inputs if value is not None} & (_HALF | {BOOL})
-        if node.domain or len(narrow) != 1 or owner is not model.graph:
+        if node.domain or len(narrow) != 1 or node.graph is not model.graph:
             continue
         [dtype] = narrow
         wide = FLOAT if dtype in _HALF else ir.DataType.INT32
@@ -137,15 +130,5 @@ def _behind(
     output: ir.Value, op_type: str, more: list[ir.Value], attributes: dict[str, graph.Attribute], name: str
 ) -> ir.Value:
     """Put a node that reads `output` and `more` behind what makes `output`, and let its result stand for it."""
-    maker = output.producer()
-    assert maker is not None
-    assert maker.graph is not None
     node = ir.Node("", op_type, [output, *more], ir.convenience.convert_attributes(attributes), name=name)
-    maker.graph.insert_after(maker, node)
-    graph.supersede(output, node.outputs[0])
-    node.replace_input_with(0, output)
-    return node.outputs[0]
-
-
-def _is(node: ir.Node, op_type: str) -> bool:
-    return (node.domain, node.op_type) == (MICROSOFT, op_type)
+    return graph.insert_behind(output, [node], "replaced")

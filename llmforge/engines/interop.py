@@ -22,6 +22,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.ir import graph, interface
+from llmforge.ir.operators.contrib import GroupQueryAttention
 from llmforge.runtime.backends.config import MODEL_FILE
 
 GENAI_FILE = "genai_config.json"
@@ -57,18 +58,18 @@ def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> tuple[str,
     if interface.ATTENTION_MASK not in inputs:
         return ()
     check(model, checkpoint)
-    notes, obstacle = [], _optimum_obstacle(model, checkpoint)
+    notes, reason = [], _optimum_reason(model, checkpoint)
     if not _grows(model):
         text = json.dumps(genai_config(model, engine, checkpoint), indent=2, sort_keys=True) + "\n"
         (engine.folder / GENAI_FILE).write_text(text, encoding="utf-8")
         notes.append("onnxruntime-genai loads the folder engine/")
-    if obstacle is None:
+    if reason is None:
         for name in OPTIMUM_FILES:
             if (source := checkpoint.path / name).exists():
                 (engine.folder / name).write_bytes(source.read_bytes())
         notes.append("ORTModelForCausalLM of optimum-onnx loads the folder engine/")
     else:
-        notes.append(f"not for optimum-onnx: {obstacle}")
+        notes.append(f"not for optimum-onnx: {reason}")
     write_tokenizer(checkpoint, engine.folder)
     return tuple(notes)
 
@@ -101,7 +102,8 @@ def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dic
             "session_options": options,
             "head_size": key.head_dim,
             "num_key_value_heads": key.kv_heads,
-            "num_attention_heads": _attention_heads(model),
+            # Of the first attention: onnxruntime-genai wants one number, and does not use it.
+            "num_attention_heads": GroupQueryAttention.all(model)[0].num_heads,
             "num_hidden_layers": len(engine.config.caches) // 2,
             "inputs": {
                 **{name: name for name in (interface.INPUT_IDS, interface.ATTENTION_MASK)},
@@ -132,8 +134,8 @@ def check(model: ir.Model, checkpoint: Checkpoint) -> None:
     if interface.ATTENTION_MASK not in {value.name for value in model.graph.inputs}:
         return
     if _grows(model):
-        if (obstacle := _optimum_obstacle(model, checkpoint)) is not None:
-            raise UnsupportedError(obstacle, hint="leave optimum-interface out of the recipe")
+        if (reason := _optimum_reason(model, checkpoint)) is not None:
+            raise UnsupportedError(reason, hint="leave optimum-interface out of the recipe")
     else:
         _check_genai(checkpoint.eos_token_ids)
 
@@ -146,7 +148,7 @@ def _check_genai(eos_token_ids: Sequence[int]) -> None:
         )
 
 
-def _optimum_obstacle(model: ir.Model, checkpoint: Checkpoint) -> str | None:
+def _optimum_reason(model: ir.Model, checkpoint: Checkpoint) -> str | None:
     """Say why optimum-onnx would make empty caches of another shape than the model's; None where it would not."""
     config = checkpoint.config
     kind = str(config.model_type)
@@ -173,12 +175,6 @@ def _grows(model: ir.Model) -> bool:
         if past is not None and present is not None and len(past) == 4:
             return interface.grows(past, present)
     return False
-
-
-def _attention_heads(model: ir.Model) -> int:
-    """Read the query heads off the first attention; onnxruntime-genai wants one number, and does not use it."""
-    attention = next(node for node in model.graph if node.op_type == "GroupQueryAttention")
-    return attention.attributes.get_int("num_heads")
 
 
 def _generation(checkpoint: Checkpoint) -> Mapping[str, Any]:

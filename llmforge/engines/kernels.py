@@ -23,6 +23,8 @@ import onnx_ir as ir
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from llmforge.base.errors import VerificationError
+from llmforge.ir import operators
+from llmforge.ir.operators.standard import Cast, Constant, ConstantOfShape, Loop
 
 FILE = "cuda_kernels.json"
 
@@ -42,9 +44,6 @@ NAMES: Mapping[ir.DataType, str] = {
     ir.DataType.FLOAT8E4M3FN: "float8e4m3fn",
 }
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-# Outputs whose type an attribute names, and the type where it is left out.
-_BY_ATTRIBUTE = {"Cast": ("to", None), "EyeLike": ("dtype", ir.DataType.FLOAT)}
 
 
 @dataclass(frozen=True)
@@ -68,40 +67,23 @@ class Kernels:
     """The kernels of one provider, by (domain, operator)."""
 
     wheel: str
-    provider: str
-    read_by: str
-    machine_code: tuple[int, ...]  # compute capabilities, ten times major plus minor
-    ptx: tuple[int, ...]
     table: Mapping[tuple[str, str], tuple[Kernel, ...]]
-
-    def covers(self, sm: int) -> bool:
-        """Say whether a device of `sm` runs the wheel: code for 8.6 runs on 8.9, and no code on another major version.
-
-        PTX runs on every later device.
-        """
-        own = any(sm // 10 == code // 10 and sm >= code for code in self.machine_code)
-        return own or any(sm >= code for code in self.ptx)
 
     def of(self, node: ir.Node, opset: int) -> list[Kernel]:
         """Return the kernels for the version of the node's operator that `opset` selects."""
-        since = _since(node, opset)
-        return [kernel for kernel in self.table.get((node.domain, node.op_type), ()) if kernel.covers(since)]
+        version = since(node, opset)
+        return [kernel for kernel in self.table.get(operators.identity(node), ()) if kernel.covers(version)]
 
     def runs(self, node: ir.Node, opset: int, dtypes: Mapping[ir.Value, ir.DataType]) -> bool:
         """Say whether one of them takes the types of the node's inputs and outputs."""
-        signature = _signature(node, _since(node, opset), dtypes)
+        signature = _signature(node, since(node, opset), dtypes)
         return any(_fits(kernel, signature) for kernel in self.of(node, opset))
 
 
 @functools.cache
 def cuda() -> Kernels:
     """Read the record of the CUDA provider."""
-    return parse(resources.files("llmforge.engines").joinpath(FILE).read_text(encoding="utf-8"))
-
-
-def parse(text: str) -> Kernels:
-    """Read a record."""
-    data = json.loads(text)
+    data = json.loads(resources.files("llmforge.engines").joinpath(FILE).read_text(encoding="utf-8"))
     table = {}
     for name, rows in data["kernels"].items():
         domain, _, operator = name.rpartition("::")
@@ -109,8 +91,7 @@ def parse(text: str) -> Kernels:
             Kernel(first, last, {key: frozenset(types.split()) for key, types in parameters.items()})
             for first, last, parameters in rows
         )
-    code = tuple(data["machine_code"]), tuple(data["ptx"])
-    return Kernels(data["wheel"], data["provider"], data["read_by"], *code, table)
+    return Kernels(data["wheel"], table)
 
 
 def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.DataType]) -> Iterator[tuple[ir.Node, str]]:
@@ -119,7 +100,7 @@ def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.Data
     A node with a subgraph, and a Constant, which becomes an initializer, need no kernel of their own types.
     """
     for node in model.graph.all_nodes():
-        if (node.domain, node.op_type) == ("", "Constant") or node.op_identifier() in model.functions:
+        if Constant.matches(node) or node.op_identifier() in model.functions:
             continue
         opset = model.opset_imports.get(node.domain, 1)
         if kernels.runs(node, opset, dtypes):
@@ -129,7 +110,7 @@ def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.Data
             yield node, "no kernel"
             continue
         # Only what the kernels constrain: the reader sees what differs.
-        signature = _signature(node, _since(node, opset), dtypes)
+        signature = _signature(node, since(node, opset), dtypes)
         asked = {name: dtype for name, dtype in signature.items() if any(name in kernel.types for kernel in known)}
         have = "; ".join(map(str, known))
         given = ", ".join(f"{name} {dtype}" for name, dtype in sorted(asked.items()))
@@ -142,7 +123,7 @@ def _fits(kernel: Kernel, signature: Mapping[str, str]) -> bool:
 
 def _signature(node: ir.Node, since: int, dtypes: Mapping[ir.Value, ir.DataType]) -> dict[str, str]:
     """Name the type of each parameter and each input of `node`."""
-    schema = _schemas()[node.domain, node.op_type, since]
+    schema = _schemas()[*operators.identity(node), since]
     signature: dict[str, str] = {}
     for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
         for index, value in enumerate(values):
@@ -187,15 +168,15 @@ def _infer(model: ir.Model, graph: ir.Graph, dtypes: dict[ir.Value, ir.DataType]
 
 def _infer_control_flow(node: ir.Node, body: ir.Graph, dtypes: dict[ir.Value, ir.DataType]) -> None:
     """Loop, Scan and If: outputs have the types of the body's; that of a Loop has its condition in front."""
-    made = body.outputs[1:] if node.op_type == "Loop" else body.outputs
+    made = body.outputs[1:] if Loop.matches(node) else body.outputs
     for output, inner in zip(node.outputs, made, strict=False):
         dtypes[output] = dtypes[inner]
 
 
 def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) -> None:
-    schema = _schemas().get((node.domain, node.op_type, _since(node, opset)))
+    schema = _schemas().get((*operators.identity(node), since(node, opset)))
     if schema is None:
-        operator = f"{node.domain or 'ai.onnx'}::{node.op_type} (opset {opset})"
+        operator = f"{operators.qualified(node)} (opset {opset})"
         raise VerificationError(f"node {node.name}: ONNX Runtime has no operator {operator}")
     bound: dict[str, ir.DataType] = {}
     for index, value in enumerate(node.inputs):
@@ -217,16 +198,10 @@ def _output(
     node: ir.Node, schema: native.schemadef.OpSchema, kind: str, bound: Mapping[str, ir.DataType]
 ) -> ir.DataType:
     """Find the type of an output whose parameter is `kind`."""
-    if node.op_type in _BY_ATTRIBUTE and not node.domain:
-        name, default = _BY_ATTRIBUTE[node.op_type]
-        attribute = node.attributes.get(name)
-        if attribute is not None:
-            return ir.DataType(attribute.as_int())
-        assert default is not None
-        return default
-    if node.op_type in ("Constant", "ConstantOfShape") and not node.domain:
-        attribute = node.attributes.get("value")
-        return ir.DataType.FLOAT if attribute is None else attribute.as_tensor().dtype
+    if operators.is_a(node, Cast, Constant, ConstantOfShape):  # an attribute says it
+        dtype = operators.view(node).output_dtype(0)
+        if dtype is not None:
+            return dtype
     if kind in bound:
         return bound[kind]
     constraints = {item.type_param_str: list(item.allowed_type_strs) for item in schema.type_constraints}
@@ -239,9 +214,9 @@ def _output(
     )
 
 
-def _since(node: ir.Node, opset: int) -> int:
+def since(node: ir.Node, opset: int) -> int:
     """Return the version of the node's operator that `opset` selects; 0 where there is none."""
-    return max((since for since in _versions().get((node.domain, node.op_type), ()) if since <= opset), default=0)
+    return max((each for each in _versions().get(operators.identity(node), ()) if each <= opset), default=0)
 
 
 @functools.cache

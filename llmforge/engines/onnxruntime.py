@@ -5,7 +5,6 @@ The same model and options give the same bytes: nothing of the machine, of paths
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +15,22 @@ from onnxruntime.capi import onnxruntime_pybind11_state as registry
 
 from llmforge import native
 from llmforge.base.errors import UnsupportedError, VerificationError
-from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import Engine, onnx_file
-from llmforge.ir import constant_folding, dialect, graph
+from llmforge.engines import BuildRequest, Engine, kernels, onnx_file, signatures
+from llmforge.engines.kernels import Kernel
+from llmforge.ir import constant_folding, dialect, graph, operators
+from llmforge.ir.operators import canonical
+from llmforge.ir.operators.contrib import FusedMatMul
+from llmforge.ir.operators.record import CANONICAL
+from llmforge.ir.operators.standard import Constant, MatMul, Transpose
 from llmforge.ir.recurrence import Recurrence
 from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
+from llmforge.runtime.backends.config import FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
+from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.backends.session import PROVIDER, Session
 from llmforge.runtime.serving import chat
 from llmforge.targets import Target
-
-MICROSOFT = "com.microsoft"
-LLMFORGE = "llmforge"
 
 TOKENIZER_FILES = ("tokenizer.json", *chat.SPECIAL_TOKEN_FILES)
 
@@ -64,26 +65,21 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tu
 
 def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
     """Clone `model` in operators that ONNX Runtime has kernels for on any of its providers, and list what changed."""
-    canonical = [node for node in model.graph.all_nodes() if node.domain == LLMFORGE]
-    rewritten = [Rewritten(str(node.name), _becomes(node)) for node in canonical]
+    own = [node for node in model.graph.all_nodes() if node.domain == CANONICAL]
+    rewritten = [Rewritten(str(node.name), _becomes(node)) for node in own]
     lowered = model.clone()
     recurrence = Recurrence(lowered)
-    for node in [node for node in lowered.graph if _has_kernel(node)]:
-        recurrence.call_kernel(node)
-    lowered = dialect.expand(lowered) if canonical else lowered
+    for layer in canonical.LinearAttention.all(lowered):
+        recurrence.call_kernel(layer)
+    lowered = dialect.expand(lowered) if own else lowered
     rewritten += fuse_transposed_weights(lowered)
     if folded := constant_folding.fold(lowered):
         rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
     return lowered, rewritten
 
 
-def _has_kernel(node: ir.Node) -> bool:
-    """Say whether ONNX Runtime has a kernel of its own: four times faster than the expansion, six in a prefill."""
-    return (node.domain, node.op_type) == (LLMFORGE, "LinearAttention")
-
-
 def _becomes(node: ir.Node) -> str:
-    if _has_kernel(node):
+    if canonical.LinearAttention.matches(node):  # four times faster than the expansion, six in a prefill
         return f"{node.op_type} to ONNX Runtime's own"
     return f"{node.op_type} expanded to standard ONNX"
 
@@ -91,31 +87,17 @@ def _becomes(node: ir.Node) -> str:
 def fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
     """Make `MatMul(x, Transpose(W))` of an initializer W one FusedMatMul, in place; list where."""
     rewritten = []
-    for node in list(model.graph):
-        weight = _transposed_weight(node)
-        if weight is None:
+    for product in MatMul.all(model):
+        transpose = Transpose.made(product.w)
+        if transpose is None or not transpose.x.is_initializer() or len(graph.dims(transpose.x) or ()) != 2:
             continue
-        inputs = [node.inputs[0], weight]
-        (fused,) = graph.insert(node, "FusedMatMul", inputs, {"transB": 1}, domain=MICROSOFT, name=node.name)
-        graph.supersede(node.outputs[0], fused)
-        rewritten.append(Rewritten(str(node.name), f"MatMul and Transpose of {weight.name} to FusedMatMul"))
+        inputs = {"a": product.x, "b": transpose.x}
+        fused = FusedMatMul.insert(product.node, inputs, {"transB": 1}, name=product.name)
+        graph.replace_value(product.output, fused.output)
+        rewritten.append(Rewritten(product.name, f"MatMul and Transpose of {transpose.x.name} to FusedMatMul"))
     if rewritten:
-        model.opset_imports.setdefault(MICROSOFT, 1)
         graph.drop_unused(model)
     return rewritten
-
-
-def _transposed_weight(node: ir.Node) -> ir.Value | None:
-    """Return W where `node` is MatMul(x, Transpose(W)) of a two-dimensional initializer W."""
-    if (node.domain, node.op_type) != ("", "MatMul") or node.inputs[1] is None:
-        return None
-    transpose = node.inputs[1].producer()
-    if transpose is None or (transpose.domain, transpose.op_type) != ("", "Transpose"):
-        return None
-    weight = transpose.inputs[0]
-    if weight is None or not weight.is_initializer() or weight.shape is None or len(weight.shape) != 2:
-        return None
-    return weight
 
 
 def check_operators(model: ir.Model) -> None:
@@ -124,23 +106,21 @@ def check_operators(model: ir.Model) -> None:
     Raises:
         UnsupportedError: names the operators that it cannot run, and a node of each.
     """
-    kernels: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for kernel in registry.get_all_opkernel_def():
-        if kernel.provider == PROVIDER:
-            kernels.setdefault((kernel.domain, kernel.op_name), []).append(kernel.version_range)
-    definitions: dict[tuple[str, str], list[int]] = {}
-    for schema in registry.get_all_operator_schema():
-        definitions.setdefault((schema.domain, schema.name), []).append(schema.since_version)
+    table: dict[tuple[str, str], list[Kernel]] = {}
+    for known in registry.get_all_opkernel_def():
+        if known.provider == PROVIDER:
+            first, last = known.version_range
+            kernel = Kernel(first, None if last == np.iinfo(np.int32).max else last, {})
+            table.setdefault((known.domain, known.op_name), []).append(kernel)
     missing: dict[str, str] = {}
     for node in model.graph.all_nodes():
-        operator, opset = (node.domain, node.op_type), model.opset_imports.get(node.domain, 1)
+        opset = model.opset_imports.get(node.domain, 1)
         if node.domain == native.DOMAIN and native.library() is not None:
             continue
-        # The definition that the model's opset selects; 0 where there is none.
-        version = max((since for since in definitions.get(operator, ()) if since <= opset), default=0)
-        runs = any(_covers(versions, version) for versions in kernels.get(operator, ()))
+        version = kernels.since(node, opset)
+        runs = any(kernel.covers(version) for kernel in table.get((node.domain, node.op_type), ()))
         if not runs and not _decomposes(node, opset) and node.op_identifier() not in model.functions:
-            missing.setdefault(f"{node.domain or 'ai.onnx'}::{node.op_type} (opset {opset})", str(node.name))
+            missing.setdefault(f"{operators.qualified(node)} (opset {opset})", str(node.name))
     if missing:
         listed = ", ".join(f"{operator}, node {node}" for operator, node in missing.items())
         raise UnsupportedError(
@@ -149,33 +129,18 @@ def check_operators(model: ir.Model) -> None:
         )
 
 
-def _covers(versions: tuple[int, int], since: int) -> bool:
-    """Apply ONNX Runtime's rule (KernelRegistry::VerifyKernelDef): an open-ended kernel serves its own version only."""
-    first, last = versions
-    return first == since or (first < since <= last and last != np.iinfo(np.int32).max)
-
-
 def _decomposes(node: ir.Node, opset: int) -> bool:
     """Say whether ONNX Runtime does without a kernel for this operator of ONNX."""
     if node.domain:
         return False
-    if node.op_type == "Constant":  # becomes an initializer when the graph is loaded
+    if Constant.matches(node):  # becomes an initializer when the graph is loaded
         return True
     known = onnx.defs.has(node.op_type, max_inclusive_version=opset)
     return known and bool(onnx.defs.get_schema(node.op_type, max_inclusive_version=opset).has_function)
 
 
-def build(
-    model: ir.Model,
-    folder: Path,
-    *,
-    spec: EngineSpec,
-    eos_token_ids: Sequence[int],
-    bos_token_id: int | None,
-    target: Target | None = None,
-    progress: Progress | None = None,
-) -> Engine:
-    """Write a lowered `model` into `folder` (created), load it once, and run it; `target` changes nothing.
+def build(request: BuildRequest) -> Engine:
+    """Write `model.onnx`, its data and `runtime.json`, load them once, and run two steps; the target changes nothing.
 
     Weights stream one tensor at a time: memory grows with the largest tensor, not with the model.
 
@@ -184,13 +149,14 @@ def build(
             than the rotary tables of the model reach.
         VerificationError: the engine yields logits that are not finite.
     """
+    model, folder, spec = request.model, request.folder, request.spec
     check_operators(model)
-    check_context(model, spec.max_context)
+    signatures.check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
-    onnx_file.write(model, folder, progress or Silent())
+    onnx_file.write(model, folder, request.progress)
     options = session_options(spec.threads)
     session = Session(folder / MODEL_FILE, options.resolve())
-    _prove(session, spec.max_context)
+    prove(session, session.allocate(1, spec.max_context))
     config = RuntimeConfig(
         format=FORMAT,
         onnxruntime=onnxruntime.__version__,
@@ -198,14 +164,25 @@ def build(
         max_context=spec.max_context,
         max_batch=spec.max_batch,
         vocabulary=session.vocabulary,
-        eos_token_ids=tuple(eos_token_ids),
-        bos_token_id=bos_token_id,
+        eos_token_ids=tuple(request.eos_token_ids),
+        bos_token_id=request.bos_token_id,
         caches=session.caches,
         session=options,
     )
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    size_bytes = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE, FILE))
-    return Engine(folder, config, graph.nodes(model), size_bytes)
+    return Engine.built(request, config)
+
+
+def prove(session: Backend[C], cache: C) -> None:
+    """Read two tokens and generate on from them, so that a kernel that refuses at run time does so in the build.
+
+    Raises:
+        VerificationError: logits are not finite.
+    """
+    for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: cache.capacity - 1]:
+        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache)
+        if not np.isfinite(logits).all():
+            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
 
 
 def session_options(threads: int | None) -> SessionOptions:
@@ -223,37 +200,6 @@ def session_options(threads: int | None) -> SessionOptions:
         optimize=True,
         entries={"session.intra_op.allow_spinning": "1", "session.set_denormal_as_zero": "0"},
     )
-
-
-def check_context(model: ir.Model, max_context: int) -> None:
-    """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them."""
-    places = {
-        (MICROSOFT, "GroupQueryAttention"): 7,
-        (native.DOMAIN, "GroupQueryAttention"): 4,
-        (native.DOMAIN, "GroupQueryAttentionInt8"): 4,
-        ("", "RotaryEmbedding"): 1,
-    }  # index of the cosines
-    for node in model.graph.all_nodes():
-        index = places.get((node.domain, node.op_type))
-        table = node.inputs[index] if index is not None and index < len(node.inputs) else None
-        if table is None or not table.is_initializer() or table.shape is None:
-            continue
-        positions = table.shape[0]
-        if isinstance(positions, int) and positions < max_context:
-            raise UnsupportedError(
-                f"engine.max_context is {max_context}; the rotary table {table.name} of node {node.name} has "
-                f"{positions} positions",
-                hint=f"set engine.max_context to at most {positions}",
-            )
-
-
-def _prove(session: Session, max_context: int) -> None:
-    """Read two tokens and generate on from them, so that a kernel that refuses at run time does so in the build."""
-    cache = session.allocate(1, max_context)
-    for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: max_context - 1]:
-        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache)
-        if not np.isfinite(logits).all():
-            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
 
 
 def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:

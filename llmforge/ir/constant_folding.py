@@ -6,52 +6,51 @@ nothing is read here. numpy and ONNX Runtime round such an operation alike (IEEE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
+from llmforge.ir import operators
+from llmforge.ir.operators import standard
+from llmforge.ir.operators.record import Operator
 
 LARGEST = 1 << 16  # elements of a result: vectors of norms and biases, no matrix, whose bytes would be stored twice
-OPERATIONS = {"Add": np.add, "Mul": np.multiply, "Sub": np.subtract}
+OPERATIONS: Mapping[type[Operator], np.ufunc] = {
+    standard.Add: np.add,
+    standard.Mul: np.multiply,
+    standard.Sub: np.subtract,
+}
 
 
 def fold(model: ir.Model) -> list[str]:
     """Replace every such node of `model`, fp32; return their names."""
     folded = []
-    for node in list(model.graph):
-        tensors = _constants(node)
-        if tensors is None or node.outputs[0].is_graph_output():
+    for view in list(map(operators.view, model.graph)):
+        operation, tensors, old = OPERATIONS.get(type(view)), _constants(view.node), view.output
+        if operation is None or tensors is None or old.is_graph_output():
             continue
         shape = np.broadcast_shapes(*(tensor.shape.numpy() for tensor in tensors))
         if np.prod(shape) > LARGEST:
             continue
-        (old,) = node.outputs
         name = str(old.name)
         old.name = f"{name}.computed"
-        read = _reader(OPERATIONS[node.op_type], tensors, name)
+        read = _reader(operation, tensors, name)
         lazy = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(shape), name=name)
-        g.replace(old, g.initializer(model, name, lazy))
-        model.graph.remove(node, safe=True)
-        folded.append(str(node.name))
+        g.replace_uses(old, g.initializer(model, name, lazy))
+        model.graph.remove(view.node, safe=True)
+        folded.append(view.name)
     if folded:
         g.drop_unused(model)
     return folded
 
 
 def _constants(node: ir.Node) -> list[ir.TensorProtocol] | None:
-    """Return the tensors that `node` computes with; None where it is not one that is folded."""
-    if node.domain or node.op_type not in OPERATIONS:
-        return None
-    tensors = []
-    for value in node.inputs:
-        if value is None or not value.is_initializer() or value.is_graph_input() or value.const_value is None:
-            return None
-        if value.const_value.dtype != ir.DataType.FLOAT:
-            return None
-        tensors.append(value.const_value)
-    return tensors
+    """Return the fp32 tensors that `node` computes with; None where it reads anything else."""
+    tensors = [value.const_value for value in node.inputs if value is not None and g.is_constant(value)]
+    held = [tensor for tensor in tensors if tensor is not None and tensor.dtype == ir.DataType.FLOAT]
+    return held if len(held) == len(node.inputs) else None
 
 
 def _reader(

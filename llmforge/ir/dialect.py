@@ -19,9 +19,8 @@ from llmforge.ir import interface, operators
 from llmforge.ir.expansion import expand
 from llmforge.ir.operators.contrib import CACHE
 from llmforge.ir.operators.record import FLOATS, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
-from llmforge.ir.recurrence import causal_conv, linear_attention
 
-__all__ = ["attention", "caches", "causal_conv", "check", "expand", "linear_attention"]
+__all__ = ["attention", "caches", "check", "expand"]
 
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {
@@ -97,8 +96,8 @@ def _check_names(graph: ir.Graph) -> None:
         _require(values.setdefault(value.name, value) is value, f"value {value.name!r}", "two values have this name")
     nodes: set[str] = set()
     for node in graph:
-        _require(bool(node.name), f"a node {node.op_type}", "has no name")
-        assert node.name is not None
+        if not node.name:
+            raise VerificationError(f"a node {node.op_type}: has no name")
         _require(node.name not in nodes, f"node {node.name!r}", "two nodes have this name")
         nodes.add(node.name)
 

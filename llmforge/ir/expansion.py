@@ -11,21 +11,23 @@ written stands in `llmforge.ir.recurrence`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph as g
-from llmforge.ir import interface, moe
-from llmforge.ir.builder import PREFIX, Builder
+from llmforge.ir import interface, moe, operators
+from llmforge.ir.builder import Builder
 from llmforge.ir.masked_step import MaskedStep
+from llmforge.ir.operators import canonical
+from llmforge.ir.operators.record import CANONICAL, Operator
 from llmforge.ir.recurrence import Recurrence
 
 Places = tuple[ir.Value, ir.Value]  # slots [T], and those of the queries [B, S, 1] or [S, 1]: int64
 
-COLLECTIVES = ("AllReduce", "AllGather")
 HIDDEN_SLOT = np.float32(np.finfo(np.float32).min)  # added to a masked score: exp of it is 0, and it makes no NaN
 
 
@@ -35,29 +37,23 @@ def expand(model: ir.Model) -> ir.Model:
     Raises:
         UnsupportedError: it is the graph of one rank of several: standard ONNX has no collectives.
     """
-    for node in model.graph:
-        if node.domain == "llmforge" and node.op_type in COLLECTIVES:
-            raise UnsupportedError(
-                f"{node.op_type} {node.name} puts the results of several ranks together; standard ONNX has no operator "
-                "that does",
-                hint="use an engine with collectives (docs/tensor-parallelism.md)",
-            )
     clone = model.clone()
     attention, recurrence, masked = _Expansion(clone), Recurrence(clone), MaskedStep(clone)
-    rules = {
-        "Attention": attention.attention,
-        "GrowingAttention": attention.growing_attention,
-        "CacheLengths": masked.cache_lengths,
-        "TokenOrder": masked.token_order,
-        "RowPlaces": masked.row_places,
-        "CausalConv": recurrence.causal_conv,
-        "LinearAttention": recurrence.linear_attention,
+    rules: Mapping[type[Operator], Callable[[Any], None]] = {
+        canonical.Attention: attention.attention,
+        canonical.GrowingAttention: attention.growing_attention,
+        canonical.MoE: lambda experts: g.replace_value(experts.output, moe.expand(clone, experts)),
+        canonical.CacheLengths: masked.cache_lengths,
+        canonical.TokenOrder: masked.token_order,
+        canonical.RowPlaces: masked.row_places,
+        canonical.CausalConv: recurrence.causal_conv,
+        canonical.LinearAttention: recurrence.linear_attention,
     }
-    for node in list(clone.graph):
-        if node.domain == "llmforge" and node.op_type in rules:
-            rules[node.op_type](node)
-        elif (node.domain, node.op_type) == ("llmforge", "MoE"):
-            g.supersede(node.outputs[0], moe.expand(clone, node, PREFIX))
+    for view in list(map(operators.view, clone.graph)):
+        if type(view) in rules:
+            rules[type(view)](view)
+        elif view.domain == CANONICAL:
+            view.expand(clone)
     g.drop_unused(clone)
     return clone
 
@@ -71,41 +67,44 @@ class _Expansion(Builder):
     _masks: dict[int, ir.Value] = field(default_factory=dict)
     _biases: dict[tuple[ir.Value, ir.Value], ir.Value] = field(default_factory=dict)
 
-    def attention(self, node: ir.Node) -> None:
+    def attention(self, layer: canonical.Attention) -> None:
         """Replace one `llmforge::Attention`; comments give shapes: B, S, C = batch, sequence, capacity."""
-        _, k, v, past_key, past_value, lengths = (_present(node, index) for index in range(6))
-        kv_heads = node.attributes.get_int("kv_num_heads")
-        write = self._write_indices(lengths)
-        keys = self._scatter(node, past_key, self._split(node, k, kv_heads), write)
-        values = self._scatter(node, past_value, self._split(node, v, kv_heads), write)
-        places = self._places(past_key, lengths)
-        self._attend(node, keys, values, places, self._mask(node.attributes.get_int("window"), places))
+        node, kv_heads = layer.node, layer.kv_num_heads
+        write = self._write_indices(layer.past_lengths)
+        keys = self._scatter(node, layer.past_key, self._split(node, layer.k, kv_heads), write)
+        values = self._scatter(node, layer.past_value, self._split(node, layer.v, kv_heads), write)
+        places = self._places(layer.past_key, layer.past_lengths)
+        self._attend(layer, keys, values, places, self._mask(layer.window, places))
 
-    def growing_attention(self, node: ir.Node) -> None:
+    def growing_attention(self, layer: canonical.GrowingAttention) -> None:
         """Replace one `llmforge::GrowingAttention`; the caches hold P slots before the step, and P + S after it."""
-        _, k, v, past_key, past_value, held = (_present(node, index) for index in range(6))
-        kv_heads = node.attributes.get_int("kv_num_heads")
-        keys = self._add(node, "Concat", [past_key, self._split(node, k, kv_heads)], {"axis": 2})
-        values = self._add(node, "Concat", [past_value, self._split(node, v, kv_heads)], {"axis": 2})
-        places = self._growing_places(past_key, held)
-        self._attend(node, keys, values, places, self._mask(node.attributes.get_int("window"), places, held))
+        node, kv_heads, held = layer.node, layer.kv_num_heads, layer.attention_mask
+        keys = self._add(node, "Concat", [layer.past_key, self._split(node, layer.k, kv_heads)], {"axis": 2})
+        values = self._add(node, "Concat", [layer.past_value, self._split(node, layer.v, kv_heads)], {"axis": 2})
+        places = self._growing_places(layer.past_key, held)
+        self._attend(layer, keys, values, places, self._mask(layer.window, places, held))
 
-    def _attend(self, node: ir.Node, keys: ir.Value, values: ir.Value, places: Places, mask: ir.Value) -> None:
-        """Replace `node` by Attention over `keys` and `values`, which are its presents, under `mask`."""
-        sinks, slopes = (node.inputs[index] if len(node.inputs) > index else None for index in (6, 7))
-        numbers = {name: attribute.value for name, attribute in node.attributes.items()}
-        q, heads = _present(node, 0), numbers["num_heads"]
+    def _attend(
+        self,
+        layer: canonical.Attention | canonical.GrowingAttention,
+        keys: ir.Value,
+        values: ir.Value,
+        places: Places,
+        mask: ir.Value,
+    ) -> None:
+        """Replace `layer` by Attention over `keys` and `values`, which are its presents, under `mask`."""
+        node, heads, sinks, slopes = layer.node, layer.num_heads, layer.sinks, layer.alibi_slopes
         present_keys, present_values = keys, values
         if slopes is not None:
             mask = self._with_slopes(mask, slopes, places, heads)  # fp32 [B, H, S, C]
         if sinks is not None:
             keys, values, mask = self._with_sinks(node, keys, values, mask, sinks, heads, slopes is not None)
-        attributes = {"scale": numbers["scale"], "softcap": numbers["softcap"], "softmax_precision": 1}  # 1: fp32
-        y = self._add(node, "Attention", [self._split(node, q, heads), keys, values, mask], attributes)  # [B, H, S, Dv]
+        attributes = {"scale": layer.scale, "softcap": layer.softcap, "softmax_precision": 1}  # 1: fp32
+        q = self._split(node, layer.q, heads)
+        y = self._add(node, "Attention", [q, keys, values, mask], attributes)  # [B, H, S, Dv]
         y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
-        for old, new in zip(node.outputs, (y, present_keys, present_values), strict=True):
-            g.supersede(old, new)
+        g.replace_outputs(node, (y, present_keys, present_values))
 
     def _split(self, node: ir.Node, x: ir.Value, heads: int) -> ir.Value:
         """[B, S, H·D] → [B, H, S, D]."""
@@ -161,7 +160,7 @@ class _Expansion(Builder):
         return self._masks[window]
 
     def _ids(self) -> ir.Value:
-        return next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
+        return g.input_named(self.model, interface.INPUT_IDS)
 
     def _count(self, size: ir.Value, axis: int) -> ir.Value:
         """0, 1, … up to the size of `axis`."""
@@ -202,9 +201,3 @@ class _Expansion(Builder):
         shape = self._add(node, "Shape", [like])
         sink = self._add(node, "Expand", [column, shape])
         return grow(keys), grow(values), self._add(node, "Concat", [by_head, sink], {"axis": 3})
-
-
-def _present(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None, f"{node.name}: input {index} of Attention is absent"
-    return value

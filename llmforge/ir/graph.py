@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 
 import numpy as np
@@ -36,12 +36,109 @@ def dims(value: ir.Value) -> tuple[int | str | None, ...] | None:
     return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
 
 
+def static(value: ir.Value | None) -> tuple[int, ...]:
+    """Return the dimensions of `value`, 0 for those that are not fixed; () where the rank is unknown."""
+    known = None if value is None else dims(value)
+    return tuple(dim if isinstance(dim, int) else 0 for dim in known or ())
+
+
+def width(value: ir.Value) -> int:
+    """Return the size of the last axis of `value`.
+
+    Raises:
+        ValueError: it is not fixed, or the rank is unknown.
+    """
+    if not (known := static(value)) or not known[-1]:
+        raise ValueError(f"the last axis of {value.name!r} has no fixed size")
+    return known[-1]
+
+
+def owner(node: ir.Node) -> ir.Graph:
+    """Return the graph that `node` is in.
+
+    Raises:
+        ValueError: it is in none.
+    """
+    if node.graph is None:
+        raise ValueError(f"node {node.name!r} belongs to no graph")
+    return node.graph
+
+
+def producer(value: ir.Value) -> ir.Node:
+    """Return the node that makes `value`.
+
+    Raises:
+        ValueError: none does.
+    """
+    if (node := value.producer()) is None:
+        raise ValueError(f"no node makes {value.name!r}")
+    return node
+
+
+def tensor(value: ir.Value) -> ir.TensorProtocol:
+    """Return what the initializer `value` holds.
+
+    Raises:
+        ValueError: it has no tensor.
+    """
+    if value.const_value is None:
+        raise ValueError(f"{value.name!r} is no initializer with a tensor")
+    return value.const_value
+
+
+def dtype(value: ir.Value) -> ir.DataType:
+    """Return the dtype of `value`.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if value.dtype is None:
+        raise ValueError(f"{value.name!r} has no dtype")
+    return value.dtype
+
+
+def input_named(model: ir.Model, name: str) -> ir.Value:
+    """Find the graph input `name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _named(model.graph.inputs, name, "input")
+
+
+def output_named(model: ir.Model, name: str) -> ir.Value:
+    """Find the graph output `name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _named(model.graph.outputs, name, "output")
+
+
+def _named(values: Iterable[ir.Value], name: str, kind: str) -> ir.Value:
+    for value in values:
+        if value.name == name:
+            return value
+    raise ValueError(f"the graph has no {kind} {name!r}")
+
+
+def is_constant(value: ir.Value) -> bool:
+    """Say whether `value` is an initializer that no caller can replace."""
+    return value.is_initializer() and not value.is_graph_input()
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """Return the node that alone reads `value`, and once; None where others do, or the graph gives it out."""
+    uses = tuple(value.uses())
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
 def operand(node: ir.Node, index: int) -> ir.Value | None:
     """Return input `index` of `node`; None where it is left out."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
-def initializer(owner: ir.Model | ir.Graph, name: str, data: NDArray[np.generic] | ir.TensorProtocol) -> ir.Value:
+def initializer(place: ir.Model | ir.Graph, name: str, data: NDArray[np.generic] | ir.TensorProtocol) -> ir.Value:
     """Register `data` under `name` and return its value; the same data under the same name is shared.
 
     A lazy or external tensor is taken as it is and never read.
@@ -49,7 +146,7 @@ def initializer(owner: ir.Model | ir.Graph, name: str, data: NDArray[np.generic]
     Raises:
         ValueError: another tensor has that name.
     """
-    graph = owner.graph if isinstance(owner, ir.Model) else owner
+    graph = place.graph if isinstance(place, ir.Model) else place
     tensor = data if isinstance(data, ir.TensorProtocol) else ir.Tensor(np.ascontiguousarray(data), name=name)
     existing = graph.initializers.get(name)
     if existing is not None:
@@ -82,14 +179,11 @@ def insert(
         given.pop()
     attrs = ir.convenience.convert_attributes(dict(attributes or {}))
     node = ir.Node(domain, op_type, given, attrs, num_outputs=outputs, name=name)
-    graph = before.graph
-    if graph is None:
-        raise ValueError(f"node {before.name!r} belongs to no graph")
-    graph.insert_before(before, node)
+    owner(before).insert_before(before, node)
     return list(node.outputs)
 
 
-def replace(old: ir.Value, new: ir.Value) -> None:
+def replace_uses(old: ir.Value, new: ir.Value) -> None:
     """Let every reader of `old` read `new`; a graph output keeps its name, which `new` takes over.
 
     `new` gets the type and shape of `old` where it has none. The node of `old` stays: see `drop_unused`.
@@ -112,16 +206,42 @@ def replace(old: ir.Value, new: ir.Value) -> None:
     new.name = name
 
 
-def supersede(old: ir.Value, new: ir.Value) -> None:
+def replace_value(old: ir.Value, new: ir.Value) -> None:
     """Let `new`, which holds the same numbers, stand for `old` everywhere: readers, type, shape and name.
 
     The node of `old` stays: see `drop_unused`. Keeping the name lets verification compare the two graphs there.
     """
     name = old.name
-    replace(old, new)
+    replace_uses(old, new)
     if new.name != name:
-        old.name = f"{name}.superseded"
+        old.name = f"{name}.replaced"
         new.name = name
+
+
+def replace_outputs(node: ir.Node, values: Iterable[ir.Value]) -> None:
+    """Let each of `values` stand for an output of `node`, in their order (`replace_value`)."""
+    for old, new in zip(node.outputs, values, strict=True):
+        replace_value(old, new)
+
+
+def insert_behind(value: ir.Value, nodes: Sequence[ir.Node], suffix: str) -> ir.Value:
+    """Insert `nodes`, of which the first reads `value` and each of the others the one before it, behind its node.
+
+    What the last one makes takes over the other readers of `value`, its place among the outputs of the graph, its name,
+    and its type and shape where it has none; `value` is called `name.suffix`. Return it.
+    """
+    graph, made, name = owner(producer(value)), nodes[-1].outputs[0], value.name
+    for reader, index in list(value.uses()):
+        if reader is not nodes[0]:
+            reader.replace_input_with(index, made)
+    for index, output in enumerate(graph.outputs):
+        if output is value:
+            graph.outputs[index] = made
+    graph.insert_after(producer(value), nodes)
+    made.type = value.type if made.type is None else made.type
+    made.shape = value.shape if made.shape is None else made.shape
+    value.name, made.name = f"{name}.{suffix}", name
+    return made
 
 
 def sources(value: ir.Value) -> list[str]:

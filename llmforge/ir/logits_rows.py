@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
+from llmforge.ir.operators import standard
 
 Logits = Literal["all", "last"]
 
@@ -44,17 +45,14 @@ def give_all(model: ir.Model) -> str:
         UnsupportedError: the selection is not one Gather of the sequence.
     """
     rows, selection = find_selection(model)
-    name, selected, every = str(selection.name), selection.outputs[0], selection.inputs[0]
-    assert every is not None
-    graph.replace(selected, every)
-    model.graph.remove(selection, safe=True)
-    (old,), sequence = graph.dims(rows) or (None,), _input(model, interface.INPUT_IDS).shape
-    assert sequence is not None
-    values = {id(value): value for node in model.graph for value in node.outputs}
-    for value in values.values():
+    graph.replace_uses(selection.output, selection.data)
+    model.graph.remove(selection.node, safe=True)
+    (old,) = graph.dims(rows) or (None,)
+    _, sequence = graph.input_named(model, interface.INPUT_IDS).shape or (None, None)
+    for value in (value for node in model.graph for value in node.outputs):
         if old is not None and value.shape is not None and old in (graph.dims(value) or ()):
-            value.shape = ir.Shape([sequence[1] if _names(dim, old) else dim for dim in value.shape])
-    return name
+            value.shape = ir.Shape([sequence if _names(dim, old) else dim for dim in value.shape])
+    return selection.name
 
 
 def declare_last(model: ir.Model) -> None:
@@ -67,31 +65,26 @@ def declare_last(model: ir.Model) -> None:
     default = rows.const_value
     if default is None or default.numpy().tolist() != [-1]:
         raise UnsupportedError(f"the default of {interface.LOGITS_ROWS} is not [-1], the last row")
-    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
-    assert logits.shape is not None
-    logits.shape = ir.Shape([logits.shape[0], 1, logits.shape[2]])
+    logits = graph.output_named(model, interface.LOGITS)
+    batch, _, vocabulary = logits.shape or (None, None, None)
+    logits.shape = ir.Shape([batch, 1, vocabulary])
 
 
-def find_selection(model: ir.Model) -> tuple[ir.Value, ir.Node]:
+def find_selection(model: ir.Model) -> tuple[ir.Value, standard.Gather]:
     """Find `logits_rows` and the one Gather [batch, sequence, …] → [batch, rows, …] that reads it.
 
     Raises:
         UnsupportedError: something else reads it.
     """
-    rows = _input(model, interface.LOGITS_ROWS)
-    uses = tuple(rows.uses())
-    node = uses[0].node if len(uses) == 1 else None
-    if node is None or (node.domain, node.op_type) != ("", "Gather") or node.attributes.get_int("axis", 0) != 1:
-        readers = ", ".join(f"{use.node.name} ({use.node.op_type})" for use in uses) or "nothing"
+    rows = graph.input_named(model, interface.LOGITS_ROWS)
+    selection = standard.Gather.of(graph.only_reader(rows))
+    if selection is None or selection.axis != 1:
+        readers = ", ".join(f"{node.name} ({node.op_type})" for node, _ in rows.uses()) or "nothing"
         raise UnsupportedError(
             f"{interface.LOGITS_ROWS} is read by {readers}; the rows of the logits are known where one Gather of the "
             "sequence selects them"
         )
-    return rows, node
-
-
-def _input(model: ir.Model, name: str) -> ir.Value:
-    return next(value for value in model.graph.inputs if value.name == name)
+    return rows, selection
 
 
 def _names(dim: int | ir.SymbolicDim, symbol: int | str) -> bool:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
+from llmforge.ir.operators.canonical import CacheLengths, RowPlaces, TokenOrder
 
 
 @dataclass
@@ -26,17 +27,17 @@ class MaskedStep(Builder):
     _extents: dict[ir.Value, ir.Value] = field(default_factory=dict)
     _counts: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
-    def cache_lengths(self, node: ir.Node) -> None:
+    def cache_lengths(self, lengths: CacheLengths) -> None:
         """Replace `CacheLengths`: int64 [B, T] → int32 [B], the ones of each row less 1; int32 scalar T."""
-        (mask,) = _inputs(node)
+        node, mask = lengths.node, lengths.attention_mask
         last = self._add(node, "Sub", [self._count(mask), self._constant("one", 1)])  # [B, 1]
         last = self._add(node, "Squeeze", [last, self._constant("axis_1", [1])])
-        for old, new in zip(node.outputs, (last, self._extent(mask)), strict=True):
-            g.supersede(old, self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}))
+        made = (self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}) for new in (last, self._extent(mask)))
+        g.replace_outputs(node, made)
 
-    def token_order(self, node: ir.Node) -> None:
+    def token_order(self, order: TokenOrder) -> None:
         """Replace `TokenOrder`: (mask [B, T], ids [B, S]) → int64 [B, S], and its inverse where something reads it."""
-        mask, ids = _inputs(node)
+        node, mask, ids = order.node, order.attention_mask, order.input_ids
         size, zero = self._size(ids), self._constant("zero", 0)
         first = self._add(node, "ArgMax", [mask], {"axis": 1, "keepdims": 1})  # [B, 1]
         alone = self._add(node, "Equal", [size, self._size(mask)])  # the mask covers this step and no past
@@ -45,14 +46,14 @@ class MaskedStep(Builder):
         for old, turn in zip(node.outputs, ("Add", "Sub"), strict=False):
             if old.uses():
                 moved = self._add(node, turn, [steps, padding])
-                g.supersede(old, self._add(node, "Mod", [moved, size]))
+                g.replace_value(old, self._add(node, "Mod", [moved, size]))
 
-    def row_places(self, node: ir.Node) -> None:
+    def row_places(self, places: RowPlaces) -> None:
         """Replace `RowPlaces`: (rows [R], mask [B, T], ids [B, S]) → int64 [B, R]."""
-        rows, mask, ids = _inputs(node)
-        # At least 1, for a row of padding alone: its remainder would be a division by 0.
-        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._extent(ids)])  # [B, 1]
-        g.supersede(node.outputs[0], self._add(node, "Mod", [rows, tokens]))
+        node, mask = places.node, places.attention_mask
+        # [B, 1]; at least 1, for a row of padding alone: its remainder would be a division by 0.
+        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._extent(places.input_ids)])
+        g.replace_value(places.output, self._add(node, "Mod", [places.logits_rows, tokens]))
 
     def _count(self, mask: ir.Value) -> ir.Value:
         """Sum the ones of each row: [B, T] → [B, 1]."""
@@ -71,9 +72,3 @@ class MaskedStep(Builder):
         if x not in self._extents:
             self._extents[x] = self._first("Squeeze", [self._size(x)])
         return self._extents[x]
-
-
-def _inputs(node: ir.Node) -> list[ir.Value]:
-    inputs = [value for value in node.inputs if value is not None]
-    assert len(inputs) == len(node.inputs), f"{node.name}: an input is absent"
-    return inputs

@@ -1,8 +1,7 @@
-"""`llmforge::MoE`: its arithmetic in numpy, and the same as standard ONNX."""
+"""`llmforge::MoE` as standard ONNX."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,97 +10,44 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-
-
-def moe(
-    x: NDArray[np.float32],
-    expert_ids: NDArray[np.int64],
-    expert_weights: NDArray[np.float32],
-    up: NDArray[np.float32],
-    down: NDArray[np.float32],
-    up_bias: NDArray[np.float32] | None = None,
-    down_bias: NDArray[np.float32] | None = None,
-    *,
-    activation: str,
-    gated: int,
-    interleaved: int,
-    alpha: float,
-    beta: float,
-    limit: float,
-) -> NDArray[np.float32]:
-    """Compute `llmforge::MoE` token by token in fp64, as docs/dialect.md defines it; the reference of tests.
-
-    x [..., H], expert_ids and expert_weights [..., top_k], up [E, H, 2·I] (I where not gated), down [E, I, H],
-    up_bias [E, 2·I or I], down_bias [E, H] → y [..., H].
-    """
-    y = np.zeros(x.shape, np.float64)
-    for token in np.ndindex(x.shape[:-1]):
-        for expert, weight in zip(expert_ids[token], expert_weights[token], strict=True):
-            h = x[token].astype(np.float64) @ up[expert]
-            h = h if up_bias is None else h + up_bias[expert]
-            if gated:
-                gate, linear = (h[0::2], h[1::2]) if interleaved else np.split(h, 2)
-                if limit:
-                    gate, linear = np.minimum(gate, limit), np.clip(linear, -limit, limit)
-                h = _activate(gate, activation, alpha) * (linear + beta)
-            else:
-                h = _activate(h, activation, alpha)
-            out = h @ down[expert]
-            y[token] += weight * (out if down_bias is None else out + down_bias[expert])
-    return y.astype(np.float32)
+from llmforge.ir.builder import PREFIX, Builder
+from llmforge.ir.operators import canonical
 
 
-def _activate(x: NDArray[np.float64], activation: str, alpha: float) -> NDArray[np.float64]:
-    positive: NDArray[np.float64] = np.maximum(x, 0)
-    cubic = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)  # ONNX Gelu-20's approximation
-    known: Mapping[str, NDArray[np.float64]] = {
-        "silu": x * (1 + np.tanh(alpha * x / 2)) / 2,  # x·sigmoid(alpha·x), without overflow
-        "gelu": np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x]),
-        "gelu_tanh": 0.5 * x * (1 + np.tanh(cubic)),
-        "relu": positive,
-        "relu2": positive * positive,
-    }
-    return known[activation]
-
-
-def expand(model: ir.Model, node: ir.Node, prefix: str) -> ir.Value:
-    """Write one `llmforge::MoE` in front of `node` as a Loop over the experts that the step chooses; return its result.
+def expand(model: ir.Model, experts: canonical.MoE) -> ir.Value:
+    """Write one `llmforge::MoE` in front of itself as a Loop over the experts that a step chooses; return its result.
 
     An iteration takes one expert's matrices and the tokens that chose it, and adds what it makes of them: memory is
-    that of one expert, and a decode step reads no more than top_k experts a row. `prefix` names constants.
+    that of one expert, and a decode step reads no more than top_k experts a row.
     """
-    return Expansion(model, node, prefix).result()
+    return Expansion(model, experts).result()
 
 
 @dataclass
-class Expansion:
+class Expansion(Builder):
     """One expansion; comments give shapes: T tokens, of which one expert gets n."""
 
-    model: ir.Model
-    node: ir.Node
-    prefix: str
+    experts: canonical.MoE
     body: list[ir.Node] = field(default_factory=list)
 
     def result(self) -> ir.Value:
         """Write the nodes in front of the operator, and around them the loop."""
-        x, ids, weights = (self._input(index) for index in range(3))
-        shape = self._outer("Shape", [x])
-        x, ids, weights = self._flat(x), self._flat(ids), self._flat(weights)  # [T, H], [T, top_k], [T, top_k]
+        experts = self.experts
+        shape = self._outer("Shape", [experts.x])
+        x, ids = self._flat(experts.x), self._flat(experts.expert_ids)  # [T, H], [T, top_k]
+        weights = self._flat(experts.expert_weights)  # [T, top_k]
         chosen = self._outer("Unique", [self._outer("Reshape", [ids, self._constant("all", [-1])])], {"sorted": 1})
         count = self._outer("Squeeze", [self._outer("Shape", [chosen])])
         start = self._outer("Expand", [self._number(0.0), self._outer("Shape", [x])])
         going = self._constant("true", np.bool_(True))
         body = self._iteration(x, ids, weights, chosen)
-        loop = ir.Node("", "Loop", [count, going, start], [ir.AttrGraph("body", body)], name=f"{self.node.name}/Loop")
-        assert self.node.graph is not None
-        self.node.graph.insert_before(self.node, loop)
+        loop = ir.Node("", "Loop", [count, going, start], [ir.AttrGraph("body", body)], name=f"{experts.name}/Loop")
+        g.owner(experts.node).insert_before(experts.node, loop)
         return self._outer("Reshape", [loop.outputs[0], shape])
 
     def _iteration(self, x: ir.Value, ids: ir.Value, weights: ir.Value, chosen: ir.Value) -> ir.Graph:
         """Build the loop's body: (index, condition, sum [T, H]) → (condition, sum [T, H])."""
-        name = f"{self.node.name}/expert"
+        experts, name = self.experts, f"{self.experts.name}/expert"
         index = ir.Value(name=f"{name}.index", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
         going = ir.Value(name=f"{name}.condition", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
         before = ir.Value(name=f"{name}.sum", shape=ir.Shape([None, None]), type=ir.TensorType(self._dtype))
@@ -110,8 +56,8 @@ class Expansion:
         expert = self._inner("Gather", [chosen, index])
         places = self._inner("NonZero", [self._inner("Equal", [ids, expert])])  # [2, n]: tokens, places in their top_k
         tokens = self._inner("Gather", [places, self._constant("zero", 0)])
-        h = self._product(self._inner("Gather", [x, tokens]), expert, weight=3, bias=5)  # [n, 2·I or I]
-        h = self._product(self._between(h), expert, weight=4, bias=6)  # [n, H]
+        h = self._product(self._inner("Gather", [x, tokens]), expert, experts.up, experts.up_bias)  # [n, 2·I or I]
+        h = self._product(self._between(h), expert, experts.down, experts.down_bias)  # [n, H]
         weight = self._inner("GatherND", [weights, self._inner("Transpose", [places], {"perm": [1, 0]})])
         h = self._inner("Mul", [h, self._inner("Unsqueeze", [weight, column])])
         rows = self._inner("Unsqueeze", [tokens, column])
@@ -122,28 +68,27 @@ class Expansion:
         again.shape, after.shape = ir.Shape([]), ir.Shape([None, None])
         return ir.Graph([index, going, before], [again, after], nodes=self.body, name=name)
 
-    def _product(self, x: ir.Value, expert: ir.Value, *, weight: int, bias: int) -> ir.Value:
-        """Multiply by one expert's matrix, input `weight`, and add its bias, input `bias`, where there is one."""
-        y = self._inner("MatMul", [x, self._inner("Gather", [self._input(weight), expert])])
-        biases = self.node.inputs[bias] if len(self.node.inputs) > bias else None
+    def _product(self, x: ir.Value, expert: ir.Value, matrices: ir.Value, biases: ir.Value | None) -> ir.Value:
+        """Multiply by one expert's matrix, and add its bias, where there is one."""
+        y = self._inner("MatMul", [x, self._inner("Gather", [matrices, expert])])
         return y if biases is None else self._inner("Add", [y, self._inner("Gather", [biases, expert])])
 
     def _between(self, h: ir.Value) -> ir.Value:
         """Gate or activate: [..., 2·I or I] → [..., I]."""
-        numbers = {name: attribute.value for name, attribute in self.node.attributes.items()}
-        if not numbers["gated"]:
-            return self._activate(h, numbers)
-        gate, linear = self._halves(h, bool(numbers["interleaved"]))
-        if limit := numbers["limit"]:
+        experts = self.experts
+        if not experts.gated:
+            return self._activate(h)
+        gate, linear = self._halves(h)
+        if limit := experts.limit:
             high, low = self._number(limit), self._number(-limit)
             gate, linear = self._inner("Min", [gate, high]), self._inner("Clip", [linear, low, high])
-        if beta := numbers["beta"]:
+        if beta := experts.beta:
             linear = self._inner("Add", [linear, self._number(beta)])
-        return self._inner("Mul", [self._activate(gate, numbers), linear])
+        return self._inner("Mul", [self._activate(gate), linear])
 
-    def _halves(self, h: ir.Value, interleaved: bool) -> tuple[ir.Value, ir.Value]:
+    def _halves(self, h: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Take gate and up apart: even and odd columns, or the first half and the second."""
-        width = _width(self._input(3))
+        width, interleaved = g.width(self.experts.up), self.experts.interleaved
         first, second, step = (0, 1, 2) if interleaved else (0, width // 2, 1)
 
         def columns(start: int, end: int) -> ir.Value:
@@ -152,10 +97,10 @@ class Expansion:
 
         return columns(first, width if interleaved else second), columns(second, width)
 
-    def _activate(self, x: ir.Value, numbers: Mapping[str, object]) -> ir.Value:
-        match numbers["activation"]:
+    def _activate(self, x: ir.Value) -> ir.Value:
+        match self.experts.activation:
             case "silu":
-                alpha = float(str(numbers["alpha"]))
+                alpha = self.experts.alpha
                 scaled = x if alpha == 1 else self._inner("Mul", [x, self._number(alpha)])
                 return self._inner("Mul", [x, self._inner("Sigmoid", [scaled])])
             case "gelu":
@@ -167,24 +112,18 @@ class Expansion:
             case "relu2":
                 positive = self._inner("Relu", [x])
                 return self._inner("Mul", [positive, positive])
-        raise ValueError(f"activation {numbers['activation']!r} is unknown; known are {', '.join(ACTIVATIONS)}")
-
-    def _input(self, index: int) -> ir.Value:
-        value = self.node.inputs[index]
-        assert value is not None, f"{self.node.name}: input {index} of MoE is absent"
-        return value
+        known = ", ".join(canonical.MOE_ACTIVATIONS)
+        raise ValueError(f"activation {self.experts.activation!r} is unknown; known are {known}")
 
     def _flat(self, x: ir.Value) -> ir.Value:
         """Lay tokens in one axis: [..., n] → [T, n]."""
-        width = _width(x)
+        width = g.width(x)
         return self._outer("Reshape", [x, self._constant(f"flat_{width}", [-1, width])])
 
     @property
     def _dtype(self) -> ir.DataType:
         """What the experts compute in: the dtype of their matrices."""
-        dtype = self._input(3).dtype
-        assert dtype is not None, f"{self.node.name}: the matrices of its experts have no dtype"
-        return dtype
+        return g.dtype(self.experts.up)
 
     def _number(self, value: float) -> ir.Value:
         suffix = "" if self._dtype == ir.DataType.FLOAT else f"_{self._dtype.name.lower()}"
@@ -192,28 +131,20 @@ class Expansion:
 
     def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
-        own = f"{self.prefix}.moe_{name}"
+        own = f"{PREFIX}.moe_{name}"
         return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes
 
     def _outer(
         self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
     ) -> ir.Value:
-        return g.insert(self.node, op_type, inputs, attributes)[0]
+        return self._add(self.experts.node, op_type, inputs, attributes)
 
     def _inner(
         self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
     ) -> ir.Value:
         """Add a node to the loop's body; its names are its own in the whole graph."""
-        name = f"{self.node.name}/expert/{op_type}_{len(self.body)}"
+        name = f"{self.experts.name}/expert/{op_type}_{len(self.body)}"
         node = ir.Node("", op_type, inputs, ir.convenience.convert_attributes(dict(attributes or {})), name=name)
         node.outputs[0].name = name
         self.body.append(node)
         return node.outputs[0]
-
-
-def _width(x: ir.Value) -> int:
-    """Return the size of the last axis."""
-    dims = g.dims(x)
-    assert dims, f"{x.name} has no shape"
-    assert isinstance(dims[-1], int), f"{x.name} has a last axis of no known size"
-    return dims[-1]

@@ -1,4 +1,4 @@
-"""Layers that carry a state of fixed size from token to token: references, and how they are written in standard ONNX.
+"""Layers that carry a state of fixed size from token to token, written in standard ONNX.
 
 `llmforge::CausalConv` becomes one depthwise Conv over the state and the step's tokens; `llmforge::LinearAttention`
 becomes a Scan over tokens, in which a padded token has a decay of exp(0) and an update rate of 0 and so changes
@@ -12,116 +12,47 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
 from llmforge.ir import interface
 from llmforge.ir.builder import Builder
-
-ACTIVATIONS = ("none", "silu")
-
-_Floats = NDArray[np.float32]
-_Lengths = NDArray[np.int32]
-
-
-def causal_conv(
-    x: _Floats,
-    weight: _Floats,
-    past: _Floats,
-    past_lengths: _Lengths,
-    lengths: _Lengths,
-    bias: _Floats | None = None,
-    *,
-    activation: str,
-) -> tuple[_Floats, _Floats]:
-    """Compute `llmforge::CausalConv` token by token, as docs/dialect.md defines it; the reference of tests.
-
-    x [B, S, C], weight [C, 1, K], past [B, K-1, C], past_lengths and lengths int32 [B], bias [C] → y [B, S, C], of
-    which rows beyond `lengths` are zeros here, and present [B, K-1, C].
-    """
-    y, present = np.zeros_like(x), past.copy()
-    for b in range(len(x)):
-        if past_lengths[b] == 0:
-            present[b] = 0
-        for s in range(lengths[b]):
-            window = np.concatenate([present[b], x[b, s : s + 1]])  # [K, C]
-            total = (window * weight[:, 0].T).sum(0) + (0 if bias is None else bias)
-            y[b, s] = total / (1 + np.exp(-total)) if activation == "silu" else total
-            present[b] = window[1:]
-    return y, present
-
-
-def linear_attention(
-    q: _Floats,
-    k: _Floats,
-    v: _Floats,
-    decay: _Floats,
-    beta: _Floats,
-    past: _Floats,
-    past_lengths: _Lengths,
-    lengths: _Lengths,
-    *,
-    num_heads: int,
-    scale: float,
-) -> tuple[_Floats, _Floats]:
-    """Compute `llmforge::LinearAttention` token by token, as docs/dialect.md defines it; the reference of tests.
-
-    q, k [B, S, num_heads·D], v [B, S, H·Dv], decay, beta [B, S, H], past [B, H, D, Dv], past_lengths and lengths
-    int32 [B] → y [B, S, H·Dv], of which rows beyond `lengths` are zeros here, and present [B, H, D, Dv].
-    """
-    batch, heads, width, value_width = past.shape
-    present = past.astype(np.float64)
-    y = np.zeros(v.shape, np.float64)
-    for b in range(batch):
-        if past_lengths[b] == 0:
-            present[b] = 0
-        for s in range(lengths[b]):
-            for h in range(heads):
-                at = h // (heads // num_heads)
-                query, key = (x[b, s, at * width : (at + 1) * width].astype(np.float64) for x in (q, k))
-                columns = slice(h * value_width, (h + 1) * value_width)
-                state = present[b, h] * np.exp(decay[b, s, h])
-                state += np.outer(key, beta[b, s, h] * (v[b, s, columns] - key @ state))
-                present[b, h] = state
-                y[b, s, columns] = scale * (query @ state)
-    return y.astype(np.float32), present.astype(np.float32)
+from llmforge.ir.operators import canonical, contrib
 
 
 @dataclass
 class Recurrence(Builder):
     """The expansion of layers with a state; comments give shapes: B, S = batch, sequence."""
 
-    def causal_conv(self, node: ir.Node) -> None:
+    def causal_conv(self, layer: canonical.CausalConv) -> None:
         """Replace one `llmforge::CausalConv`: C channels, a kernel of K taps."""
-        x, weight, past, past_lengths, lengths = (_given(node, index) for index in range(5))
-        bias = node.inputs[5] if len(node.inputs) > 5 else None
-        channels, _, taps = _static(weight)
-        start = self._start(node, past, past_lengths, 3)
-        whole = self._add(node, "Concat", [start, x], {"axis": 1})  # [B, K-1+S, C]
+        node, bias = layer.node, layer.bias
+        channels, _, taps = g.static(layer.weight)
+        start = self._start(layer, 3)
+        whole = self._add(node, "Concat", [start, layer.x], {"axis": 1})  # [B, K-1+S, C]
         turned = self._add(node, "Transpose", [whole], {"perm": [0, 2, 1]})
-        inputs = [turned, weight] if bias is None else [turned, weight, bias]
+        inputs = [turned, layer.weight] if bias is None else [turned, layer.weight, bias]
         y = self._add(node, "Conv", inputs, {"group": channels, "kernel_shape": [taps]})  # [B, C, S]
-        if node.attributes.get_string("activation") == "silu":
+        if layer.activation == "silu":
             y = self._add(node, "Mul", [y, self._add(node, "Sigmoid", [y])])
         y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1]})
         # The last K-1 rows that are real stand in rows lengths[b] … lengths[b] + K-2 of `whole`.
-        rows = self._add(node, "Add", [self._column(lengths), self._constant(f"taps_{taps - 1}", [*range(taps - 1)])])
+        column = self._column(layer.lengths)
+        rows = self._add(node, "Add", [column, self._constant(f"taps_{taps - 1}", [*range(taps - 1)])])
         rows = self._add(node, "Unsqueeze", [rows, self._constant("axis_2", [2])])  # [B, K-1, 1]
         present = self._add(node, "GatherND", [whole, rows], {"batch_dims": 1})
-        for old, new in zip(node.outputs, (y, present), strict=True):
-            g.supersede(old, new)
+        g.replace_outputs(node, (y, present))
 
-    def linear_attention(self, node: ir.Node) -> None:
+    def linear_attention(self, layer: canonical.LinearAttention) -> None:
         """Replace one `llmforge::LinearAttention`: H heads of values, D channels of keys and Dv of values."""
-        q, k, v, decay, beta, past, past_lengths, lengths = (_given(node, index) for index in range(8))
-        heads, width, value_width = _static(past)[1:]
-        few = node.attributes["num_heads"].as_int()
-        start = self._start(node, past, past_lengths, 4)
-        decay, rate = self._without_padding(node, decay, beta, lengths)
+        node = layer.node
+        _, heads, width, value_width = g.static(layer.past)
+        start = self._start(layer, 4)
+        decay, rate = self._without_padding(layer)
         kept = self._add(node, "Exp", [decay])  # [B, S, H]
-        scale = self._constant(f"scale_{node.attributes['scale'].as_float()}", _scale(node))
-        query, key = (self._by_head(node, x, few, heads, width) for x in (self._add(node, "Mul", [q, scale]), k))
-        value = self._add(node, "Reshape", [v, self._constant(f"split_{heads}", [0, 0, heads, -1])])
+        scale = self._constant(f"scale_{layer.scale}", np.float32(layer.scale))
+        scaled = self._add(node, "Mul", [layer.q, scale])
+        query, key = (self._by_head(node, x, layer.num_heads, heads, width) for x in (scaled, layer.k))
+        value = self._add(node, "Reshape", [layer.v, self._constant(f"split_{heads}", [0, 0, heads, -1])])
         scanned = [query, key, value, kept, rate]
         count = len(scanned)
         attributes = [
@@ -134,46 +65,41 @@ class Recurrence(Builder):
         self.model.graph.insert_before(node, scan)
         present, y = scan.outputs
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
-        for old, new in zip(node.outputs, (y, present), strict=True):
-            g.supersede(old, new)
+        g.replace_outputs(node, (y, present))
 
-    def call_kernel(self, node: ir.Node) -> None:
+    def call_kernel(self, layer: canonical.LinearAttention) -> None:
         """Replace one `llmforge::LinearAttention` by ONNX Runtime's own, which knows no padding and no fresh rows."""
-        q, k, v, decay, beta, past, past_lengths, lengths = (_given(node, index) for index in range(8))
-        start = self._start(node, past, past_lengths, 4)
-        outputs = g.insert(
-            node,
-            "LinearAttention",
-            [q, k, v, start, *self._without_padding(node, decay, beta, lengths)],
+        start = self._start(layer, 4)
+        decay, beta = self._without_padding(layer)
+        _, heads, _, _ = g.static(layer.past)
+        own = contrib.LinearAttention.insert(
+            layer.node,
+            {"query": layer.q, "key": layer.k, "value": layer.v, "past_state": start, "decay": decay, "beta": beta},
             {
-                "q_num_heads": node.attributes["num_heads"].as_int(),
-                "kv_num_heads": _static(past)[1],
-                "scale": node.attributes["scale"].as_float(),
+                "q_num_heads": layer.num_heads,
+                "kv_num_heads": heads,
+                "scale": layer.scale,
                 "update_rule": "gated_delta",
             },
-            domain="com.microsoft",
             outputs=2,
-            name=node.name,
+            name=layer.name,
         )
-        node.name = f"{node.name}.replaced"
-        self.model.opset_imports.setdefault("com.microsoft", 1)
-        for old, new in zip(node.outputs, outputs, strict=True):
-            g.supersede(old, new)
+        layer.node.name = f"{layer.name}.replaced"
+        g.replace_outputs(layer.node, own.node.outputs)
 
-    def _without_padding(
-        self, node: ir.Node, decay: ir.Value, beta: ir.Value, lengths: ir.Value
-    ) -> tuple[ir.Value, ir.Value]:
+    def _without_padding(self, layer: canonical.LinearAttention) -> tuple[ir.Value, ir.Value]:
         """Let a padded token keep the state as it is: decay exp(0), rate 0."""
-        real, zero = self._real(lengths), self._zero(decay)
-        return self._add(node, "Where", [real, decay, zero]), self._add(node, "Where", [real, beta, zero])
+        real, zero = self._real(layer.lengths), self._zero(layer.decay)
+        decay = self._add(layer.node, "Where", [real, layer.decay, zero])
+        return decay, self._add(layer.node, "Where", [real, layer.beta, zero])
 
-    def _start(self, node: ir.Node, past: ir.Value, past_lengths: ir.Value, rank: int) -> ir.Value:
+    def _start(self, layer: canonical.CausalConv | canonical.LinearAttention, rank: int) -> ir.Value:
         """Take the state where a row has a past; else zeros, whatever the buffer holds."""
         none = self._constant("none", np.int32(0))
-        some = self._shared(("some", rank), lambda: self._first("Greater", [past_lengths, none]))
+        some = self._shared(("some", rank), lambda: self._first("Greater", [layer.past_lengths, none]))
         axes = self._constant(f"axes_to_{rank - 1}", [*range(1, rank)])
         some = self._shared(("some by", rank), lambda: self._first("Unsqueeze", [some, axes]))
-        return self._add(node, "Where", [some, past, self._zero(past)])
+        return self._add(layer.node, "Where", [some, layer.past, self._zero(layer.past)])
 
     def _zero(self, like: ir.Value) -> ir.Value:
         """A scalar of the dtype of `like`."""
@@ -191,7 +117,7 @@ class Recurrence(Builder):
 
     def _real(self, lengths: ir.Value) -> ir.Value:
         """bool [B, S, 1]: the tokens that are no padding."""
-        ids = next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
+        ids = g.input_named(self.model, interface.INPUT_IDS)
 
         def make() -> ir.Value:
             extent = self._first("Squeeze", [self._first("Shape", [ids], {"start": 1, "end": 2})])
@@ -201,12 +127,14 @@ class Recurrence(Builder):
 
         return self._shared(("real",), make)
 
-    def _by_head(self, node: ir.Node, x: ir.Value, few: int, heads: int, width: int) -> ir.Value:
-        """[B, S, few·D] → [B, S, H, D]; each of `few` heads serves H / few neighbours."""
-        if few == heads:
+    def _by_head(self, node: ir.Node, x: ir.Value, num_heads: int, heads: int, width: int) -> ir.Value:
+        """[B, S, num_heads·D] → [B, S, H, D]; each of `num_heads` heads serves H / num_heads neighbours."""
+        if num_heads == heads:
             return self._add(node, "Reshape", [x, self._constant(f"split_{heads}", [0, 0, heads, -1])])
-        x = self._add(node, "Reshape", [x, self._constant(f"apart_{few}_{width}", [0, 0, few, 1, width])])
-        x = self._add(node, "Expand", [x, self._constant(f"repeat_{heads // few}", [1, 1, 1, heads // few, 1])])
+        shape = [0, 0, num_heads, 1, width]
+        x = self._add(node, "Reshape", [x, self._constant(f"apart_{num_heads}_{width}", shape)])
+        times = heads // num_heads
+        x = self._add(node, "Expand", [x, self._constant(f"repeat_{times}", [1, 1, 1, times, 1])])
         return self._add(node, "Reshape", [x, self._constant(f"heads_{heads}_{width}", [0, 0, heads, width])])
 
     def _shared(self, key: tuple[object, ...], make: Callable[[], ir.Value]) -> ir.Value:
@@ -255,18 +183,3 @@ def _one_token(heads: int, width: int, value_width: int) -> ir.Graph:
     for value, like in ((after, state), (y, v)):
         value.type, value.shape = like.type, like.shape
     return ir.Graph([state, q, k, v, kept, rate], [after, y], nodes=nodes, name="one_token", opset_imports={"": 24})
-
-
-def _scale(node: ir.Node) -> np.float32:
-    return np.float32(node.attributes["scale"].as_float())
-
-
-def _static(value: ir.Value) -> tuple[int, ...]:
-    """Return the dimensions of `value`, 0 for those that are not fixed."""
-    return tuple(dim if isinstance(dim, int) else 0 for dim in g.dims(value) or ())
-
-
-def _given(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None, f"{node.name}: input {index} of {node.op_type} is absent"
-    return value

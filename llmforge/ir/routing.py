@@ -23,7 +23,7 @@ def routers(model: ir.Model) -> dict[ir.Node, ir.Node]:
     for node in model.graph:
         view = operators.view(node)
         if choices := [view.operand(field) for field in view.inputs if field.chooses]:
-            tokens = _ancestors([view.operand(view.inputs[0])])
+            tokens = _ancestors([view.first_input])
             found |= dict.fromkeys(_ancestors(choices, tokens), node)
     return found
 
@@ -64,7 +64,7 @@ def never_negative(value: ir.Value | None) -> bool:
         case Sign.NEVER_NEGATIVE:
             return True
         case Sign.AS_FIRST:
-            return never_negative(next(iter(node.inputs)))
+            return never_negative(operators.view(node).first_input)
         case Sign.AS_ALL:
             return all(map(never_negative, node.inputs))
         case Sign.AS_ANY:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir import interface
+from llmforge.ir.operators.standard import Sub
 from llmforge.ir.routing import share_read
 
 
@@ -47,15 +48,19 @@ def facts(model: ir.Model) -> GraphFacts:
 
 def operators(model: ir.Model) -> dict[str, int]:
     """Count the nodes of each operator, most frequent first."""
-    counts = Counter(f"{node.domain}::{node.op_type}".removeprefix("::") for node in model.graph.all_nodes())
+    counts = Counter(map(operator_name, model.graph.all_nodes()))
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
+
+
+def operator_name(node: ir.Node) -> str:
+    """Name the operator of `node`, with its domain unless that is ONNX's: "MatMul", "llmforge::Attention"."""
+    return f"{node.domain}::{node.op_type}".removeprefix("::")
 
 
 def rotary_switches(model: ir.Model) -> set[int]:
     """Return the lengths of a text beyond which rotary angles are others (docs/dialect.md, RotaryEmbedding)."""
-    lengths = [value for value in model.graph.inputs if value.name == interface.TEXT_LENGTHS]
-    subtracted = [node.inputs[1] for value in lengths for node, _ in value.uses() if node.op_type == "Sub"]
-    tensors = [None if value is None else ir.convenience.get_const_tensor(value) for value in subtracted]
+    subtractions = [sub for sub in Sub.all(model) if sub.a.is_graph_input() and sub.a.name == interface.TEXT_LENGTHS]
+    tensors = [ir.convenience.get_const_tensor(sub.b) for sub in subtractions]
     return {int(tensor.numpy()) for tensor in tensors if tensor is not None}
 
 

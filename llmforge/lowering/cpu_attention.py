@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import onnx_ir as ir
 
 from llmforge.ir import graph
-from llmforge.native import DOMAIN
+from llmforge.ir.operators import contrib, cpu
+from llmforge.ir.operators.record import Operator
+from llmforge.ir.operators.standard import Reshape, RMSNormalization, Split
 
 HEAD_MULTIPLE = 16
 LARGEST_HEAD = 1024
-# Inputs of com.microsoft::GroupQueryAttention.
-_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _LENGTHS = 0, 1, 2, 3, 4, 5
-_COS, _SIN, _POSITIONS, _BIAS, _SINK, _KEY_SCALE, _VALUE_SCALE, _QUERY_NORM, _KEY_NORM = 7, 8, 9, 10, 11, 12, 13, 14, 15
 _PER_CHANNEL, _PER_TENSOR = "PER_CHANNEL", "PER_TENSOR"
+_T = TypeVar("_T", bound=Operator)
 
 
 class _Normed(NamedTuple):
@@ -26,87 +26,86 @@ class _Normed(NamedTuple):
     epsilon: float
 
 
-def obstacle(node: ir.Node) -> str | None:
-    """Say why `node`, a GroupQueryAttention, cannot become one of `llmforge.cpu`; None where it can."""
-    past = graph.operand(node, _PAST_KEY)
-    head = graph.dims(past)[3] if past is not None and len(graph.dims(past) or ()) == 4 else None  # type: ignore[index]
+def reason_against(attention: contrib.GroupQueryAttention) -> str | None:
+    """Say why `attention` cannot become one of `llmforge.cpu`; None where it can."""
+    past, (*_, head) = attention.past_key, graph.dims(attention.past_key) or (None,)
     if not isinstance(head, int) or head % HEAD_MULTIPLE or head > LARGEST_HEAD:
         return f"heads have {head} channels; the kernel wants a multiple of {HEAD_MULTIPLE}, at most {LARGEST_HEAD}"
-    for index in (_POSITIONS, _BIAS, _QUERY_NORM, _KEY_NORM):
-        if graph.operand(node, index) is not None:
-            return f"input {index} of GroupQueryAttention is not known to the kernel"
-    for name in ("smooth_softmax", "sliding_window_cache"):
-        if node.attributes.get_int(name, 0) > 0:
+    known = contrib.GroupQueryAttention
+    for given in (known.position_ids, known.attention_bias, known.q_norm_weight, known.k_norm_weight):
+        if attention.operand(given) is not None:
+            return f"input {given.name} of GroupQueryAttention is not known to the kernel"
+    for name, value in (
+        ("smooth_softmax", attention.smooth_softmax),
+        ("sliding_window_cache", attention.sliding_window_cache),
+    ):
+        if value > 0:
             return f"{name} is not known to the kernel"
-    if not node.attributes.get_int("causal", 1):
+    if not attention.causal:
         return "it is not causal"
-    assert past is not None
     if past.dtype not in (ir.DataType.FLOAT, ir.DataType.INT8):
         return f"caches are {past.dtype}; the kernel reads fp32 and int8"
-    query = graph.operand(node, _QUERY)
-    if query is None or query.dtype != ir.DataType.FLOAT:
+    if attention.query.dtype != ir.DataType.FLOAT:
         return "it does not compute in fp32"
-    types = {node.attributes.get_string(name, "NONE") for name in ("k_quant_type", "v_quant_type")}
+    types = {attention.k_quant_type, attention.v_quant_type}
     if past.dtype == ir.DataType.INT8 and types not in ({_PER_CHANNEL}, {_PER_TENSOR}):
         return f"scales of keys and values are {' and '.join(sorted(types))}"
     return None
 
 
-def lower(model: ir.Model, node: ir.Node) -> str:
-    """Put the kernel in the place of a GroupQueryAttention without an obstacle; returns what was done."""
-    past_key, past_value = node.inputs[_PAST_KEY], node.inputs[_PAST_VALUE]
-    assert past_key is not None
-    heads, kv_heads = node.attributes.get_int("num_heads"), node.attributes.get_int("kv_num_heads")
-    dim = int(str((graph.dims(past_key) or ())[3]))
-    qkv, query, key = _packed(node, (heads * dim, kv_heads * dim, kv_heads * dim), dim)
-    int8 = past_key.dtype == ir.DataType.INT8
-    rotates = node.attributes.get_int("do_rotary", 0)
+def lower(attention: contrib.GroupQueryAttention) -> str:
+    """Put the kernel in the place of an attention, against which there is no reason; return what was done."""
+    heads, kv_heads, dim = attention.num_heads, attention.kv_num_heads, graph.width(attention.past_key)
+    qkv, query, key = _packed(attention, (heads * dim, kv_heads * dim, kv_heads * dim), dim)
+    int8, rotates = attention.past_key.dtype == ir.DataType.INT8, attention.do_rotary
     attributes: dict[str, Any] = {
         "num_heads": heads,
         "kv_num_heads": kv_heads,
-        "local_window_size": max(node.attributes.get_int("local_window_size", -1), 0),
-        "rotary_interleaved": node.attributes.get_int("rotary_interleaved", 0),
-        "per_channel": int(int8 and node.attributes.get_string("k_quant_type", "NONE") == _PER_CHANNEL),
-        "scale": node.attributes.get_float("scale", 0.0) or 1 / math.sqrt(dim),
-        "softcap": node.attributes.get_float("softcap", 0.0),
+        "local_window_size": max(attention.local_window_size, 0),
+        "rotary_interleaved": attention.rotary_interleaved,
+        "per_channel": int(int8 and attention.k_quant_type == _PER_CHANNEL),
+        "scale": attention.scale or 1 / math.sqrt(dim),
+        "softcap": attention.softcap,
         "qk_norm_epsilon": query.epsilon,
     }
-    inputs = [
-        qkv,
-        past_key,
-        past_value,
-        node.inputs[_LENGTHS],
-        *(graph.operand(node, index) if rotates else None for index in (_COS, _SIN)),
-        *(graph.operand(node, index) if int8 else None for index in (_KEY_SCALE, _VALUE_SCALE)),
-        query.weight,
-        key.weight,
-        graph.operand(node, _SINK),
-    ]
-    name = str(node.name)
-    node.name = f"{name}.replaced"
-    operator = "GroupQueryAttentionInt8" if int8 else "GroupQueryAttention"
-    outputs = graph.insert(node, operator, inputs, attributes, domain=DOMAIN, outputs=3, name=name)
-    for old, new in zip(node.outputs, outputs, strict=True):
-        graph.supersede(old, new)
+    inputs = {
+        "qkv": qkv,
+        "past_key": attention.past_key,
+        "past_value": attention.past_value,
+        "seqlens_k": attention.seqlens_k,
+        "cos_cache": attention.cos_cache if rotates else None,
+        "sin_cache": attention.sin_cache if rotates else None,
+        "k_scale": attention.k_scale if int8 else None,
+        "v_scale": attention.v_scale if int8 else None,
+        "q_norm_weight": query.weight,
+        "k_norm_weight": key.weight,
+        "head_sink": attention.head_sink,
+    }
+    name = attention.name
+    attention.node.name = f"{name}.replaced"
+    kernel = cpu.GroupQueryAttentionInt8 if int8 else cpu.GroupQueryAttention
+    lowered = kernel.insert(attention.node, inputs, attributes, outputs=3, name=name)
+    graph.replace_outputs(attention.node, lowered.node.outputs)
     normed = ", norms of queries and keys" if query.weight is not None else ""
-    return f"{operator}{normed}"
+    return f"{kernel.op_type}{normed}"
 
 
-def _packed(node: ir.Node, widths: tuple[int, int, int], dim: int) -> tuple[ir.Value, _Normed, _Normed]:
+def _packed(
+    attention: contrib.GroupQueryAttention, widths: tuple[int, int, int], dim: int
+) -> tuple[ir.Value, _Normed, _Normed]:
     """Find query, key and value side by side, and the norms of heads that the kernel takes over."""
-    query, key, value = (graph.operand(node, index) for index in (_QUERY, _KEY, _VALUE))
-    assert query is not None
+    query, key, value = attention.query, attention.key, attention.value
     if key is None or value is None:
         return query, _Normed(query, None, 0.0), _Normed(query, None, 0.0)
     of_query, of_key = _before_norm(query, dim), _before_norm(key, dim)
     if (of_query.weight is None) != (of_key.weight is None) or of_query.epsilon != of_key.epsilon:
         of_query, of_key = _Normed(query, None, 0.0), _Normed(key, None, 0.0)
-    parts = (of_query.source, of_key.source, value)
-    split = parts[0].producer()
-    if split is not None and split.op_type == "Split" and tuple(split.outputs) == parts and split.inputs[0] is not None:
-        return split.inputs[0], of_query, of_key
-    [joined] = graph.insert(node, "Concat", list(parts), {"axis": -1}, name=f"{node.name}/qkv")
-    joined.name, joined.type = f"{node.name}.qkv", query.type
+    sources = (of_query.source, of_key.source, value)
+    split = Split.made(of_query.source)
+    if split is not None and tuple(split.node.outputs) == sources:
+        return split.x, of_query, of_key
+    [joined] = graph.insert(attention.node, "Concat", sources, {"axis": -1}, name=f"{attention.name}/qkv")
+    joined.name, joined.type = f"{attention.name}.qkv", query.type
     joined.shape = ir.Shape([*query.shape[:-1], sum(widths)]) if query.shape is not None else None
     return joined, of_query, of_key
 
@@ -114,25 +113,21 @@ def _packed(node: ir.Node, widths: tuple[int, int, int], dim: int) -> tuple[ir.V
 def _before_norm(value: ir.Value, dim: int) -> _Normed:
     """Recognize Reshape to heads, RMSNormalization of each, Reshape back."""
     plain = _Normed(value, None, 0.0)
-    outer = _only(value, "Reshape")
-    norm = None if outer is None else _only(outer.inputs[0], "RMSNormalization")
-    inner = None if norm is None else _only(norm.inputs[0], "Reshape")
-    if norm is None or inner is None or inner.inputs[0] is None:
+    outer = _unshared(Reshape, value)
+    norm = None if outer is None else _unshared(RMSNormalization, outer.x)
+    inner = None if norm is None else _unshared(Reshape, norm.x)
+    if norm is None or inner is None:
         return plain
-    weight = norm.inputs[1]
-    split_heads = graph.dims(inner.outputs[0])
-    if weight is None or not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT:
+    weight, split_heads = norm.scale, graph.dims(inner.output)
+    if not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT:
         return plain
     if graph.dims(weight) != (dim,) or split_heads is None or len(split_heads) != 4 or split_heads[3] != dim:
         return plain
-    if norm.attributes.get_int("axis", -1) not in (-1, 3):
+    if norm.axis not in (-1, 3):
         return plain
-    return _Normed(inner.inputs[0], weight, norm.attributes.get_float("epsilon", 1e-5))
+    return _Normed(inner.x, weight, norm.epsilon)
 
 
-def _only(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """Return the node of `op_type` that makes `value`, where nothing else reads that."""
-    node = None if value is None else value.producer()
-    if node is None or value is None or (node.domain, node.op_type) != ("", op_type) or len(value.uses()) != 1:
-        return None
-    return node
+def _unshared(operator: type[_T], value: ir.Value) -> _T | None:
+    """View the node of `operator` that makes `value`, where one input alone reads that."""
+    return operator.made(value) if len(value.uses()) == 1 else None

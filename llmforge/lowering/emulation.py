@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import dtype_inference, operators
+from llmforge.ir import dtype_inference, graph, operators
 from llmforge.ir.derived import Derived, to_fp32
+from llmforge.ir.operators.standard import Cast
 
 FLOAT = ir.DataType.FLOAT
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -48,37 +49,24 @@ def emulate(model: ir.Model) -> ir.Model:
 
 def _emulate(node: ir.Node) -> None:
     """Let `node` compute in fp32, and round what it makes to the dtype that it had."""
-    halves = [(value, value.dtype) for value in node.outputs if value.dtype in HALVES and value.name]
+    halves = [(value, graph.dtype(value)) for value in node.outputs if value.dtype in HALVES and value.name]
     for value, _ in halves:
         value.type = ir.TensorType(FLOAT)
-    if node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")) in HALVES:
-        node.attributes["to"] = ir.AttrInt64("to", int(FLOAT))
+    if _casts_down(node):
+        Cast(node).to = int(FLOAT)
     if operators.view(node).moves:
         return
     for value, dtype in halves:
-        assert dtype is not None
-        _round(node, value, dtype)
+        _round(value, dtype)
 
 
-def _round(node: ir.Node, value: ir.Value, dtype: ir.DataType) -> None:
-    """Give `value`, an output of `node`, over to two Casts; what they make stands in its place, under its name."""
-    owner = node.graph
-    assert owner is not None
+def _round(value: ir.Value, dtype: ir.DataType) -> None:
+    """Give `value` over to two Casts; what they make stands in its place, under its name."""
     down = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(dtype))], name=f"{value.name}/round")
     back = ir.Node("", "Cast", [down.outputs[0]], [ir.AttrInt64("to", int(FLOAT))], name=f"{value.name}/rounded")
-    down.outputs[0].name = f"{value.name}.half"
-    down.outputs[0].type, down.outputs[0].shape = ir.TensorType(dtype), value.shape
-    rounded = back.outputs[0]
-    rounded.type, rounded.shape = ir.TensorType(FLOAT), value.shape
-    readers = [(reader, index) for reader, index in value.uses() if reader is not down]
-    for reader, index in readers:
-        reader.replace_input_with(index, rounded)
-    for index, output in enumerate(owner.outputs):
-        if output is value:
-            owner.outputs[index] = rounded
-    name, value.name = value.name, f"{value.name}.exact"
-    rounded.name = name
-    owner.insert_after(node, [down, back])
+    half = Cast(down).output
+    half.name, half.type, half.shape = f"{value.name}.half", ir.TensorType(dtype), value.shape
+    graph.insert_behind(value, [down, back], "exact")
 
 
 def widened(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
@@ -90,8 +78,9 @@ def widened(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
 
 def origin(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     """Return what was `widened` to `tensor`, or `tensor` itself: one object however often a graph is emulated."""
-    return tensor.parts[0] if isinstance(tensor, Derived) and tensor.function is to_fp32 else tensor
+    return tensor.operands[0] if isinstance(tensor, Derived) and tensor.function is to_fp32 else tensor
 
 
 def _casts_down(node: ir.Node) -> bool:
-    return node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to")) in HALVES
+    cast = Cast.of(node)
+    return cast is not None and ir.DataType(cast.to) in HALVES

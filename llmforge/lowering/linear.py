@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from llmforge.ir import graph
 from llmforge.ir.derived import Derived, side_by_side
+from llmforge.ir.operators.standard import Add, MatMul
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,7 @@ class Linear:
     @property
     def input(self) -> ir.Value:
         """The tensor that the layer reads."""
-        value = self.matmul.inputs[0]
-        assert value is not None
-        return value
+        return MatMul(self.matmul).x
 
     @property
     def output(self) -> ir.Value:
@@ -36,26 +35,22 @@ class Linear:
 
 def of(output: ir.Value) -> Linear | None:
     """Recognize the linear layer that makes `output`: `MatMul(x, W)`, or `Add` of that and a bias; else None."""
-    node = output.producer()
-    if node is None or node.domain:
+    if (matmul := MatMul.made(output)) is not None:
+        return Linear(matmul.node, matmul.w, None, None) if _is_initializer(matmul.w, 2) else None
+    if (add := Add.made(output)) is None:
         return None
-    if node.op_type == "MatMul":
-        weight = node.inputs[1]
-        if weight is None or not weight.is_initializer() or weight.shape is None or weight.shape.rank() != 2:
-            return None
-        return Linear(node, weight, None, None)
-    if node.op_type != "Add":
-        return None
-    for product, bias in (node.inputs, node.inputs[::-1]):
-        if product is None or bias is None or not bias.is_initializer() or bias.shape is None or bias.shape.rank() != 1:
-            continue
-        layer = of(product)
+    for product, bias in add.either_way:
+        layer = of(product) if _is_initializer(bias, 1) else None
         if layer is not None and layer.bias is None and len(product.uses()) == 1:
-            return Linear(layer.matmul, layer.weight, node, bias)
+            return Linear(layer.matmul, layer.weight, add.node, bias)
     return None
 
 
-def obstacle(layers: Sequence[Linear], name: str) -> str | None:
+def _is_initializer(value: ir.Value, rank: int) -> bool:
+    return value.is_initializer() and len(graph.dims(value) or ()) == rank
+
+
+def reason_against(layers: Sequence[Linear], name: str) -> str | None:
     """Say why `layers` cannot become one layer called `name`; None where they can."""
     if len({layer.input for layer in layers}) > 1:
         return f"they read different tensors: {', '.join(str(layer.input.name) for layer in layers)}"
@@ -71,36 +66,34 @@ def obstacle(layers: Sequence[Linear], name: str) -> str | None:
     for value in (value for layer in layers for value in (layer.weight, layer.bias) if value is not None):
         if len(value.uses()) > 1 or value.is_graph_output() or value.is_graph_input():
             return f"initializer {value.name} has other readers"
-    owner = layers[0].matmul.graph
     for taken in (f"{name}.weight", f"{name}.bias"):
-        if owner is not None and taken in owner.initializers:
+        if taken in graph.owner(layers[0].matmul).initializers:
             return f"an initializer is named {taken} already"
     return None
 
 
 def stack(layers: Sequence[Linear], name: str) -> None:
-    """Replace `layers`, for which `obstacle` finds none, by one MatMul, one Add where they have biases, and a Split.
+    """Replace `layers`, against which there is no reason, by one MatMul, one Add where they have biases, and a Split.
 
     With K input features and N₁, N₂, … output features, the weights [K, N₁], [K, N₂], … become `name`.weight
     [K, N₁ + N₂ + …] and the biases `name`.bias: lazy tensors, nothing is read. The outputs keep their names.
     """
-    owner = layers[0].matmul.graph
-    assert owner is not None
+    owner = graph.owner(layers[0].matmul)
     members = {layer.matmul for layer in layers}
     first = next(node for node in owner if node in members)
-    widths = [_width(layer.weight) for layer in layers]
+    widths = [graph.width(layer.weight) for layer in layers]
     weight = _stacked([layer.weight for layer in layers], f"{name}.weight", owner)
     [product] = graph.insert(first, "MatMul", [layers[0].input, weight], name=f"{name}/MatMul")
-    _describe(product, layers[0].matmul.outputs[0], sum(widths), f"{name}.product" if layers[0].bias else name)
+    _describe(product, MatMul(layers[0].matmul).output, sum(widths), f"{name}.product" if layers[0].bias else name)
     biases = [layer.bias for layer in layers if layer.bias is not None]
     if biases:
         [added] = graph.insert(first, "Add", [product, _stacked(biases, f"{name}.bias", owner)], name=f"{name}/Add")
         _describe(added, product, sum(widths), name)
         product = added
     sizes = graph.initializer(owner, f"split_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
-    parts = graph.insert(first, "Split", [product, sizes], {"axis": -1}, outputs=len(layers), name=f"{name}/Split")
-    for layer, part in zip(layers, parts, strict=True):
-        graph.supersede(layer.output, part)
+    sections = graph.insert(first, "Split", [product, sizes], {"axis": -1}, outputs=len(layers), name=f"{name}/Split")
+    for layer, section in zip(layers, sections, strict=True):
+        graph.replace_value(layer.output, section)
     for layer in layers:
         owner.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
         for value in (layer.weight, layer.bias):
@@ -122,14 +115,6 @@ def common_name(layers: Sequence[Linear], member: str) -> str:
     return ".".join([*shared, member])
 
 
-def _width(value: ir.Value) -> int:
-    """Return the last dimension of an initializer: the number of output features."""
-    assert value.shape is not None
-    width = value.shape[-1]
-    assert isinstance(width, int)
-    return width
-
-
 def _describe(value: ir.Value, like: ir.Value, width: int, name: str) -> None:
     """Give `value` the type of `like`, its shape with `width` features, and a name."""
     value.name, value.type = name, like.type
@@ -137,15 +122,11 @@ def _describe(value: ir.Value, like: ir.Value, width: int, name: str) -> None:
         value.shape = ir.Shape([*like.shape[:-1], width])
 
 
-def _stacked(parts: Sequence[ir.Value], name: str, owner: ir.Graph) -> ir.Value:
-    """Register the initializers `parts`, side by side along their last axis, as one lazy initializer."""
-    tensors = [part.const_value for part in parts]
-    present = [tensor for tensor in tensors if tensor is not None]
-    assert len(present) == len(parts), "an initializer without a tensor"
-    assert parts[0].shape is not None
-    shape = ir.Shape([*parts[0].shape[:-1], sum(_width(part) for part in parts)])
-    stacked = graph.initializer(owner, name, Derived(side_by_side, present, present[0].dtype, shape, name))
-    names = [source for part in parts for source in graph.sources(part)]
-    if names:
+def _stacked(values: Sequence[ir.Value], name: str, owner: ir.Graph) -> ir.Value:
+    """Register the initializers `values`, side by side along their last axis, as one lazy initializer."""
+    tensors = [graph.tensor(value) for value in values]
+    shape = ir.Shape([*graph.static(values[0])[:-1], sum(map(graph.width, values))])
+    stacked = graph.initializer(owner, name, Derived(side_by_side, tensors, tensors[0].dtype, shape, name))
+    if names := [source for value in values for source in graph.sources(value)]:
         graph.set_sources(stacked, names)
     return stacked

@@ -72,7 +72,7 @@ class _Walk:
 
     def visit(self, node: ir.Node) -> None:
         floats = [value for value in node.inputs if value is not None and is_float(value)]
-        if all(value is None or _is_fixed(value) or value in self.constant for value in node.inputs):
+        if all(value is None or graph.is_constant(value) or value in self.constant for value in node.inputs):
             self.constant.update(node.outputs)
             wide = operators.view(node).precision is Precision.FP32 or any(
                 value.producer() is not None and value.producer() not in self.undecided for value in floats
@@ -94,7 +94,7 @@ class _Walk:
             return True
         if isinstance(view, standard.Cast):
             return False  # the model asks for fp32, or makes it of integers
-        read = [value for value in floats if not _is_fixed(value) and value not in self.constant]
+        read = [value for value in floats if not graph.is_constant(value) and value not in self.constant]
         if not read:
             return view.lookup
         halves = [value in self.half_values for value in read]
@@ -116,13 +116,11 @@ class _Walk:
                 self.add(node)
         for node in model.graph:
             view = operators.view(node)
-            table = view.required(view.inputs[0]) if node in self.half and view.lookup else None
-            if (
-                table is not None
-                and is_float(table)
-                and _is_fixed(table)
-                and any(reader not in self.half for reader, _ in table.uses())
-            ):
+            if node not in self.half or not view.lookup:
+                continue
+            table = view.first_input
+            read_in_fp32 = any(reader not in self.half for reader, _ in table.uses())
+            if is_float(table) and graph.is_constant(table) and read_in_fp32:
                 self.half.discard(node)  # what reads its rows casts them
 
 
@@ -130,10 +128,6 @@ def _is_guard(node: ir.Node) -> bool:
     """Recognize what keeps the tokens of a com.microsoft::MoE from being overwritten: it must read what that reads."""
     chosen = standard.Where.of(node)
     return chosen is not None and contrib.MoE.made(chosen.x) is not None
-
-
-def _is_fixed(value: ir.Value) -> bool:
-    return value.is_initializer() and not value.is_graph_input()
 
 
 def _behind_head(model: ir.Model) -> tuple[list[ir.Node], ir.Node | None]:

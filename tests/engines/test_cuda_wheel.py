@@ -19,7 +19,8 @@ import pytest
 
 from llmforge import targets
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import cuda, cuda_attention, cuda_operators
+from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_operators
+from llmforge.ir.operators import contrib
 from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes import (
     FlashAttention,
@@ -132,16 +133,13 @@ def test_engines_load_and_are_captured(
     for step in (*first, *more, FuseExperts(), LowerPrecision(BUDGET, dtype)):
         step.run(model, Context(target, ranges))
     lowered, _ = cuda.lower(model, target, SPEC)
-    config = cuda.configure(lowered, spec=SPEC, target=target, eos_token_ids=(0,), bos_token_id=0)
-    cuda.write(lowered, tmp_path / "engine", config)
+    config = cuda.write(BuildRequest(lowered, tmp_path / "engine", SPEC, target, (0,), 0))
     found = cuda_wheel.rehearse(wheel, tmp_path / "engine", sm)
     assert config.graphs is not None
     assert [capture.id for capture in config.graphs.captures] == [1, 2]
     assert found["captured"] == {"1": [1, 2], "2": [1, 2]}  # captured once; launched by both steps
     assert found["forbidden"] == 0, found["first_forbidden"]
-    fast = [
-        node for node in lowered.graph if node.op_type == "MatMulNBits" and cuda_operators.fast_obstacle(node) is None
-    ]
+    fast = [each for each in contrib.MatMulNBits.all(lowered) if cuda_operators.slow_reason(each) is None]
     prefill, decode = found["log"].partition("PREFILL")[2].split("DECODE", 1)
     assert prefill.count("[fpA_intB_debug] M=") == len(fast)
     if any(True for _ in cuda_attention.of(lowered)):

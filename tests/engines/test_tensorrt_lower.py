@@ -13,9 +13,10 @@ import pytest
 from llmforge import targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines.tensorrt import experts, lower, support
+from llmforge.engines.tensorrt import experts, lower, refusals, support
 from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.ir import graph, interface
+from llmforge.ir.operators import canonical
 from llmforge.lowering import emulation, pass_base
 from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes import (
@@ -294,24 +295,25 @@ REFUSED: dict[str, tuple[Callable[[], ir.Model], str]] = {
 def test_what_has_no_way_through_is_refused_by_name(name: str) -> None:
     make, reason = REFUSED[name]
     model = make()
-    assert any(reason in each.reason for each in lower.obstacles(model, RTX.target))
+    assert any(reason in each.reason for each in lower.unsupported(model))
     with pytest.raises(UnsupportedError, match="TensorRT for target rtx-4090 does not take") as caught:
         lower.lower(model, RTX.target, SPEC)
     assert caught.value.hint
 
 
-def _experts(count: int, top_k: int) -> ir.Node:
+def _experts(count: int, top_k: int) -> canonical.MoE:
     def value(name: str, *shape: int) -> ir.Value:
         return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT16), shape=ir.Shape(shape))
 
     inputs = [value("x", 1, 2, 8), value("ids", 1, 2, top_k), value("weights", 1, 2, top_k)]
-    return ir.node("MoE", [*inputs, value("up", count, 8, 8), value("down", count, 4, 8)], domain="llmforge")
+    inputs += [value("up", count, 8, 8), value("down", count, 4, 8)]
+    return canonical.MoE(ir.node("MoE", inputs, domain="llmforge"))
 
 
 def test_experts_are_all_computed_up_to_a_measure() -> None:
-    assert experts.obstacle(_experts(8, 2)) is None
+    assert experts.reason_against(_experts(8, 2)) is None
     assert "2 of 16 experts; the lowering computes all of them, and reads 8 times" in str(
-        experts.obstacle(_experts(16, 2))
+        experts.reason_against(_experts(16, 2))
     )
 
 
@@ -326,10 +328,11 @@ def test_experts_are_all_computed_up_to_a_measure() -> None:
         ("t4", (QuantizeChannels(budget=LOOSE, dtype="int8"), HALF), None),
     ],
 )
-def test_obstacles_of_a_compute_capability(target: str, steps: tuple[Pass, ...], feature: Feature | None) -> None:
-    model = after(graphs.llama(graphs.Llama(hidden=64, mlp=64)), *steps)
-    found = lower.obstacles(model, targets.load(target))
-    assert [each.reason.partition(":")[0] for each in found] == ([feature.value] if feature else [])
+def test_refusals_of_a_compute_capability(target: str, steps: tuple[Pass, ...], feature: Feature | None) -> None:
+    lowered, _ = lower.rewrite(after(graphs.llama(graphs.Llama(hidden=64, mlp=64)), *steps), CAPACITY)
+    sm = targets.load(target).require_gpu().sm
+    found = {each for each, _ in refusals.features(lowered) if refusals.TABLE[each].refuses(sm)}
+    assert found == ({feature} if feature else set())
 
 
 def test_an_operator_that_was_never_seen_is_refused() -> None:

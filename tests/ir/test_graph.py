@@ -59,7 +59,7 @@ def test_replace_moves_a_graph_output_name_and_the_old_node_can_be_dropped() -> 
     last = only(m, "MatMul", 1)
     (scaled,) = g.insert(last, "Gemm", [last.inputs[0], last.inputs[1], None], {"alpha": 1.0}, name="new")
     assert len(scaled.producer().inputs) == 2
-    g.replace(last.outputs[0], scaled)
+    g.replace_uses(last.outputs[0], scaled)
     g.drop_unused(m)
     assert [value.name for value in m.graph.outputs] == ["y"]
     assert m.graph.outputs[0] is scaled
@@ -71,7 +71,7 @@ def test_replace_moves_a_graph_output_name_and_the_old_node_can_be_dropped() -> 
 def test_replace_refuses_to_rename_a_graph_input() -> None:
     m = model()
     with pytest.raises(ValueError, match="'y' cannot be renamed onto 'x'"):
-        g.replace(m.graph.outputs[0], m.graph.inputs[0])
+        g.replace_uses(m.graph.outputs[0], m.graph.inputs[0])
 
 
 def test_drop_unused_takes_dead_nodes_initializers_inputs_and_opsets() -> None:

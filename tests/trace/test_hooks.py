@@ -63,7 +63,7 @@ HOOKS = [
         "trace.hooks.internals",
         "tells models that call attention through the interface from those with code of their own",
     ),
-    Hook("torch.overrides:TorchFunctionMode", "calibration.skeleton", "torch.empty without memory"),
+    Hook("torch.overrides:TorchFunctionMode", "calibration.skeleton", "looks tokens up in a mapped table"),
     Hook(
         "torch.nn:Module.register_parameter",
         "trace.hooks.internals",

@@ -21,30 +21,29 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from llmforge.base.backends import TENSORRT_HEAD_DIMS as HEAD_DIMS
 from llmforge.ir import graph as g
 from llmforge.ir import interface
 from llmforge.ir.builder import Builder
+from llmforge.ir.operators import canonical
 
-# Head dimensions for which TensorRT-RTX 1.7 has a kernel: 16, 24, 32, 48, 64, 80, 96, 128, 192 and 256 built on SM89;
-# 8, 512 and 576 did not.
-SMALLEST_HEAD, LARGEST_HEAD, HEAD_STEP = 16, 256, 8
 # Added to a masked score: exp of the sum is 0, and fp16 holds it.
 HIDDEN = -30000.0
 _LOWEST = float(np.finfo(np.float32).min)  # in the place of a masked score in fp32
-_SINKS, _SLOPES = 6, 7  # inputs of llmforge::Attention that may be left out
 
 
-def written_out(node: ir.Node) -> str | None:
-    """Say why no kernel of TensorRT computes the `llmforge::Attention` `node`; None where one does."""
-    if node.attributes.get_float("softcap"):
+def written_out(attention: canonical.Attention) -> str | None:
+    """Say why no kernel of TensorRT computes `attention`; None where one does."""
+    if attention.softcap:
         return "its scores are capped, and the parser takes no softcap"
-    if g.operand(node, _SINKS) is not None:
+    if attention.sinks is not None:
         return "it has sinks, which IAttention has not"
-    key, value = (_last_dim(_given(node, index)) for index in (3, 4))
+    key, value = g.width(attention.past_key), g.width(attention.past_value)
     if key != value:
         return f"its keys are {key} wide and its values {value}; IAttention wants one width"
-    if not SMALLEST_HEAD <= key <= LARGEST_HEAD or key % HEAD_STEP:
-        return f"its heads are {key} wide; kernels are for {SMALLEST_HEAD} to {LARGEST_HEAD}, in steps of {HEAD_STEP}"
+    if key not in HEAD_DIMS:
+        kernels = f"{HEAD_DIMS.start} to {HEAD_DIMS[-1]}, in steps of {HEAD_DIMS.step}"
+        return f"its heads are {key} wide; kernels are for {kernels}"
     return None
 
 
@@ -53,81 +52,79 @@ class Attentions(Builder):
     """Rewrites attentions of `model`; comments give shapes: B, S, C = batch, sequence, capacity."""
 
     capacity: int
-    _write: ir.Value | None = None
+    _lengths: ir.Value | None = None
     _own: ir.Value | None = None
     _masks: dict[int, ir.Value] = field(default_factory=dict)
     _biases: dict[tuple[ir.Value, ir.Value], ir.Value] = field(default_factory=dict)
 
-    def rewrite(self, node: ir.Node) -> str:
+    def rewrite(self, attention: canonical.Attention) -> str:
         """Replace one `llmforge::Attention`; say what it became."""
-        _, k, v, past_key, past_value, lengths = (_given(node, index) for index in range(6))
-        kv_heads = node.attributes.get_int("kv_num_heads")
-        if self._write is None:
-            self._write = self._first("Cast", [lengths], {"to": int(ir.DataType.INT64)})
-        keys, values = (
-            self._add(node, "TensorScatter", [past, self._heads(node, new, kv_heads), self._write], {"axis": -2})
-            for past, new in ((past_key, k), (past_value, v))
-        )
-        for present, past in ((keys, past_key), (values, past_value)):
-            present.type, present.shape = past.type, past.shape  # [B, kv_heads, C, D]
-        mask = self._mask(node.attributes.get_int("window"))
-        if (slopes := g.operand(node, _SLOPES)) is not None:
-            mask = self._with_slopes(mask, slopes, _dtype(node))
-        reason = written_out(node)
-        y = self._fused(node, keys, values, mask) if reason is None else self._plain(node, keys, values, mask)
+        node = attention.node
+        keys = self._write(attention, attention.past_key, attention.k)
+        values = self._write(attention, attention.past_value, attention.v)
+        mask = self._mask(attention.window)
+        if (slopes := attention.alibi_slopes) is not None:
+            mask = self._with_slopes(mask, slopes, g.dtype(attention.q))
+        reason = written_out(attention)
+        y = (self._plain if reason else self._fused)(attention, keys, values, mask)
         y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
-        width = node.attributes.get_int("num_heads") * _last_dim(past_value)
+        width = attention.num_heads * g.width(attention.past_value)
         y = self._add(node, "Reshape", [y, self._constant(f"rows_{width}", [0, 0, width])])  # [B, S, H·Dv]
-        for old, new in zip(node.outputs, (y, keys, values), strict=True):
-            g.supersede(old, new)
+        g.replace_outputs(node, (y, keys, values))
         return "Attention to TensorScatter and Attention" if reason is None else f"Attention written out: {reason}"
+
+    def _write(self, attention: canonical.Attention, past: ir.Value, new: ir.Value) -> ir.Value:
+        """Write the step into a cache: [B, kv_heads, C, D]."""
+        if self._lengths is None:
+            self._lengths = self._first("Cast", [attention.past_lengths], {"to": int(ir.DataType.INT64)})
+        inputs = [past, self._heads(attention.node, new, attention.kv_num_heads), self._lengths]
+        present = self._add(attention.node, "TensorScatter", inputs, {"axis": -2})
+        present.type, present.shape = past.type, past.shape
+        return present
 
     def _heads(self, node: ir.Node, x: ir.Value, heads: int) -> ir.Value:
         """[B, S, H·D] → [B, H, S, D]."""
         split = self._add(node, "Reshape", [x, self._constant(f"heads_{heads}", [0, 0, heads, -1])])
         return self._add(node, "Transpose", [split], {"perm": [0, 2, 1, 3]})
 
-    def _fused(self, node: ir.Node, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
+    def _fused(self, attention: canonical.Attention, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
         """One kernel: [B, H, S, Dv]."""
-        q = self._heads(node, _given(node, 0), node.attributes.get_int("num_heads"))
-        scale = {"scale": node.attributes.get_float("scale")}
+        node, q = attention.node, self._heads(attention.node, attention.q, attention.num_heads)
+        scale = {"scale": attention.scale}
         return g.insert(node, "Attention", [q, keys, values, mask], scale, name=node.name)[0]
 
-    def _plain(self, node: ir.Node, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
+    def _plain(self, attention: canonical.Attention, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
         """The same in plain operators; the G queries that share a key stand in one axis, and no key is repeated."""
-        heads, kv_heads = (node.attributes.get_int(name) for name in ("num_heads", "kv_num_heads"))
-        dtype, fp32 = _dtype(node), ir.DataType.FLOAT
-        q = self._heads(node, _given(node, 0), heads)
-        grouped = self._constant(f"grouped_{kv_heads}_{_last_dim(keys)}", [0, kv_heads, -1, _last_dim(keys)])
+        node, heads, kv_heads = attention.node, attention.num_heads, attention.kv_num_heads
+        dtype, fp32, width = g.dtype(attention.q), ir.DataType.FLOAT, g.width(keys)
+        q = self._heads(node, attention.q, heads)
+        grouped = self._constant(f"grouped_{kv_heads}_{width}", [0, kv_heads, -1, width])
         q = self._add(node, "Reshape", [q, grouped])  # [B, kv_heads, G·S, D]
-        q = self._add(node, "Mul", [q, self._number(node.attributes.get_float("scale"), dtype)])
+        q = self._add(node, "Mul", [q, self._number(attention.scale, dtype)])
         keys = self._add(node, "Transpose", [keys], {"perm": [0, 1, 3, 2]})
         scores = self._add(node, "MatMul", [q, keys])
         by_head = self._constant(f"by_head_{heads}", [0, heads, -1, self.capacity])
         scores = self._cast(node, self._add(node, "Reshape", [scores, by_head]), dtype, fp32)  # [B, H, S, C]
-        if cap := node.attributes.get_float("softcap"):
+        if cap := attention.softcap:
             scores = self._add(node, "Div", [scores, self._number(cap, fp32)])
             scores = self._add(node, "Mul", [self._add(node, "Tanh", [scores]), self._number(cap, fp32)])
-        if g.operand(node, _SLOPES) is not None:
+        if attention.alibi_slopes is not None:
             scores = self._add(node, "Add", [scores, self._cast(node, mask, dtype, fp32)])
         else:
             scores = self._add(node, "Where", [mask, scores, self._number(_LOWEST, fp32)])
-        weights = self._cast(node, self._softmax(node, scores), fp32, dtype)
+        weights = self._cast(node, self._softmax(attention, scores), fp32, dtype)
         together = self._constant(f"together_{kv_heads}", [0, kv_heads, -1, self.capacity])
         y = self._add(node, "MatMul", [self._add(node, "Reshape", [weights, together]), values])
-        return self._add(
-            node,
-            "Reshape",
-            [y, self._constant(f"heads_{heads}_{_last_dim(values)}", [0, heads, -1, _last_dim(values)])],
-        )
+        width = g.width(values)
+        return self._add(node, "Reshape", [y, self._constant(f"heads_{heads}_{width}", [0, heads, -1, width])])
 
-    def _softmax(self, node: ir.Node, scores: ir.Value) -> ir.Value:
+    def _softmax(self, attention: canonical.Attention, scores: ir.Value) -> ir.Value:
         """Over the last axis, fp32; a sink adds exp(sink) to the sum of its head."""
-        sinks = g.operand(node, _SINKS)
+        node, sinks = attention.node, attention.sinks
         if sinks is None:
             return self._add(node, "Softmax", [scores], {"axis": -1})
-        column = self._constant(f"column_{node.attributes.get_int('num_heads')}", [1, -1, 1, 1])
-        sink = self._cast(node, self._add(node, "Reshape", [sinks, column]), _dtype_of(sinks), ir.DataType.FLOAT)
+        column = self._constant(f"column_{attention.num_heads}", [1, -1, 1, 1])
+        sink = self._cast(node, self._add(node, "Reshape", [sinks, column]), g.dtype(sinks), ir.DataType.FLOAT)
         last = self._constant("axis_last", [-1])
         top = self._add(node, "Max", [self._add(node, "ReduceMax", [scores, last]), sink])  # [B, H, S, 1]
         powers = self._add(node, "Exp", [self._add(node, "Sub", [scores, top])])
@@ -176,32 +173,9 @@ class Attentions(Builder):
 def position_ids(model: ir.Model) -> ir.Value:
     """Return the input of positions, int64 [batch, sequence], which is added where nothing read one."""
     inputs = model.graph.inputs
-    ids = next(value for value in inputs if value.name == interface.INPUT_IDS)
     found = next((value for value in inputs if value.name == interface.POSITION_IDS), None)
     if found is None:
+        ids = g.input_named(model, interface.INPUT_IDS)
         found = ir.Value(name=interface.POSITION_IDS, type=ir.TensorType(ir.DataType.INT64), shape=ids.shape)
         inputs.insert(1, found)
     return found
-
-
-def _given(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None, f"{node.name}: input {index} of Attention is absent"
-    return value
-
-
-def _dtype(node: ir.Node) -> ir.DataType:
-    """Return what an attention computes in."""
-    return _dtype_of(_given(node, 0))
-
-
-def _dtype_of(value: ir.Value) -> ir.DataType:
-    assert value.dtype is not None, f"{value.name} has no dtype"
-    return value.dtype
-
-
-def _last_dim(value: ir.Value) -> int:
-    dims = g.dims(value)
-    assert dims, f"{value.name} has no shape"
-    assert isinstance(dims[-1], int), f"{value.name} has a last axis of no known size"
-    return dims[-1]

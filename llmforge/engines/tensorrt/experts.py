@@ -20,14 +20,14 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir import moe
+from llmforge.ir.operators import canonical
 
 MOST_READ = 4  # a Mixtral has 8 experts, of which a token chooses 2
-_IDS, _UP, _UP_BIAS, _DOWN, _DOWN_BIAS = 1, 3, 5, 4, 6
 
 
-def obstacle(node: ir.Node) -> str | None:
-    """Say why the experts of an `llmforge::MoE` are not computed all; None where they are."""
-    experts, top_k = _dims(node, _UP)[0], _dims(node, _IDS)[-1]
+def reason_against(layer: canonical.MoE) -> str | None:
+    """Say why the experts of `layer` are not computed all; None where they are."""
+    experts, top_k = g.static(layer.up)[0], g.width(layer.expert_ids)
     if experts > MOST_READ * top_k:
         return (
             f"a token chooses {top_k} of {experts} experts; the lowering computes all of them, and reads "
@@ -36,10 +36,10 @@ def obstacle(node: ir.Node) -> str | None:
     return None
 
 
-def lower(model: ir.Model, node: ir.Node) -> str:
+def lower(model: ir.Model, layer: canonical.MoE) -> str:
     """Replace one `llmforge::MoE`; say what it became."""
-    g.supersede(node.outputs[0], _Dense(model, node, "expand").result())
-    return f"MoE to products with all {_dims(node, _UP)[0]} experts"
+    g.replace_value(layer.output, _Dense(model, layer).result())
+    return f"MoE to products with all {g.static(layer.up)[0]} experts"
 
 
 @dataclass
@@ -47,25 +47,26 @@ class _Dense(moe.Expansion):
     """The products of one layer; comments give shapes."""
 
     def result(self) -> ir.Value:
-        experts, hidden, width = _dims(self.node, _UP)
-        inner = _dims(self.node, _DOWN)[1]
-        x, weights = self._input(0), self._chosen(experts)
-        h = self._inner("MatMul", [self._flat(x), self._input(_UP)])  # [E, T, 2·I or I]
-        if (bias := g.operand(self.node, _UP_BIAS)) is not None:
+        layer = self.experts
+        experts, hidden, width = g.static(layer.up)
+        _, inner, _ = g.static(layer.down)
+        weights = self._chosen(experts)
+        h = self._inner("MatMul", [self._flat(layer.x), layer.up])  # [E, T, 2·I or I]
+        if (bias := layer.up_bias) is not None:
             column = self._constant(f"by_expert_{experts}_{width}", [experts, 1, width])
             h = self._inner("Add", [h, self._inner("Reshape", [bias, column])])
         h = self._inner("Transpose", [self._between(h)], {"perm": [1, 0, 2]})  # [T, E, I]
         h = self._inner("Mul", [h, self._inner("Unsqueeze", [weights, self._constant("axis_2", [2])])])
         h = self._inner("Reshape", [h, self._constant(f"side_by_side_{experts * inner}", [-1, experts * inner])])
-        down = self._inner("Reshape", [self._input(_DOWN), self._constant(f"stacked_{hidden}", [-1, hidden])])
+        down = self._inner("Reshape", [layer.down, self._constant(f"stacked_{hidden}", [-1, hidden])])
         y = self._inner("MatMul", [h, down])  # [T, H]
-        if (bias := g.operand(self.node, _DOWN_BIAS)) is not None:
+        if (bias := layer.down_bias) is not None:
             y = self._inner("Add", [y, self._inner("MatMul", [weights, bias])])
-        return self._inner("Reshape", [y, self._inner("Shape", [x])])
+        return self._inner("Reshape", [y, self._inner("Shape", [layer.x])])
 
     def _chosen(self, experts: int) -> ir.Value:
         """[T, E]: the weights of each token's experts."""
-        ids, weights = (self._flat(self._input(index)) for index in (1, 2))  # [T, top_k]
+        ids, weights = self._flat(self.experts.expert_ids), self._flat(self.experts.expert_weights)  # [T, top_k]
         last = self._constant("axis_2", [2])
         numbers = self._constant(f"experts_{experts}", list(range(experts)))
         equal = self._inner("Equal", [self._inner("Unsqueeze", [ids, last]), numbers])  # [T, top_k, E]
@@ -74,18 +75,9 @@ class _Dense(moe.Expansion):
 
     def _number(self, value: float) -> ir.Value:
         """In what the experts compute in."""
-        dtype = self._input(_UP).dtype
-        assert dtype is not None
-        return self._constant(f"number_{value}_{dtype.name}", np.asarray(value, dtype.numpy()))
+        return self._constant(f"number_{value}_{self._dtype.name}", np.asarray(value, self._dtype.numpy()))
 
     def _inner(
         self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
     ) -> ir.Value:
         return self._outer(op_type, inputs, attributes)
-
-
-def _dims(node: ir.Node, index: int) -> tuple[int, ...]:
-    value = node.inputs[index]
-    dims = None if value is None else g.dims(value)
-    assert dims, f"{node.name}: input {index} has no shape"
-    return tuple(dim if isinstance(dim, int) else 0 for dim in dims)

@@ -14,16 +14,18 @@ from typing import Any
 import onnx_ir as ir
 
 from llmforge.base.errors import VerificationError
+from llmforge.ir import operators
+from llmforge.ir.operators import standard
 
-# ONNX operator → the type of layer that stands for one of its nodes. Softmax: none beyond the graph's own means that
+# Operator → the type of layer that stands for one of its nodes. Softmax: none beyond the graph's own means that
 # no attention was taken apart.
-ASSERTED = {
-    "Attention": "ATTENTION_INPUT",
-    "TensorScatter": "KV_CACHE_UPDATE",
-    "DequantizeLinear": "DEQUANTIZE",
-    "QuantizeLinear": "QUANTIZE",
-    "Softmax": "SOFTMAX",
-    "DistCollective": "DIST_COLLECTIVE",
+ASSERTED: Mapping[type[operators.Operator], str] = {
+    standard.Attention: "ATTENTION_INPUT",
+    standard.TensorScatter: "KV_CACHE_UPDATE",
+    standard.DequantizeLinear: "DEQUANTIZE",
+    standard.QuantizeLinear: "QUANTIZE",
+    standard.Softmax: "SOFTMAX",
+    standard.DistCollective: "DIST_COLLECTIVE",
 }
 
 
@@ -38,7 +40,7 @@ def decomposable(network: Any, api: Any) -> list[str]:
     found = []
     for i in range(network.num_layers):
         layer = network.get_layer(i)
-        if layer.type.name == ASSERTED["Attention"]:
+        if layer.type.name == ASSERTED[standard.Attention]:
             layer.__class__ = api.IAttentionInputLayer  # how a layer is narrowed in TensorRT's Python API
             if layer.attention.decomposable:
                 found.append(str(layer.attention.name))
@@ -55,12 +57,12 @@ def check(counted: Mapping[str, int], taken_apart: list[str], model: ir.Model) -
         raise VerificationError(
             f"attention {', '.join(taken_apart)} may be decomposed: the plan would not prove a fused kernel"
         )
-    nodes = Counter(node.op_type for node in model.graph.all_nodes() if not node.domain)
+    nodes = Counter(map(operators.record, model.graph.all_nodes()))
     for operator, kind in ASSERTED.items():
         wanted, found = nodes[operator], counted.get(kind, 0)
         if wanted != found:
             raise VerificationError(
-                f"the graph has {wanted} nodes {operator}, and TensorRT's network {found} layers {kind}: it would "
-                "compute something else",
+                f"the graph has {wanted} nodes {operator.op_type}, and TensorRT's network {found} layers {kind}: it "
+                "would compute something else",
                 hint="report it with the recipe and the version of TensorRT",
             )

@@ -1,8 +1,8 @@
 """From the canonical dialect to the ONNX that TensorRT's parser builds: opset 24, no operator of another domain.
 
 `rewrite` knows no target, so that ONNX Runtime can run what it writes on a CPU and prove it equal. `lower` refuses by
-name what has no way through, and holds what it writes against what was seen to build (`support`); what compute
-capabilities lack stands in `refusals`. `obstacles` lists all of that at plan time; no weight is read for any of it.
+name what has no way through (`unsupported` lists it), and holds what it writes against what was seen to build
+(`support`); what compute capabilities lack stands in `refusals`. No weight is read for any of it.
 
 The graph keeps the names of `llmforge.ir.interface`. Batch and sequence stay open, the capacity of caches is a number.
 `logits_rows` has no default, since an engine's inputs have none, and may count from the end. `position_ids` is always
@@ -11,32 +11,28 @@ an input: masks are made of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.engines.tensorrt import collectives, experts, refusals, support
+from llmforge.engines.tensorrt import collectives, experts, support, weights
 from llmforge.engines.tensorrt.attention import Attentions
-from llmforge.engines.tensorrt.weights import Weights
-from llmforge.engines.tensorrt.weights import obstacle as weights_obstacle
 from llmforge.ir import dtype_inference, interface, operators
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
+from llmforge.ir.operators import canonical, contrib, standard
+from llmforge.ir.operators.record import Operator, identity
 from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
 
-MICROSOFT, LLMFORGE = "com.microsoft", "llmforge"
 CAPACITY = "capacity"  # the dimension of caches that becomes a number
-_ANY_CAPACITY = 1024  # obstacles do not depend on it
-
-_SKIP_NORMS = {"SkipSimplifiedLayerNormalization": "RMSNormalization", "SkipLayerNormalization": "LayerNormalization"}
+_OTHER_ENGINE = "choose `engine: {backend: onnxruntime}`"
 
 
 @dataclass(frozen=True)
-class Obstacle:
+class Unsupported:
     """One thing of a graph that TensorRT has no way for."""
 
     node: str  # name of a node, or of an input of the graph
@@ -51,9 +47,9 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     """Write `model` for an engine of `spec.max_context` slots; the model is left alone, its tensors are shared.
 
     Raises:
-        UnsupportedError: the graph has what TensorRT does not take, or what it does not build for the target's SM.
+        UnsupportedError: the graph has what TensorRT does not take.
     """
-    if found := _obstacles(model):
+    if found := unsupported(model):
         listed = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise UnsupportedError(f"TensorRT for target {target.name} does not take {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
@@ -61,96 +57,60 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return lowered, changes
 
 
-def obstacles(model: ir.Model, target: Target) -> list[Obstacle]:
-    """List why `model` cannot become an engine for `target`, [] where it can; reads no weight, and changes nothing."""
-    if found := _obstacles(model):
-        return found
-    assert target.sm is not None, "TensorRT is for GPUs"
-    lowered, _ = rewrite(model, _ANY_CAPACITY)
-    rules = dict(refusals.features(lowered))
-    return [
-        Obstacle(where, f"{feature.value}: {rule.reason}", rule.hint)
-        for feature, where in rules.items()
-        if (rule := refusals.TABLE[feature]).refuses(target.sm)
-    ]
-
-
-def _obstacles(model: ir.Model) -> list[Obstacle]:
+def unsupported(model: ir.Model) -> list[Unsupported]:
+    """List what of `model` no engine of TensorRT has, whatever the device; reads no weight, and changes nothing."""
     found = []
     if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
-        hint = "choose `engine: {backend: onnxruntime}`"
-        found.append(Obstacle("the model", f"its own attention was traced, because: {reason}", hint))
+        found.append(Unsupported("the model", f"its own attention was traced, because: {reason}", _OTHER_ENGINE))
     for value in model.graph.inputs:
-        found += _input_obstacles(value)
-    for node in model.graph.all_nodes():
-        if (rule := _OBSTACLES.get((node.domain, node.op_type))) is not None:
-            found += [] if (obstacle := rule(node)) is None else [obstacle]
-        elif operators.view(node).tensorrt is None:
-            reason = f"the parser has no {node.op_type}" + (f" of {node.domain}" if node.domain else "")
-            found.append(Obstacle(str(node.name), reason, "leave the pass that writes it out of the recipe"))
+        if value.name in (interface.ATTENTION_MASK, interface.SEQLENS_K):
+            what = "only canonical attention over past_lengths is lowered to TensorRT"
+            hint = "leave flash-attention, genai-interface and optimum-interface out of the recipe"
+            found.append(Unsupported(value.name, what, hint))
+    for view in map(operators.view, model.graph.all_nodes()):
+        reason, hint = _reason(view)
+        if reason is not None:
+            found.append(Unsupported(view.name, reason, hint))
     return found
 
 
-def _input_obstacles(value: ir.Value) -> list[Obstacle]:
-    name = str(value.name)
-    if name in (interface.ATTENTION_MASK, interface.SEQLENS_K):
-        hint = "leave flash-attention, genai-interface and optimum-interface out of the recipe"
-        return [Obstacle(name, "only canonical attention over past_lengths is lowered to TensorRT", hint)]
-    return []
-
-
-def _of_attention(node: ir.Node) -> Obstacle | None:
-    if node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT:
-        hint = "put `lower-precision` into the recipe"
-        return Obstacle(str(node.name), "IAttention has kernels for fp16 and bf16, and this one is fp32", hint)
-    return None
-
-
-def _of_weights(node: ir.Node) -> Obstacle | None:
-    reason = weights_obstacle(node)
-    hint = "set `bits: 4`, `symmetric: true` and `embedding_bits: 4` or 16 in quantize-weights"
-    return None if reason is None else Obstacle(str(node.name), reason, hint)
-
-
-def _of_experts(node: ir.Node) -> Obstacle | None:
-    reason = experts.obstacle(node)
-    return None if reason is None else Obstacle(str(node.name), reason, "choose `engine: {backend: onnxruntime}`")
-
-
-def _of_collective(node: ir.Node) -> Obstacle | None:
-    reason = collectives.obstacle(node)
-    return None if reason is None else Obstacle(str(node.name), reason, "split the graph along its last axis")
-
-
-def _refused(reason: str, hint: str) -> Callable[[ir.Node], Obstacle]:
-    return lambda node: Obstacle(str(node.name), reason, hint)
-
-
-_RECURRENT = _refused("layers with a recurrent state are not lowered", "choose `engine: {backend: onnxruntime}`")
-_OBSTACLES: Mapping[tuple[str, str], Callable[[ir.Node], Obstacle | None]] = {
-    (LLMFORGE, "Attention"): _of_attention,
-    (LLMFORGE, "MoE"): _of_experts,
-    (LLMFORGE, "AllReduce"): _of_collective,
-    (LLMFORGE, "AllGather"): _of_collective,
-    (LLMFORGE, "CausalConv"): _RECURRENT,
-    (LLMFORGE, "LinearAttention"): _RECURRENT,
-    (MICROSOFT, "MatMulNBits"): _of_weights,
-    (MICROSOFT, "GatherBlockQuantized"): _of_weights,
-    (MICROSOFT, "SkipSimplifiedLayerNormalization"): lambda node: None,
-    (MICROSOFT, "SkipLayerNormalization"): lambda node: None,
-    (MICROSOFT, "GroupQueryAttention"): _refused(
-        "the parser says it knows GroupQueryAttention, and the build then lacks a plugin",
-        "leave flash-attention out of the recipe: canonical attention becomes IAttention, which is one kernel",
-    ),
-    (MICROSOFT, "QMoE"): _refused(
-        "the parser has no quantized experts", "exclude the experts: `exclude: ['*.experts.*']` in quantize-weights"
-    ),
-    (MICROSOFT, "MoE"): _refused("the parser has no com.microsoft::MoE", "leave fuse-experts out of the recipe"),
-}
+def _reason(view: Operator) -> tuple[str | None, str]:
+    """Say why there is no way for a node, None where there is one, and what to do."""
+    match view:
+        case canonical.Attention():
+            fp32 = view.q.dtype == ir.DataType.FLOAT
+            reason = "IAttention has kernels for fp16 and bf16, and this one is fp32" if fp32 else None
+            return reason, "put `lower-precision` into the recipe"
+        case canonical.MoE():
+            return experts.reason_against(view), _OTHER_ENGINE
+        case canonical.AllReduce() | canonical.AllGather():
+            return collectives.reason_against(view), "split the graph along its last axis"
+        case canonical.CausalConv() | canonical.LinearAttention():
+            return "layers with a recurrent state are not lowered", _OTHER_ENGINE
+        case contrib.MatMulNBits() | contrib.GatherBlockQuantized():
+            hint = "set `bits: 4`, `symmetric: true` and `embedding_bits: 4` or 16 in quantize-weights"
+            return weights.reason_against(view), hint
+        case contrib.SkipSimplifiedLayerNormalization() | contrib.SkipLayerNormalization():
+            return None, ""
+        case contrib.GroupQueryAttention():
+            return (
+                "the parser says it knows GroupQueryAttention, and the build then lacks a plugin",
+                "leave flash-attention out of the recipe: canonical attention becomes IAttention, which is one kernel",
+            )
+        case contrib.QMoE():
+            hint = "exclude the experts: `exclude: ['*.experts.*']` in quantize-weights"
+            return "the parser has no quantized experts", hint
+        case contrib.MoE():
+            return "the parser has no com.microsoft::MoE", "leave fuse-experts out of the recipe"
+    if view.tensorrt is not None:
+        return None, ""
+    domain, op_type = identity(view.node)
+    what = f"the parser has no {op_type}" + (f" of {domain}" if domain else "")
+    return what, "leave the pass that writes it out of the recipe"
 
 
 def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
-    """Write a clone of `model`, without obstacles, as standard ONNX whose caches have `capacity` slots."""
+    """Write a clone of `model`, with nothing unsupported in it, as standard ONNX whose caches have `capacity` slots."""
     lowered = model.clone()
     dtype_inference.complete(lowered)
     writing = _Rewriting(lowered, capacity)
@@ -171,57 +131,57 @@ class _Rewriting(Builder):
 
     capacity: int
     _attentions: Attentions = field(init=False)
-    _weights: Weights = field(init=False)
+    _weights: weights.Weights = field(init=False)
 
     def __post_init__(self) -> None:
-        self._attentions, self._weights = Attentions(self.model, self.capacity), Weights(self.model)
+        self._attentions, self._weights = Attentions(self.model, self.capacity), weights.Weights(self.model)
 
     def node(self, node: ir.Node) -> str | None:
         """Replace `node` where the parser does not take it; say what it became."""
-        match node.domain, node.op_type:
-            case "llmforge", "Attention":
-                return self._attentions.rewrite(node)
-            case "llmforge", "MoE":
-                return experts.lower(self.model, node)
-            case "llmforge", "AllReduce" | "AllGather":
-                return collectives.lower(node)
-            case "com.microsoft", "MatMulNBits":
-                return self._weights.multiply(node)
-            case "com.microsoft", "GatherBlockQuantized":
-                return self._weights.gather(node)
-            case "com.microsoft", operator if operator in _SKIP_NORMS:
-                return self._skip_norm(node)
-            case "", "ReduceMax" if node.outputs[0].dtype == ir.DataType.BOOL:
-                return self._any(node)
+        match operators.view(node):
+            case canonical.Attention() as attention:
+                return self._attentions.rewrite(attention)
+            case canonical.MoE() as layer:
+                return experts.lower(self.model, layer)
+            case canonical.AllReduce() | canonical.AllGather() as collective:
+                return collectives.lower(collective)
+            case contrib.MatMulNBits() as product:
+                return self._weights.multiply(product)
+            case contrib.GatherBlockQuantized() as lookup:
+                return self._weights.gather(lookup)
+            case contrib.SkipSimplifiedLayerNormalization() as norm:
+                return self._skip_norm(norm, "RMSNormalization", None)
+            case contrib.SkipLayerNormalization() as norm:
+                return self._skip_norm(norm, "LayerNormalization", norm.beta)
+            case standard.ReduceMax() as reduction if reduction.output.dtype == ir.DataType.BOOL:
+                return self._any(reduction)
         return None
 
-    def _skip_norm(self, node: ir.Node) -> str:
+    def _skip_norm(
+        self,
+        skip: contrib.SkipSimplifiedLayerNormalization | contrib.SkipLayerNormalization,
+        norm: str,
+        shift: ir.Value | None,
+    ) -> str:
         """Take a sum and its norm apart again: TensorRT fuses them by itself."""
-        norm = _SKIP_NORMS[node.op_type]
-        shifted = norm == "LayerNormalization"  # inputs: input, skip, gamma[, beta], bias
-        residual, branch, weight, *others = (g.operand(node, index) for index in range(5 if shifted else 4))
-        assert residual is not None
-        assert branch is not None
-        assert weight is not None
-        shift, bias = others if shifted else (None, others[0])
-        if bias is not None:
-            branch = self._typed("Add", node, [branch, bias])
-        total = self._typed("Add", node, [residual, branch])
-        attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-5)}
-        [y] = g.insert(node, norm, [total, weight, shift], attributes, name=node.name)
-        g.supersede(node.outputs[0], y)
-        if len(node.outputs) > 3:
-            g.supersede(node.outputs[3], total)
-        return f"{node.op_type} to Add and {norm}"
+        node, branch = skip.node, skip.skip
+        if skip.bias is not None:
+            branch = self._typed("Add", node, [branch, skip.bias])
+        total = self._typed("Add", node, [skip.input, branch])
+        attributes = {"axis": -1, "epsilon": skip.epsilon}
+        [y] = g.insert(node, norm, [total, skip.gamma, shift], attributes, name=skip.name)
+        g.replace_value(skip.y, y)
+        if len(node.outputs) == len(skip.outputs):
+            g.replace_value(skip.sum, total)
+        return f"{skip.op_type} to Add and {norm}"
 
-    def _any(self, node: ir.Node) -> str:
+    def _any(self, reduction: standard.ReduceMax) -> str:
         """Say in numbers whether any of some truths holds: the parser's ReduceMax takes no bool."""
-        truths = node.inputs[0]
-        assert truths is not None
-        counted = self._add(node, "Cast", [truths], {"to": int(ir.DataType.FLOAT)})
-        attributes = {"keepdims": node.attributes.get_int("keepdims", 1)}
-        [largest] = g.insert(node, "ReduceMax", [counted, *node.inputs[1:]], attributes, name=node.name)
-        g.supersede(node.outputs[0], self._add(node, "Cast", [largest], {"to": int(ir.DataType.BOOL)}))
+        node = reduction.node
+        inputs = [self._add(node, "Cast", [reduction.x], {"to": int(ir.DataType.FLOAT)}), reduction.axes]
+        attributes = {"keepdims": reduction.keepdims}
+        [largest] = g.insert(node, "ReduceMax", inputs, attributes, name=reduction.name)
+        g.replace_value(reduction.output, self._add(node, "Cast", [largest], {"to": int(ir.DataType.BOOL)}))
         return "ReduceMax of bool to one of numbers"
 
     def _typed(self, op_type: str, node: ir.Node, inputs: list[ir.Value]) -> ir.Value:
@@ -237,7 +197,7 @@ class _Rewriting(Builder):
         self.model.graph.initializers.pop(interface.LOGITS_ROWS, None)
         rows.const_value = None
         readers = list(rows.uses())
-        ids = next(value for value in self.model.graph.inputs if value.name == interface.INPUT_IDS)
+        ids = g.input_named(self.model, interface.INPUT_IDS)
         length = self._first("Shape", [ids], {"start": 1, "end": 2})
         below = self._first("Less", [rows, self._constant("row_0", [0])])
         chosen = self._first("Where", [below, self._first("Add", [rows, length]), rows])

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from llmforge.base.backends import ARITHMETIC, INT4_TENSORRT, TENSORRT_HEAD_DIMS
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import graph
+from llmforge.ir import graph, operators
+from llmforge.ir.operators import standard
 from llmforge.targets import Target
 
-HEAD_DIMS = range(16, 257, 8)  # channels of a head that a fused attention kernel exists for
 _FIXED = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16  # what a cache may hold that is updated in place
 
 
@@ -55,15 +56,15 @@ class Rule:
 
 
 TABLE: dict[Feature, Rule] = {
-    Feature.BF16: Rule(80, "the device has no bf16 arithmetic", "compute in fp16"),
+    Feature.BF16: Rule(ARITHMETIC["bf16"], "the device has no bf16 arithmetic", "compute in fp16"),
     Feature.FP32_MATMUL: Rule(80, "TensorRT has no fp32 matrix product for Turing", "compute in fp16"),
     Feature.INT4: Rule(
-        80,
+        INT4_TENSORRT,
         "TensorRT has no int4 weights for Turing",
         "store weights with `quantize-channels: {dtype: int8}`, or in fp16",
     ),
-    Feature.FP8: Rule(89, "the device has no fp8 arithmetic", "quantize weights to int4 or int8"),
-    Feature.FP4: Rule(100, "the device has no fp4 arithmetic", "quantize weights to int4 or fp8"),
+    Feature.FP8: Rule(ARITHMETIC["fp8"], "the device has no fp8 arithmetic", "quantize weights to int4 or int8"),
+    Feature.FP4: Rule(ARITHMETIC["fp4"], "the device has no fp4 arithmetic", "quantize weights to int4 or fp8"),
     Feature.E8M0: Rule(None, "the ONNX parser reads no e8m0 tensors", "choose a format whose scales are fp16 or fp8"),
     Feature.ZERO_POINT: Rule(
         None, "weights are symmetric: a zero point other than 0 is rejected", "quantize symmetrically"
@@ -93,16 +94,14 @@ def check(model: ir.Model, target: Target, title: str) -> None:
     Raises:
         UnsupportedError: it does not; every feature that is refused is named, with the first node or tensor of each.
     """
-    assert target.sm is not None  # of every GPU target
-    refused = {
-        feature: where for feature, where in reversed(list(features(model))) if TABLE[feature].refuses(target.sm)
-    }
+    sm = target.require_gpu().sm
+    refused = {feature: where for feature, where in reversed(list(features(model))) if TABLE[feature].refuses(sm)}
     if not refused:
         return
     ordered = [feature for feature in Feature if feature in refused]
     listed = "; ".join(f"{feature.value} ({refused[feature]}): {TABLE[feature].reason}" for feature in ordered)
     raise UnsupportedError(
-        f"{title} builds no such engine for target {target.name} (SM{target.sm}): {listed}",
+        f"{title} builds no such engine for target {target.name} (SM{sm}): {listed}",
         hint="; ".join(dict.fromkeys(TABLE[feature].hint for feature in ordered)),
     )
 
@@ -129,41 +128,31 @@ _BY_DTYPE = {
 
 
 def _of_node(node: ir.Node) -> Iterator[Feature]:
-    if node.domain:
-        yield Feature.FOREIGN_OPERATOR
-    elif node.op_type in ("MatMul", "Gemm") and _dtype(node, 0) is ir.DataType.FLOAT:
-        yield Feature.FP32_MATMUL
-    elif node.op_type == "DequantizeLinear" and graph.operand(node, 2) is not None:
-        yield Feature.ZERO_POINT
-    elif node.op_type == "TensorScatter" and _dtype(node, 0) not in (None, *_FIXED):
-        yield Feature.QUANTIZED_UPDATE
-    elif node.op_type == "Attention":
-        yield from _of_attention(node)
+    match operators.view(node):
+        case standard.MatMul(x=a) | standard.Gemm(a=a) if a.dtype is ir.DataType.FLOAT:
+            yield Feature.FP32_MATMUL
+        case standard.DequantizeLinear(zero_points=ir.Value()):
+            yield Feature.ZERO_POINT
+        case standard.TensorScatter() as update if update.past.dtype not in (None, *_FIXED):
+            yield Feature.QUANTIZED_UPDATE
+        case standard.Attention() as attention:
+            yield from _of_attention(attention)
+        case _ if node.domain:
+            yield Feature.FOREIGN_OPERATOR
 
 
-def _of_attention(node: ir.Node) -> Iterator[Feature]:
+def _of_attention(attention: standard.Attention) -> Iterator[Feature]:
     """Look at Attention of opset 23 or 24: q, k, v [batch, heads, tokens, channels], mask, past, lengths."""
-    if _dtype(node, 0) is ir.DataType.FLOAT:
+    if attention.q.dtype is ir.DataType.FLOAT:
         yield Feature.FP32_ATTENTION
-    channels = [_channels(node, index) for index in (0, 1, 2)]
-    if isinstance(channels[0], int) and channels[0] not in HEAD_DIMS:
+    query, key, value = ((graph.dims(each) or (None,))[-1] for each in (attention.q, attention.k, attention.v))
+    if isinstance(query, int) and query not in TENSORRT_HEAD_DIMS:
         yield Feature.HEAD_DIM
-    if channels[1] != channels[2]:
+    if key != value:
         yield Feature.HEAD_DIMS_DIFFER
-    if node.attributes.get_float("softcap", 0.0) != 0.0:
+    if attention.softcap != 0.0:
         yield Feature.SOFTCAP
-    if graph.operand(node, 4) is not None or len([value for value in node.outputs if value.name]) > 1:
+    if attention.past_key is not None or len([output for output in attention.node.outputs if output.name]) > 1:
         yield Feature.PAST
-    if graph.operand(node, 6) is not None:
+    if attention.nonpad_kv_seqlen is not None:
         yield Feature.PADDED_LENGTHS
-
-
-def _dtype(node: ir.Node, index: int) -> ir.DataType | None:
-    value = graph.operand(node, index)
-    return None if value is None else value.dtype
-
-
-def _channels(node: ir.Node, index: int) -> int | str | None:
-    value = graph.operand(node, index)
-    shape = None if value is None else graph.dims(value)
-    return shape[-1] if shape else None

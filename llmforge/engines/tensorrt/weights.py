@@ -16,6 +16,7 @@ first, 8 MiB in every step, so they are refused. Zero points other than 0 are re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,30 +25,30 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
+from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits
+from llmforge.ir.operators.standard import Reshape
 
 BITS = 4
 BLOCK_SIZES = (32, 64, 128)  # those that were seen to build
-_CODES, _ZERO_POINTS, _ORDER, _BIAS = 1, 3, 4, 5  # inputs of MatMulNBits; of GatherBlockQuantized, codes are the first
 _UPPER_BITS = 0x88  # of the two codes of a byte: turns 0 … 15 around 8 into int4, -8 … 7
 
 
-def obstacle(node: ir.Node) -> str | None:
-    """Say why TensorRT does not read the weights of a MatMulNBits or GatherBlockQuantized; None where it does."""
-    bits, block_size = (node.attributes.get_int(name, default) for name, default in (("bits", 4), ("block_size", 128)))
-    if bits != BITS:
+def reason_against(view: MatMulNBits | GatherBlockQuantized) -> str | None:
+    """Say why TensorRT does not read the weights of `view`; None where it does."""
+    if view.bits != BITS:
         return (
-            f"blocks of {bits} bits are dequantized into memory in every step; "
+            f"blocks of {view.bits} bits are dequantized into memory in every step; "
             "`bits: 4` and `embedding_bits: 4` or 16 are not, nor is what quantize-channels writes"
         )
-    if g.operand(node, _ZERO_POINTS) is not None:
+    if view.zero_points is not None:
         return "its weights have zero points, which the parser refuses; set `symmetric: true`"
-    if node.op_type == "MatMulNBits" and g.operand(node, _ORDER) is not None:
+    if isinstance(view, MatMulNBits) and view.g_idx is not None:
         return "its input features are reordered (g_idx)"
-    if block_size not in BLOCK_SIZES:
-        return f"its blocks are {block_size} wide; {', '.join(map(str, BLOCK_SIZES))} were seen to build"
-    k = _features(node)
-    if k % block_size:
-        return f"its {k} input features are no multiple of block_size, {block_size}"
+    if view.block_size not in BLOCK_SIZES:
+        return f"its blocks are {view.block_size} wide; {', '.join(map(str, BLOCK_SIZES))} were seen to build"
+    k = _features(view)
+    if k % view.block_size:
+        return f"its {k} input features are no multiple of block_size, {view.block_size}"
     return None
 
 
@@ -55,46 +56,37 @@ def obstacle(node: ir.Node) -> str | None:
 class Weights(Builder):
     """Rewrites quantized weights of `model`."""
 
-    def multiply(self, node: ir.Node) -> str:
+    def multiply(self, product: MatMulNBits) -> str:
         """Replace one MatMulNBits; say what it became."""
-        weight = self._dequantized(node, _CODES, g.operand(node, 2))
-        weight = self._add(node, "Transpose", [weight], {"perm": [1, 0]})
-        [y] = g.insert(node, "MatMul", [node.inputs[0], weight], name=node.name)
-        if (bias := g.operand(node, _BIAS)) is not None:
-            y.type = node.outputs[0].type
+        node = product.node
+        weight = self._add(node, "Transpose", [self._dequantized(product, product.b, product.scales)], {"perm": [1, 0]})
+        [y] = g.insert(node, "MatMul", [product.a, weight], name=product.name)
+        if (bias := product.bias) is not None:
+            y.type = product.output.type
             y = self._add(node, "Add", [y, bias])
-        g.supersede(node.outputs[0], y)
+        g.replace_value(product.output, y)
         return "MatMulNBits to DequantizeLinear of int4 and MatMul"
 
-    def gather(self, node: ir.Node) -> str:
+    def gather(self, lookup: GatherBlockQuantized) -> str:
         """Replace one GatherBlockQuantized; rows come out as [B, S, K], where they were [B, S, blocks, block], too."""
-        scales = g.operand(node, 2)
-        maker = None if scales is None else scales.producer()
-        if maker is not None:  # [V, blocks, 1]: of an embedding that shares its codes with the head
-            scales = maker.inputs[0]
-        table = self._dequantized(node, 0, scales)
-        [rows] = g.insert(node, "Gather", [table, node.inputs[1]], {"axis": 0}, name=node.name)
-        old = node.outputs[0]
-        ids = node.inputs[1]
-        if ids is not None and ids.shape is not None:
-            rows.shape = ir.Shape([*ids.shape, _features(node)])
-        g.supersede(old, rows)
+        shared = Reshape.made(lookup.scales)  # [V, blocks, 1]: of an embedding that shares its codes with the head
+        table = self._dequantized(lookup, lookup.data, lookup.scales if shared is None else shared.x)
+        [rows] = g.insert(lookup.node, "Gather", [table, lookup.indices], {"axis": 0}, name=lookup.name)
+        if lookup.indices.shape is not None:
+            rows.shape = ir.Shape([*lookup.indices.shape, _features(lookup)])
+        g.replace_value(lookup.output, rows)
         return "GatherBlockQuantized to DequantizeLinear of int4 and Gather"
 
-    def _dequantized(self, node: ir.Node, index: int, scales: ir.Value | None) -> ir.Value:
+    def _dequantized(self, view: MatMulNBits | GatherBlockQuantized, codes: ir.Value, scales: ir.Value) -> ir.Value:
         """Add a DequantizeLinear: [N, K] in the dtype of `scales`."""
-        codes = node.inputs[index]
-        assert codes is not None
-        assert scales is not None
-        attributes = {"axis": 1, "block_size": node.attributes.get_int("block_size")}
-        weight = self._add(node, "DequantizeLinear", [self._int4(codes, _features(node)), scales], attributes)
+        attributes = {"axis": 1, "block_size": view.block_size}
+        weight = self._add(view.node, "DequantizeLinear", [self._int4(codes, _features(view)), scales], attributes)
         weight.type = scales.type
         return weight
 
     def _int4(self, codes: ir.Value, k: int) -> ir.Value:
         """Register the codes as int4 [N, K], once for all their readers."""
-        tensor, name = codes.const_value, f"{codes.name}.int4"
-        assert tensor is not None
+        tensor, name = g.tensor(codes), f"{codes.name}.int4"
         existing = self.model.graph.initializers.get(name)
         if existing is not None:
             return existing
@@ -116,12 +108,8 @@ def _signed(tensor: ir.TensorProtocol, shape: ir.Shape, name: str) -> Callable[[
     return read
 
 
-def _features(node: ir.Node) -> int:
+def _features(view: MatMulNBits | GatherBlockQuantized) -> int:
     """Count the input features of a MatMulNBits, or the columns of the table of a GatherBlockQuantized."""
-    if node.op_type == "MatMulNBits":
-        return node.attributes.get_int("K")
-    codes = node.inputs[0]
-    dims = None if codes is None else g.dims(codes)
-    assert dims
-    per_byte = 8 // node.attributes.get_int("bits", 4)
-    return int(np.prod([int(str(dim)) for dim in dims[1:]])) * per_byte
+    if isinstance(view, MatMulNBits):
+        return view.K
+    return math.prod(g.static(view.data)[1:]) * 8 // view.bits

@@ -12,7 +12,22 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from llmforge.ir.operators import canonical, contrib, cpu, standard
-from llmforge.ir.operators.record import Operand, Operator
+from llmforge.ir.operators.record import Operand, Operator, identity, qualified
+
+__all__ = [
+    "TABLE",
+    "Operator",
+    "canonical",
+    "contrib",
+    "cpu",
+    "identity",
+    "is_a",
+    "operand",
+    "qualified",
+    "record",
+    "standard",
+    "view",
+]
 
 
 def _records() -> Iterator[type[Operator]]:
@@ -28,12 +43,12 @@ TABLE: dict[tuple[str, str], type[Operator]] = {each.identity: each for each in 
 
 def record(node: ir.Node) -> type[Operator] | None:
     """Look up the record of `node`'s operator; None where the table has none."""
-    return TABLE.get((node.domain, node.op_type))
+    return TABLE.get(identity(node))
 
 
 def view(node: ir.Node) -> Operator:
     """View `node`; where the table lacks its operator, the view has no inputs by name and no traits."""
-    return TABLE.get((node.domain, node.op_type), Operator)(node)
+    return TABLE.get(identity(node), Operator)(node)
 
 
 def is_a(node: ir.Node | None, *operators: type[Operator]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
 from llmforge.ir.graph import dims
 from llmforge.ir.operators.record import (
@@ -15,6 +16,7 @@ from llmforge.ir.operators.record import (
     I64,
     INT32,
     INT64,
+    CachedAttention,
     Experts,
     Input,
     Operator,
@@ -34,7 +36,7 @@ CONV_ACTIVATIONS = ("none", "silu")
 _INTERFACE = "split the graph before the pass that wrote it"
 
 
-class _Attention(Operator, domain=CANONICAL):
+class _Attention(CachedAttention, domain=CANONICAL):
     """q [B, S, num_heads·D], k [B, S, kv_num_heads·D], v [B, S, kv_num_heads·Dv], caches [B, kv_num_heads, C, …]."""
 
     q = Input(FLOATS, 3)
@@ -52,6 +54,11 @@ class _Attention(Operator, domain=CANONICAL):
     present_key = Output(like="past_key")
     present_value = Output(like="past_value")
     precision = Precision.HALF
+
+    @property
+    def projections(self) -> tuple[ir.Value, ...]:
+        """Query, key and value."""
+        return self.q, self.k, self.v
 
     @property
     def tokens(self) -> ir.Value:
@@ -257,18 +264,32 @@ class RowPlaces(Operator, domain=CANONICAL):
     y = Output(dtype=INT64)
 
 
-class AllReduce(Operator, domain=CANONICAL):
-    """The sum of `x` over all ranks; written by the split among ranks (`llmforge.parallel.split`)."""
+class _Collective(Operator, domain=CANONICAL):
+    """Where ranks meet; not an operator itself. Written by the split among ranks (`llmforge.parallel.split`)."""
 
     x = Input()
     ranks = integer()
 
+    def expand(self, model: ir.Model) -> None:
+        """Refuse it.
 
-class AllGather(Operator, domain=CANONICAL):
-    """The parts `x` of all ranks along `axis`."""
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{self.op_type} {self.name} puts the results of several ranks together; standard ONNX has no operator "
+            "that does",
+            hint="use an engine with collectives (docs/tensor-parallelism.md)",
+        )
 
-    x = Input()
-    ranks = integer()
+
+class AllReduce(_Collective):
+    """The sum of `x` over all ranks."""
+
+
+class AllGather(_Collective):
+    """What all ranks have in `x`, side by side along `axis`."""
+
     axis = integer()
 
 

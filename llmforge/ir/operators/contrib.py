@@ -5,6 +5,8 @@ Source: onnxruntime 1.31, docs/ContribOperators.md.
 
 from __future__ import annotations
 
+from typing import Final
+
 import onnx_ir as ir
 
 from llmforge.ir.operators.record import (
@@ -15,25 +17,27 @@ from llmforge.ir.operators.record import (
     INT8,
     MICROSOFT,
     UINT8,
+    CachedAttention,
     Experts,
     Input,
     Operator,
     OptionalInput,
     Output,
     Precision,
+    Stage,
     integer,
     optional_real,
     real,
     text,
 )
 
-INT8_ACTIVATIONS = 4  # `accuracy_level` of MatMulNBits: the kernel rounds activations to int8
+INT8_ACTIVATIONS: Final = 4  # `accuracy_level` of MatMulNBits: the kernel rounds activations to int8
 CACHE = FLOATS | {INT8, UINT8}  # uint8: two 4-bit values
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 _BYTES = frozenset({UINT8})
 
 
-class GroupQueryAttention(Operator, domain=MICROSOFT):
+class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
     """Attention over a KV buffer that past and present share; key and value are absent where the query is packed."""
 
     query = Input(FLOATS, 3)
@@ -43,8 +47,8 @@ class GroupQueryAttention(Operator, domain=MICROSOFT):
     past_value = Input(CACHE, 4)
     seqlens_k = Input(I32, 1)
     total_sequence_length = Input(I32, 0, 1)
-    cos_cache = OptionalInput(FLOATS, 2, table=True)
-    sin_cache = OptionalInput(FLOATS, 2, table=True)
+    cos_cache = OptionalInput(FLOATS, 2, rotary=True)
+    sin_cache = OptionalInput(FLOATS, 2, rotary=True)
     position_ids = OptionalInput(I64, 2)
     attention_bias = OptionalInput(FLOATS, 4)
     head_sink = OptionalInput(FLOATS, 1, heads=0)
@@ -60,7 +64,7 @@ class GroupQueryAttention(Operator, domain=MICROSOFT):
     sliding_window_cache = integer(0)
     do_rotary = integer(0)
     rotary_interleaved = integer(0)
-    smooth_softmax = integer(0)
+    smooth_softmax = integer(-1)
     causal = integer(1)
     qk_norm_epsilon = real(1e-6)
     k_quant_type = text("NONE")
@@ -70,6 +74,11 @@ class GroupQueryAttention(Operator, domain=MICROSOFT):
     present_key = Output(like="past_key")
     present_value = Output(like="past_value")
     precision = Precision.HALF
+
+    @property
+    def projections(self) -> tuple[ir.Value, ...]:
+        """Query, key and value; one where the query holds all three side by side."""
+        return (self.query,) if self.key is None or self.value is None else (self.query, self.key, self.value)
 
 
 class MatMulNBits(Operator, domain=MICROSOFT):
@@ -169,8 +178,27 @@ class QMoE(_Experts):
     expert_weight_bits = integer()
     block_size = integer()
     accuracy_level = integer(0)
+    weights_prepacked = integer(-1)
     indivisible = "quantized experts are not divided"
     prepacked = True
+
+
+class LinearAttention(Operator, domain=MICROSOFT):
+    """Attention with a state of fixed size, which knows no padding and no rows that begin."""
+
+    query = Input(FLOATS, 3)
+    key = Input(FLOATS, 3)
+    value = Input(FLOATS, 3)
+    past_state = Input(FLOATS, 4)
+    decay = Input(FLOATS, 3)
+    beta = Input(FLOATS, 3)
+    q_num_heads = integer()
+    kv_num_heads = integer()
+    scale = real()
+    update_rule = text()
+    y = Output()
+    present_state = Output(like="past_state")
+    stage = Stage.LOWERED
 
 
 class SkipSimplifiedLayerNormalization(Operator, domain=MICROSOFT):

@@ -14,6 +14,7 @@ from llmforge.ir.operators.record import (
     Operator,
     OptionalInput,
     Output,
+    Precision,
     integer,
     real,
 )
@@ -21,7 +22,11 @@ from llmforge.ir.operators.record import (
 _BYTES = frozenset({UINT8})
 
 
-class Linear(Operator, domain=CPU):
+class _Kernel(Operator, domain=CPU):
+    precision = Precision.NO_HALF
+
+
+class Linear(_Kernel):
     """A product with packed codes, perhaps with the norm in front of it and the sum behind it."""
 
     x = Input(FP32)
@@ -38,7 +43,7 @@ class Linear(Operator, domain=CPU):
     epsilon = real()
 
 
-class Embedding(Operator, domain=CPU):
+class Embedding(_Kernel):
     """Rows of packed codes."""
 
     ids = Input(I64)
@@ -51,15 +56,15 @@ class Embedding(Operator, domain=CPU):
     y = Output(dtype=FLOAT)
 
 
-class GroupQueryAttention(Operator, domain=CPU):
+class GroupQueryAttention(_Kernel):
     """Attention over caches of fp32."""
 
     qkv = Input(FP32, 3)
     past_key = Input(FP32, 4)
     past_value = Input(FP32, 4)
     seqlens_k = Input(I32, 1)
-    cos_cache = OptionalInput(FP32, 2, table=True)
-    sin_cache = OptionalInput(FP32, 2, table=True)
+    cos_cache = OptionalInput(FP32, 2, rotary=True)
+    sin_cache = OptionalInput(FP32, 2, rotary=True)
     k_scale = OptionalInput(FP32)
     v_scale = OptionalInput(FP32)
     q_norm_weight = OptionalInput(FP32, 1)

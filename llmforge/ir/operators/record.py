@@ -59,6 +59,7 @@ class Precision(enum.Enum):
     FOLLOWS = enum.auto()  # half precision where all that it reads is
     HALF = enum.auto()  # always: it carries the work
     FP32 = enum.auto()  # never: a few bits spoil its result
+    NO_HALF = enum.auto()  # has fp32 kernels alone: a graph with it is not lowered
 
 
 class Sign(enum.Enum):
@@ -91,6 +92,7 @@ class Operand:
         chooses: it chooses experts, or weighs them.
         heads: the axis of the query heads.
         kv_heads: the axis of the KV heads, where it has rank 4.
+        rotary: a table of rotary embedding, a row a position.
     """
 
     optional = False
@@ -105,11 +107,12 @@ class Operand:
         chooses: bool = False,
         heads: int | None = None,
         kv_heads: int | None = None,
+        rotary: bool = False,
     ) -> None:
         self.name, self.index = "", -1
         self.dtypes, self.ranks = frozenset(dtypes), frozenset(ranks)
-        self.fp32, self.table, self.experts, self.chooses = fp32, table, experts, chooses
-        self.heads, self.kv_heads = heads, kv_heads
+        self.fp32, self.table, self.experts, self.chooses = fp32, table or rotary, experts, chooses
+        self.heads, self.kv_heads, self.rotary = heads, kv_heads, rotary
 
     def __set_name__(self, owner: type[Operator], name: str) -> None:
         self.name = name
@@ -147,6 +150,8 @@ class OptionalInput(Operand):
                 return
             view.node.resize_inputs(self.index + 1)
         view.node.replace_input_with(self.index, value)
+        while view.node.inputs and view.node.inputs[-1] is None:
+            view.node.resize_inputs(len(view.node.inputs) - 1)
 
 
 class Output:
@@ -180,8 +185,8 @@ class Attribute(Generic[T]):
     ) -> None:
         self.name = ""
         self.kind, self.type = kind, type_  # as messages call it; as ONNX does
-        self.required = required
-        self._read, self._default = read, default
+        self.default, self.required = default, required
+        self._read = read
 
     def __set_name__(self, owner: type[Operator], name: str) -> None:
         self.name = name
@@ -198,7 +203,7 @@ class Attribute(Generic[T]):
             return self._read(attribute)
         if self.required:
             raise view.malformed(f"attribute {self.name!r} is missing")
-        return self._default
+        return self.default
 
     def __set__(self, view: Operator, value: graph.Attribute) -> None:
         [view.node.attributes[self.name]] = ir.convenience.convert_attributes({self.name: value})
@@ -295,7 +300,7 @@ class Operator:
     @classmethod
     def matches(cls, node: ir.Node | None) -> bool:
         """Say whether `node` is of this operator."""
-        return node is not None and (node.domain, node.op_type) == cls.identity
+        return node is not None and identity(node) == cls.identity
 
     @classmethod
     def of(cls, node: ir.Node | None) -> Self | None:
@@ -306,6 +311,11 @@ class Operator:
     def made(cls, value: ir.Value | None) -> Self | None:
         """View the node that makes `value`; None where it is of another operator."""
         return None if value is None else cls.of(value.producer())
+
+    @classmethod
+    def only_reader(cls, value: ir.Value) -> Self | None:
+        """View the node that alone reads `value`; None where it is of another operator, or others read it, too."""
+        return cls.of(graph.only_reader(value))
 
     @classmethod
     def all(cls, model: ir.Model) -> list[Self]:
@@ -322,13 +332,15 @@ class Operator:
         outputs: int = 1,
         name: str | None = None,
     ) -> Self:
-        """Insert a node in front of `before`, with inputs by name; the caller sets types and shapes of its outputs."""
+        """Insert a node in front of `before`, with inputs by name; the caller sets types and shapes of its outputs.
+
+        The graph imports the operator's domain afterwards.
+        """
         made = graph.insert(
             before, cls.op_type, cls.ordered(inputs), attributes, domain=cls.domain, outputs=outputs, name=name
         )
-        node = made[0].producer()
-        assert node is not None
-        return cls(node)
+        graph.owner(before).opset_imports.setdefault(cls.domain, OPSETS[cls.domain])
+        return cls(graph.producer(made[0]))
 
     @classmethod
     def ordered(cls, inputs: Mapping[str, T | None]) -> list[T | None]:
@@ -349,6 +361,13 @@ class Operator:
     def output(self) -> ir.Value:
         """The first output."""
         return self.node.outputs[0]
+
+    @property
+    def first_input(self) -> ir.Value:
+        """The first input: of operators of any kind, what they work on."""
+        if (value := graph.operand(self.node, 0)) is None:
+            raise self.malformed("it reads nothing")
+        return value
 
     def operand(self, field: Operand) -> ir.Value | None:
         """Return the value of an input; None where it is left out."""
@@ -403,6 +422,20 @@ class Reduction(Operator):
     noop_with_empty_axes = integer(0)
 
 
+class CachedAttention(Operator):
+    """Attention by heads over a KV cache; not an operator itself."""
+
+    past_key: Input
+    past_value: Input
+    num_heads: Attribute[int]
+    kv_num_heads: Attribute[int]
+
+    @property
+    def projections(self) -> tuple[ir.Value, ...]:
+        """Query, key and value; one where the query holds all three side by side."""
+        raise NotImplementedError
+
+
 class Experts(Operator):
     """Experts, of which each token chooses some; not an operator itself."""
 
@@ -410,6 +443,16 @@ class Experts(Operator):
     def chosen(self) -> int | None:
         """How many experts a token chooses, where that is known."""
         raise NotImplementedError
+
+
+def identity(node: ir.Node) -> tuple[str, str]:
+    """Return the domain of `node` and its operator."""
+    return node.domain, node.op_type
+
+
+def qualified(node: ir.Node) -> str:
+    """Name the operator of `node`, with its domain, in a message."""
+    return f"{node.domain or 'ai.onnx'}::{node.op_type}"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -36,6 +36,7 @@ from llmforge.ir.operators.record import (
     integer,
     integers,
     optional_integer,
+    optional_real,
     optional_tensor,
     real,
     text,
@@ -130,6 +131,11 @@ class _Binary(Operator):
     b = Input(NUMBERS)
     pointwise = True
     tensorrt: ClassVar[Seen | None] = Seen(_SEEN)
+
+    @property
+    def either_way(self) -> tuple[tuple[ir.Value, ir.Value], ...]:
+        """Its operands in both orders, for a pattern of which either is one side."""
+        return (self.a, self.b), (self.b, self.a)
 
 
 class Add(_Binary):
@@ -298,7 +304,7 @@ class RMSNormalization(Operator):
     x = Input()
     scale = Input(FLOATS, 1)
     axis = integer(-1)
-    epsilon = real()
+    epsilon = real(1e-5)
     stash_type = integer(int(FLOAT))
     tensorrt = Seen(FLOATS)
 
@@ -319,7 +325,7 @@ class SimplifiedLayerNormalization(Operator):
     x = Input()
     scale = Input(FLOATS, 1)
     axis = integer(-1)
-    epsilon = real()
+    epsilon = real(1e-5)
     stash_type = integer(int(FLOAT))
     y = Output()
     inverse_deviation = Output()
@@ -327,8 +333,8 @@ class SimplifiedLayerNormalization(Operator):
 
 class RotaryEmbedding(Operator):
     x = Input(FLOATS, 3)
-    cos = Input(FLOATS, 2, table=True)
-    sin = Input(FLOATS, 2, table=True)
+    cos = Input(FLOATS, 2, rotary=True)
+    sin = Input(FLOATS, 2, rotary=True)
     position_ids = Input(I64, 2)
     num_heads = integer()
     interleaved = integer(0)
@@ -609,12 +615,39 @@ class NonZero(Operator):
     stage = Stage.LOWERED
 
 
+class Unique(Operator):
+    x = Input(NUMBERS)
+    sorted = integer(1)
+    axis = optional_integer()
+    y = Output()
+    indices = Output(dtype=INT64)
+    inverse_indices = Output(dtype=INT64)
+    counts = Output(dtype=INT64)
+    stage = Stage.LOWERED
+
+
 class Constant(Operator):
     value = optional_tensor()
     stage = Stage.LOWERED
 
+    def output_dtype(self, index: int) -> ir.DataType | None:
+        return None if self.value is None else self.value.dtype
+
 
 # What lowerings write --------------------------------------------------------------------------------------------
+
+
+class Loop(Operator):
+    """A body that is run for each expert that a step chooses (`llmforge.ir.moe`)."""
+
+    trip_count = OptionalInput(I64)
+    condition = OptionalInput(BOOLS)
+    initial = OptionalInput(ANY)
+    variadic = True
+    stage = Stage.LOWERED
+
+    def output_dtype(self, index: int) -> ir.DataType | None:
+        return None  # the body's
 
 
 class Attention(Operator):
@@ -626,6 +659,12 @@ class Attention(Operator):
     attn_mask = OptionalInput(FLOATS | BOOLS)
     past_key = OptionalInput(FLOATS, 4)
     past_value = OptionalInput(FLOATS, 4)
+    nonpad_kv_seqlen = OptionalInput(I64, 1)
+    scale = optional_real()
+    softcap = real(0.0)
+    y = Output()
+    present_key = Output(like="k")
+    present_value = Output(like="v")
     stage = Stage.LOWERED
     tensorrt = Seen(_HALVES, BOOLS)
 

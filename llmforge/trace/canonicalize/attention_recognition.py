@@ -24,7 +24,6 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dialect, interface, operators
 from llmforge.ir import graph as g
 from llmforge.ir.operators import canonical, standard
-from llmforge.ir.operators.record import OPSETS
 from llmforge.trace.canonicalize.evaluation import Evaluation, Origins
 from llmforge.trace.canonicalize.rewriting import lay_out, swap_heads
 from llmforge.trace.hooks.attention import Attention, CacheLayer
@@ -421,11 +420,10 @@ def _replace(
     attention.node.metadata_props.update(at.metadata_props)
     batch, _, sequence, _ = g.dims(y) or (None,) * 4
     attention.y.type, attention.y.shape = y.type, ir.Shape([batch, sequence, subgraph.heads * subgraph.value_width])
-    g.replace(y, swap_heads(at, lay_out(model, at, attention.y, subgraph.heads, subgraph.value_width)))
+    g.replace_uses(y, swap_heads(at, lay_out(model, at, attention.y, subgraph.heads, subgraph.value_width)))
     for cache, present, past in (
         (subgraph.keys, attention.present_key, past_key),
         (subgraph.values, attention.present_value, past_value),
     ):
         present.type, present.shape = past.type, ir.Shape(g.dims(past) or ())
-        g.replace(cache, present)
-    model.opset_imports[attention.domain] = OPSETS[attention.domain]
+        g.replace_uses(cache, present)

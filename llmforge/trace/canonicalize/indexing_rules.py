@@ -24,7 +24,7 @@ def gather_nd_of_one_axis(model: ir.Model, lookup: standard.GatherND) -> bool:
     else:
         return False
     y, inputs = lookup.output, {"data": lookup.data, "indices": one_axis}
-    g.replace(y, insert(lookup.node, standard.Gather, inputs, {"axis": 0}, dims=g.dims(y), dtype=y.dtype))
+    g.replace_uses(y, insert(lookup.node, standard.Gather, inputs, {"axis": 0}, dims=g.dims(y), dtype=y.dtype))
     return True
 
 
@@ -40,7 +40,7 @@ def gather_by_flat_indices(model: ir.Model, lookup: standard.Gather) -> bool:
     inputs, dims = {"data": lookup.data, "indices": flat.x}, (*before, width)
     rows = insert(lookup.node, standard.Gather, inputs, {"axis": 0}, dims=dims, dtype=y.dtype)
     reshaped = {"x": rows, "shape": target(model, [-1, width])}
-    g.replace(y, insert(lookup.node, standard.Reshape, reshaped, dims=after, dtype=y.dtype))
+    g.replace_uses(y, insert(lookup.node, standard.Reshape, reshaped, dims=after, dtype=y.dtype))
     return True
 
 
@@ -55,7 +55,7 @@ def gather_between_transposes(model: ir.Model, back: standard.Transpose) -> bool
         return False
     inputs, dims = {"data": there.x, "indices": lookup.indices}, g.dims(y) or ()
     front, *_ = moved
-    g.replace(y, insert(back.node, standard.Gather, inputs, {"axis": front}, dims=dims, dtype=y.dtype))
+    g.replace_uses(y, insert(back.node, standard.Gather, inputs, {"axis": front}, dims=dims, dtype=y.dtype))
     return True
 
 
@@ -110,7 +110,7 @@ def slices_are_split(model: ir.Model, cut: standard.Slice) -> bool:
     split = standard.Split.insert(first, {"x": x, "split": given}, {"axis": -1}, outputs=len(parts))
     split.node.metadata_props.update(first.metadata_props)
     for output, piece in zip(split.node.outputs, pieces, strict=True):
-        g.replace(piece, output)
+        g.replace_uses(piece, output)
     return True
 
 
@@ -144,7 +144,7 @@ def partial_rotary(model: ir.Model, join: standard.Concat) -> bool:
     flat = lay_out(model, at, by_row, rotary.num_heads * width)
     new = insert_changed(at, rotary, {"x": flat}, {"rotary_embedding_dim": count}, g.dims(flat) or ())
     new = lay_out(model, at, new, rotary.num_heads, width)
-    g.replace(y, swap_heads(at, new) if heads_first else new)
+    g.replace_uses(y, swap_heads(at, new) if heads_first else new)
     return True
 
 

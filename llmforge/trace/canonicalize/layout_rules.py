@@ -36,7 +36,7 @@ def cast_of_constant(model: ir.Model, cast: standard.Cast) -> bool:
     if x.dtype == to or tensor.size > FOLDED or x.is_graph_input() or cast.output.is_graph_output():
         return False
     name = f"{x.name}.{to.name.lower()}"
-    g.replace(cast.output, g.initializer(model, name, tensor.numpy().astype(to.numpy())))
+    g.replace_uses(cast.output, g.initializer(model, name, tensor.numpy().astype(to.numpy())))
     return True
 
 
@@ -47,7 +47,7 @@ def cast_like(model: ir.Model, cast: standard.CastLike) -> bool:
         return False
     if cast.x.dtype == to:
         return bypass(cast, cast.x)
-    g.replace(cast.output, standard.Cast.insert(cast.node, {"x": cast.x}, {"to": int(to)}).output)
+    g.replace_uses(cast.output, standard.Cast.insert(cast.node, {"x": cast.x}, {"to": int(to)}).output)
     return True
 
 
@@ -82,7 +82,7 @@ def expand_of_constant(model: ir.Model, expand: standard.Expand) -> bool:
         return False
     array = np.ascontiguousarray(np.broadcast_to(tensor.numpy(), shape))
     digest = hashlib.sha256(array.tobytes()).hexdigest()[:8]
-    g.replace(y, g.initializer(model, f"constant_{'_'.join(map(str, shape))}_{digest}", array))
+    g.replace_uses(y, g.initializer(model, f"constant_{'_'.join(map(str, shape))}_{digest}", array))
     return True
 
 
@@ -164,7 +164,7 @@ def as_reshape(model: ir.Model, squeeze: standard.Squeeze | standard.Unsqueeze) 
     reshaped = rewriting.reshape(model, squeeze.node, x, g.dims(y) or ()) if known(x) and known(y) else None
     if reshaped is None:
         return False
-    g.replace(y, reshaped)
+    g.replace_uses(y, reshaped)
     return True
 
 
@@ -195,7 +195,7 @@ def transpose_of_ones(model: ir.Model, transpose: standard.Transpose) -> bool:
     reshaped = rewriting.reshape(model, transpose.node, x, g.dims(y) or ())
     if reshaped is None:
         return False
-    g.replace(y, reshaped)
+    g.replace_uses(y, reshaped)
     return True
 
 
@@ -211,7 +211,9 @@ def norm_of_transpose(model: ir.Model, norm: standard.LayerNormalization | stand
         return False
     y = norm.output
     new = insert_changed(norm.node, norm, {"x": turned.x}, {"axis": -1}, g.dims(turned.x) or ())
-    g.replace(y, insert(norm.node, standard.Transpose, {"x": new}, {"perm": perm}, dims=g.dims(y) or (), dtype=y.dtype))
+    g.replace_uses(
+        y, insert(norm.node, standard.Transpose, {"x": new}, {"perm": perm}, dims=g.dims(y) or (), dtype=y.dtype)
+    )
     return True
 
 
@@ -222,7 +224,7 @@ def shape_of_inputs(model: ir.Model, shape: standard.Shape) -> bool:
     """Shape(x) → Concat(Shape(input), …, constant, …): sizes come from the graph inputs that bring them.
 
     In front of everything, because layers that share what one of them computed cannot be told apart
-    (`replicate_layers`).
+    (`export.replicate_layers`).
     """
     y, dims = shape.output, g.dims(shape.x)
     if dims is None or y.is_graph_output():
@@ -246,5 +248,5 @@ def shape_of_inputs(model: ir.Model, shape: standard.Shape) -> bool:
         size.type, size.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
         sizes.append(size)
     whole = sizes[0] if len(sizes) == 1 else g.insert(front, "Concat", sizes, {"axis": 0})[0]
-    g.replace(y, whole)
+    g.replace_uses(y, whole)
     return True

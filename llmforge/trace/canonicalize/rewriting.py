@@ -45,7 +45,7 @@ def bypass(operator: Operator, x: ir.Value) -> bool:
     """Let the readers of `operator` read `x`, which holds the same; not where that would rename an input or weight."""
     if operator.output.is_graph_output():
         return False
-    g.replace(operator.output, x)
+    g.replace_uses(operator.output, x)
     return True
 
 

@@ -102,7 +102,7 @@ def _multiply(gemm: standard.Gemm) -> None:
     product = insert(at, standard.MatMul, {"x": gemm.a, "w": weight}, dims=g.dims(y), dtype=y.dtype)
     if gemm.c is not None:
         product = insert(at, standard.Add, {"a": product, "b": gemm.c}, dims=g.dims(y), dtype=y.dtype)
-    g.replace(y, product)
+    g.replace_uses(y, product)
 
 
 def _name_axes(model: ir.Model, squeeze: standard.Squeeze) -> None:
@@ -133,7 +133,7 @@ def _compare(model: ir.Model, scatter: standard.ScatterElements) -> None:
     if old is not None:
         data = g.initializer(model, f"experts.fill_{old}", np.array(old, np.float32))
     value = g.initializer(model, f"experts.fill_{new}", np.array(new, np.float32))
-    g.replace(y, insert(at, standard.Where, {"condition": hit, "x": value, "y": data}, dims=dims, dtype=y.dtype))
+    g.replace_uses(y, insert(at, standard.Where, {"condition": hit, "x": value, "y": data}, dims=dims, dtype=y.dtype))
 
 
 def _filling(value: ir.Value) -> float | None:

@@ -109,7 +109,7 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
     )
     name, dtype, dims = value.name or "", value.dtype, g.dims(value)
     if dtype is None or dims is None:
-        raise UnsupportedError(f"the trace leaves {name!r} without a dtype or a shape")
+        raise UnsupportedError(f"parameter {name} has no type or shape in the trace")
     shape = ir.Shape([*dims[:-2], dims[-1], dims[-2]] if transposed else dims)
     if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
@@ -125,7 +125,7 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
     value.shape = shape
     if transposed:
         for transpose in readers:
-            g.replace(transpose.output, value)
+            g.replace_uses(transpose.output, value)
 
 
 def _reader(
