@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[], ir.Model], str]] = {
 def test_what_has_no_way_through_is_refused_by_name(name: str) -> None:
     make, reason = REFUSED[name]
     model = make()
-    assert any(reason in each.reason for each in lower.unsupported(model))
+    assert any(reason in each.reason for each in lower.refused(model))
     with pytest.raises(UnsupportedError, match="TensorRT for target rtx-4090 does not take") as caught:
         lower.lower(model, RTX.target, SPEC)
     assert caught.value.hint
@@ -311,9 +311,9 @@ def _experts(count: int, top_k: int) -> canonical.MoE:
 
 
 def test_experts_are_all_computed_up_to_a_measure() -> None:
-    assert experts.reason_against(_experts(8, 2)) is None
+    assert experts.refusal_reason(_experts(8, 2)) is None
     assert "2 of 16 experts; the lowering computes all of them, and reads 8 times" in str(
-        experts.reason_against(_experts(16, 2))
+        experts.refusal_reason(_experts(16, 2))
     )
 
 

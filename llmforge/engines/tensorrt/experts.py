@@ -25,7 +25,7 @@ from llmforge.ir.operators import canonical
 MOST_READ = 4  # a Mixtral has 8 experts, of which a token chooses 2
 
 
-def reason_against(layer: canonical.MoE) -> str | None:
+def refusal_reason(layer: canonical.MoE) -> str | None:
     """Say why the experts of `layer` are not computed all; None where they are."""
     experts, top_k = g.static(layer.up)[0], g.width(layer.expert_ids)
     if experts > MOST_READ * top_k:
