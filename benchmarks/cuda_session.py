@@ -33,7 +33,7 @@ def write_engine(folder: Path) -> None:
     """Lower the sample checkpoint and write its engine, without loading it."""
     from llmforge import targets
     from llmforge.checkpoint import Checkpoint
-    from llmforge.engines import cuda
+    from llmforge.engines import BuildRequest, cuda
     from llmforge.lowering.pass_base import Budget, Context
     from llmforge.passes.flash_attention import FlashAttention
     from llmforge.passes.fuse_norms import FuseNorms
@@ -49,8 +49,8 @@ def write_engine(folder: Path) -> None:
         step.run(model, Context(target))
     spec = EngineSpec(max_context=MAX_CONTEXT, max_batch=MAX_BATCH)
     lowered, _ = cuda.lower(model, target, spec)
-    ends = {"eos_token_ids": checkpoint.eos_token_ids, "bos_token_id": checkpoint.bos_token_id}
-    cuda.write(lowered, folder, cuda.configure(lowered, spec=spec, target=target, **ends))
+    ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
+    cuda.write(BuildRequest(lowered, folder, spec, target, *ends))
 
 
 def rehearse(folder: Path) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph, interface, logits_rows, routing
 from llmforge.ir.derived import by_output
 from llmforge.ir.operators import canonical
+from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
@@ -64,7 +65,6 @@ from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initial
 from llmforge.quantization.statistics import Demand, Statistics, WeightDemand
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
-_INT8_ACTIVATIONS: Literal[4] = 4  # accuracy_level
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class QuantizeWeights(Pass):
     embedding_bits: Annotated[Literal[4, 8, 16], Field(description="of embedding and head; 16 leaves them alone")] = 8
     accuracy_level: Annotated[
         Literal[0, 1, 4], Field(description="of MatMulNBits; 4: activations are rounded to int8, 0 and 1: fp32")
-    ] = _INT8_ACTIVATIONS
+    ] = INT8_ACTIVATIONS
     damping: Annotated[
         float, Field(gt=0, le=1, description="of gptq: share of a Hessian's mean diagonal that is added to it")
     ] = 0.01
@@ -101,10 +101,10 @@ class QuantizeWeights(Pass):
     @model_validator(mode="after")
     def _runs_well(self) -> Self:
         eight = [name for name in ("bits", "embedding_bits") if getattr(self, name) == 8]
-        if eight and self.accuracy_level != _INT8_ACTIVATIONS:
+        if eight and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(
                 f"{eight[0]}: 8 runs 400 times slower with accuracy_level: {self.accuracy_level} than with "
-                f"accuracy_level: {_INT8_ACTIVATIONS}; choose that, or other bits"
+                f"accuracy_level: {INT8_ACTIVATIONS}; choose that, or other bits"
             )
         return self
 

@@ -9,16 +9,16 @@ import enum
 import importlib.util
 import platform
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmforge.base import located_yaml
+from llmforge.base.backends import BACKENDS, BackendName, Kind, Provider, Support
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.targets.achieved import Assumption, defaults
-from llmforge.targets.support import Backend as Backend
-from llmforge.targets.support import Support, support, unsupported
 
 FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
@@ -78,6 +78,15 @@ class Interconnect(BaseModel):
     domain: Annotated[int, Field(ge=1)]  # devices that reach each other so
 
 
+@dataclass(frozen=True)
+class GpuFacts:
+    """What every GPU target has."""
+
+    sm: str  # compute capability without the dot, "89"
+    memory_gb: Figure
+    bandwidth_gbs: Figure
+
+
 class Target(BaseModel):
     """Immutable facts of a deployment device.
 
@@ -92,7 +101,7 @@ class Target(BaseModel):
     name: str
     title: str
     like: str | None = None  # in the file of a machine: the target here that engines for it are built for
-    kind: Literal["cpu", "gpu"]
+    kind: Kind
     isa: Isa | None = None
     sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None  # compute capability without the dot, "89"
     memory_gb: Figure | None = None  # 10**9 bytes
@@ -103,7 +112,7 @@ class Target(BaseModel):
     tdp_w: Figure | None = None
     usd_per_hour: Price | None = None
     achieved: dict[Share, Figure] = Field(default_factory=dict)
-    engines: tuple[Backend, ...] = Field(min_length=1)
+    engines: tuple[BackendName, ...] = Field(min_length=1)
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -115,7 +124,7 @@ class Target(BaseModel):
         if self.kind == "gpu" and (self.memory_gb is None or self.bandwidth_gbs is None or not self.rates):
             raise ValueError("a GPU target has `memory_gb`, `bandwidth_gbs` and `rates`")
         for backend in self.engines:
-            if (reason := unsupported(backend, self.sm)) is not None:
+            if (reason := BACKENDS[backend].unsupported(self.sm)) is not None:
                 raise ValueError(f"`engines` cannot hold {backend}: {reason}")
         return self
 
@@ -124,16 +133,13 @@ class Target(BaseModel):
         """The name of a target in this folder, by which artifacts know it everywhere."""
         return self.like or self.name
 
-    def support(self, backend: Backend) -> Support:
+    def support(self, backend: BackendName) -> Support:
         """Return the dtypes that an engine of `backend` takes here.
 
         Raises:
             UnsupportedError: there is no such engine for this target; says why.
         """
-        found = support(backend, self.sm) if backend in self.engines else None
-        if found is None:
-            raise self._no_engine(backend)
-        return found
+        return self.require_engine(backend).support(self.sm)
 
     def share(self, name: Share) -> Assumption:
         """Return how much of a ceiling is reached, or a fixed time: this file's figure, else the default."""
@@ -147,22 +153,32 @@ class Target(BaseModel):
         """Return the share of the matrix rate of `dtype` that a long prompt reaches."""
         return self.share(matrix_share_of(dtype))
 
-    def require_engine(self, backend: Backend) -> None:
-        """Return if this device can load an engine of `backend`.
+    def require_engine(self, backend: BackendName) -> Provider:
+        """Return what runs engines of `backend` on this device.
 
         Raises:
-            UnsupportedError: it cannot.
+            UnsupportedError: nothing does.
         """
-        if backend not in self.engines:
-            raise self._no_engine(backend)
+        record = BACKENDS[backend]
+        provider = record.on(self.kind)
+        if provider is None or backend not in self.engines:
+            reason = record.unsupported(self.sm) or "its file does not list it"
+            raise UnsupportedError(
+                f"target {self.name} ({self.title}) cannot load a {backend} engine: {reason}; its engines: "
+                f"{', '.join(self.engines)}",
+                hint=f"set `engine: {{backend: {self.engines[0]}}}`, or choose another target",
+            )
+        return provider
 
-    def _no_engine(self, backend: Backend) -> UnsupportedError:
-        reason = unsupported(backend, self.sm) or "its file does not list it"
-        return UnsupportedError(
-            f"target {self.name} ({self.title}) cannot load a {backend} engine: {reason}; its engines: "
-            f"{', '.join(self.engines)}",
-            hint=f"set `engine: {{backend: {self.engines[0]}}}`, or choose another target",
-        )
+    def require_gpu(self) -> GpuFacts:
+        """Return the facts that every GPU has.
+
+        Raises:
+            UnsupportedError: this is a CPU.
+        """
+        if self.sm is None or self.memory_gb is None or self.bandwidth_gbs is None:
+            raise UnsupportedError(f"target {self.name} is a {self.kind}; this engine runs on GPUs")
+        return GpuFacts(self.sm, self.memory_gb, self.bandwidth_gbs)
 
     def require_here(self) -> None:
         """Return if this machine runs what is built for a CPU target; of GPUs nothing is asked here.
@@ -173,11 +189,10 @@ class Target(BaseModel):
         if self.isa is None:
             return
         onnxruntime_providers("cpu")
-        here = local()
-        assert here.isa is not None
-        if not here.isa.includes(self.isa):
+        here = detect()
+        if not here.includes(self.isa):
             raise EnvironmentLacks(
-                f"target {self.name} needs the instruction set {self.isa.value}; this machine has {here.isa.value}, so "
+                f"target {self.name} needs the instruction set {self.isa.value}; this machine has {here.value}, so "
                 "an engine could be written here but not validated",
                 hint=f"build on a machine that has it, or set `target: {LOCAL}`",
             )

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from llmforge import artifact, targets
 from llmforge.artifact import Artifact
+from llmforge.engines import BuildRequest
 from llmforge.engines import onnxruntime as engine
 from llmforge.recipe import EngineSpec, ServingSpec
 from llmforge.triton import repository
@@ -45,7 +46,7 @@ def _publish(
     spec = spec.model_copy(update={"threads": 1})
     recipe = {"serving": serving.model_dump(mode="json")}
     with artifact.staging(out, name) as folder:
-        built = engine.build(model, folder / "engine", spec=spec, eos_token_ids=(EOS,), bos_token_id=0)
+        built = engine.build(BuildRequest(model, folder / "engine", spec, targets.local(), (EOS,), 0))
         (folder / "tokenizer").mkdir()
         for file in TOKENIZER_FILES:
             shutil.copy(checkpoint / file, folder / "tokenizer" / file)

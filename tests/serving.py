@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmforge import targets
 from llmforge.artifact import Artifact, publish, staging
+from llmforge.engines import BuildRequest
 from llmforge.engines import onnxruntime as engine
 from llmforge.recipe import EngineSpec
 
@@ -23,7 +24,7 @@ def publish_small(out: Path, checkpoint: Path, *, eos: tuple[int, ...] = (EOS,))
     with staging(out, "small") as folder:
         model, _ = engine.lower(decoder(VOCABULARY), targets.local())
         spec = EngineSpec(max_context=CONTEXT, max_batch=SLOTS, threads=1)
-        engine.build(model, folder / "engine", spec=spec, eos_token_ids=eos, bos_token_id=0)
+        engine.build(BuildRequest(model, folder / "engine", spec, targets.local(), eos, 0))
         (folder / "tokenizer").mkdir()
         for name in ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json"):
             shutil.copy(checkpoint / name, folder / "tokenizer" / name)

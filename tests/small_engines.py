@@ -11,6 +11,7 @@ import numpy as np
 from llmforge import targets
 from llmforge.base.errors import ForgeError
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines import BuildRequest
 from llmforge.engines import onnxruntime as engine
 from llmforge.lowering.pass_base import Context
 from llmforge.passes.flash_attention import FlashAttention
@@ -34,7 +35,7 @@ SPEC = EngineSpec(max_context=96, max_batch=3, threads=1)
 def small_runner(folder: Path, checkpoint: Path, spec: EngineSpec = SPEC) -> Runner:
     """Build the decoder of random weights into `folder` and load it with the sample checkpoint's tokenizer."""
     model, _ = engine.lower(decoder(VOCABULARY), targets.local())
-    engine.build(model, folder, spec=spec, eos_token_ids=(EOS,), bos_token_id=0)
+    engine.build(BuildRequest(model, folder, spec, targets.local(), (EOS,), 0))
     config = RuntimeConfig.read(folder / "runtime.json")
     session = Session(folder / "model.onnx", config.session.resolve())
     return Runner(session, config, read_tokenizer(checkpoint / "tokenizer.json"), None)
@@ -48,8 +49,8 @@ def sample_runner(folder: Path, checkpoint: Path) -> Runner:
         assert step.run(model, Context(target))
     lowered, _ = engine.lower(model, target)
     spec = EngineSpec(max_context=1024, max_batch=8, threads=1)
-    ends = {"eos_token_ids": opened.eos_token_ids, "bos_token_id": opened.bos_token_id}
-    engine.build(lowered, folder / "engine", spec=spec, **ends)
+    ends = opened.eos_token_ids, opened.bos_token_id
+    engine.build(BuildRequest(lowered, folder / "engine", spec, target, *ends))
     engine.write_tokenizer(opened, folder / "tokenizer")
     return load(folder)
 

@@ -72,14 +72,8 @@ def build(
     spec = EngineSpec(backend=backend, max_context=max_context, max_batch=max_batch, cuda_graphs="allow")
     builder = engines.for_target(spec.backend, chosen)
     lowered, changes = builder.lower(model, chosen, spec)
-    engine = builder.build(
-        lowered,
-        folder / "engine",
-        spec=spec,
-        target=chosen,
-        eos_token_ids=opened.eos_token_ids,
-        bos_token_id=opened.bos_token_id,
-    )
+    ends = opened.eos_token_ids, opened.bos_token_id
+    engine = builder.build(engines.BuildRequest(lowered, folder / "engine", spec, chosen, *ends))
     write_tokenizer(opened, folder / "tokenizer")
     read = footprint.count(model, engine.size_bytes)
     facts = {

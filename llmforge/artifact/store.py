@@ -33,6 +33,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from llmforge import __version__
+from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
 MANIFEST = "manifest.json"
@@ -45,8 +46,8 @@ CONTENT_FORMAT = b"llmforge content 1\n"
 CHUNK_BYTES = 1 << 20
 LISTED = 5  # files that a message names before it counts the rest
 TOOLS = (
-    "jinja2", "ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", "onnxscript", "tensorrt",
-    "tensorrt-rtx", "tokenizers", "torch", "transformers",
+    "jinja2", "ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxscript", *(each.package for each in PROVIDERS.values()),
+    "tokenizers", "torch", "transformers",
 )  # fmt: skip
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")

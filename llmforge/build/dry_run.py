@@ -15,7 +15,7 @@ import onnx_ir as ir
 from llmforge import engines
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import interop
+from llmforge.engines import interop, signatures
 from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
@@ -69,7 +69,7 @@ def rehearse(
         shard_plan.plan(rehearsed.clone(), spec.tensor_parallel)
         engines.refuse_ranks(spec.backend, spec.tensor_parallel)
     lowered, _ = builder.lower(rehearsed, target, spec)
-    builder.check_context(lowered, spec.max_context)
+    signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
 
 

@@ -24,7 +24,7 @@ from llmforge.build.pipeline import BuildResult, evaluation_windows
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, pending
 from llmforge.evaluation import gates, machine
-from llmforge.recipe import EngineSpec, GateSpec, Recipe, ServingSpec
+from llmforge.recipe import GateSpec, Recipe, ServingSpec
 from llmforge.report import model as records
 from llmforge.report import render
 from llmforge.report.model import Report
@@ -50,16 +50,14 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
     opened = Artifact.open(path)
     job = _Job(opened, recipe, progress)
     builder = engines.for_target(job.waiting.backend, job.target)
-    builder.require_host(job.target, job.spec)
+    builder.require_host(job.target, job.waiting.spec)
     job.check_recipe()
     opened.verify()
     out, name = _out(opened), opened.manifest.name
     with artifact.staging(out, name) as staging:
         progress.stage("Build engine")
         shutil.copytree(opened.path / "tokenizer", staging / "tokenizer", copy_function=shutil.copyfile)
-        engine = pending.build(
-            opened.path / "engine", staging / "engine", spec=job.spec, target=job.target, progress=progress
-        )
+        engine = builder.build(job.waiting.request(opened.path / "engine", staging / "engine", job.target, progress))
         job.write_triton(engine, staging)
         found = job.measure(staging, engine)
         manifest = opened.manifest
@@ -104,10 +102,6 @@ class _Job:
     @cached_property
     def target(self) -> targets.Target:
         return targets.load(self.waiting.target)
-
-    @cached_property
-    def spec(self) -> EngineSpec:
-        return EngineSpec.model_validate_json(self.waiting.engine)
 
     def check_recipe(self) -> None:
         """Refuse a recipe, or a checkpoint, that the artifact was not built by."""

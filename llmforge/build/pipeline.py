@@ -24,7 +24,7 @@ from llmforge.build.evidence import Clock, Evidence
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.documents import Document
 from llmforge.checkpoint.text import Window
-from llmforge.engines import Engine, interop, pending
+from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import gates, machine
 from llmforge.ir import dialect, graph, interface
@@ -272,26 +272,19 @@ class _Job:
         self.notes += [f"lowering: {_named(places.nodes)}: {places.what}" for places in view.grouped(changes.rewritten)]
         self.notes += [f"lowering: {_named(places.nodes)}: {places.what}" for places in view.grouped(changes.skipped)]
         write_tokenizer(self.checkpoint, staging / "tokenizer")
-        if self.recipe.engine.deferred:
-            pending.write(
-                lowered,
-                staging / "engine",
-                spec=self.recipe.engine,
-                target=self.target,
-                eos_token_ids=self.checkpoint.eos_token_ids,
-                bos_token_id=self.checkpoint.bos_token_id,
-                progress=self.progress,
-            )
-            return None
-        engine = builder.build(
+        request = BuildRequest(
             lowered,
             staging / "engine",
-            spec=self.recipe.engine,
-            target=self.target,
-            eos_token_ids=self.checkpoint.eos_token_ids,
-            bos_token_id=self.checkpoint.bos_token_id,
-            progress=self.progress,
+            self.recipe.engine,
+            self.target,
+            self.checkpoint.eos_token_ids,
+            self.checkpoint.bos_token_id,
+            self.progress,
         )
+        if self.recipe.engine.deferred:
+            pending.write(request)
+            return None
+        engine = builder.build(request)
         self.notes += [
             *engine.notes,
             *(f"interface: {note}" for note in interop.write(lowered, engine, self.checkpoint)),

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from llmforge.base.errors import ForgeError
@@ -41,7 +41,6 @@ class TerminalProgress:
             TimeElapsedColumn(),
         )
         self._bars = Progress(*columns, console=console)
-        self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
         """Begin to draw."""
@@ -59,17 +58,16 @@ class TerminalProgress:
     def stage(self, title: str) -> None:
         """End the current stage and begin another."""
         self._finish()
-        self._task = self._bars.add_task(title, total=None, count="")
+        self._bars.add_task(title, total=None, count="")
 
     def advance(self, done: int, total: int) -> None:
         """Move the bar of the current stage."""
-        assert self._task is not None, "advance() before any stage()"
-        self._bars.update(self._task, completed=done, total=total, count=f"{done}/{total}")
+        self._bars.update(self._bars.task_ids[-1], completed=done, total=total, count=f"{done}/{total}")
 
     def _finish(self) -> None:
-        if self._task is not None:
-            self._bars.update(self._task, total=1, completed=1, count="")
-            self._bars.stop_task(self._task)
+        for last in self._bars.task_ids[-1:]:
+            self._bars.update(last, total=1, completed=1, count="")
+            self._bars.stop_task(last)
 
 
 class PlainProgress:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmforge.artifact import Artifact
+from llmforge.base.backends import Support
 from llmforge.ir.summary import GraphFacts
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Pass
 from llmforge.runtime.backends.config import PENDING_FILE
 from llmforge.targets import Figure, Target
-from llmforge.targets.support import Support
 from llmforge.trace.export.pattern import Pattern
 
 _PENDING = f"engine/{PENDING_FILE}"

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
+from llmforge.cli import output
+from llmforge.cli.parameters import record
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from llmforge.doctor.ceilings import Ceilings
     from llmforge.doctor.gpus import Gpu
     from llmforge.evaluation.machine import Machine
 
-_PLAIN_WIDTH = 200  # columns of a table where there is no terminal
-_DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4")
+_DTYPES = get_args(Dtype)
 
 
 @click.command()
 @click.argument("what", metavar="RECIPE|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option(
-    "--target", "names", multiple=True, metavar="NAME|FILE.yaml",
+    "--target", "targets", multiple=True, metavar="NAME|FILE.yaml",
     help="Device to plan for, in whatever case; may be given again. The recipe's own if left out.",
 )  # fmt: skip
-@click.option("--engine", type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx"]), help="What runs it.")
+@click.option("--engine", "backend", type=click.Choice(list(BACKENDS)), help="What runs it.")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences at once; the recipe's max_batch, else 1.")
 @click.option("--prompt", type=click.IntRange(min=1), help="Tokens of a prompt; 1024, or what the context allows.")
 @click.option("--output", type=click.IntRange(min=1), help="Tokens of an answer; 256, or what the context allows.")
 @click.option("--context", type=click.IntRange(min=2), help="Prompt and answer together, in place of --prompt.")
-@click.option("--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), help="Of activations; the checkpoint's own.")
+@click.option(
+    "--dtype", "compute", type=click.Choice(["fp32", "fp16", "bf16"]), help="Of activations; the checkpoint's own."
+)
 @click.option("--weights", type=click.Choice(_DTYPES), help="Of matrices; that of activations if left out.")
 @click.option("--kv", type=click.Choice(_DTYPES), help="Of the cache; that of activations if left out.")
 @click.option(
@@ -44,55 +44,28 @@ _DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4")
     help="Round activations, too, and multiply in this dtype; left out, in that of activations.",
 )  # fmt: skip
 @click.option("--tp", "ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Devices that share it.")
-@click.option("--price", type=click.FloatRange(min=0, min_open=True), help="US dollars an hour, of one device.")
+@click.option(
+    "--price", "usd_per_hour", type=click.FloatRange(min=0, min_open=True), help="US dollars an hour, of one device."
+)
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg|html", help="Draw the roofline there.")
 @click.option("--json", "as_json", is_flag=True, help="Write all of it as JSON.")
-def plan(
-    what: Path,
-    names: tuple[str, ...],
-    engine: str | None,
-    batch: int | None,
-    prompt: int | None,
-    output: int | None,
-    context: int | None,
-    dtype: str | None,
-    weights: str | None,
-    kv: str | None,
-    product: str | None,
-    ranks: int,
-    price: float | None,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
     """Predict memory, speed and cost of RECIPE or CHECKPOINT on a device.
 
     Nothing is built and no weight is read: a folder with config.json is enough. With several targets, one line each.
     """
     from llmforge.planning import plot as plots
-    from llmforge.planning import render, request
+    from llmforge.planning import render, request, scheme
 
-    asked = request.Request(
-        targets=names,
-        backend=engine,
-        batch=batch,
-        prompt=prompt,
-        output=output,
-        context=context,
-        compute=dtype,
-        weights=weights,
-        kv=kv,
-        product=product,
-        ranks=ranks,
-        usd_per_hour=price,
-    )
-    planned = request.answer(what, asked)
+    wanted = record(scheme.Wanted, asked)
+    planned = request.answer(what, record(request.Request, asked, wanted=wanted))
     if plot is not None:
         plots.write([each.plan for each in planned], plot)
     if as_json:
         facts = [render.data(each) for each in planned]
-        click.echo(json.dumps(facts[0] if len(facts) == 1 else facts, indent=1, ensure_ascii=False))
+        output.write_json(facts[0] if len(facts) == 1 else facts)
     else:
-        _show(render.details(planned[0]) if len(planned) == 1 else render.comparison(planned))
+        output.write(render.details(planned[0]) if len(planned) == 1 else render.comparison(planned))
 
 
 @click.command()
@@ -121,10 +94,9 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, a
         with console.progress() as progress:
             ceilings = _measured(device, found, here, threads, path, progress.stage)
     if as_json:
-        facts = render.data(checks, environment.packages(), environment.settings(), found, ceilings)
-        click.echo(json.dumps(facts, indent=1, ensure_ascii=False))
+        output.write_json(render.data(checks, environment.packages(), environment.settings(), found, ceilings))
     else:
-        _show(render.report(checks, ceilings))
+        output.write(render.report(checks, ceilings))
     if path is not None:
         click.echo(str(path), err=as_json)
 
@@ -162,10 +134,3 @@ def _measured(
     if path is not None:
         machine.write(machine.of_gpu(name, gpu, bandwidth, rates, day), path)
     return None
-
-
-def _show(content: RenderableType) -> None:
-    from rich.console import Console
-
-    # Where there is no terminal, rich would break lines at 80 columns.
-    Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(content)

@@ -7,49 +7,29 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from llmforge import __version__
 from llmforge.base.errors import EnvironmentLacks, UsageError
+from llmforge.cli import output
+from llmforge.cli.parameters import Numbers, record, refuse_given
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from llmforge.evaluation.footprint import Footprint
-
-_PLAIN_WIDTH = 200  # columns of a table where there is no terminal
-
-
-class _Numbers(click.ParamType[Any]):
-    """Numbers separated by commas."""
-
-    name = "numbers"
-
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self._kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | float, ...]:
-        """Read `1,4,16`."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(self._kind(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r}: wanted numbers separated by commas, such as 1,4,16", param, ctx)
 
 
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of an engine that serves."""
+    """Add the options of an engine that serves: its threads, and fields of `EngineOptions`."""
     options = (
         click.option(
             "--threads", type=click.IntRange(min=1), help="Threads of the engine; all physical cores if left out."
         ),
         click.option(
-            "--prefix-cache", "prefix_cache_mib", type=click.IntRange(min=0), default=512, show_default=True,
+            "--prefix-cache", "prefix_cache_bytes", type=click.IntRange(min=0), default=512, show_default=True,
             metavar="MIB", help="Keep so much of texts for later ones that begin alike; 0 keeps nothing.",
+            callback=lambda context, parameter, mib: mib << 20,
         ),
         click.option(
             "--speculation", type=click.Choice(["off", "prompt-lookup"]), default="off", show_default=True,
@@ -77,16 +57,7 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     help="At the end, wait so many seconds for answers that are being made.",
 )  # fmt: skip
 def serve(
-    artifact: Path,
-    host: str,
-    port: int,
-    name: str | None,
-    max_queue: int,
-    timeout_s: float | None,
-    threads: int | None,
-    prefix_cache_mib: int,
-    speculation: Literal["off", "prompt-lookup"],
-    grace_s: int,
+    artifact: Path, host: str, port: int, name: str | None, threads: int | None, grace_s: int, **options: Any
 ) -> None:
     """Serve ARTIFACT by OpenAI's protocol, for trying things: no access control, no TLS."""
     try:
@@ -98,19 +69,13 @@ def serve(
 
     opened = Artifact.open(artifact)
     model = name or opened.manifest.name
-    options = EngineOptions(
-        max_queue=max_queue,
-        prefix_cache_bytes=prefix_cache_mib << 20,
-        speculation=speculation,
-        timeout_s=timeout_s,
-    )
-    engine = Engine.load(opened.path, options, threads)
+    engine = Engine.load(opened.path, EngineOptions(**options), threads)
 
     def announce(url: str) -> None:
-        config = engine.runner.config
+        config, queue = engine.runner.config, options["max_queue"]
         click.echo(
             f"llmforge {__version__} serves {model} ({opened.manifest.version}) at {url}/v1: {config.max_batch} "
-            f"requests at once, {max_queue} more may wait, {config.max_context} tokens of context. Ctrl-C ends it.",
+            f"requests at once, {queue} more may wait, {config.max_context} tokens of context. Ctrl-C ends it.",
             err=True,
         )
         for note in engine.stats().notes:
@@ -122,16 +87,18 @@ def serve(
 @click.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option(
-    "--concurrency", type=_Numbers(int), metavar="N,…",
+    "--concurrency", type=Numbers(int), metavar="N,…",
     help="Requests in flight, each number a point of its own; 1,4 if nothing else is chosen.",
 )  # fmt: skip
-@click.option("--rate", type=_Numbers(float), metavar="R,…", help="Poisson arrivals per second, in place of the above.")
+@click.option(
+    "--rate", "rates", type=Numbers(float), metavar="R,…", help="Poisson arrivals per second, in place of the above."
+)
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE.jsonl",
     help='Replay arrivals: {"at_s", "prompt_tokens" or "prompt", "output_tokens"} a line.',
 )  # fmt: skip
-@click.option("--prompt-tokens", type=_Numbers(int), default="128", show_default=True, metavar="N,…")
-@click.option("--output-tokens", type=_Numbers(int), default="64", show_default=True, metavar="N,…")
+@click.option("--prompt-tokens", type=Numbers(int), default="128", show_default=True, metavar="N,…")
+@click.option("--output-tokens", type=Numbers(int), default="64", show_default=True, metavar="N,…")
 @click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="Of each point and run.")
 @click.option("--repetitions", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each point.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Requests before each run.")
@@ -144,30 +111,20 @@ def serve(
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts and arrivals.")
 @_engine_options
 @click.option("--url", help="Measure the endpoint there, which serves ARTIFACT's tokenizer, and not this process.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="REPORT.json", help="Write the report there.")
+@click.option(
+    "-o", "--output", "path", type=click.Path(path_type=Path), metavar="REPORT.json", help="Write the report there."
+)
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON instead of a table.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def bench(
     artifact: Path,
-    concurrency: tuple[int, ...] | None,
-    rate: tuple[float, ...] | None,
-    trace: Path | None,
-    prompt_tokens: tuple[int, ...],
-    output_tokens: tuple[int, ...],
-    requests: int,
-    repetitions: int,
-    warmup: int,
-    data: Path | None,
-    prefix_tokens: int,
     slo: str | None,
-    seed: int,
-    threads: int | None,
-    prefix_cache_mib: int,
-    speculation: Literal["off", "prompt-lookup"],
     url: str | None,
-    output: Path | None,
+    threads: int | None,
+    path: Path | None,
     as_json: bool,
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Measure how ARTIFACT serves: latencies, throughput and goodput by load."""
     from llmforge import bench as measuring
@@ -175,16 +132,18 @@ def bench(
     from llmforge.artifact import Artifact
     from llmforge.cli import console
 
-    if trace is not None:
-        _refuse_given("--trace", "prompt_tokens", "output_tokens", "requests", "repetitions", "warmup", "prefix_tokens")
-        warmup = 0
+    if options["trace"] is not None:
+        refuse_given("--trace", "prompt_tokens", "output_tokens", "requests", "repetitions", "warmup", "prefix_tokens")
+        options["warmup"] = 0
     if url is not None:
-        _refuse_given("--url", "threads", "prefix_cache_mib", "speculation")
-    if not (concurrency or rate or trace):
-        concurrency = (1, 4)
-    load = measuring.Load(concurrency or (), rate or (), trace, prompt_tokens, output_tokens, data)
-    objective = None if slo is None else measuring.Objective.parse(slo)
-    plan = measuring.Plan(requests, repetitions, warmup, prefix_tokens, seed, objective)
+        refuse_given("--url", "threads", "prefix_cache_bytes", "speculation")
+    options["concurrency"] = options["concurrency"] or ()
+    options["rates"] = options["rates"] or ()
+    if not (options["concurrency"] or options["rates"] or options["trace"]):
+        options["concurrency"] = (1, 4)
+    load = record(measuring.Load, options)
+    plan = record(measuring.Plan, options, objective=None if slo is None else measuring.Objective.parse(slo))
+    engine = record(runtime.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
     with console.progress(quiet=quiet) as progress:
         progress.stage("Send requests")
@@ -197,30 +156,28 @@ def bench(
             url=url,
             footprint=_footprint(opened.path),
             threads=threads,
-            options=runtime.EngineOptions(
-                max_queue=max((128, *load.concurrency)),
-                prefix_cache_bytes=prefix_cache_mib << 20,
-                speculation=speculation,
-            ),
+            options=engine,
             progress=progress.advance,
         )
-    if output is not None:
-        output.write_text(report.to_json(), encoding="utf-8")
+    if path is not None:
+        path.write_text(report.to_json(), encoding="utf-8")
     if as_json:
         click.echo(report.to_json(), nl=False)
     else:
-        _print(measuring.table(report))
+        output.write(measuring.table(report))
 
 
 @click.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="REPO",
+    "-o", "--output", "models", type=click.Path(path_type=Path), required=True, metavar="REPO",
     help="The model repository, which may hold other models and versions.",
 )  # fmt: skip
 @click.option("--name", help="The model's name; the artifact's unless given.")
-@click.option("--model-version", type=click.IntRange(min=1), default=1, show_default=True, help="The model's version.")
+@click.option(
+    "--model-version", "version", type=click.IntRange(min=1), default=1, show_default=True, help="The model's version."
+)
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
     help="Change how it is served: max_queue=64, triton.instances=2. Keys are those of `serving` in a recipe.",
@@ -229,23 +186,20 @@ def bench(
 @click.option("--launch", is_flag=True, help="Start the server on it; SERVER_OPTIONS after `--` go to the server.")
 @click.option("--server", type=click.Path(path_type=Path), help="The server's binary; `tritonserver` on PATH if not.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the server.")
-@click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
-@click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
+@click.option("--http-port", "http", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--grpc-port", "grpc", type=click.IntRange(1, 65535), default=8001, show_default=True)
+@click.option("--metrics-port", "metrics", type=click.IntRange(1, 65535), default=8002, show_default=True)
 def triton(
     artifact: Path,
     server_options: tuple[str, ...],
-    output: Path,
+    models: Path,
     name: str | None,
-    model_version: int,
+    version: int,
     overrides: tuple[str, ...],
     copy: bool,
     launch: bool,
     server: Path | None,
-    host: str,
-    http_port: int,
-    grpc_port: int,
-    metrics_port: int,
+    **ports: Any,
 ) -> None:
     """Write a Triton model repository for ARTIFACT that stands alone.
 
@@ -261,22 +215,12 @@ def triton(
     opened = Artifact.open(artifact)
     opened.verify()
     model = repository.of_artifact(opened, name=check_name(name) if name is not None else None, overrides=overrides)
-    click.echo(str(repository.export(opened, model, output, version=model_version, copy=copy)))
+    click.echo(str(repository.export(opened, model, models, version=version, copy=copy)))
     if binary is not None:
-        ports = starting.Ports(host, http_port, grpc_port, metrics_port)
-        line = starting.command(binary, output, ports, server_options)
+        line = starting.command(binary, models, starting.Ports(**ports), server_options)
         click.echo(shlex.join(line))
         sys.stdout.flush()
         os.execv(binary, line)
-
-
-def _refuse_given(beside: str, *names: str) -> None:
-    """Refuse parameters that were given and would say nothing beside the option `beside`."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        given = context.get_parameter_source(str(parameter.name)) is not ParameterSource.DEFAULT
-        if parameter.name in names and given:
-            raise UsageError(f"{parameter.opts[0]} says nothing beside {beside}", hint="leave one of them out")
 
 
 def _footprint(artifact: Path) -> Footprint | None:
@@ -286,9 +230,3 @@ def _footprint(artifact: Path) -> Footprint | None:
     record = artifact / "report" / "report.json"
     latency = model.read(record).latency if record.is_file() else None
     return None if latency is None else latency.footprint
-
-
-def _print(shown: RenderableType) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(shown)

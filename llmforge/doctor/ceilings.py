@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from llmforge import native
 from llmforge.evaluation.machine import read_bandwidth
+from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.targets import local
@@ -126,7 +127,7 @@ def _quantized() -> ir.Model:
     blocks = INNER // BLOCK
     codes = rng.integers(0, 256, (COLUMNS, blocks, BLOCK), np.uint8)
     scales = np.full((COLUMNS, blocks), 0.01, np.float32)
-    attributes = {"K": INNER, "N": COLUMNS, "bits": 8, "block_size": BLOCK, "accuracy_level": 4}
+    attributes = {"K": INNER, "N": COLUMNS, "bits": 8, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
     weights = {"w": ir.Tensor(codes), "s": ir.Tensor(scales)}
     return _model(ir.DataType.FLOAT, "com.microsoft", "MatMulNBits", ROWS, INNER, COLUMNS, weights, attributes)
 

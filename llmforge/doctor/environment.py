@@ -14,17 +14,16 @@ from typing import Literal
 
 from llmforge import native, targets
 from llmforge.base import versions
+from llmforge.base.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.doctor.gpus import Gpu
 from llmforge.evaluation.machine import Machine
-from llmforge.targets.support import ORT_CAPABILITIES, RTX_CAPABILITIES
 
 State = Literal["yes", "no", "optional"]
 _TIGHT = 10_000_000_000  # bytes of disk below which a build of a few billion parameters will not end
 _PACKAGES = (
-    "torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers",
-    "safetensors", "tensorrt", "tensorrt-rtx", "cuda-bindings", "llguidance", "starlette", "uvicorn",
-    "prometheus-client",
+    "torch", "transformers", "onnx", "onnx-ir", "onnxscript", *(each.package for each in PROVIDERS.values()), "numpy",
+    "tokenizers", "safetensors", "cuda-bindings", "llguidance", "starlette", "uvicorn", "prometheus-client",
 )  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def checklist(machine: Machine, gpus: Sequence[Gpu], folder: Path) -> list[Check
         *_runtimes(gpus),
         _kernels(),
         *_extras(),
-        *_tensorrt(gpus),
+        *_compilers(gpus),
     ]
 
 
@@ -109,7 +108,7 @@ def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
         yield Check("run on CUDA", "no", "this onnxruntime has no CUDA provider", hint)
     else:
         for gpu in gpus:
-            if gpu.sm in ORT_CAPABILITIES:
+            if ONNXRUNTIME.unsupported(gpu.sm) is None:
                 yield Check("run on CUDA", "yes", f"{gpu.title}: onnxruntime {onnxruntime.__version__}")
             else:
                 yield Check("run on CUDA", "no", f"{gpu.title}: the wheel has no code for SM {gpu.sm}", "use TensorRT")
@@ -134,20 +133,21 @@ def _extras() -> Iterator[Check]:
             yield Check(extra, "yes", what)
 
 
-def _tensorrt(gpus: Sequence[Gpu]) -> Iterator[Check]:
-    if importlib.util.find_spec("tensorrt_rtx") is None:
-        hint = "pip install 'llmforge[tensorrt-rtx]'"
-        yield Check("TensorRT-RTX", "optional", "plans cannot be built", hint)
-    else:
-        dotted = ", ".join(f"{sm[:-1]}.{sm[-1]}" for sm in RTX_CAPABILITIES)
-        yield Check("TensorRT-RTX", "yes", f"plans for SM {dotted} can be built, with or without a GPU")
-    if importlib.util.find_spec("tensorrt") is None:
-        hint = "pip install 'llmforge[tensorrt]', where NVIDIA's index can be reached"
-        yield Check("TensorRT", "optional", "engines cannot be built", hint)
-    elif not gpus:
-        yield Check("TensorRT", "no", "installed, and it builds on the GPU that the engine is for")
-    else:
-        yield Check("TensorRT", "yes", f"engines for {', '.join(gpu.title for gpu in gpus)} can be built")
+def _compilers(gpus: Sequence[Gpu]) -> Iterator[Check]:
+    """Go through the backends that compile plans; those that need no GPU come first."""
+    compilers = [(each, provider) for each in BACKENDS.values() if each.compiled for provider in each.providers]
+    for backend, provider in sorted(compilers, key=lambda each: each[1].needs_device is not None):
+        what = "plans" if provider.needs_device is None else "engines"
+        if importlib.util.find_spec(backend.module) is None:
+            where = f", where {provider.index} can be reached" if provider.index else ""
+            yield Check(backend.title, "optional", f"{what} cannot be built", provider.install + where)
+        elif provider.needs_device is None:
+            known = ", ".join(map(dotted, provider.capabilities or ()))
+            yield Check(backend.title, "yes", f"{what} for SM {known} can be built, with or without a GPU")
+        elif not gpus:
+            yield Check(backend.title, "no", "installed, and it builds on the GPU that the engine is for")
+        else:
+            yield Check(backend.title, "yes", f"{what} for {', '.join(gpu.title for gpu in gpus)} can be built")
 
 
 def settings() -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmforge import targets
+from llmforge.base.backends import Dtype, has_arithmetic
 from llmforge.base.errors import EnvironmentLacks
 
 _QUERY = "name,compute_cap,memory.total"
@@ -155,11 +156,14 @@ def matrix_rates(gpu: Gpu, product: Callable[[str, Mapping[str, Any]], float]) -
     """
     if "CUDAExecutionProvider" not in targets.onnxruntime_providers("cuda"):
         raise EnvironmentLacks("this onnxruntime has no CUDA execution provider", hint="pip install 'llmforge[cuda]'")
-    dtypes = ("fp16",) if gpu.sm == "75" else ("fp16", "bf16")
-    return {dtype: 2 * PRODUCT**3 / product(dtype, {"device_id": gpu.index}) for dtype in dtypes}
+    dtypes: tuple[Dtype, ...] = ("fp16", "bf16")
+    return {
+        dtype: 2 * PRODUCT**3 / product(dtype, {"device_id": gpu.index})
+        for dtype in dtypes
+        if has_arithmetic(dtype, gpu.sm)
+    }
 
 
 def _alike(target: targets.Target, memory_bytes: int) -> bool:
     """Say whether a device with so much memory can be `target`; drivers show up to 10 % more or less."""
-    assert target.memory_gb is not None
-    return bool(np.isclose(target.memory_gb.value * 1e9, memory_bytes, rtol=0.1))
+    return bool(np.isclose(target.require_gpu().memory_gb.value * 1e9, memory_bytes, rtol=0.1))

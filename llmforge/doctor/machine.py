@@ -67,10 +67,8 @@ def of_gpu(name: str, gpu: Gpu, bandwidth: float, rates: Mapping[str, float], da
         "rates": {**known.rates, **measured},
     }
     # The default shares are of data sheets' figures; a decoder reaches more of what was measured.
-    assert known.bandwidth_gbs is not None  # of every GPU
-    shares: dict[Share, Figure] = {
-        "bandwidth": _rebased(known, "bandwidth", known.bandwidth_gbs.value * 1e9, bandwidth)
-    }
+    peak = known.require_gpu().bandwidth_gbs.value * 1e9
+    shares: dict[Share, Figure] = {"bandwidth": _rebased(known, "bandwidth", peak, bandwidth)}
     if "fp16" in rates:
         shares["matrix_16"] = _rebased(known, "matrix_16", known.rates["fp16"].value * 1e12, rates["fp16"])
     return known.model_copy(update={"name": name, "title": gpu.title, **reached, "achieved": shares})

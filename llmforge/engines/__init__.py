@@ -11,32 +11,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.base.progress import Progress, Silent
+from llmforge.ir import graph
 from llmforge.runtime.backends.device import require_cuda
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from llmforge.base.progress import Progress
     from llmforge.lowering.pass_base import Changes
     from llmforge.recipe import EngineSpec
     from llmforge.runtime.backends.config import RuntimeConfig
-    from llmforge.targets import Backend, Target
+    from llmforge.targets import Target
 
-# Why no engine of a backend shares a model with others (docs/tensor-parallelism.md).
-_ALONE: Mapping[Backend, str] = {
-    "onnxruntime": "ONNX Runtime's own operators do not reach other processes",
-    "tensorrt-rtx": "a plan of each rank can be built, and nothing here gives several contexts a communicator",
-    "tensorrt": "a plan of each rank can be built, and nothing here gives several contexts a communicator",
-}
 
-# (backend, kind of target) → the module that builds. Imported when it is chosen: each has needs of its own.
-_BUILDERS = {
-    ("onnxruntime", "cpu"): "llmforge.engines.onnxruntime",
-    ("onnxruntime", "gpu"): "llmforge.engines.cuda",
-    ("tensorrt", "gpu"): "llmforge.engines.tensorrt.engine",
-    ("tensorrt-rtx", "gpu"): "llmforge.engines.tensorrt.engine",
-}
+@dataclass(frozen=True)
+class BuildRequest:
+    """What an engine is built of, and where."""
+
+    model: ir.Model  # lowered
+    folder: Path  # created
+    spec: EngineSpec
+    target: Target
+    eos_token_ids: Sequence[int]
+    bos_token_id: int | None
+    progress: Progress = field(default_factory=Silent)
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,18 @@ class Engine:
     size_bytes: int  # all files together
     facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, in words
     notes: tuple[str, ...] = ()  # what a reader should know of this build
+
+    @classmethod
+    def built(
+        cls,
+        request: BuildRequest,
+        config: RuntimeConfig,
+        facts: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> Engine:
+        """Describe what lies in the folder of `request`, once it is all there."""
+        size_bytes = sum(file.stat().st_size for file in request.folder.iterdir())
+        return cls(request.folder, config, graph.nodes(request.model), size_bytes, facts or {}, tuple(notes))
 
 
 class Builder(Protocol):
@@ -63,42 +75,20 @@ class Builder(Protocol):
         No weight is read. Raises UnsupportedError where the engine or the target cannot run it.
         """
 
-    def check_context(self, model: ir.Model, max_context: int, /) -> None:
-        """Refuse a context that the lowered `model` does not reach."""
-
-    def build(
-        self,
-        model: ir.Model,
-        folder: Path,
-        /,
-        *,
-        spec: EngineSpec,
-        target: Target,
-        eos_token_ids: Sequence[int],
-        bos_token_id: int | None,
-        progress: Progress | None = None,
-    ) -> Engine:
-        """Write the engine of a lowered `model` into `folder` (created)."""
+    def build(self, request: BuildRequest, /) -> Engine:
+        """Write the engine, and prove it as far as this machine can."""
 
 
-def for_target(backend: Backend, target: Target) -> Builder:
-    """Choose what builds engines of `backend` for `target`; whether this machine can is not asked.
+def for_target(backend: BackendName, target: Target) -> Builder:
+    """Import what builds engines of `backend` for `target`; whether this machine can is not asked.
 
     Raises:
-        UnsupportedError: the target cannot load such an engine, or this version builds none.
+        UnsupportedError: the target cannot load such an engine.
     """
-    target.require_engine(backend)
-    module = _BUILDERS.get((backend, target.kind))
-    if module is None:
-        built = ", ".join(f"{name} for {kind} targets" for name, kind in _BUILDERS)
-        raise UnsupportedError(
-            f"this version builds no {backend} engine for target {target.name} ({target.title}); it builds: {built}",
-            hint="choose another `engine: {backend: …}`, or `target: local`",
-        )
-    return cast(Builder, importlib.import_module(module))
+    return cast(Builder, importlib.import_module(target.require_engine(backend).builder))
 
 
-def refuse_ranks(backend: Backend, degree: int) -> None:
+def refuse_ranks(backend: BackendName, degree: int) -> None:
     """Return if an engine of `backend` can be one of `degree` that share a model: with 1 alone, in this version.
 
     Raises:
@@ -106,20 +96,21 @@ def refuse_ranks(backend: Backend, degree: int) -> None:
     """
     if degree > 1:
         raise UnsupportedError(
-            f"engine.tensor_parallel is {degree}; an engine of {backend} runs a model alone: {_ALONE[backend]}",
+            f"engine.tensor_parallel is {degree}; an engine of {backend} runs a model alone: {BACKENDS[backend].alone}",
             hint="set `tensor_parallel: 1`; `llmforge.parallel.split.split` makes the graphs of all ranks",
         )
 
 
-def require_device(target: Target, builds: str) -> None:
-    """Return if the GPU of `target` is at hand; `builds` says as a sentence what it is needed for.
+def require_device(target: Target, backend: BackendName) -> None:
+    """Return if the GPU of `target` is at hand, or `backend` builds without.
 
     Raises:
         EnvironmentLacks: it is not.
     """
-    if (reason := why_not_run(target)) is not None:
+    why = target.require_engine(backend).needs_device
+    if why is not None and (reason := why_not_run(target)) is not None:
         raise EnvironmentLacks(
-            f"{builds}: {reason}",
+            f"{why}: {reason}",
             hint="set `engine: {deferred: true}`, or give --defer, and on that host `llmforge build --finish ARTIFACT`",
         )
 

@@ -7,14 +7,12 @@ Nothing here needs a GPU. Whether the provider runs a node is looked up in the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
-from llmforge.base.errors import UnsupportedError, VerificationError
-from llmforge.base.progress import Progress, Silent
+from llmforge.base.errors import UnsupportedError
 from llmforge.engines import (
+    BuildRequest,
     Engine,
     cuda_attention,
     cuda_graphs,
@@ -25,13 +23,12 @@ from llmforge.engines import (
     signatures,
 )
 from llmforge.engines import onnxruntime as standard
-from llmforge.ir import graph, operators
+from llmforge.ir import operators
 from llmforge.ir.operators import contrib
 from llmforge.ir.operators.standard import Shape
 from llmforge.lowering.pass_base import Changes, Skipped
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import (
-    DATA_FILE,
     FILE,
     FORMAT,
     MODEL_FILE,
@@ -39,7 +36,7 @@ from llmforge.runtime.backends.config import (
     RuntimeConfig,
     SessionOptions,
 )
-from llmforge.runtime.backends.cuda import DeviceSession
+from llmforge.runtime.backends.cuda import DeviceSession, open_engine
 from llmforge.runtime.backends.device import require_cuda
 from llmforge.targets import Target
 
@@ -51,8 +48,6 @@ FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile
 # Tokens of a prefill that it is tuned for at load, beside the rows of decode steps.
 PREFILL_ROWS = (16, 64, 256, 1024)
 
-check_context = standard.check_context
-
 
 def require_host(target: Target, spec: EngineSpec) -> None:
     """Return if the GPU of `target` is at hand: an engine is loaded and its steps are captured as it is built.
@@ -61,8 +56,7 @@ def require_host(target: Target, spec: EngineSpec) -> None:
         EnvironmentLacks: it is not.
         UnsupportedError: the wheel has no code for it.
     """
-    require_code(target)
-    require_device(target, "an engine for ONNX Runtime's CUDA provider is proven on the GPU that runs it")
+    require_device(target, spec.backend)
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
@@ -75,7 +69,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
         UnsupportedError: the wheel has no code for the target, a node no kernel, or `spec` wants CUDA graphs of steps
             that cannot be captured.
     """
-    sm = require_code(target)
+    sm = int(target.require_gpu().sm)
+    target.require_engine(spec.backend)
     changes = Changes()
     lowered, changes.rewritten = standard.expand(model)
     changes.rewritten += cuda_operators.split_biases(lowered)
@@ -89,25 +84,6 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return lowered, changes
 
 
-def require_code(target: Target) -> int:
-    """Return the compute capability of `target`, 89, if the wheel has machine code for it.
-
-    Raises:
-        UnsupportedError: it has not.
-    """
-    if target.kind != "gpu" or target.sm is None:
-        raise UnsupportedError(f"target {target.name} is a {target.kind}; this engine runs on GPUs")
-    sm = int(target.sm)
-    if not kernels.cuda().covers(sm):
-        listed = ", ".join(map(str, kernels.cuda().machine_code))
-        raise UnsupportedError(
-            f"{kernels.cuda().wheel} has machine code for SM {listed} and nothing that a driver could compile for SM "
-            f"{sm} (target {target.name}, {target.title})",
-            hint="build `engine: {backend: tensorrt}` for this target",
-        )
-    return sm
-
-
 def require_memory(model: ir.Model, target: Target, spec: EngineSpec) -> int:
     """Return the bytes that the lowered `model` wants on the device, if it has them.
 
@@ -115,11 +91,11 @@ def require_memory(model: ir.Model, target: Target, spec: EngineSpec) -> int:
         UnsupportedError: it has not.
     """
     wanted = cuda_graphs.memory(model, spec, cuda_graphs.plan(model, spec))
-    assert target.memory_gb is not None
-    if wanted.total > target.memory_gb.value * 1e9:
+    capacity_gb = target.require_gpu().memory_gb.value
+    if wanted.total > capacity_gb * 1e9:
         raise UnsupportedError(
             f"the engine needs about {wanted.total / 1e9:.1f} GB: {wanted}; target {target.name} ({target.title}) has "
-            f"{target.memory_gb.value:g} GB",
+            f"{capacity_gb:g} GB",
             hint="lower engine.max_batch, engine.max_context or the bits of weights and caches",
         )
     return wanted.total
@@ -160,17 +136,8 @@ def _refuse(model: ir.Model, sm: int) -> None:
             )
 
 
-def build(
-    model: ir.Model,
-    folder: Path,
-    *,
-    spec: EngineSpec,
-    target: Target,
-    eos_token_ids: Sequence[int],
-    bos_token_id: int | None,
-    progress: Progress | None = None,
-) -> Engine:
-    """Write a lowered `model` into `folder` (created), load it on the target's GPU, run it and capture its steps.
+def build(request: BuildRequest) -> Engine:
+    """Write a lowered model, load it on the target's GPU, run it and capture its steps.
 
     Raises:
         EnvironmentLacks: this machine has not that GPU.
@@ -178,58 +145,40 @@ def build(
             has not the memory for what the engine needs.
         VerificationError: a step that must be captured is not, or logits are not finite.
     """
-    require_host(target, spec)
-    check(model, target)
-    check_context(model, spec.max_context)
-    config = configure(model, spec=spec, target=target, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
-    write(model, folder, config, progress)
-    session = DeviceSession(
-        folder / MODEL_FILE,
-        config.session.resolve(),
-        require_cuda(),
-        provider_options=config.provider_options,
-        buckets=config.buckets,
-        graphs=config.graphs,
-    )
-    notes = prove(session, config)
-    size_bytes = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE, FILE))
-    return Engine(folder, config, graph.nodes(model), size_bytes, notes=notes)
+    require_host(request.target, request.spec)
+    check(request.model, request.target)
+    signatures.check_context(request.model, request.spec.max_context)
+    config = write(request)
+    session = open_engine(request.folder / MODEL_FILE, config, None, require_cuda())
+    return Engine.built(request, config, notes=prove(session, config))
 
 
-def write(model: ir.Model, folder: Path, config: RuntimeConfig, progress: Progress | None = None) -> None:
-    """Write `model.onnx`, its data and `runtime.json` into `folder` (created)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    onnx_file.write(model, folder, progress or Silent())
-    (folder / FILE).write_text(config.to_json(), encoding="utf-8")
+def write(request: BuildRequest) -> RuntimeConfig:
+    """Write `model.onnx`, its data and `runtime.json`, and return what the last one says."""
+    config = configure(request)
+    request.folder.mkdir(parents=True, exist_ok=True)
+    onnx_file.write(request.model, request.folder, request.progress)
+    (request.folder / FILE).write_text(config.to_json(), encoding="utf-8")
+    return config
 
 
 def prove(session: DeviceSession, config: RuntimeConfig) -> tuple[str, ...]:
-    """Capture the planned steps, read two tokens and generate on from them; return notes on what is not captured.
+    """Capture the planned steps, and run two (`onnxruntime.prove`); return notes on what is not captured.
 
     Raises:
         VerificationError: a step that must be captured is not, or logits are not finite.
     """
-    cache = session.allocate(config.max_batch, config.max_context)
-    for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: config.max_context - 1]:
-        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache.rows(0, 1))
-        if not np.isfinite(logits).all():
-            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
+    standard.prove(session, session.allocate(config.max_batch, config.max_context).rows(0, 1))
     return session.notes
 
 
-def configure(
-    model: ir.Model,
-    *,
-    spec: EngineSpec,
-    target: Target,
-    eos_token_ids: Sequence[int],
-    bos_token_id: int | None,
-) -> RuntimeConfig:
-    """Say how the lowered `model` runs on `target`.
+def configure(request: BuildRequest) -> RuntimeConfig:
+    """Say how the lowered model runs on the target.
 
     Raises:
-        UnsupportedError: the wheel has no code for the device, or it has not the memory.
+        UnsupportedError: the target is no GPU, or has not the memory.
     """
+    model, target, spec = request.model, request.target, request.spec
     graphs = cuda_graphs.plan(model, spec)
     buckets = cuda_graphs.decode_batches(spec)
     return RuntimeConfig(
@@ -239,14 +188,14 @@ def configure(
         max_context=spec.max_context,
         max_batch=spec.max_batch,
         vocabulary=signatures.vocabulary(model),
-        eos_token_ids=tuple(eos_token_ids),
-        bos_token_id=bos_token_id,
+        eos_token_ids=tuple(request.eos_token_ids),
+        bos_token_id=request.bos_token_id,
         caches=signatures.caches(model),
         session=session_options(model, buckets),
         provider="cuda",
         provider_options=provider_options(graphs.mode != "off"),
         buckets=buckets,
-        device=DeviceFacts(require_code(target), require_memory(model, target, spec)),
+        device=DeviceFacts(int(target.require_gpu().sm), require_memory(model, target, spec)),
         graphs=graphs,
     )
 

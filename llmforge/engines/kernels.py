@@ -73,14 +73,6 @@ class Kernels:
     ptx: tuple[int, ...]
     table: Mapping[tuple[str, str], tuple[Kernel, ...]]
 
-    def covers(self, sm: int) -> bool:
-        """Say whether a device of `sm` runs the wheel: code for 8.6 runs on 8.9, and no code on another major version.
-
-        PTX runs on every later device.
-        """
-        own = any(sm // 10 == code // 10 and sm >= code for code in self.machine_code)
-        return own or any(sm >= code for code in self.ptx)
-
     def of(self, node: ir.Node, opset: int) -> list[Kernel]:
         """Return the kernels for the version of the node's operator that `opset` selects."""
         since = _since(node, opset)

@@ -37,16 +37,14 @@ def write(model: ir.Model, folder: Path, progress: Progress) -> None:
     written = model.clone()
     _strip(written)
     initializers = written.graph.initializers
-    large = [name for name in sorted(initializers) if _size_bytes(initializers[name]) >= INLINE_BELOW_BYTES]
-    total = sum(_size_bytes(initializers[name]) for name in large)
-    for name in initializers.keys() - set(large):  # inlined: also what is in a file, which has a path of this machine
-        tensor = graph.tensor(initializers[name])
+    tensors = {name: graph.tensor(initializers[name]) for name in sorted(initializers)}
+    large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= INLINE_BELOW_BYTES}
+    for name in tensors.keys() - large.keys():  # inlined: what is in the checkpoint's file would be a path of this host
+        tensor = tensors[name]
         initializers[name].const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
-    done = 0
+    total, done = sum(tensor.nbytes for tensor in large.values()), 0
     with (folder / DATA_FILE).open("wb") as file:
-        for name in large:
-            value = initializers[name]
-            tensor = graph.tensor(value)
+        for name, tensor in large.items():
             page = tensor.nbytes >= PAGE_ALIGNED_FROM_BYTES
             offset = _align(file.tell(), PAGE_BYTES if page else ALIGNMENT_BYTES)
             file.write(bytes(offset - file.tell()))
@@ -59,7 +57,7 @@ def write(model: ir.Model, folder: Path, progress: Progress) -> None:
                     f"initializer {name} declares {tensor.dtype.name} {tensor.shape} and wrote {file.tell() - offset} "
                     f"bytes instead of {tensor.nbytes}"
                 )
-            value.const_value = ir.ExternalTensor(
+            initializers[name].const_value = ir.ExternalTensor(
                 DATA_FILE,
                 offset,
                 tensor.nbytes,
@@ -87,12 +85,6 @@ def _strip(model: ir.Model) -> None:
     for value in values:
         value.doc_string = None
         value.metadata_props.clear()
-
-
-def _size_bytes(value: ir.Value) -> int:
-    if value.const_value is None:
-        raise ValueError(f"initializer {value.name} has no value")
-    return value.const_value.nbytes
 
 
 def _align(offset: int, alignment: int) -> int:

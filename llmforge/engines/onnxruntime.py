@@ -5,7 +5,6 @@ The same model and options give the same bytes: nothing of the machine, of paths
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as registry
 
 from llmforge import native
 from llmforge.base.errors import UnsupportedError, VerificationError
-from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import Engine, onnx_file
+from llmforge.engines import BuildRequest, Engine, onnx_file, signatures
 from llmforge.ir import constant_folding, dialect, graph, operators
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.contrib import FusedMatMul
@@ -27,8 +25,9 @@ from llmforge.ir.operators.standard import Constant, MatMul, Transpose
 from llmforge.ir.recurrence import Recurrence
 from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import DATA_FILE, FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
+from llmforge.runtime.backends.config import FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
 from llmforge.runtime.backends.session import PROVIDER, Session
+from llmforge.runtime.backends.steps import C, Stepping
 from llmforge.runtime.serving import chat
 from llmforge.targets import Target
 
@@ -147,17 +146,8 @@ def _decomposes(node: ir.Node, opset: int) -> bool:
     return known and bool(onnx.defs.get_schema(node.op_type, max_inclusive_version=opset).has_function)
 
 
-def build(
-    model: ir.Model,
-    folder: Path,
-    *,
-    spec: EngineSpec,
-    eos_token_ids: Sequence[int],
-    bos_token_id: int | None,
-    target: Target | None = None,
-    progress: Progress | None = None,
-) -> Engine:
-    """Write a lowered `model` into `folder` (created), load it once, and run it; `target` changes nothing.
+def build(request: BuildRequest) -> Engine:
+    """Write `model.onnx`, its data and `runtime.json`, load them once, and run two steps; the target changes nothing.
 
     Weights stream one tensor at a time: memory grows with the largest tensor, not with the model.
 
@@ -166,13 +156,14 @@ def build(
             than the rotary tables of the model reach.
         VerificationError: the engine yields logits that are not finite.
     """
+    model, folder, spec = request.model, request.folder, request.spec
     check_operators(model)
-    check_context(model, spec.max_context)
+    signatures.check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
-    onnx_file.write(model, folder, progress or Silent())
+    onnx_file.write(model, folder, request.progress)
     options = session_options(spec.threads)
     session = Session(folder / MODEL_FILE, options.resolve())
-    _prove(session, spec.max_context)
+    prove(session, session.allocate(1, spec.max_context))
     config = RuntimeConfig(
         format=FORMAT,
         onnxruntime=onnxruntime.__version__,
@@ -180,14 +171,25 @@ def build(
         max_context=spec.max_context,
         max_batch=spec.max_batch,
         vocabulary=session.vocabulary,
-        eos_token_ids=tuple(eos_token_ids),
-        bos_token_id=bos_token_id,
+        eos_token_ids=tuple(request.eos_token_ids),
+        bos_token_id=request.bos_token_id,
         caches=session.caches,
         session=options,
     )
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    size_bytes = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE, FILE))
-    return Engine(folder, config, graph.nodes(model), size_bytes)
+    return Engine.built(request, config)
+
+
+def prove(session: Stepping[C], cache: C) -> None:
+    """Read two tokens and generate on from them, so that a kernel that refuses at run time does so in the build.
+
+    Raises:
+        VerificationError: logits are not finite.
+    """
+    for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: cache.capacity - 1]:
+        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache)
+        if not np.isfinite(logits).all():
+            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
 
 
 def session_options(threads: int | None) -> SessionOptions:
@@ -205,28 +207,6 @@ def session_options(threads: int | None) -> SessionOptions:
         optimize=True,
         entries={"session.intra_op.allow_spinning": "1", "session.set_denormal_as_zero": "0"},
     )
-
-
-def check_context(model: ir.Model, max_context: int) -> None:
-    """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them."""
-    for view in map(operators.view, model.graph.all_nodes()):
-        for table in filter(None, [view.operand(field) for field in view.inputs if field.rotary]):
-            positions = (graph.dims(table) or (None,))[0]
-            if table.is_initializer() and isinstance(positions, int) and positions < max_context:
-                raise UnsupportedError(
-                    f"engine.max_context is {max_context}; the rotary table {table.name} of node {view.name} has "
-                    f"{positions} positions",
-                    hint=f"set engine.max_context to at most {positions}",
-                )
-
-
-def _prove(session: Session, max_context: int) -> None:
-    """Read two tokens and generate on from them, so that a kernel that refuses at run time does so in the build."""
-    cache = session.allocate(1, max_context)
-    for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: max_context - 1]:
-        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache)
-        if not np.isfinite(logits).all():
-            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
 
 
 def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:

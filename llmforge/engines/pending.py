@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import onnx_ir as ir
 
-from llmforge import engines
+from llmforge.base.backends import BackendName
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
-from llmforge.engines import Engine, onnx_file
+from llmforge.engines import BuildRequest, onnx_file
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.config import MODEL_FILE, PENDING_FILE
@@ -28,43 +26,42 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Pending:
-    """Content of `pending.json`: the arguments of a builder, beside the graph."""
+    """Content of `pending.json`: what a builder is asked for, beside the graph."""
 
     format: int
-    backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+    backend: BackendName
     target: str
     sm: str
     engine: str  # the recipe's section `engine`, as JSON
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
+    @property
+    def spec(self) -> EngineSpec:
+        """The recipe's section `engine`."""
+        return EngineSpec.model_validate_json(self.engine)
 
-def write(
-    lowered: ir.Model,
-    folder: Path,
-    *,
-    spec: EngineSpec,
-    target: Target,
-    eos_token_ids: Sequence[int],
-    bos_token_id: int | None,
-    progress: Progress,
-) -> int:
-    """Write a lowered graph into `folder` (created) for a later `build`; return the bytes of all files."""
-    assert target.sm is not None  # an engine for a CPU is never pending: `require_host` would have refused it
+    def request(self, source: Path, folder: Path, target: Target, progress: Progress) -> BuildRequest:
+        """Ask for the engine that is pending in `source` to be built in `folder`."""
+        model = ir.load(source / MODEL_FILE)
+        return BuildRequest(model, folder, self.spec, target, self.eos_token_ids, self.bos_token_id, progress)
+
+
+def write(request: BuildRequest) -> None:
+    """Write what a later build takes into the folder of `request` (created)."""
     pending = Pending(
         format=FORMAT,
-        backend=spec.backend,
-        target=target.known_as,
-        sm=target.sm,
-        engine=spec.model_dump_json(),
-        eos_token_ids=tuple(eos_token_ids),
-        bos_token_id=bos_token_id,
+        backend=request.spec.backend,
+        target=request.target.known_as,
+        sm=request.target.require_gpu().sm,
+        engine=request.spec.model_dump_json(),
+        eos_token_ids=tuple(request.eos_token_ids),
+        bos_token_id=request.bos_token_id,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    onnx_file.write(lowered, folder, progress)
+    request.folder.mkdir(parents=True, exist_ok=True)
+    onnx_file.write(request.model, request.folder, request.progress)
     text = json.dumps(dataclasses.asdict(pending), indent=1, sort_keys=True) + "\n"
-    (folder / PENDING_FILE).write_text(text, encoding="utf-8")
-    return sum(file.stat().st_size for file in folder.iterdir())
+    (request.folder / PENDING_FILE).write_text(text, encoding="utf-8")
 
 
 def read(folder: Path) -> Pending:
@@ -91,23 +88,3 @@ def read(folder: Path) -> Pending:
             hint="finish with the llmforge that built the artifact, or build it again",
         )
     return found
-
-
-def build(source: Path, folder: Path, *, spec: EngineSpec, target: Target, progress: Progress) -> Engine:
-    """Build in `folder` (created) the engine that is pending in the folder `source`.
-
-    Raises:
-        InputError: nothing is pending there.
-        EnvironmentLacks: this machine has not what builds it.
-        UnsupportedError, VerificationError: it cannot be built after all.
-    """
-    pending = read(source)
-    return engines.for_target(pending.backend, target).build(
-        ir.load(source / MODEL_FILE),
-        folder,
-        spec=spec,
-        target=target,
-        eos_token_ids=pending.eos_token_ids,
-        bos_token_id=pending.bos_token_id,
-        progress=progress,
-    )

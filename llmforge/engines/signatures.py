@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from llmforge.ir import graph, interface
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph, interface, operators
 from llmforge.runtime.backends.signature import CacheInput
 
 
@@ -23,3 +24,20 @@ def caches(model: ir.Model) -> tuple[CacheInput, ...]:
         _, heads, _, channels = graph.static(value)
         found.append(CacheInput(name, graph.dtype(value).numpy().name, heads, channels))
     return tuple(found)
+
+
+def check_context(model: ir.Model, max_context: int) -> None:
+    """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them.
+
+    Raises:
+        UnsupportedError: names the table.
+    """
+    for view in map(operators.view, model.graph.all_nodes()):
+        for table in filter(None, [view.operand(field) for field in view.inputs if field.rotary]):
+            positions = (graph.dims(table) or (None,))[0]
+            if table.is_initializer() and isinstance(positions, int) and positions < max_context:
+                raise UnsupportedError(
+                    f"engine.max_context is {max_context}; the rotary table {table.name} of node {view.name} has "
+                    f"{positions} positions",
+                    hint=f"set engine.max_context to at most {positions}",
+                )

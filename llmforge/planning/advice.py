@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning import roofline
 from llmforge.planning.deployment import Plan, largest_batch, memory
 from llmforge.planning.roofline import Step
-from llmforge.planning.scheme import BITS, Scheme, choose
-from llmforge.targets.support import Dtype
+from llmforge.planning.scheme import BITS, Scheme, Wanted, choose
 
 WORTH = 0.05  # of TPOT, TTFT or tokens a second, for what costs quality; less is within what a plan can tell
 FREE_WORTH = 0.01  # for passes that cost none
@@ -21,19 +21,21 @@ KERNEL_S = {"gpu": 3e-6, "cpu": 4.5e-6}
 SCORE_PASSES = 4  # over scores that are not kept on chip: written, read, normalized and written, read again
 
 # What a pass makes of weights and of products (None: in the dtype of activations), and the weights that share a scale
-# (0: an output feature's). One table for onnxruntime, one for TensorRT.
-_BLOCKS: tuple[tuple[str, Dtype, Dtype | None, int | None], ...] = (
-    ("quantize-weights, bits: 8", "int8", None, None),
-    ("quantize-weights, bits: 4", "int4", None, None),
-)
-_CHANNELS: tuple[tuple[str, Dtype, Dtype | None, int | None], ...] = (
-    ("quantize-channels, dtype: int8", "int8", None, 0),
-    ("quantize-channels, dtype: int8, activations: static", "int8", "int8", 0),
-    ("quantize-channels, dtype: fp8", "fp8", None, 0),
-    ("quantize-channels, dtype: fp8, activations: static", "fp8", "fp8", 0),
-    ("quantize-weights, bits: 4", "int4", None, None),
-    ("fp4, activations too (no pass yet)", "fp4", "fp4", None),
-)
+# (0: an output feature's); by what shares a scale where a backend multiplies weights in 8 bits as they are.
+_QUANTIZATIONS: Mapping[str, tuple[tuple[str, Dtype, Dtype | None, int | None], ...]] = {
+    "blocks": (
+        ("quantize-weights, bits: 8", "int8", None, None),
+        ("quantize-weights, bits: 4", "int4", None, None),
+    ),
+    "channels": (
+        ("quantize-channels, dtype: int8", "int8", None, 0),
+        ("quantize-channels, dtype: int8, activations: static", "int8", "int8", 0),
+        ("quantize-channels, dtype: fp8", "fp8", None, 0),
+        ("quantize-channels, dtype: fp8, activations: static", "fp8", "fp8", 0),
+        ("quantize-weights, bits: 4", "int4", None, None),
+        ("fp4, activations too (no pass yet)", "fp4", "fp4", None),
+    ),
+}
 
 Verdict = Literal["pays", "does not pay", "refused", "done"]
 
@@ -56,44 +58,28 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
 
 
 def _quantizations(plan: Plan) -> Iterator[Advice]:
-    for name, weights, product, block in _BLOCKS if plan.backend == "onnxruntime" else _CHANNELS:
+    for name, weights, product, block in _QUANTIZATIONS[BACKENDS[plan.backend].scales]:
         now, then = (plan.scheme.weights, weights) if product is None else (plan.scheme.product, product)
         if BITS[now] <= BITS[then]:
             what = "weights are" if product is None else "products are in"
             yield Advice(name, "done", f"{what} {now} already")
         else:
-            yield _tried(plan, name, weights=weights, product=product, block=block)
+            yield _tried(plan, name, Wanted(weights=weights, product=product, block=block))
     if BITS[plan.scheme.kv] <= 8:
         yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is {plan.scheme.kv} already")
     else:
-        yield _tried(plan, "quantize-kv-cache, bits: 8", kv="int8")
+        yield _tried(plan, "quantize-kv-cache, bits: 8", Wanted(kv="int8"))
 
 
-def _tried(
-    plan: Plan,
-    name: str,
-    *,
-    weights: Dtype | None = None,
-    product: Dtype | None = None,
-    kv: Dtype | None = None,
-    block: int | None = None,
-) -> Advice:
+def _tried(plan: Plan, name: str, wanted: Wanted) -> Advice:
     """Plan once more with other dtypes."""
     old = plan.scheme
     try:
-        changed = choose(
-            plan.target,
-            plan.backend,
-            old.compute,
-            compute=old.compute,
-            weights=weights or old.weights,
-            kv=kv or old.kv,
-            product=product,
-            block=block,
-        )
+        kept = Wanted(compute=old.compute, weights=old.weights, kv=old.kv)
+        changed = choose(plan.target, plan.backend, old.compute, wanted.or_else(kept))
     except UnsupportedError as error:
         return Advice(name, "refused", error.message.partition(": ")[2] or error.message)
-    return _compared(plan, name, changed if kv is None else replace(old, kv=kv))
+    return _compared(plan, name, changed if wanted.kv is None else replace(old, kv=wanted.kv))
 
 
 def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:

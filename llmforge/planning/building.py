@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
-from llmforge.targets import Backend
 
 START_S = 5.0  # importing torch and transformers
 TRACE_S = 7.5  # of any depth: layers that repeat are copied
@@ -41,7 +41,7 @@ class Build:
     of: str  # what the coefficients were measured on
 
 
-def predict(shape: Shape, scheme: Scheme, backend: Backend, *, calibration_tokens: int = 0) -> Build:
+def predict(shape: Shape, scheme: Scheme, backend: BackendName, *, calibration_tokens: int = 0) -> Build:
     """Predict a build of `shape` to `scheme`; `calibration_tokens` are those that GPTQ reads, 0: round to nearest."""
     billions = shape.parameters / 1e9
     checkpoint = shape.parameters * BITS[shape.dtype] // 8
@@ -52,15 +52,16 @@ def predict(shape: Shape, scheme: Scheme, backend: Backend, *, calibration_token
         seconds += billions * QUANTIZE_S_PER_B
         if calibration_tokens:
             seconds += billions * (CALIBRATE_S_PER_B + CALIBRATE_S_PER_B_TOKEN * calibration_tokens)
-    if backend != "onnxruntime":
+    compiled = BACKENDS[backend].compiled
+    if compiled:
         seconds += weights / 1e9 * PLAN_S_PER_GB
     widest = max(layer.parameters for _, layer in shape.layers)
     held = 4 * (shape.embedding + shape.head + HELD_LAYERS * widest)
-    memory = START_BYTES + held + (weights if backend != "onnxruntime" else 0)
+    memory = START_BYTES + held + (weights if compiled else 0)
     return Build(
         cpu_s=seconds,
         memory_bytes=memory,
-        disk_bytes=weights * (1 if backend == "onnxruntime" else PLANS_DISK),
+        disk_bytes=weights * (PLANS_DISK if compiled else 1),
         checkpoint_bytes=checkpoint,
         of="one core of an AMD EPYC (Zen 4), with up to 0.6 billion parameters",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
 from llmforge.engines.tensorrt.refusals import Feature
@@ -11,7 +12,7 @@ from llmforge.planning import roofline
 from llmforge.planning.roofline import Ceilings, Step
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
-from llmforge.targets import Backend, Target
+from llmforge.targets import Target
 
 PREFILL_TOKENS = 512  # of a prompt that are read in one step (llmforge.runtime, PREFILL_CHUNK)
 # What neither weights nor caches take: CUDA context, kernels, libraries and their workspaces lie between the 0.55 and
@@ -97,7 +98,7 @@ class Plan:
 
     shape: Shape
     target: Target
-    backend: Backend
+    backend: BackendName
     scheme: Scheme
     workload: Workload
     ranks: int
@@ -124,7 +125,7 @@ class Plan:
 def make(
     shape: Shape,
     target: Target,
-    backend: Backend,
+    backend: BackendName,
     scheme: Scheme,
     workload: Workload,
     *,
@@ -172,13 +173,14 @@ def make(
     )
 
 
-def _refuse_heads(shape: Shape, backend: Backend) -> None:
-    """Refuse heads for which TensorRT has no fused attention."""
-    if backend == "onnxruntime":
+def _refuse_heads(shape: Shape, backend: BackendName) -> None:
+    """Refuse heads for which the backend has no kernel of attention."""
+    head_dims = BACKENDS[backend].head_dims
+    if head_dims is None:
         return
     for _, attention in shape.attentions():
         keys, values = attention.key_dim, attention.value_dim
-        if keys == values and keys in refusals.HEAD_DIMS:
+        if keys == values and keys in head_dims:
             continue
         rule = refusals.TABLE[Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER]
         raise UnsupportedError(
@@ -294,7 +296,7 @@ def _cost(
     )
 
 
-def _notes(shape: Shape, target: Target, backend: Backend, scheme: Scheme) -> list[str]:
+def _notes(shape: Shape, target: Target, backend: BackendName, scheme: Scheme) -> list[str]:
     notes = []
     latent = [(count, each) for count, each in shape.attentions() if each.latent is not None]
     if latent:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from llmforge import targets
+from llmforge.base.backends import BackendName, Dtype
 from llmforge.base.errors import UsageError
 from llmforge.planning import advice, building, config, deployment, scheme
 from llmforge.planning.deployment import Workload
 from llmforge.planning.render import Planned
+from llmforge.planning.scheme import Wanted
 from llmforge.planning.shape import Shape
 from llmforge.recipe import Recipe
-from llmforge.targets import Backend, Target
-from llmforge.targets.support import Dtype
+from llmforge.targets import Target
 
 DEFAULT = Workload()
 
@@ -24,15 +25,12 @@ class Request:
     """What a person asks; what is None is the recipe's, else a default."""
 
     targets: tuple[str, ...] = ()
-    backend: str | None = None
+    backend: BackendName | None = None
     batch: int | None = None
     prompt: int | None = None
     output: int | None = None
     context: int | None = None
-    compute: str | None = None
-    weights: str | None = None
-    kv: str | None = None
-    product: str | None = None
+    wanted: Wanted = field(default_factory=Wanted)
     ranks: int = 1
     usd_per_hour: float | None = None
 
@@ -41,17 +39,10 @@ class Request:
 class _Intent:
     """What a recipe says that a plan depends on; nothing of it for a bare checkpoint."""
 
-    backend: Backend | None = None
+    backend: BackendName | None = None
     batch: int | None = None
     context: int | None = None
-    compute: Dtype | None = None
-    weights: Dtype | None = None
-    kv: Dtype | None = None
-    product: Dtype | None = None
-    embedding: Dtype | None = None
-    head: Dtype | None = None
-    block: int | None = None
-    symmetric: bool = True
+    wanted: Wanted = field(default_factory=Wanted)
     calibration_tokens: int = 0
 
 
@@ -79,22 +70,8 @@ def answer(what: Path, asked: Request) -> list[Planned]:
 
 
 def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: _Intent) -> Planned:
-    wished = cast(Backend | None, asked.backend) or intent.backend
-    backend = wished if wished in target.engines or asked.backend is not None else target.engines[0]
-    assert backend is not None
-    chosen = scheme.choose(
-        target,
-        backend,
-        shape.dtype,
-        compute=cast(Dtype | None, asked.compute) or intent.compute,
-        weights=cast(Dtype | None, asked.weights) or intent.weights,
-        kv=cast(Dtype | None, asked.kv) or intent.kv,
-        product=cast(Dtype | None, asked.product) or intent.product,
-        embedding=intent.embedding,
-        head=intent.head,
-        block=intent.block,
-        symmetric=intent.symmetric,
-    )
+    backend = asked.backend or (intent.backend if intent.backend in target.engines else target.engines[0])
+    chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(intent.wanted))
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
     return Planned(made, build, advice.advise(made))
@@ -126,32 +103,30 @@ def _intent(recipe: Recipe) -> _Intent:
     spec, calibration = recipe.engine, recipe.calibration
     instances: dict[str, Any] = {each.name: each for each in recipe.instantiate(passes.ALL)}
     cache, precision = instances.get("quantize-kv-cache"), instances.get("lower-precision")
-    common = _Intent(
-        backend=spec.backend,
-        batch=spec.max_batch,
-        context=spec.max_context,
+    tokens = 0
+    wanted = Wanted(
         compute=None if precision is None else precision.dtype,
         kv=None if cache is None else cast(Dtype, f"int{cache.bits}"),
     )
     if (blocks := instances.get("quantize-weights")) is not None:
-        solved = blocks.method == "gptq" and calibration is not None
-        return replace(
-            common,
+        if blocks.method == "gptq" and calibration is not None:
+            tokens = calibration.samples * calibration.length
+        wanted = replace(
+            wanted,
             weights=cast(Dtype, f"int{blocks.bits}"),
             embedding=_embedding(blocks),
             block=blocks.block_size,
             symmetric=blocks.symmetric,
-            calibration_tokens=calibration.samples * calibration.length if solved and calibration else 0,
         )
-    if (channels := instances.get("quantize-channels")) is not None:
-        return replace(
-            common,
+    elif (channels := instances.get("quantize-channels")) is not None:
+        wanted = replace(
+            wanted,
             weights=channels.dtype,
             product=channels.dtype if channels.activations == "static" else None,
             head=channels.dtype if channels.head else None,
             block=0,
         )
-    return common
+    return _Intent(spec.backend, spec.max_batch, spec.max_context, wanted, tokens)
 
 
 def _embedding(weights: Any) -> Dtype | None:

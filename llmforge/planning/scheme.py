@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from llmforge.base.backends import BackendName, Dtype, Role
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import Shape
-from llmforge.targets import Backend, Target
-from llmforge.targets.support import Dtype, Role
+from llmforge.targets import Target
 
 BITS: Mapping[str, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp4": 4}
 STATE_BYTES = 4  # recurrent states are fp32
@@ -85,31 +85,35 @@ class Scheme:
         return ", ".join([*parts, f"products in {self.product}"])
 
 
-def choose(
-    target: Target,
-    backend: Backend,
-    checkpoint: str,
-    *,
-    compute: Dtype | None = None,
-    weights: Dtype | None = None,
-    kv: Dtype | None = None,
-    product: Dtype | None = None,
-    embedding: Dtype | None = None,
-    head: Dtype | None = None,
-    block: int | None = None,
-    symmetric: bool = True,
-) -> Scheme:
-    """Choose what is not given: the checkpoint's own dtype where the engine has it, 16 bits on a GPU, fp32 on a CPU.
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a scheme; None: nothing is said."""
+
+    compute: Dtype | None = None
+    weights: Dtype | None = None
+    kv: Dtype | None = None
+    product: Dtype | None = None
+    embedding: Dtype | None = None
+    head: Dtype | None = None
+    block: int | None = None
+    symmetric: bool | None = None
+
+    def or_else(self, other: Wanted) -> Wanted:
+        """Take from `other` what nothing is said about here."""
+        return replace(other, **{name: value for name, value in vars(self).items() if value is not None})
+
+
+def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted = Wanted()) -> Scheme:
+    """Choose what is not given: the dtype of the `checkpoint` where the engine has it, 16 bits on a GPU, fp32 on a CPU.
 
     Raises:
         UnsupportedError: the engine does not take one of the dtypes on this target; says why.
     """
     support = target.support(backend)
-    if compute is None:
-        preferred = (checkpoint, "bf16", "fp16", "fp32")
-        compute = next(each for each in preferred if each in support.compute)
-    assert compute is not None
-    weights, kv = weights or compute, kv or compute
+    preferred = (checkpoint, "bf16", "fp16", "fp32")
+    own: Dtype = next(each for each in preferred if each in support.compute)
+    compute = wanted.compute or own
+    weights, kv, product = wanted.weights or compute, wanted.kv or compute, wanted.product
     roles: tuple[tuple[Dtype, Role], ...] = ((compute, "compute"), (weights, "weights"), (kv, "kv"))
     for dtype, role in roles:
         reason = support.refusal(dtype, role)
@@ -129,10 +133,10 @@ def choose(
         weights=weights,
         kv=kv,
         product=product or _product(target, compute, weights),
-        embedding=embedding or _embedding(target, compute, weights),
-        block=(GPU_BLOCK if target.kind == "gpu" else CPU_BLOCK) if block is None else block,
-        symmetric=symmetric,
-        head=head,
+        embedding=wanted.embedding or _embedding(target, compute, weights),
+        block=(GPU_BLOCK if target.kind == "gpu" else CPU_BLOCK) if wanted.block is None else wanted.block,
+        symmetric=wanted.symmetric is not False,
+        head=wanted.head,
     )
 
 

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from llmforge import targets
+from llmforge.base.backends import BackendName
 from llmforge.base.errors import RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
@@ -33,7 +34,6 @@ from llmforge.lowering import options
 from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
-from llmforge.targets import Backend
 
 Metric = Literal["perplexity_ratio", "kld_mean", "top1_agreement", "ttft_p50_ms", "tpot_p50_ms", "size_bytes"]
 QUALITY_METRICS = frozenset({"perplexity_ratio", "kld_mean", "top1_agreement"})
@@ -63,7 +63,7 @@ class _Section(BaseModel):
 class EngineSpec(_Section):
     """The engine to build and the largest request that it serves."""
 
-    backend: Backend = Field(default="onnxruntime", description="what loads the engine")
+    backend: BackendName = Field(default="onnxruntime", description="what loads the engine")
     max_context: int = Field(
         ge=2, le=2**24, description="tokens of prompt and answer together, the KV cache's capacity"
     )

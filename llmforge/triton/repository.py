@@ -31,6 +31,7 @@ import numpy as np
 
 from llmforge import targets
 from llmforge.artifact import Artifact
+from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.recipe import ServingSpec
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
@@ -46,7 +47,6 @@ ALONE = "."
 CARRIED = ("engine", "tokenizer")
 WARMUP_TOKENS = 32
 PARTIAL = ".partial-"
-_CUDA_BINDINGS = "cuda-bindings>=13,<14"  # as the extra `cuda` has it; ONNX Runtime's wheel is of CUDA 13
 
 _MODEL = '''\
 """What Triton loads: llmforge's model, from the package beside this file."""
@@ -115,14 +115,9 @@ def config(model: Model, artifact: str) -> str:
 
 def requirements(runtime: RuntimeConfig) -> str:
     """List what the serving environment needs, as pip reads it."""
-    if runtime.plan is not None:  # the runtime imports ONNX Runtime whatever runs the engine; any version does
-        engine = ["onnxruntime", *(f"{name}=={version}" for name, version in runtime.requires.items())]
-    elif runtime.provider == "cuda":
-        engine = [f"onnxruntime-gpu[cuda,cudnn]=={runtime.onnxruntime}"]
-    else:
-        engine = [f"onnxruntime=={runtime.onnxruntime}"]
-    if runtime.provider != "cpu":
-        engine.append(_CUDA_BINDINGS)
+    provider = PROVIDERS[runtime.provider]
+    version = runtime.requires[provider.package]
+    engine = [requirement.format(version=version) for requirement in provider.requirements]
     lines = [f"{name}>={oldest}" for name, oldest in checks.NEEDED.items() if oldest is not None] + engine
     constraints = ["# For answers of a given form: JSON schemas, regular expressions, grammars.", *checks.OPTIONAL]
     return "\n".join(["# A Triton older than 24.11 needs numpy<2 as well.", *lines, *constraints]) + "\n"

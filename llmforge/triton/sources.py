@@ -8,9 +8,15 @@ from pathlib import Path
 
 import llmforge
 from llmforge import native
+from llmforge.base.backends import PROVIDERS
 
 PACKAGE = "llmforge"
-ROOTS = ("llmforge.triton.backend.model", "llmforge.triton.backend.checks")
+# What Triton loads, and what the runtime imports by name: the session of the provider that an engine is for.
+ROOTS = (
+    "llmforge.triton.backend.model",
+    "llmforge.triton.backend.checks",
+    *(provider.session for provider in PROVIDERS.values()),
+)
 _FOLDER = Path(llmforge.__file__).parent
 
 

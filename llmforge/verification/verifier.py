@@ -17,6 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.evaluation import metrics
 from llmforge.ir import dialect, graph, interface
+from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass
 from llmforge.runtime.backends.session import Session
 from llmforge.trace.export.limits import WHOLE_BYTES
@@ -28,8 +29,6 @@ from llmforge.verification.streamed_verifier import Difference, Loss
 # FLOAT: 23 two-layer architectures, their attention lowered in up to three ways, moved logits by at most 7e-6 at a
 # deviation of 0.6, which is 1.2e-5. Errors of independent layers add up like a random walk: 80 layers make √40 of it.
 TOLERANCE: Mapping[ir.DataType, float] = {ir.DataType.FLOAT: 1e-4}
-
-_INT8_ACTIVATIONS = 4  # accuracy_level of com.microsoft::MatMulNBits
 
 _RUN_FAILURES = (
     ort_errors.EPFail,
@@ -389,7 +388,7 @@ def _end_of_range(model: ir.Model) -> str:
 
 def _rounds_activations(model: ir.Model) -> bool:
     """Say whether a kernel of `model` rounds what it reads to int8."""
-    return any(node.attributes.get_int("accuracy_level", 0) == _INT8_ACTIVATIONS for node in model.graph)
+    return any(node.attributes.get_int("accuracy_level", 0) == INT8_ACTIVATIONS for node in model.graph)
 
 
 def _no_text(step: Pass) -> UsageError:

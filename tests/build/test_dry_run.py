@@ -15,7 +15,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.build import dry_run
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
-from llmforge.engines import interop
+from llmforge.engines import BuildRequest, interop
 from llmforge.engines import onnxruntime as engines
 from llmforge.ir import dialect
 from llmforge.lowering.pass_base import Budget, Context, Pass
@@ -110,7 +110,7 @@ def build(name: str, recipe: str, folder: Path, *, without: str = "") -> Statist
     for step in steps:
         verifier.check(step, model, step.run(model, Context(TARGET, statistics)))
     lowered, _ = engines.lower(model, TARGET)
-    engine = engines.build(lowered, folder / "engine", spec=ENGINE, eos_token_ids=[0], bos_token_id=0)
+    engine = engines.build(BuildRequest(lowered, folder / "engine", ENGINE, TARGET, [0], 0))
     interop.write(lowered, engine, checkpoint)
     return statistics
 

@@ -11,6 +11,7 @@ import pytest
 from llmforge import targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.documents import read_documents
+from llmforge.engines import BuildRequest
 from llmforge.engines import onnxruntime as engine
 from llmforge.lowering.pass_base import Context
 from llmforge.passes.flash_attention import FlashAttention
@@ -40,13 +41,8 @@ def traced(checkpoint) -> ir.Model:
 def build(model: ir.Model, checkpoint: Checkpoint, folder: Path) -> Runner:
     lowered, _ = engine.lower(model, TARGET)
     spec = EngineSpec(max_context=1024, max_batch=4, threads=2)
-    engine.build(
-        lowered,
-        folder / "engine",
-        spec=spec,
-        eos_token_ids=checkpoint.eos_token_ids,
-        bos_token_id=checkpoint.bos_token_id,
-    )
+    ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
+    engine.build(BuildRequest(lowered, folder / "engine", spec, TARGET, *ends))
     engine.write_tokenizer(checkpoint, folder / "tokenizer")
     return load(folder)
 

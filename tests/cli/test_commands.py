@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-import llmforge
+import llmforge.build
 from llmforge import __version__, artifact, passes, runtime, targets
 from llmforge.base import errors
 from llmforge.cli import cli, console, describe
@@ -75,7 +75,7 @@ class FakePipeline:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
     stand_in = FakePipeline()
-    monkeypatch.setattr(llmforge, "pipeline", stand_in, raising=False)
+    monkeypatch.setattr(llmforge.build, "pipeline", stand_in, raising=False)
     return stand_in
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmforge import engines, targets
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, VerificationError
-from llmforge.engines import cuda, cuda_graphs
+from llmforge.engines import BuildRequest, cuda, cuda_graphs
 from llmforge.ir import dialect, graph
 from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes import (
@@ -111,12 +111,14 @@ def test_an_operator_without_a_kernel_is_named_with_a_node() -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("t4", 75), ("a10g", 86), ("l4", 89), ("h200", 90), ("rtx-5090", 120)])
 def test_devices_with_machine_code(name: str, code: int) -> None:
-    assert cuda.require_code(targets.load(name)) == code
+    target = targets.load(name)
+    assert target.require_engine("onnxruntime").builder == cuda.__name__
+    assert target.require_gpu().sm == str(code)
 
 
 @pytest.mark.parametrize("name", ["b200", "gb200"])
 def test_devices_without_machine_code_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"machine code for SM 75, 80.* for SM 100 ") as caught:
+    with pytest.raises(UnsupportedError, match=r"neither code for SM 10\.0 nor PTX") as caught:
         lower(prepared(), target=name)
     assert caught.value.exit_code == 6
     assert "tensorrt" in (caught.value.hint or "")
@@ -306,13 +308,13 @@ def test_memory_counts_weights_and_caches() -> None:
 
 
 def configure(model: ir.Model, spec: EngineSpec = SPEC, target: str = "h100-sxm") -> RuntimeConfig:
-    return cuda.configure(model, spec=spec, target=targets.load(target), eos_token_ids=(3,), bos_token_id=None)
+    return cuda.configure(BuildRequest(model, Path(), spec, targets.load(target), (3,), None))
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     lowered, _ = lower(prepared(QuantizeKvCache(BUDGET), dtype="bf16"))
-    config = configure(lowered)
-    cuda.write(lowered, tmp_path, config)
+    config = cuda.write(BuildRequest(lowered, tmp_path, SPEC, H100, (3,), None))
+    assert config == configure(lowered)
     assert RuntimeConfig.read(tmp_path / "runtime.json") == config
     assert (tmp_path / "model.onnx.data").stat().st_size > 0
     assert config.provider == "cuda"
@@ -352,7 +354,7 @@ def test_an_engine_beyond_the_memory_of_the_device_is_refused() -> None:
 def test_without_the_gpu_the_build_says_so_and_writes_nothing(tmp_path: Path) -> None:
     lowered, _ = lower(prepared())
     with pytest.raises(EnvironmentLacks, match="CUDA provider is proven on the GPU that runs it") as caught:
-        cuda.build(lowered, tmp_path / "engine", spec=SPEC, target=H100, eos_token_ids=(3,), bos_token_id=None)
+        cuda.build(BuildRequest(lowered, tmp_path / "engine", SPEC, H100, (3,), None))
     assert caught.value.exit_code == 8
     assert "--defer" in (caught.value.hint or "")
     assert not (tmp_path / "engine").exists()

@@ -19,7 +19,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import cuda, cuda_attention, cuda_operators
+from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_operators
 from llmforge.ir.operators import contrib
 from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes import (
@@ -133,8 +133,7 @@ def test_engines_load_and_are_captured(
     for step in (*first, *more, FuseExperts(), LowerPrecision(BUDGET, dtype)):
         step.run(model, Context(target, ranges))
     lowered, _ = cuda.lower(model, target, SPEC)
-    config = cuda.configure(lowered, spec=SPEC, target=target, eos_token_ids=(0,), bos_token_id=0)
-    cuda.write(lowered, tmp_path / "engine", config)
+    config = cuda.write(BuildRequest(lowered, tmp_path / "engine", SPEC, target, (0,), 0))
     found = cuda_wheel.rehearse(wheel, tmp_path / "engine", sm)
     assert config.graphs is not None
     assert [capture.id for capture in config.graphs.captures] == [1, 2]

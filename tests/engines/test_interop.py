@@ -14,7 +14,7 @@ import pytest
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import Engine, interop
+from llmforge.engines import BuildRequest, Engine, interop
 from llmforge.engines import onnxruntime as engines
 from llmforge.lowering.pass_base import Pass
 from llmforge.passes import FlashAttention, GenaiInterface, OptimumInterface
@@ -62,13 +62,9 @@ def build(source: Path, folder: Path, steps: Sequence[Pass], *, threads: int | N
     for step in steps:
         step.run(model, graphs.CPU)
     lowered, _ = engines.lower(model, graphs.CPU.target)
-    engine = engines.build(
-        lowered,
-        folder / "engine",
-        spec=EngineSpec(max_context=96, max_batch=2, threads=threads),
-        eos_token_ids=checkpoint.eos_token_ids,
-        bos_token_id=checkpoint.bos_token_id,
-    )
+    spec = EngineSpec(max_context=96, max_batch=2, threads=threads)
+    ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
+    engine = engines.build(BuildRequest(lowered, folder / "engine", spec, graphs.CPU.target, *ends))
     engines.write_tokenizer(checkpoint, folder / "tokenizer")
     return Built(checkpoint, lowered, engine, interop.write(lowered, engine, checkpoint))
 

@@ -44,22 +44,12 @@ def test_the_record_has_the_shape_that_is_documented() -> None:
             assert {kind for kinds in types.values() for kind in kinds.split()} <= TYPES, operator
 
 
-@pytest.mark.parametrize(
-    ("code", "ptx", "sm", "runs"),
-    [([80, 86], [], 89, True), ([80], [], 75, False), ([90], [], 100, False), ([90], [90], 100, True)],
-)
-def test_devices_that_run_the_wheel(code: list[int], ptx: list[int], sm: int, runs: bool) -> None:
-    found = kernels.parse(
-        json.dumps({"wheel": "", "provider": "", "read_by": "", "machine_code": code, "ptx": ptx, "kernels": {}})
-    )
-    assert found.covers(sm) is runs
-
-
 def test_targets_load_onnxruntime_where_the_wheel_has_code_for_them() -> None:
     gpus = [target for target in map(targets.load, targets.names()) if target.kind == "gpu"]
-    assert {target.name for target in gpus if not kernels.cuda().covers(int(target.sm or 0))} >= {"b200", "gb200"}
+    code = set(map(str, kernels.cuda().machine_code))
+    assert {target.name for target in gpus if target.sm not in code} >= {"b200", "gb200"}
     for target in gpus:
-        assert ("onnxruntime" in target.engines) == kernels.cuda().covers(int(target.sm or 0)), target.name
+        assert ("onnxruntime" in target.engines) == (target.sm in code), target.name
 
 
 @pytest.mark.parametrize(

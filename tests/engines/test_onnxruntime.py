@@ -15,7 +15,7 @@ import pytest
 from llmforge import targets
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import onnx_file
+from llmforge.engines import BuildRequest, onnx_file
 from llmforge.engines import onnxruntime as engine
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.session import Session, SessionConfig
@@ -27,7 +27,7 @@ SPEC = EngineSpec(max_context=64, max_batch=3, threads=1)
 
 
 def build(model: ir.Model, folder: Path, spec: EngineSpec = SPEC, **options) -> engine.Engine:
-    return engine.build(model, folder, spec=spec, eos_token_ids=(3, 5), bos_token_id=1, **options)
+    return engine.build(BuildRequest(model, folder, spec, CPU, (3, 5), 1, **options))
 
 
 def last_logits(session: Session) -> np.ndarray:

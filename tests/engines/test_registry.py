@@ -13,7 +13,7 @@ from llmforge.engines.tensorrt import engine, library
 from llmforge.recipe import EngineSpec
 
 
-def spec(backend: targets.Backend) -> EngineSpec:
+def spec(backend: str) -> EngineSpec:
     return EngineSpec(backend=backend, max_context=64)
 
 
@@ -28,13 +28,13 @@ def test_a_device_that_cannot_load_an_engine_gets_none() -> None:
 
 
 @pytest.mark.parametrize(("backend", "module"), [("onnxruntime", cuda), ("tensorrt", engine), ("tensorrt-rtx", engine)])
-def test_each_backend_of_a_gpu_has_its_builder(backend: targets.Backend, module: object) -> None:
+def test_each_backend_of_a_gpu_has_its_builder(backend: str, module: object) -> None:
     assert engines.for_target(backend, targets.load("l4")) is module
 
 
 @pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
-def test_what_is_built_on_its_gpu_names_the_other_way(backend: targets.Backend) -> None:
+def test_what_is_built_on_its_gpu_names_the_other_way(backend: str) -> None:
     with pytest.raises(EnvironmentLacks, match="no CUDA device here") as caught:
         engines.for_target(backend, targets.load("l4")).require_host(targets.load("l4"), spec(backend))
     assert caught.value.exit_code == 8
@@ -62,8 +62,8 @@ def test_a_cpu_runs_what_is_built_for_it() -> None:
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_a_missing_library_names_the_extra(backend: targets.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_the_extra(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentLacks, match="is not installed") as caught:
-        assert library.Library(backend, "tensorrt", "TensorRT", ahead_of_time=True).api
+        assert library.of_backend(backend).api
     assert caught.value.hint == f"pip install 'llmforge[{backend}]'"

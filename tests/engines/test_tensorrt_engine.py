@@ -12,6 +12,7 @@ import pytest
 from llmforge import engines, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines import signatures
 from llmforge.engines.tensorrt import engine, plan_file
 from llmforge.engines.tensorrt.plan_file import PlanRecord
 from llmforge.lowering import pass_base
@@ -81,7 +82,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def build(model: ir.Model, target: Target, folder: Path) -> engines.Engine:
-    return engine.build(model, folder, spec=SPEC, target=target, eos_token_ids=[0], bos_token_id=None)
+    return engine.build(engines.BuildRequest(model, folder, SPEC, target, [0], None))
 
 
 # (architecture, form) → the targets that it is built for, and those of which a refusal says what
@@ -153,7 +154,7 @@ def test_a_context_beyond_the_rotary_table_is_refused(folder: Path) -> None:
     target = targets.load("l4")
     graph = lowered(traced(WINDOWS, folder), "fp16", target)
     with pytest.raises(UnsupportedError, match="has 128 positions"):
-        engine.check_context(graph, 4096)
+        signatures.check_context(graph, 4096)
 
 
 @pytest.mark.slow

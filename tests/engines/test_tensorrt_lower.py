@@ -328,12 +328,10 @@ def test_experts_are_all_computed_up_to_a_measure() -> None:
         ("t4", (QuantizeChannels(budget=LOOSE, dtype="int8"), HALF), None),
     ],
 )
-def test_what_a_compute_capability_lacks_is_refused(
-    target: str, steps: tuple[Pass, ...], feature: Feature | None
-) -> None:
+def test_refusals_of_a_compute_capability(target: str, steps: tuple[Pass, ...], feature: Feature | None) -> None:
     model = after(graphs.llama(graphs.Llama(hidden=64, mlp=64)), *steps)
     lowered, _ = lower.lower(model, targets.load(target), SPEC)
-    sm = str(targets.load(target).sm)
+    sm = targets.load(target).require_gpu().sm
     found = {each for each, _ in refusals.features(lowered) if refusals.TABLE[each].refuses(sm)}
     assert found == ({feature} if feature else set())
 

@@ -222,7 +222,7 @@ def test_standard_onnx_has_no_collectives() -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "tensorrt-rtx"])
-def test_engines_refuse_ranks_by_name(backend: targets.Backend) -> None:
+def test_engines_refuse_ranks_by_name(backend: str) -> None:
     engines.refuse_ranks(backend, 1)
     with pytest.raises(UnsupportedError, match=f"tensor_parallel is 2; an engine of {backend} runs a model alone"):
         engines.refuse_ranks(backend, 2)
@@ -258,6 +258,6 @@ def test_a_plan_of_each_rank_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         lowered, changes = builder.lower(own, target, spec)
         assert sum("DistCollective of 2 ranks" in change.what for change in changes.rewritten) == 6
         folder = tmp_path / str(number)
-        built = builder.build(lowered, folder, spec=spec, target=target, eos_token_ids=[0], bos_token_id=None)
+        built = builder.build(engines.BuildRequest(lowered, folder, spec, target, [0], None))
         assert "6 DIST_COLLECTIVE" in built.facts["layers"]
         assert {cache.kv_heads for cache in built.config.caches if hasattr(cache, "kv_heads")} == {2}

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmforge import targets
+from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
 from llmforge.planning import advice, building, deployment, families, roofline, scheme
 from llmforge.planning.deployment import Plan, Workload
 from llmforge.planning.roofline import Ceilings
-from llmforge.planning.scheme import Scheme
+from llmforge.planning.scheme import Scheme, Wanted
 from llmforge.targets import Target
-from llmforge.targets.support import support
 
 from ..shapes import LLAMA, PUBLIC
 
@@ -33,7 +33,7 @@ def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes
     workload = Workload(changes.pop("prompt", 1024), changes.pop("output", 256), changes.pop("batch", 1))
     dtypes = {key: changes.pop(key) for key in ("compute", "weights", "kv", "product") if key in changes}
     shape = SHAPES[name]
-    chosen = scheme.choose(device, backend, shape.dtype, **dtypes)
+    chosen = scheme.choose(device, backend, shape.dtype, Wanted(**dtypes))
     return deployment.make(shape, device, backend, chosen, workload, **changes)
 
 
@@ -90,7 +90,7 @@ def test_dtypes_that_are_not_given(target: str, backend: Any, checkpoint: str, c
 def test_products_of_quantized_weights() -> None:
     def chosen(target: str, weights: Any, product: Any = None) -> Scheme:
         device = targets.load(target)
-        return scheme.choose(device, device.engines[0], "bf16", weights=weights, product=product)
+        return scheme.choose(device, device.engines[0], "bf16", Wanted(weights=weights, product=product))
 
     assert chosen("h200", "int4").product == "bf16"  # widened
     assert chosen("h200", "fp8").product == "bf16"
@@ -117,7 +117,7 @@ def test_products_of_quantized_weights() -> None:
 def test_dtypes_that_an_engine_does_not_take(target: str, dtypes: Any, says: str) -> None:
     device = targets.load(target)
     with pytest.raises(UnsupportedError) as caught:
-        scheme.choose(device, device.engines[0], "bf16", **dtypes)
+        scheme.choose(device, device.engines[0], "bf16", Wanted(**dtypes))
     assert says in caught.value.message
     assert caught.value.hint is not None
     assert "it takes" in caught.value.hint or "it multiplies in" in caught.value.hint
@@ -125,8 +125,7 @@ def test_dtypes_that_an_engine_does_not_take(target: str, dtypes: Any, says: str
 
 @pytest.mark.parametrize("sm", ["75", "80", "86", "89", "90", "100", "120"])
 def test_what_tensorrt_takes_is_what_its_builder_refuses_the_rest_of(sm: str) -> None:
-    taken = support("tensorrt", sm)
-    assert taken is not None
+    taken = PROVIDERS["tensorrt"].support(sm)
     rules = {"bf16": refusals.Feature.BF16, "int4": refusals.Feature.INT4, "fp8": refusals.Feature.FP8,
              "fp4": refusals.Feature.FP4}  # fmt: skip
     for dtype, feature in rules.items():

@@ -16,6 +16,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.base.errors import InputError, UsageError, VersionMismatch
+from llmforge.engines import BuildRequest
 from llmforge.engines import onnxruntime as engine
 from llmforge.recipe import EngineSpec
 from llmforge.runtime import Chunk, Runner, Sampling, load
@@ -32,7 +33,7 @@ SPEC = EngineSpec(max_context=96, max_batch=3, threads=1)
 def artifact(tmp_path_factory, sample_checkpoint) -> Path:
     folder = tmp_path_factory.mktemp("artifact")
     model, _ = engine.lower(decoder(VOCABULARY), targets.local())
-    engine.build(model, folder / "engine", spec=SPEC, eos_token_ids=(EOS,), bos_token_id=0)
+    engine.build(BuildRequest(model, folder / "engine", SPEC, targets.local(), (EOS,), 0))
     (folder / "tokenizer").mkdir()
     for name in ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json"):
         shutil.copy(sample_checkpoint / name, folder / "tokenizer" / name)

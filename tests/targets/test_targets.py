@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from llmforge import targets
+from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import EnvironmentLacks, ForgeError, UnsupportedError, UsageError
 from llmforge.targets import Isa, achieved
-from llmforge.targets.support import unsupported
 
 AVX2 = {"sse2", "avx", "avx2", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -104,7 +104,7 @@ def test_a_name_of_several_devices_lists_them(name: str, meant: str) -> None:
         ("cpu-avx2", "tensorrt", "it builds engines for NVIDIA GPUs alone"),
     ],
 )
-def test_an_engine_that_does_not_run_says_why(name: str, backend: targets.Backend, reason: str) -> None:
+def test_an_engine_that_does_not_run_says_why(name: str, backend: BackendName, reason: str) -> None:
     error = refusal(lambda: targets.load(name).require_engine(backend))
     assert error.exit_code == 6
     assert reason in error.message
@@ -115,8 +115,7 @@ def test_an_engine_that_does_not_run_says_why(name: str, backend: targets.Backen
 @pytest.mark.parametrize("name", targets.names())
 def test_engines_are_all_that_run(name: str) -> None:
     target = targets.load(name)
-    every: tuple[targets.Backend, ...] = ("onnxruntime", "tensorrt", "tensorrt-rtx")
-    assert set(target.engines) == {backend for backend in every if unsupported(backend, target.sm) is None}
+    assert set(target.engines) == {each.name for each in BACKENDS.values() if each.unsupported(target.sm) is None}
     for backend in target.engines:
         taken = target.support(backend)
         assert taken.compute
@@ -254,7 +253,7 @@ def test_this_machine_builds_for_itself() -> None:
 
 @pytest.mark.parametrize("name", ["cpu-generic", "cpu-avx512-vnni"])
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_tensorrt_on_a_cpu_is_not_supported(name: str, backend: targets.Backend) -> None:
+def test_tensorrt_on_a_cpu_is_not_supported(name: str, backend: BackendName) -> None:
     error = refusal(lambda: targets.load(name).require_engine(backend))
     assert isinstance(error, UnsupportedError)
     assert error.exit_code == 6

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.engines.tensorrt.refusals import HEAD_DIMS
+from llmforge.base.backends import TENSORRT_HEAD_DIMS as HEAD_DIMS
 from llmforge.ir import graph as g
 from llmforge.ir import interface
 from llmforge.ir.builder import Builder

@@ -12,16 +12,13 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmforge.base.progress import Progress, Silent
-from llmforge.engines import Engine, onnx_file, require_device, signatures
-from llmforge.engines.onnxruntime import check_context
+from llmforge.engines import BuildRequest, Engine, onnx_file, require_device, signatures
 from llmforge.engines.tensorrt import builder, library, plan_file, profiles, refusals
 from llmforge.engines.tensorrt import lower as lowering
 from llmforge.engines.tensorrt.library import Library
 from llmforge.engines.tensorrt.plan_cache import PlanCache, default_folder
 from llmforge.engines.tensorrt.plan_file import PlanRecord, Source
 from llmforge.engines.tensorrt.profiles import Profile
-from llmforge.ir import graph
 from llmforge.lowering.pass_base import Changes
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import (
@@ -38,22 +35,19 @@ from llmforge.runtime.backends.config import (
 from llmforge.runtime.backends.signature import ELEMENTS, CacheInput
 from llmforge.targets import Target
 
-__all__ = ["build", "check_context", "lower", "require_host"]
-
 
 def require_host(target: Target, spec: EngineSpec) -> None:
     """Return if this machine builds such an engine: the library is here, and its GPU where kernels are timed on it.
 
     Raises:
         EnvironmentLacks: it is not.
-        UnsupportedError: the library has no code for the target.
+        UnsupportedError: the target is a CPU, or the library has no code for it.
     """
     chosen = library.of_backend(spec.backend)
+    require_device(target, spec.backend)
+    chosen.require()
     if chosen.ahead_of_time:
-        chosen.compute_capability(_sm(target))
-        return
-    require_device(target, f"{chosen.title} builds an engine on the GPU that runs it, whose kernels it times")
-    assert chosen.version
+        chosen.compute_capability(target.require_gpu().sm)
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
@@ -67,36 +61,30 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return lowered, changes
 
 
-def build(
-    model: ir.Model,
-    folder: Path,
-    *,
-    spec: EngineSpec,
-    target: Target,
-    eos_token_ids: Sequence[int],
-    bos_token_id: int | None,
-    progress: Progress | None = None,
-) -> Engine:
-    """Build the plan of a lowered `model` in `folder` (created), or take it from an earlier build of the same.
+def build(request: BuildRequest) -> Engine:
+    """Build the plan of a lowered model, or take it from an earlier build of the same.
 
-    The ONNX file that the builder reads lies beside `folder` while it does.
+    The ONNX file that the builder reads lies beside the engine's folder while it does.
 
     Raises:
         EnvironmentLacks: the library, or the GPU that it builds on, is not here.
         UnsupportedError: the library builds no such engine for the target.
         VerificationError: what it would build is not what the graph says.
     """
-    require_host(target, spec)
-    chosen = library.of_backend(spec.backend)
-    refusals.check(model, target, chosen.title)
-    check_context(model, spec.max_context)
+    model, folder, spec = request.model, request.folder, request.spec
+    require_host(request.target, spec)
+    chosen, sm = library.of_backend(spec.backend), request.target.require_gpu().sm
+    refusals.check(model, request.target, chosen.title)
+    signatures.check_context(model, spec.max_context)
     ranges = profiles.of(model, spec)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".onnx-") as scratch:
-        onnx_file.write(model, Path(scratch), progress or Silent())
-        record, reused = _plan(chosen, model, Path(scratch), folder / PLAN_FILE, _sm(target), ranges)
+        onnx_file.write(model, Path(scratch), request.progress)
+        record, reused = _plan(chosen, model, Path(scratch), folder / PLAN_FILE, sm, ranges)
     (folder / plan_file.FILE).write_text(record.to_json(), encoding="utf-8")
     caches = signatures.caches(model)
+    device = DeviceFacts(int(sm), record.size_bytes + _cache_bytes(caches, spec))
+    plan = PlanFacts(chosen.backend.module, record.source.version, PLAN_FILE, tuple(each.facts for each in ranges))
     config = RuntimeConfig(
         format=FORMAT,
         onnxruntime=None,
@@ -104,19 +92,18 @@ def build(
         max_context=spec.max_context,
         max_batch=spec.max_batch,
         vocabulary=signatures.vocabulary(model),
-        eos_token_ids=tuple(eos_token_ids),
-        bos_token_id=bos_token_id,
+        eos_token_ids=tuple(request.eos_token_ids),
+        bos_token_id=request.bos_token_id,
         caches=caches,
         session=SessionOptions(threads=None, optimize=False, entries={}),
-        provider=chosen.backend,
-        device=DeviceFacts(int(_sm(target)), record.size_bytes + _cache_bytes(caches, spec)),
-        plan=PlanFacts(chosen.module, record.source.version, PLAN_FILE, tuple(each.facts for each in ranges)),
+        provider=chosen.provider.name,
+        device=device,
+        plan=plan,
     )
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    size_bytes = sum(file.stat().st_size for file in folder.iterdir())
     notes = [f"{chosen.title}: {warning}" for warning in record.warnings]
     notes += ["the plan was taken from an earlier build with the same key"] if reused else []
-    return Engine(folder, config, graph.nodes(model), size_bytes, _facts(chosen, record, config), tuple(notes))
+    return Engine.built(request, config, _facts(chosen, record, plan, device), notes)
 
 
 def _plan(
@@ -124,7 +111,7 @@ def _plan(
 ) -> tuple[PlanRecord, bool]:
     """Build the plan of the ONNX file in the folder `onnx`, or reuse one; say which."""
     source = Source(
-        module=chosen.module,
+        module=chosen.backend.module,
         version=chosen.version,
         sm=sm,
         flags=builder.FLAGS,
@@ -151,27 +138,20 @@ def _plan(
     return record, False
 
 
-def _facts(chosen: Library, record: PlanRecord, config: RuntimeConfig) -> dict[str, str]:
+def _facts(chosen: Library, record: PlanRecord, plan: PlanFacts, device: DeviceFacts) -> dict[str, str]:
     """Put a plan into words, for the report."""
-    assert config.plan is not None
-    assert config.device is not None
-    profiles_said = (f"{each.name}: {each.max_batch} x {each.max_sequence} tokens" for each in config.plan.profiles)
+    profiles_said = (f"{each.name}: {each.max_batch} x {each.max_sequence} tokens" for each in plan.profiles)
     return {
         "library": f"{chosen.title} {record.source.version}",
         "compute capability": f"SM{record.source.sm}",
         "profiles": "; ".join(profiles_said),
         "attention": f"{record.layers.get('ATTENTION_INPUT', 0)} in fused kernels, none that the builder took apart",
         "layers": ", ".join(f"{count} {kind}" for kind, count in record.layers.items()),
-        "memory": f"{config.device.memory_bytes / 1e9:.3f} GB of weights and KV cache, and activations",
+        "memory": f"{device.memory_bytes / 1e9:.3f} GB of weights and KV cache, and activations",
         "plan": f"{record.size_bytes:,} bytes, SHA-256 {record.sha256}",
         "plan key": record.key,
         "ONNX": f"SHA-256 {record.source.onnx_sha256}",
     }
-
-
-def _sm(target: Target) -> str:
-    assert target.sm is not None  # of every GPU target
-    return target.sm
 
 
 def _cache_bytes(caches: Sequence[CacheInput], spec: EngineSpec) -> int:

@@ -1,4 +1,4 @@
-"""The two Python modules that build plans, `tensorrt` and `tensorrt_rtx`: imported when they are asked for."""
+"""The Python modules that compile plans, `tensorrt` and `tensorrt_rtx`: imported when they are asked for."""
 
 from __future__ import annotations
 
@@ -6,24 +6,40 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
+from llmforge.base.backends import BACKENDS, Backend, BackendName, Provider
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
-from llmforge.targets import Backend
 
 
 @dataclass(frozen=True)
 class Library:
-    """One of the two modules.
+    """One of the modules: that of `backend`, of which `provider` is all."""
 
-    `ahead_of_time`: builds for a compute capability that is named, with no GPU at hand. TensorRT-RTX does; TensorRT
-    builds for the GPU that it finds, whose kernels it times.
-    """
+    backend: Backend
+    provider: Provider
 
-    backend: Literal["tensorrt", "tensorrt-rtx"]
-    module: Literal["tensorrt", "tensorrt_rtx"]
-    title: str
-    ahead_of_time: bool
+    @property
+    def title(self) -> str:
+        """Its name, for messages."""
+        return self.backend.title
+
+    @property
+    def ahead_of_time(self) -> bool:
+        """Whether it builds for a compute capability that is named, with no GPU at hand."""
+        return self.provider.needs_device is None
+
+    def require(self) -> None:
+        """Return if the module is installed.
+
+        Raises:
+            EnvironmentLacks: it is not.
+        """
+        if importlib.util.find_spec(self.backend.module) is None:
+            raise EnvironmentLacks(
+                f"{self.title} is not installed: there is no Python module {self.backend.module}",
+                hint=self.provider.install,
+            )
 
     @cached_property
     def api(self) -> Any:
@@ -32,12 +48,8 @@ class Library:
         Raises:
             EnvironmentLacks: it is not installed.
         """
-        if importlib.util.find_spec(self.module) is None:
-            raise EnvironmentLacks(
-                f"{self.title} is not installed: there is no Python module {self.module}",
-                hint=f"pip install 'llmforge[{self.backend}]'",
-            )
-        return importlib.import_module(self.module)
+        self.require()
+        return importlib.import_module(self.backend.module)
 
     @property
     def version(self) -> str:
@@ -59,12 +71,8 @@ class Library:
         return getattr(self.api.ComputeCapability, f"SM{sm}")
 
 
-LIBRARIES = (
-    Library("tensorrt", "tensorrt", "TensorRT", ahead_of_time=False),
-    Library("tensorrt-rtx", "tensorrt_rtx", "TensorRT-RTX", ahead_of_time=True),
-)
-
-
-def of_backend(backend: Backend) -> Library:
-    """Find the module that builds for `backend`."""
-    return next(library for library in LIBRARIES if library.backend == backend)
+def of_backend(name: BackendName) -> Library:
+    """Find the module of a backend that compiles plans."""
+    backend = BACKENDS[name]
+    (provider,) = backend.providers
+    return Library(backend, provider)

@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from llmforge.base.backends import PlanModule
 from llmforge.base.errors import InputError
 from llmforge.runtime.backends import strict_json
 
@@ -21,7 +21,7 @@ FORMAT = 1
 class Source:
     """All that decides what a builder makes: equal sources give interchangeable plans."""
 
-    module: Literal["tensorrt", "tensorrt_rtx"]
+    module: PlanModule
     version: str
     sm: str  # "89"
     flags: tuple[str, ...]  # builder flags that differ from the module's defaults: "-TF32" is cleared

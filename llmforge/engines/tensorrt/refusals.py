@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from llmforge.base.backends import ARITHMETIC, INT4_TENSORRT, TENSORRT_HEAD_DIMS
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, operators
 from llmforge.ir.operators import standard
 from llmforge.targets import Target
 
-HEAD_DIMS = range(16, 257, 8)  # channels of a head that a fused attention kernel exists for
 _FIXED = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16  # what a cache may hold that is updated in place
 
 
@@ -56,15 +56,15 @@ class Rule:
 
 
 TABLE: dict[Feature, Rule] = {
-    Feature.BF16: Rule(80, "the device has no bf16 arithmetic", "compute in fp16"),
+    Feature.BF16: Rule(ARITHMETIC["bf16"], "the device has no bf16 arithmetic", "compute in fp16"),
     Feature.FP32_MATMUL: Rule(80, "TensorRT has no fp32 matrix product for Turing", "compute in fp16"),
     Feature.INT4: Rule(
-        80,
+        INT4_TENSORRT,
         "TensorRT has no int4 weights for Turing",
         "store weights with `quantize-channels: {dtype: int8}`, or in fp16",
     ),
-    Feature.FP8: Rule(89, "the device has no fp8 arithmetic", "quantize weights to int4 or int8"),
-    Feature.FP4: Rule(100, "the device has no fp4 arithmetic", "quantize weights to int4 or fp8"),
+    Feature.FP8: Rule(ARITHMETIC["fp8"], "the device has no fp8 arithmetic", "quantize weights to int4 or int8"),
+    Feature.FP4: Rule(ARITHMETIC["fp4"], "the device has no fp4 arithmetic", "quantize weights to int4 or fp8"),
     Feature.E8M0: Rule(None, "the ONNX parser reads no e8m0 tensors", "choose a format whose scales are fp16 or fp8"),
     Feature.ZERO_POINT: Rule(
         None, "weights are symmetric: a zero point other than 0 is rejected", "quantize symmetrically"
@@ -94,16 +94,14 @@ def check(model: ir.Model, target: Target, title: str) -> None:
     Raises:
         UnsupportedError: it does not; every feature that is refused is named, with the first node or tensor of each.
     """
-    assert target.sm is not None  # of every GPU target
-    refused = {
-        feature: where for feature, where in reversed(list(features(model))) if TABLE[feature].refuses(target.sm)
-    }
+    sm = target.require_gpu().sm
+    refused = {feature: where for feature, where in reversed(list(features(model))) if TABLE[feature].refuses(sm)}
     if not refused:
         return
     ordered = [feature for feature in Feature if feature in refused]
     listed = "; ".join(f"{feature.value} ({refused[feature]}): {TABLE[feature].reason}" for feature in ordered)
     raise UnsupportedError(
-        f"{title} builds no such engine for target {target.name} (SM{target.sm}): {listed}",
+        f"{title} builds no such engine for target {target.name} (SM{sm}): {listed}",
         hint="; ".join(dict.fromkeys(TABLE[feature].hint for feature in ordered)),
     )
 
@@ -148,7 +146,7 @@ def _of_attention(attention: standard.Attention) -> Iterator[Feature]:
     if attention.q.dtype is ir.DataType.FLOAT:
         yield Feature.FP32_ATTENTION
     query, key, value = ((graph.dims(each) or (None,))[-1] for each in (attention.q, attention.k, attention.v))
-    if isinstance(query, int) and query not in HEAD_DIMS:
+    if isinstance(query, int) and query not in TENSORRT_HEAD_DIMS:
         yield Feature.HEAD_DIM
     if key != value:
         yield Feature.HEAD_DIMS_DIFFER

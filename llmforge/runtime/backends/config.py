@@ -13,6 +13,8 @@ from typing import Literal
 import onnxruntime
 
 from llmforge import native
+from llmforge.base import backends
+from llmforge.base.backends import PROVIDERS, PlanModule, ProviderName
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.session import SessionConfig
@@ -24,9 +26,6 @@ MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
 PENDING_FILE = "pending.json"  # stands in an engine's folder until the engine is built (llmforge.engines.pending)
-
-# What runs an engine: ONNX Runtime's CPU or CUDA provider, or a plan in TensorRT or TensorRT-RTX.
-Provider = Literal["cpu", "cuda", "tensorrt", "tensorrt-rtx"]
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,15 @@ class DeviceFacts:
     """The GPU that an engine wants."""
 
     sm: int  # compute capability, ten times major plus minor: 89
-    memory_bytes: int  # weights, cache, activations and recorded graphs together
+    memory_bytes: int  # weights, cache, activations and captured CUDA graphs together
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One decode step that is recorded as a CUDA graph, and replayed for every step that fits into it.
+    """One decode step that is captured as a CUDA graph, and replayed for every step that fits into it.
 
     `batch` rows, of which none holds more than `length` tokens after the step: kernels are chosen by the longest row,
-    which a recorded step cannot tell.
+    which a captured step cannot tell.
     """
 
     id: int  # ONNX Runtime's run option `gpu_graph_id`, 1 or more
@@ -65,10 +64,10 @@ class Capture:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Which decode steps are recorded, in the order in which they are warmed up.
+    """Which decode steps are captured, in the order in which they are warmed up.
 
-    `mode`: require: an engine whose steps are not all recorded does not load; allow: what cannot be recorded runs
-    unrecorded, and is noted; off: nothing is recorded.
+    `mode`: require: an engine whose steps are not all captured does not load; allow: what cannot be captured runs as it
+    is, and is noted; off: nothing is captured.
     """
 
     mode: Literal["require", "allow", "off"]
@@ -88,7 +87,7 @@ class ProfileFacts:
 class PlanFacts:
     """A plan of TensorRT, or of TensorRT-RTX: it is loaded by the very version that built it."""
 
-    module: Literal["tensorrt", "tensorrt_rtx"]
+    module: PlanModule
     version: str
     file: str
     profiles: tuple[ProfileFacts, ...]
@@ -113,7 +112,7 @@ class RuntimeConfig:
     bos_token_id: int | None
     caches: tuple[CacheInput, ...]
     session: SessionOptions  # a plan has no use for them
-    provider: Provider = "cpu"
+    provider: ProviderName = "cpu"
     provider_options: Mapping[str, str] = field(default_factory=dict)  # of ONNX Runtime's CUDA provider
     buckets: tuple[int, ...] = ()
     device: DeviceFacts | None = None  # null: a CPU
@@ -154,8 +153,8 @@ class RuntimeConfig:
 
     def _check_parts(self, where: str) -> None:
         """Refuse parts that `provider` does not have, and missing ones that it has."""
-        ours, gpu = self.provider in ("cpu", "cuda"), self.provider != "cpu"
-        parts = {"onnxruntime": ours, "plan": not ours, "device": gpu}
+        compiled, kind = backends.of_provider(self.provider).compiled, PROVIDERS[self.provider].kind
+        parts = {"onnxruntime": not compiled, "plan": compiled, "device": kind == "gpu"}
         for name, wanted in parts.items():
             if (getattr(self, name) is not None) != wanted:
                 state = "is missing" if wanted else "makes no sense"
@@ -169,10 +168,8 @@ class RuntimeConfig:
     @property
     def requires(self) -> dict[str, str]:
         """The package that runs the engine, by the name that pip knows, and its version."""
-        if self.plan is not None:
-            return {self.plan.module.replace("_", "-"): self.plan.version}
-        assert self.onnxruntime is not None
-        return {"onnxruntime-gpu" if self.provider == "cuda" else "onnxruntime": self.onnxruntime}
+        version = self.onnxruntime if self.plan is None else self.plan.version
+        return {} if version is None else {PROVIDERS[self.provider].package: version}
 
     def check_versions(self) -> None:
         """Refuse an ONNX Runtime of another minor release: its contrib operators and kernels change between them.

@@ -34,7 +34,7 @@ from llmforge import native
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import interface
 from llmforge.runtime.backends import device_cache
-from llmforge.runtime.backends.config import Capture, GraphPlan
+from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, Probe, Recording, probe_feeds, prove
 from llmforge.runtime.backends.device import Buffer, Device, how_to_install
 from llmforge.runtime.backends.device_cache import DeviceCache, Memory
@@ -338,3 +338,15 @@ def _preload() -> str:
     with contextlib.redirect_stdout(said):
         ort.preload_dlls()
     return said.getvalue().strip()
+
+
+def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: Device) -> DeviceSession:
+    """Open the engine whose graph is in `file` (llmforge.base.backends, Provider.session)."""
+    return DeviceSession(
+        file,
+        config.session.resolve(threads),
+        gpu,
+        provider_options=config.provider_options,
+        buckets=config.buckets,
+        graphs=config.graphs,
+    )

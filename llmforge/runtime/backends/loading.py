@@ -1,19 +1,17 @@
-"""Opens the engine of an artifact with what runs it: ONNX Runtime on a CPU or a GPU, or TensorRT."""
+"""Opens the engine of an artifact with what runs it: the session module of its provider."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
+from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import InputError, VersionMismatch
 from llmforge.runtime.backends import device as devices
-from llmforge.runtime.backends.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.backends.cuda import DeviceSession
+from llmforge.runtime.backends.config import DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
-from llmforge.runtime.backends.session import Session
-from llmforge.runtime.backends.tensorrt import PlanSession
-from llmforge.runtime.backends.tensorrt_plan import open_plan
 
 
 def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Backend[Any]:
@@ -25,39 +23,27 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
         EnvironmentLacks: there is no such GPU here, or what reaches it is not installed.
     """
     # The device first: without one, nothing else that may be wrong here matters.
-    gpu = _gpu(config, device) if config.provider != "cpu" else None
+    gpu = None if config.device is None else _gpu(config.device, device, extra=config.provider)
     config.check_versions()
     wanted = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
     for name in wanted:
         if not (folder / name).exists():
             raise InputError(f"{folder / name} is missing")
-    opened: Session | DeviceSession | PlanSession
-    if gpu is None:
-        opened = Session(folder / MODEL_FILE, config.session.resolve(threads))
-    elif config.plan is not None:
-        opened = PlanSession(open_plan(folder / config.plan.file, config.plan), config, gpu)
-    else:
-        opened = DeviceSession(
-            folder / MODEL_FILE,
-            config.session.resolve(threads),
-            gpu,
-            provider_options=config.provider_options,
-            buckets=config.buckets,
-            graphs=config.graphs,
-        )
+    session = importlib.import_module(PROVIDERS[config.provider].session)
+    opened = session.open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} describes another model than {wanted[0]}: vocabulary or caches differ")
-    return opened
+    engine: Backend[Any] = opened
+    return engine
 
 
-def _gpu(config: RuntimeConfig, index: int) -> CudaDevice:
+def _gpu(facts: DeviceFacts, index: int, extra: str) -> CudaDevice:
     """Reach the GPU, and hold it against what the engine wants: kernels were chosen, or compiled, for it."""
-    gpu = devices.require_cuda(index, extra=config.provider)  # extras are named like providers
-    assert config.device is not None
-    if gpu.sm != config.device.sm:
+    gpu = devices.require_cuda(index, extra=extra)  # extras are named like providers
+    if gpu.sm != facts.sm:
         raise VersionMismatch(
-            f"the engine was built for GPUs of compute capability {config.device.sm / 10}, and {gpu.name} (device "
-            f"{index}) has {gpu.sm / 10}",
+            f"the engine was built for GPUs of compute capability {facts.sm / 10}, and {gpu.name} (device {index}) "
+            f"has {gpu.sm / 10}",
             hint="build it for this device, or choose another with CUDA_VISIBLE_DEVICES",
         )
     return gpu

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
@@ -28,6 +28,9 @@ from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.ir import interface
 from llmforge.runtime.backends.signature import CACHE_TYPES, ELEMENTS, Signature
 from llmforge.runtime.backends.steps import Stepping, make_feeds
+
+if TYPE_CHECKING:
+    from llmforge.runtime.backends.config import RuntimeConfig
 
 PROVIDER = "CPUExecutionProvider"
 CACHE_DTYPES = {key: element.name for key, element in CACHE_TYPES.items() if element.on_hosts}
@@ -314,3 +317,8 @@ class _Binding:
         self._session.run_with_iobinding(self._binding)
         if not in_place:
             out[...] = self._binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first
+
+
+def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: None) -> Session:
+    """Open the engine whose graph is in `file` (llmforge.base.backends, Provider.session)."""
+    return Session(file, config.session.resolve(threads))

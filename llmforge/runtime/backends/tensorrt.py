@@ -20,6 +20,7 @@ import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,14 @@ from llmforge.runtime.backends.device_cache import DeviceCache, Memory
 from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, Inputs, Place
 from llmforge.runtime.backends.signature import Signature
 from llmforge.runtime.backends.steps import Stepping
-from llmforge.runtime.backends.tensorrt_plan import Plan, bucket_sizes, check_caches, check_profiles, read_tensors
+from llmforge.runtime.backends.tensorrt_plan import (
+    Plan,
+    bucket_sizes,
+    check_caches,
+    check_profiles,
+    open_plan,
+    read_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +80,9 @@ class PlanSession(Stepping[DeviceCache]):
         self.signature = signature = Signature.of(inputs, outputs, plan.where)
         check_caches(plan, inputs, config.max_context)
         prefill, decode = check_profiles(plan, config)
-        assert config.plan is not None
         self._capacity = config.max_context
-        self._most_tokens = config.plan.profiles[prefill].max_sequence
-        self._most_rows = most_rows = config.plan.profiles[decode].max_batch
+        self._most_tokens = plan.facts.profiles[prefill].max_sequence
+        self._most_rows = most_rows = plan.facts.profiles[decode].max_batch
         # TensorRT-RTX records decode steps by itself, and does not tell.
         self._records_itself = hasattr(plan.api, "CudaGraphStrategy")
         mode = "allow" if config.graphs is None else config.graphs.mode
@@ -267,3 +274,9 @@ class PlanSession(Stepping[DeviceCache]):
         self._bind(context, places, cache, self._decode_logits, out)
         self._go(context)
         return _Recorded(context, self.device.record(lambda: self._go(context)))
+
+
+def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice) -> PlanSession:
+    """Open the engine whose plan is `file` (llmforge.base.backends, Provider.session)."""
+    assert config.plan is not None  # `RuntimeConfig.read` saw to it
+    return PlanSession(open_plan(file, config.plan), config, gpu)

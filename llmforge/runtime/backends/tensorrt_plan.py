@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmforge.base import backends
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError, VersionMismatch
 from llmforge.ir import interface
 from llmforge.runtime.backends.config import PlanFacts, ProfileFacts, RuntimeConfig
 
-TITLES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
 # DataType of TensorRT → as ONNX Runtime spells it, which `Signature` reads.
 TYPES = {
     "FLOAT": "tensor(float)",
@@ -47,11 +47,12 @@ class Plan:
     runtime: Any
     said: deque[str]
     where: str
+    facts: PlanFacts  # what the artifact says of it
 
     @property
     def title(self) -> str:
         """The library's name."""
-        return TITLES[self.api.__name__]
+        return backends.of_module(self.api.__name__).title
 
     @property
     def complaint(self) -> str:
@@ -66,19 +67,20 @@ def require(facts: PlanFacts) -> Any:
         EnvironmentLacks: it is not installed.
         VersionMismatch: another version is.
     """
-    title, package = TITLES[facts.module], facts.module.replace("_", "-")
+    backend = backends.of_module(facts.module)
+    title, (provider,) = backend.title, backend.providers
     try:
         api = importlib.import_module(facts.module)
     except ImportError as error:
         raise EnvironmentLacks(
             f"the engine needs {title} {facts.version}, which cannot be imported: {error}",
-            hint=f"pip install 'llmforge[{package}]' '{package}=={facts.version}'",
+            hint=f"{provider.install} '{provider.package}=={facts.version}'",
         ) from error
     if api.__version__ != facts.version:
         raise VersionMismatch(
             f"the engine was built with {title} {facts.version}, and {api.__version__} is installed, which loads plans "
             "of its own version alone",
-            hint=f"pip install '{package}=={facts.version}', or build the artifact again",
+            hint=f"pip install '{provider.package}=={facts.version}', or build the artifact again",
         )
     return api
 
@@ -95,7 +97,7 @@ def open_plan(path: Path, facts: PlanFacts) -> Plan:
     runtime = api.Runtime(_logger(api, said))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         engine = runtime.deserialize_cuda_engine(content)
-    plan = Plan(api, engine, runtime, said, str(path))
+    plan = Plan(api, engine, runtime, said, str(path), facts)
     if engine is None:
         raise VersionMismatch(
             f"{path}: {plan.title} {facts.version} does not load it on this device: {plan.complaint}",
@@ -143,8 +145,7 @@ def check_profiles(plan: Plan, config: RuntimeConfig) -> tuple[int, int]:
     Raises:
         InputError: it has others than the artifact says, or they are too small for what the artifact promises.
     """
-    assert config.plan is not None
-    profiles = config.plan.profiles
+    profiles = plan.facts.profiles
     names = [profile.name for profile in profiles]
     if sorted(names) != ["decode", "prefill"] or plan.engine.num_optimization_profiles != len(names):
         raise InputError(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, ForgeError
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.serving.engine import Engine
@@ -92,7 +93,7 @@ def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
     Raises:
         EnvironmentLacks: the group is of another kind of device than the engine.
     """
-    kind = "CPU" if config.provider == "cpu" else "GPU"
+    kind = PROVIDERS[config.provider].kind.upper()
     if args["model_instance_kind"] != kind:
         raise EnvironmentLacks(
             f"instance_group of config.pbtxt says KIND_{args['model_instance_kind']}, and the engine is for a {kind}",

@@ -1,0 +1,268 @@
+"""What builds and runs engines: one record a backend, which all that tells backends apart reads.
+
+A *backend* is what `engine: {backend: …}` of a recipe names. A *provider* is what of it runs on one kind of target, and
+the name of that in `engine/runtime.json` and of the extra of this package that brings it. A new backend is a record
+here, the modules that the record names, and an entry in `engines` of the targets that run it.
+
+The records are data, with modules by their names: a serving environment reads them, which has no build tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+Kind = Literal["cpu", "gpu"]  # of a target
+Dtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
+Role = Literal["compute", "weights", "kv"]
+_ANY: tuple[Role, ...] = ("compute", "weights", "kv")
+
+# Compute capability from which on devices have arithmetic in a dtype: Ampere, Ada, Blackwell.
+ARITHMETIC: Mapping[Dtype, int] = {"bf16": 80, "fp8": 89, "fp4": 100}
+INT4_TENSORRT = 80  # TensorRT-RTX 1.7 refuses int4 weights on SM 7.5
+TENSORRT_HEAD_DIMS = range(16, 257, 8)  # channels of a head that a fused attention kernel exists for
+
+
+def has_arithmetic(dtype: Dtype, sm: str) -> bool:
+    """Say whether devices of compute capability `sm`, "89", compute in `dtype`."""
+    return int(sm) >= ARITHMETIC.get(dtype, 0)
+
+
+def dotted(sm: str) -> str:
+    """Write the compute capability "89" as NVIDIA does: 8.9."""
+    return f"{sm[:-1]}.{sm[-1]}"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What an engine takes on one kind of device.
+
+    `compute` are dtypes of activations between layers, `weights` of stored matrices (int8 and int4 are weights alone,
+    multiplied in the compute dtype; fp8 and fp4 round activations as well), `kv` of the cache. `why` gives the reason
+    where something that the hardware or the engine has elsewhere is missing.
+    """
+
+    compute: frozenset[Dtype]
+    weights: frozenset[Dtype]
+    kv: frozenset[Dtype]
+    why: Mapping[Dtype, str]
+    verified: bool  # read off the package, or seen when an engine was built or refused
+
+    def refusal(self, dtype: Dtype, role: Role) -> str | None:
+        """Say why `dtype` cannot be used in `role`; None where it can."""
+        allowed: frozenset[Dtype] = getattr(self, role)
+        if dtype in allowed:
+            return None
+        known = self.why.get(dtype) if role != "kv" else None
+        what = {"compute": "computes in", "weights": "stores weights as", "kv": "caches keys and values as"}[role]
+        return known or f"it {what} {', '.join(sorted(allowed))}"
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a provider takes a dtype for, where the device has its arithmetic, and from capability `least_sm` on."""
+
+    roles: tuple[Role, ...]
+    least_sm: int = 0
+    below: str = ""  # why not below `least_sm`
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A backend on one kind of target.
+
+    Dtypes are told by compute capability, because devices of one capability do not differ here. One that is absent is
+    refused when a plan is made; the reasons say why.
+    """
+
+    name: str
+    kind: Kind
+    package: str  # that runs its engines, as pip knows it
+    requirements: tuple[str, ...]  # of a serving environment, for pip; `{version}` is that of `package`
+    builder: str  # module that lowers and builds (llmforge.engines.Builder)
+    session: str  # module whose `open_engine` loads what was built
+    dtypes: Mapping[Dtype, Use]
+    never: Mapping[Dtype, str] = field(default_factory=dict)  # why dtypes are refused on every device
+    capabilities: tuple[str, ...] | None = None  # that it has code for; None: those of the GPU at hand
+    uncovered: str = ""  # why it runs on no other; `{sm}` is the capability
+    needs_device: str | None = None  # why an engine is built on the GPU that runs it; None: it is built anywhere
+    index: str = ""  # where pip gets `package`, if not from PyPI
+    verified: bool = False  # `dtypes` were read off the package, or seen when an engine was built or refused
+
+    @property
+    def install(self) -> str:
+        """How to get what builds and runs its engines."""
+        return f"pip install 'llmforge[{self.name}]'"
+
+    def support(self, sm: str | None) -> Support:
+        """Return what it takes on capability `sm`, "89"; None: a CPU."""
+        number, why = int(sm or 0), dict(self.never)
+        taken: dict[Role, set[Dtype]] = {role: set() for role in _ANY}
+        for dtype, use in self.dtypes.items():
+            first = ARITHMETIC.get(dtype, 0)
+            if number < use.least_sm:
+                why.setdefault(dtype, use.below)
+            elif sm is not None and number < first:
+                came = f"which came with SM {dotted(str(first))}"
+                why.setdefault(dtype, f"SM {dotted(sm)} has no {dtype} arithmetic, {came}")
+            else:
+                for role in use.roles:
+                    taken[role].add(dtype)
+        compute, weights, kv = (frozenset(taken[role]) for role in _ANY)
+        return Support(compute, weights, kv, why, self.verified)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a recipe's `engine: {backend: …}` names."""
+
+    name: str
+    title: str
+    module: str  # its Python module
+    providers: tuple[Provider, ...]  # one a kind of target
+    compiled: bool  # an engine is a plan that `module` compiled from the graph; else the graph itself, as ONNX
+    scales: Literal["blocks", "channels"]  # what shares a scale where weights in 8 bits are multiplied as they are
+    alone: str  # why its engines share no model with others (docs/tensor-parallelism.md)
+    head_dims: range | None = None  # channels of a head that attention has kernels for, keys as values; None: any
+
+    def on(self, kind: Kind) -> Provider | None:
+        """Return what of it runs on targets of `kind`, if anything does."""
+        return next((provider for provider in self.providers if provider.kind == kind), None)
+
+    def unsupported(self, sm: str | None) -> str | None:
+        """Say why it has no engine at all for capability `sm` (None: a CPU); None where it has."""
+        provider = self.on("cpu" if sm is None else "gpu")
+        if provider is None:
+            return f"it builds engines for {'NVIDIA GPUs' if sm is None else 'CPUs'} alone"
+        if sm is None or provider.capabilities is None or sm in provider.capabilities:
+            return None
+        return provider.uncovered.format(sm=dotted(sm))
+
+
+_CUDA_BINDINGS = "cuda-bindings>=13,<14"  # onnxruntime's wheel is of CUDA 13
+
+ONNXRUNTIME = Backend(
+    name="onnxruntime",
+    title="ONNX Runtime",
+    module="onnxruntime",
+    compiled=False,
+    scales="blocks",
+    alone="ONNX Runtime's own operators do not reach other processes",
+    providers=(
+        Provider(
+            name="cpu",
+            kind="cpu",
+            package="onnxruntime",
+            requirements=("onnxruntime=={version}",),
+            builder="llmforge.engines.onnxruntime",
+            session="llmforge.runtime.backends.session",
+            dtypes={"fp32": Use(_ANY), "int8": Use(("weights", "kv")), "int4": Use(("weights",))},
+            never=dict.fromkeys(("fp16", "bf16"), "CPU engines compute in fp32, or in int8 on int8 and int4 weights"),
+            verified=True,
+        ),
+        # GroupQueryAttention, MatMulNBits and their caches: the kernel registry of onnxruntime-gpu 1.31.1. The wheel
+        # holds machine code (engines/cuda_kernels.json) and no PTX, so that nothing else runs.
+        Provider(
+            name="cuda",
+            kind="gpu",
+            package="onnxruntime-gpu",
+            requirements=("onnxruntime-gpu[cuda,cudnn]=={version}", _CUDA_BINDINGS),
+            builder="llmforge.engines.cuda",
+            session="llmforge.runtime.backends.cuda",
+            dtypes={
+                "fp16": Use(_ANY),
+                "bf16": Use(_ANY),
+                "int8": Use(("weights", "kv")),
+                "int4": Use(("weights", "kv")),
+                "fp8": Use(("kv",)),
+            },
+            never={
+                "fp32": "GroupQueryAttention on CUDA takes fp16 and bf16",
+                "fp8": "onnxruntime would dequantize fp8 weights before every product",
+                "fp4": "onnxruntime would dequantize fp4 weights before every product",
+            },
+            capabilities=("75", "80", "86", "89", "90", "120"),
+            uncovered="the onnxruntime-gpu 1.31.1 wheel holds neither code for SM {sm} nor PTX to make it from",
+            needs_device="an engine for ONNX Runtime's CUDA provider is proven on the GPU that runs it",
+        ),
+    ),
+)
+
+
+TENSORRT = Backend(
+    name="tensorrt",
+    title="TensorRT",
+    module="tensorrt",
+    compiled=True,
+    scales="channels",
+    alone="a plan of each rank can be built, and nothing here gives several contexts a communicator",
+    head_dims=TENSORRT_HEAD_DIMS,
+    providers=(
+        # What TensorRT-RTX 1.7 built and refused by capability, without a GPU; TensorRT 11 is taken to do the same.
+        # Blocks of int4 weights have no zero points; caches are updated in place, which takes 16 bits.
+        Provider(
+            name="tensorrt",
+            kind="gpu",
+            package="tensorrt",
+            # The runtime imports onnxruntime whatever runs the engine; any version does.
+            requirements=("onnxruntime", "tensorrt=={version}", _CUDA_BINDINGS),
+            builder="llmforge.engines.tensorrt.engine",
+            session="llmforge.runtime.backends.tensorrt",
+            dtypes={
+                "fp16": Use(_ANY),
+                "bf16": Use(_ANY),
+                "int8": Use(("weights",)),
+                "int4": Use(("weights",), INT4_TENSORRT, "TensorRT refuses int4 weights on SM 7.5"),
+                "fp8": Use(("weights",)),
+                "fp4": Use(("weights",)),
+            },
+            never={"fp32": "fused attention takes fp16 and bf16"},
+            needs_device="TensorRT builds an engine on the GPU that runs it, whose kernels it times",
+            index="NVIDIA's index",
+        ),
+    ),
+)
+
+TENSORRT_RTX = replace(
+    TENSORRT,
+    name="tensorrt-rtx",
+    title="TensorRT-RTX",
+    module="tensorrt_rtx",
+    providers=(
+        replace(
+            TENSORRT.providers[0],
+            name="tensorrt-rtx",
+            package="tensorrt-rtx",
+            requirements=("onnxruntime", "tensorrt-rtx=={version}", _CUDA_BINDINGS),
+            capabilities=("75", "80", "86", "89", "120"),
+            uncovered="TensorRT-RTX 1.7 has no target SM {sm}",
+            needs_device=None,
+            index="",
+            verified=True,
+        ),
+    ),
+)
+
+BACKENDS: Mapping[str, Backend] = {each.name: each for each in (ONNXRUNTIME, TENSORRT, TENSORRT_RTX)}
+PROVIDERS: Mapping[str, Provider] = {each.name: each for backend in BACKENDS.values() for each in backend.providers}
+
+# As pydantic, click and strict_json read them off annotations; type checkers know no type that is made of values.
+if TYPE_CHECKING:
+    BackendName = str
+    ProviderName = str
+    PlanModule = str
+else:
+    BackendName = Literal[tuple(BACKENDS)]
+    ProviderName = Literal[tuple(PROVIDERS)]
+    PlanModule = Literal[tuple(backend.module for backend in BACKENDS.values() if backend.compiled)]
+
+
+def of_provider(name: ProviderName) -> Backend:
+    """Find the backend that a provider is of."""
+    return next(backend for backend in BACKENDS.values() if PROVIDERS[name] in backend.providers)
+
+
+def of_module(module: PlanModule) -> Backend:
+    """Find the backend whose Python module this is."""
+    return next(backend for backend in BACKENDS.values() if backend.module == module)

@@ -1,0 +1,147 @@
+"""The commands that show: artifacts, graphs, passes, targets, the schema of recipes.
+
+Like all commands they import what they need when they run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from llmforge.base.errors import UsageError
+from llmforge.cli import output
+
+
+@click.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Write the manifest as JSON.")
+@click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
+def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
+    """Show what ARTIFACT is, what it was made of, and its evidence."""
+    from llmforge.artifact import Artifact
+    from llmforge.cli import describe
+
+    opened = Artifact.open(artifact)
+    if verify:
+        opened.verify()
+    if as_json:
+        output.write_json(json.loads(opened.manifest.to_json()))
+        return
+    click.echo(describe.artifact_text(opened))
+    if verify:
+        click.echo(f"verified: {len(opened.manifest.files)} files are what was published")
+    record = opened.path / "report" / "report.json"
+    if record.is_file():
+        from llmforge.report import model
+
+        click.echo()
+        output.write_summary(model.read(record))
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", "path", type=click.Path(path_type=Path), metavar="GRAPH.onnx",
+    help="Write the canonical graph there, and its weights beside it, in fp32.",
+)  # fmt: skip
+@click.option("--no-weights", is_flag=True, help="Write the graph alone, to look at or to compare.")
+@click.option("--json", "as_json", is_flag=True, help="Write the statistics as JSON.")
+def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) -> None:
+    """Trace CHECKPOINT to its canonical graph, and show what it is made of."""
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.cli import describe
+    from llmforge.ir import onnx_file, summary
+    from llmforge.trace import trace as traced
+    from llmforge.trace.export import pattern
+    from llmforge.verification.trace_verifier import prove_candidate
+
+    if no_weights and path is None:
+        raise UsageError("--no-weights says how a graph is written; give --output as well")
+    opened = Checkpoint.open(checkpoint)
+    model = traced(opened)
+    prove_candidate(opened, model)
+    files = () if path is None else onnx_file.save(model, path, weights=not no_weights)
+    facts = summary.facts(model)
+    if as_json:
+        layers = json.loads(model.metadata_props[pattern.LAYERS])
+        output.write_json({**vars(facts), "layers": layers, "files": [str(file) for file in files]})
+    else:
+        click.echo(describe.graph_text(facts, pattern.recorded(model)))
+        for file in files:
+            click.echo(str(file))
+
+
+@click.command("diff-graph")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def diff_graph(a: Path, b: Path, as_json: bool) -> None:
+    """Show what differs between two ONNX graphs: operators, nodes by name, attributes, initializers.
+
+    Weights of more than 64 KiB are compared by dtype and shape, not by their numbers.
+    """
+    from llmforge.ir import diff, onnx_file
+
+    difference = diff.diff(onnx_file.load(a), onnx_file.load(b))
+    if as_json:
+        output.write_json(vars(difference))
+    else:
+        click.echo("\n".join(diff.text(difference)))
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def passes(name: str | None, as_json: bool) -> None:
+    """List the passes, or describe one and its options."""
+    from llmforge import passes as registry
+    from llmforge.cli import describe
+
+    if name is None:
+        rows = [(cls.name, cls.numerics.value, describe.summary(cls)) for cls in registry.ALL]
+        if as_json:
+            output.write_json([dict(zip(("name", "numerics", "summary"), row, strict=True)) for row in rows])
+        else:
+            output.write_columns(rows)
+        return
+    known = {cls.name: cls for cls in registry.ALL}
+    if name not in known:
+        from llmforge.recipe.errors import meant
+
+        raise UsageError(f"no pass is named {name!r}; known: {', '.join(known)}", hint=meant(name, list(known)))
+    if as_json:
+        output.write_json(describe.pass_facts(known[name]))
+    else:
+        click.echo(describe.pass_text(known[name]))
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def targets(name: str | None, as_json: bool) -> None:
+    """List the targets, or show the facts of one.
+
+    NAME `local` is the CPU at hand; a file that `doctor` wrote can stand in its place.
+    """
+    from llmforge import targets as devices
+    from llmforge.cli import describe
+
+    found = [devices.find(name)] if name else [devices.load(each) for each in devices.names()]
+    if as_json:
+        facts = [target.model_dump(mode="json", exclude_none=True) for target in found]
+        output.write_json(facts[0] if name else facts)
+    elif name:
+        click.echo(describe.target_text(found[0]))
+    else:
+        output.write_columns([(target.name, target.kind, target.title) for target in found])
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from llmforge import passes as registry
+    from llmforge import recipe
+
+    output.write_json(recipe.json_schema(registry.ALL))
