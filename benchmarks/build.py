@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from llmforge.quantization import methods
+
 SAMPLE = Path(__file__).resolve().parents[1] / "tests" / "data"
 SHAPES = {
     "qwen3-0.6b": {
@@ -186,7 +188,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder to keep checkpoint and artifact in; else a temporary one")
     parser.add_argument("--artifact", type=Path, help="time this artifact only, build nothing")
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--method", choices=("rtn", "gptq"), default="rtn")
+    parser.add_argument("--method", choices=[method.name for method in methods.METHODS], default=methods.PLAIN.name)
     parser.add_argument("--symmetric", action="store_true", help="weights without zero points")
     parser.add_argument("--embedding-bits", type=int, choices=(4, 8), default=8)
     parser.add_argument("--kernels", action="store_true", help="with the CPU kernels of llmforge")

@@ -4,8 +4,8 @@
 
 The sample checkpoint is lowered to fp16 for the CUDA provider, and `DeviceSession` loads it into the real provider over
 the stand-ins of `cuda_wheel.py`: a device whose memory is the host's, and that computes nothing. So ONNX Runtime itself
-accepts or refuses what is bound by address, records and replays. For each planned capture: recordings and replays
-after an unrecorded step, the first recorded one, one with its inputs bound elsewhere, and one more; then the replays of
+accepts or refuses what is bound by address, captures and replays. For each planned capture: captures and replays
+after an eager step, the first captured one, one with its inputs bound elsewhere, and one more; then the replays of
 decode steps by their number of rows. Logits are zeros.
 """
 
@@ -54,12 +54,12 @@ def write_engine(folder: Path) -> None:
 
 
 def rehearse(folder: Path) -> dict[str, Any]:
-    """Inside the wheel: load the engine, allocate its cache, which records, and take steps of every kind."""
+    """Inside the wheel: load the engine, allocate its cache, which captures, and take steps of every kind."""
     import onnxruntime as ort
 
-    from llmforge.runtime.backends import cuda
+    from llmforge.runtime.backends import cuda, device_backend
     from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
-    from llmforge.runtime.backends.cuda_graph_capture import ONE, OTHER, Recording
+    from llmforge.runtime.backends.cuda_graph_capture import ONE, OTHER, CaptureResult
     from llmforge.runtime.backends.device import HostDevice
 
     ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
@@ -73,21 +73,21 @@ def rehearse(folder: Path) -> dict[str, Any]:
     def counted(before: tuple[int, int]) -> tuple[int, int]:
         return stand_in.stand_in_captures() - before[0], stand_in.stand_in_replays() - before[1]
 
-    def watch(capture: Any, probe: Any, *_: Any) -> Recording:
+    def watch(capture: Any, probe: Any, *_: Any) -> CaptureResult:
         before = counted((0, 0))
         seen = []
         for token, options in (
-            (ONE, {"recorded": False}),
-            (ONE, {"recorded": True}),
-            (OTHER, {"recorded": True, "elsewhere": True}),
-            (OTHER, {"recorded": True}),
+            (ONE, {"graph": False}),
+            (ONE, {"graph": True}),
+            (OTHER, {"graph": True, "elsewhere": True}),
+            (OTHER, {"graph": True}),
         ):
             probe(token, **options)
             seen.append(counted(before))
-        found["captures"].append({**dataclasses.asdict(capture), "recorded_and_replayed": seen})
-        return Recording(capture, None, 0.0, 0.0, 0)
+        found["captures"].append({**dataclasses.asdict(capture), "captured_and_replayed": seen})
+        return CaptureResult(capture, None, 0.0, 0.0, 0)
 
-    cuda.prove = watch
+    device_backend.verify_capture = watch
     session = cuda.DeviceSession(
         folder / MODEL_FILE,
         config.session.resolve(),

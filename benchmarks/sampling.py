@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from llmforge.runtime import Sampling  # noqa: E402
-from llmforge.runtime.sampling.sampler import TokenChooser  # noqa: E402
+from llmforge.runtime.sampling.sampler import TokenSampler  # noqa: E402
 
 REPEATS = 300
 CASES: Mapping[str, Mapping[str, Any]] = {
@@ -63,8 +63,8 @@ def main() -> None:
     for name, options in CASES.items():
         figures = []
         for kind, row in logits.items():
-            chooser = TokenChooser(Sampling(**options), prompt, ())
-            taken = microseconds(lambda chooser=chooser, row=row: chooser.choose(row))
+            sampler = TokenSampler(Sampling(**options), prompt, ())
+            taken = microseconds(lambda sampler=sampler, row=row: sampler.sample(row))
             figures.append(f"{kind} {taken:5.0f}")
         print(f"{name:28}" + "   ".join(figures))
 

@@ -61,7 +61,7 @@ class Question:
 
 
 @dataclass
-class Answer:
+class Output:
     """What came of one request; `finish_reason` None where the client left."""
 
     text: str = ""
@@ -254,8 +254,8 @@ class Soak:
         if not whole and not question.text.startswith(answer.text):
             self.problems.append(f"request {number}: {answer} is no beginning of {question.text!r}")
 
-    def read(self, question: Question, cancel_after: int | None, pause_s: float, deadline_s: float | None) -> Answer:
-        answer, pieces = Answer(), self.client.stream(question, deadline_s)
+    def read(self, question: Question, cancel_after: int | None, pause_s: float, deadline_s: float | None) -> Output:
+        answer, pieces = Output(), self.client.stream(question, deadline_s)
         for count, (text, reason) in enumerate(pieces, start=1):
             answer.text += text
             answer.finish_reason = reason

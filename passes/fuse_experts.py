@@ -49,7 +49,7 @@ class FuseExperts(Pass):
         context.require_onnxruntime(self.name, "MoE is an operator of ONNX Runtime")
         changes = Changes()
         for node in [experts.node for experts in canonical.MoE.all(model)]:
-            reason = moe_kernels.obstacle(node)
+            reason = moe_kernels.reason(node)
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), f"{reason}; the experts stay a loop"))
                 continue

@@ -23,7 +23,6 @@ Numerics: lossy, within the budget of the recipe. Refused where the target does 
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from typing import Annotated, ClassVar, Literal
 
@@ -37,6 +36,7 @@ from llmforge.ir import graph, logits_rows, routing
 from llmforge.ir.derived import Derived, swapped
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import channels
+from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.statistics import Demand, InputRangeDemand, Statistics
 
 _DTYPES = {"int8": channels.INT8, "fp8": channels.FP8}
@@ -86,7 +86,8 @@ class QuantizeChannels(Pass):
             if node.domain or node.op_type != "MatMul" or (weight := _weight(node)) is None:
                 continue
             transposed = weight is not node.inputs[1]
-            reason = _obstacle(weight, transposed) or self._excluded(weight)
+            parameters = graph.sources(weight) or [str(weight.name)]
+            reason = _reason(weight, transposed) or exclusion(parameters, self.exclude)
             if node in left_alone:
                 reason = f"it chooses the experts of {left_alone[node].name}; `routers: true` quantizes it, too"
             elif node in heads and not self.head:
@@ -101,13 +102,6 @@ class QuantizeChannels(Pass):
         if changes:
             graph.drop_unused(model)
         return changes
-
-    def _excluded(self, weight: ir.Value) -> str | None:
-        for parameter in graph.sources(weight) or [str(weight.name)]:
-            for glob in self.exclude:
-                if fnmatch.fnmatchcase(parameter, glob):
-                    return f"{parameter} is excluded by {glob!r}"
-        return None
 
     def _round(self, model: ir.Model, node: ir.Node, weight: ir.Value, statistics: Statistics | None) -> bool:
         """Let `node` read its input rounded to the dtype, where calibration has a range for it; say whether it does."""
@@ -170,7 +164,7 @@ def _weight(node: ir.Node) -> ir.Value | None:
     return weight
 
 
-def _obstacle(weight: ir.Value, transposed: bool) -> str | None:
+def _reason(weight: ir.Value, transposed: bool) -> str | None:
     """Say why `weight` stays as it is; None where it can be stored."""
     if weight.dtype != ir.DataType.FLOAT:
         return f"{weight.name} is {weight.dtype}; an fp32 matrix is needed"

@@ -26,9 +26,9 @@ from pydantic.dataclasses import dataclass
 from llmforge.base.errors import DataError
 from llmforge.ir import graph, interface
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.quantization.formats import INT8_KV
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
 
-_LARGEST = 127  # of int8 whose negative fits as well
 _PAST = (3, 4)  # inputs of GroupQueryAttention: past_key, past_value
 _PRESENT = (1, 2)  # outputs: present_key, present_value
 _SCALES = 12  # inputs from here on: k_scale, v_scale
@@ -69,7 +69,7 @@ class QuantizeKvCache(Pass):
                 changes.skipped.append(Skipped(str(node.name), "it was not lowered to GroupQueryAttention"))
             if (node.domain, node.op_type) != ("com.microsoft", "GroupQueryAttention"):
                 continue
-            reason = _obstacle(node, layers)
+            reason = _reason(node, layers)
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), reason))
                 continue
@@ -82,12 +82,11 @@ class QuantizeKvCache(Pass):
     def _rewrite(self, model: ir.Model, node: ir.Node, layer: int, peaks: KvRange) -> None:
         """Quantize the caches of one attention."""
         node.resize_inputs(max(len(node.inputs), _SCALES + 2))
-        for index, (what, peak) in enumerate((("key", peaks.key), ("value", peaks.value))):
+        both = zip(("key", "value"), (peaks.key, peaks.value), _past(node), strict=True)
+        for index, (what, peak, cache) in enumerate(both):
             scales = self._scales(peak, f"layer {layer}, {what}")
             value = graph.initializer(model, f"{getattr(interface, f'past_{what}')(layer)}.scale", scales)
             node.replace_input_with(_SCALES + index, value)
-            cache = node.inputs[_PAST[index]]
-            assert cache is not None
             for end in (cache, node.outputs[_PRESENT[index]]):
                 end.type = ir.TensorType(ir.DataType.INT8)
         node.attributes["k_quant_type"] = ir.AttrString("k_quant_type", self.granularity.upper())
@@ -105,7 +104,7 @@ class QuantizeKvCache(Pass):
                 hint=f"give more calibration text, or leave {self.name} out of the recipe",
             )
         scales = peak[None, :, None, :] if self.granularity == "per_channel" else peak.max(keepdims=True).reshape(1)
-        return (scales / np.float32(_LARGEST)).astype(np.float32)
+        return (scales / np.float32(INT8_KV.largest)).astype(np.float32)
 
 
 def _past(node: ir.Node) -> tuple[ir.Value, ir.Value]:
@@ -116,7 +115,7 @@ def _past(node: ir.Node) -> tuple[ir.Value, ir.Value]:
     return key, value
 
 
-def _obstacle(node: ir.Node, layers: dict[str, int]) -> str | None:
+def _reason(node: ir.Node, layers: dict[str, int]) -> str | None:
     """Say why the caches of `node` stay as they are; None where they can be quantized."""
     if len(node.inputs) <= max(_PAST) or any(node.inputs[index] is None for index in _PAST):
         return "it has no cache"

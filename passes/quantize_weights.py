@@ -14,17 +14,18 @@ computed when they are written.
 
 Fires for
 - every MatMul of the decoder whose second input is an fp32 initializer [K, N] that nothing else reads: with `bits`,
-  `block_size` and `symmetric`, rounded to nearest (`rtn`) or by calibration (`gptq`; a packed weight is put together
-  from the parameters that it names as its sources). A bias that is added next, and only there, becomes an input.
+  `block_size`, `symmetric` and `method` (where that needs calibration text, a packed weight is put together from the
+  parameters that it names as its sources). A bias that is added next, and only there, becomes an input.
 - the head, which is the MatMul that works on the selected rows, and the embedding, which `input_ids` gathers from: with
   `embedding_bits`, rounded to nearest, symmetric, in the largest power of two, 16 to `block_size`, that divides K. At 8
   bits, `accuracy_level` 4, this moves the KLD of the sample checkpoint (tests/data) by 0.00035 in blocks of 32 and by
   0.0009 in blocks of 128, which the activations share.
 
 - the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.lowering.moe_kernels`): with `bits`,
-  `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller. With
-  `gptq`, each expert is rounded in view of the tokens that chose it. A router, which makes ids and weights, stays as it
-  is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its bits.
+  `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller. A method
+  that needs calibration text sees of it, for each expert, the tokens that chose it. A router, which makes ids and
+  weights, stays as it is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its
+  bits.
 
 Codes of experts are [experts, N, K·bits/8], scales and zero points [experts, N, …]. Measured on onnxruntime 1.31.1, one
 thread, 8 of 16 experts, H 2048, I 768, 4 bits, blocks of 32, accuracy_level 4: a decode step takes 2.1 ms; the kernel
@@ -40,7 +41,6 @@ Numerics: lossy, within the budget of the recipe.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as record
@@ -53,21 +53,24 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph, interface, logits_rows, routing
-from llmforge.ir.derived import by_output
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, reordered, rtn, stack
+from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, methods, reordered, stack
+from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
+from llmforge.quantization.methods import Method
 from llmforge.quantization.statistics import Demand, Statistics, WeightDemand
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
+_TABLES = methods.PLAIN()  # of embedding and head, which calibration does not see
 
 
 @dataclass(frozen=True)
+@methods.with_options(before="routers")
 class QuantizeWeights(Pass):
     """Store the weights of linear layers, of experts, of the embedding and of the head in 4 or 8 bits."""
 
@@ -82,17 +85,11 @@ class QuantizeWeights(Pass):
     symmetric: Annotated[
         bool, Field(description="no zero points; saves `bits` bits a block, and costs quality at 4 bits")
     ] = False
-    method: Annotated[
-        Literal["rtn", "gptq"],
-        Field(description="rtn: round to nearest; gptq: with the inputs of the calibration text in view"),
-    ] = "gptq"
+    method: Annotated[str, methods.Named(), Field(description=methods.summaries())] = methods.DEFAULT.name
     embedding_bits: Annotated[Literal[4, 8, 16], Field(description="of embedding and head; 16 leaves them alone")] = 8
     accuracy_level: Annotated[
         Literal[0, 1, 4], Field(description="of MatMulNBits; 4: activations are rounded to int8, 0 and 1: fp32")
     ] = INT8_ACTIVATIONS
-    damping: Annotated[
-        float, Field(gt=0, le=1, description="of gptq: share of a Hessian's mean diagonal that is added to it")
-    ] = 0.01
     routers: Annotated[bool, Field(description="also quantize the layers that choose experts")] = False
     exclude: Annotated[
         tuple[str, ...], Field(description="globs of parameter names, as in the checkpoint, to leave alone")
@@ -106,6 +103,9 @@ class QuantizeWeights(Pass):
                 f"{eight[0]}: 8 runs 400 times slower with accuracy_level: {self.accuracy_level} than with "
                 f"accuracy_level: {INT8_ACTIVATIONS}; choose that, or other bits"
             )
+        if self.grid.format not in self.chosen.formats:
+            given = ", ".join(format.name for format in self.chosen.formats)
+            raise ValueError(f"method: {self.method} gives {given}, and no {self.grid.format.name}")
         return self
 
     @property
@@ -113,9 +113,14 @@ class QuantizeWeights(Pass):
         """The grid of the decoder's linear layers."""
         return Grid(self.bits, self.block_size, self.symmetric)
 
+    @property
+    def chosen(self) -> Method:
+        """The method of the decoder's linear layers, with its options."""
+        return methods.make(self.method, self)
+
     def demands(self) -> tuple[Demand, ...]:
-        """Ask calibration for quantized linear layers and experts, with gptq."""
-        return (WeightDemand(self.grid, self.damping, self.exclude, self.routers),) if self.method == "gptq" else ()
+        """Ask calibration for quantized linear layers and experts, where the method needs its text."""
+        return (WeightDemand(self.chosen, self.grid, self.exclude, self.routers),) if self.chosen.demands else ()
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer, the embedding and the head of `model`.
@@ -124,165 +129,165 @@ class QuantizeWeights(Pass):
             UnsupportedError: the target has no ONNX Runtime, whose operators these are.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
-        rewriting = _Rewriting(self, model, context.statistics, {} if self.routers else routing.routers(model))
-        on_rows = logits_rows.readers(model)
-        for node in list(model.graph):
-            if _is(node, "Gather"):
-                rewriting.embedding(node, on_rows)
-        for node in list(model.graph):
-            if _is(node, "MatMul"):
-                rewriting.head(node) if node in on_rows else rewriting.decoder(node)
-            elif canonical.MoE.matches(node):
-                rewriting.experts(node)
-            elif (node.domain, node.op_type) == (moe_kernels.DOMAIN, "MoE"):
-                reason = "its experts were fused in fp32; quantize-weights must come before fuse-experts"
-                rewriting.changes.skipped.append(Skipped(str(node.name), reason))
-        if rewriting.changes:
+        rewriting = _Rewriting(
+            self,
+            model,
+            context.statistics,
+            on_rows=logits_rows.readers(model),
+            routers={} if self.routers else routing.routers(model),
+        )
+        changes = rewriting.changes
+        for tables in (True, False):  # the embedding first, with which a tied head goes
+            for node in [node for node in model.graph if _is(node, "Gather") is tables]:
+                try:
+                    rewriting.rewrite(node)
+                except _Skip as reason:
+                    changes.skipped.append(Skipped(str(node.name), str(reason)))
+        if changes:
             model.opset_imports["com.microsoft"] = 1
             graph.drop_unused(model)
-        return rewriting.changes
+        return changes
 
 
-class _Stays(Exception):
+class _Skip(Exception):
     """Why a place is left alone."""
 
 
 @record(eq=False)
 class _Rewriting:
-    """One run of the pass over one graph."""
+    """One run of the pass over one graph; what it leaves alone raises a _Skip before anything is changed."""
 
     step: QuantizeWeights
     model: ir.Model
     statistics: Statistics | None
+    on_rows: set[ir.Node]  # what works on the rows that get logits
     routers: Mapping[ir.Node, ir.Node]  # nodes of routers that stay, and the experts that they choose
     changes: Changes = field(default_factory=Changes)
 
+    def rewrite(self, node: ir.Node) -> None:
+        """Rewrite what `node` stands for."""
+        if _is(node, "Gather"):
+            self.embedding(node)
+        elif _is(node, "MatMul"):
+            self.head(node) if node in self.on_rows else self.decoder(node)
+        elif canonical.MoE.matches(node):
+            self.experts(node)
+        elif (node.domain, node.op_type) == (moe_kernels.DOMAIN, "MoE"):
+            raise _Skip("its experts were fused in fp32; quantize-weights must come before fuse-experts")
+
     def decoder(self, node: ir.Node) -> None:
-        """Rewrite a linear layer of the decoder, or record why not."""
+        """Rewrite a linear layer of the decoder."""
         layer = _layer(node)
         if layer is None:
             return
-        names = _names(layer.weight)
-        try:
-            k, n = _shape(layer.weight)
-            _require_own(layer.weight)
-            self._refuse_excluded(names)
-            if node in self.routers:
-                raise _Stays(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
-            calculate = (
-                self._calibrated(names) if self.step.method == "gptq" else _rounding(layer.weight, self.step.grid)
-            )
-        except _Stays as reason:
-            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
-            return
-        self._multiply(layer, self._register(layer.weight, calculate, n, k, self.step.grid), n, k, self.step.grid)
-        self._note(node, f"{self.step.method}, {_summary(self.step.grid)}, [{n}, {k}]")
+        k, n = _shape(layer.weight)
+        _require_own(layer.weight)
+        self._refuse_excluded(_names(layer.weight))
+        if node in self.routers:
+            raise _Skip(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
+        matrix = self._matrix(layer.weight, n, k)
+        self._multiply(layer, matrix, self._register(layer.weight, matrix))
+        self._note(node, f"{self.step.method}, {_summary(matrix)}")
 
     def head(self, node: ir.Node) -> None:
-        """Rewrite a head that has its own weight (a tied one went with its embedding), or record why not."""
+        """Rewrite a head that has its own weight (a tied one went with its embedding)."""
         layer = _layer(node)
-        try:
-            if layer is None:
-                if not _reads_transposed_initializer(node):
-                    return
-                raise _Stays("it is tied to the embedding, which stays")
-            k, n = _shape(layer.weight)
-            _require_own(layer.weight)
-            self._refuse_excluded(_names(layer.weight))
-            grid = self._embedding_grid(k)
-        except _Stays as reason:
-            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
-            return
-        self._multiply(layer, self._register(layer.weight, _rounding(layer.weight, grid), n, k, grid), n, k, grid)
-        self._note(node, f"head, rtn, {_summary(grid)}, [{n}, {k}]")
+        if layer is None:
+            if not _reads_transposed_initializer(node):
+                return
+            raise _Skip("it is tied to the embedding, which stays")
+        k, _ = _shape(layer.weight)
+        _require_own(layer.weight)
+        self._refuse_excluded(_names(layer.weight))
+        grid = self._embedding_grid(k)
+        matrix = initializers.quantized(layer.weight, _TABLES, grid)
+        self._multiply(layer, matrix, self._register(layer.weight, matrix))
+        self._note(node, f"head, {_TABLES.name}, {_summary(matrix)}")
 
-    def embedding(self, node: ir.Node, on_rows: set[ir.Node]) -> None:
-        """Rewrite the embedding, and the head that is tied to it, or record why not."""
+    def embedding(self, node: ir.Node) -> None:
+        """Rewrite the embedding, and the head that is tied to it."""
         table, ids = node.inputs[:2]
         if table is None or ids is None or ids.name != interface.INPUT_IDS or not table.is_initializer():
             return
-        try:
-            v, k = _shape(table)
-            self._refuse_excluded(_names(table))
-            grid = self._embedding_grid(k)
-            tied = _tied_head(table, node, on_rows)
-        except _Stays as reason:
-            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
-            return
-        calculate = _rounding(table, grid, transposed=False)
-        parts = self._register(table, calculate, v, k, grid, flat=tied is None)
-        self._gather(node, parts, v, k, grid, tied is not None)
-        self._note(node, f"embedding, rtn, {_summary(grid)}, [{v}, {k}]")
+        _, k = _shape(table)
+        self._refuse_excluded(_names(table))
+        grid = self._embedding_grid(k)
+        tied = _tied_head(table, node, self.on_rows)
+        matrix = initializers.quantized(table, _TABLES, grid, transposed=False)
+        parts = self._register(table, matrix, flat=tied is None)
+        self._gather(node, matrix, parts, tied is not None)
+        self._note(node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
         if tied is not None:
-            self._multiply(tied, parts, v, k, grid)
+            self._multiply(tied, matrix, parts)
             self._note(tied.matmul, "head, reads the codes of the embedding")
 
     def experts(self, node: ir.Node) -> None:
-        """Rewrite the experts of a layer, or record why not."""
-        try:
-            if reason := moe_kernels.obstacle(node):
-                raise _Stays(f"{reason}; its matrices stay fp32")
-            experts = moe_kernels.of(node)
-            grid = self.step.grid.fitting(experts.hidden, experts.inner)
-            if grid is None:
-                widths = f"{experts.hidden} and {experts.inner}"
-                raise _Stays(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
-            self._refuse_excluded(_names(experts.up) + _names(experts.down))
-            up = self._of_experts(experts.up, experts.order, grid)
-            down = self._of_experts(experts.down, np.arange(experts.hidden), grid)
-        except _Stays as reason:
-            self.changes.skipped.append(Skipped(str(node.name), str(reason)))
-            return
+        """Rewrite the experts of a layer."""
+        if reason := moe_kernels.reason(node):
+            raise _Skip(f"{reason}; its matrices stay fp32")
+        experts = moe_kernels.of(node)
+        grid = self.step.grid.fitting(experts.hidden, experts.inner)
+        if grid is None:
+            widths = f"{experts.hidden} and {experts.inner}"
+            raise _Skip(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
+        self._refuse_excluded(_names(experts.up) + _names(experts.down))
+        up = self._of_experts(experts.up, experts.order, grid)
+        down = self._of_experts(experts.down, np.arange(experts.hidden), grid)
         parts = [
             initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), experts=experts.count)
             for weight, matrix in ((experts.up, up), (experts.down, down))
         ]
         moe_kernels.fuse_quantized(self.model, experts, parts[0], parts[1], self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
-        self._note(node, f"{self.step.method}, {_summary(grid)}, {shape}")
+        self._note(node, f"{self.step.method}, {_grid(grid)}, {shape}")
 
-    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> initializers.Lazy:
+    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> LazyMatrix:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
+        if not self.step.chosen.demands:
+            return initializers.quantized_experts(weight, order, self.step.chosen, grid)
         count, k, n = (int(str(dim)) for dim in graph.dims(weight) or ())
-        if self.step.method == "gptq":
-            calibrated = self._calibrated(_names(weight))
-            rows = (n * np.arange(count)[:, None] + order).reshape(-1)
-            return initializers.Lazy(lambda: reordered(calibrated(), rows), count * n, k, grid)
-        return initializers.Lazy(_rounding_experts(weight, order, grid), count * n, k, grid)
+        calibrated = self._calibrated(_names(weight))
+        rows = (n * np.arange(count)[:, None] + order).reshape(-1)
+        return LazyMatrix(lambda: reordered(calibrated(), rows), count * n, k, grid)
+
+    def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
+        """Quantize the weight [K, N] of a linear layer."""
+        if not self.step.chosen.demands:
+            return initializers.quantized(weight, self.step.chosen, self.step.grid)
+        return LazyMatrix(self._calibrated(_names(weight)), n, k, self.step.grid)
 
     def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
         """Return what puts the matrix together from the calibrated ones of `names`."""
-        statistics = self.statistics
-        missing = [name for name in names if statistics is None or name not in statistics.linears]
-        if statistics is None or missing:
-            raise _Stays(f"calibration has no result for {', '.join(missing)}")
-        return lambda: stack([statistics.linears[name] for name in names])
+        matrices = {} if self.statistics is None else self.statistics.linears
+        if missing := [name for name in names if name not in matrices]:
+            raise _Skip(f"calibration has no result for {', '.join(missing)}")
+        return lambda: stack([matrices[name] for name in names])
 
     def _refuse_excluded(self, names: list[str]) -> None:
-        for glob in self.step.exclude:
-            for name in names:
-                if fnmatch.fnmatchcase(name, glob):
-                    raise _Stays(f"{name} is excluded by {glob!r}")
+        if reason := exclusion(names, self.step.exclude):
+            raise _Skip(reason)
 
     def _embedding_grid(self, k: int) -> Grid:
         """Return the grid of an embedding or head with `k` features."""
         if self.step.embedding_bits == _KEEP:
-            raise _Stays(f"embedding_bits is {_KEEP}")
+            raise _Skip(f"embedding_bits is {_KEEP}")
         block_size = math.gcd(k, self.step.block_size)  # of a power of two: the largest one that divides k
         if block_size < SMALLEST_BLOCK:
-            raise _Stays(f"its {k} features are no multiple of {SMALLEST_BLOCK}, the smallest block")
+            raise _Skip(f"its {k} features are no multiple of {SMALLEST_BLOCK}, the smallest block")
         return Grid(self.step.embedding_bits, block_size, True)
 
-    def _register(
-        self, weight: ir.Value, calculate: Callable[[], QuantizedMatrix], n: int, k: int, grid: Grid, flat: bool = False
-    ) -> initializers.Parts:
-        matrix = initializers.Lazy(calculate, n, k, grid)
+    def _register(self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False) -> PackedInitializers:
         return initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), flat=flat)
 
-    def _multiply(self, layer: linears.Linear, parts: initializers.Parts, n: int, k: int, grid: Grid) -> None:
+    def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers) -> None:
         """Put MatMulNBits in the place of a linear layer."""
-        level = self.step.accuracy_level
-        attributes = {"N": n, "K": k, "bits": grid.bits, "block_size": grid.block_size, "accuracy_level": level}
+        attributes = {
+            "N": matrix.n,
+            "K": matrix.k,
+            "bits": matrix.grid.bits,
+            "block_size": matrix.grid.block_size,
+            "accuracy_level": self.step.accuracy_level,
+        }
         inputs = [layer.input, parts.codes, parts.scales, parts.zero_points, None, layer.bias]
         [output] = graph.insert(
             layer.matmul, "MatMulNBits", inputs, attributes, domain="com.microsoft", name=layer.matmul.name
@@ -290,8 +295,9 @@ class _Rewriting:
         graph.replace_value(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
-    def _gather(self, node: ir.Node, parts: initializers.Parts, v: int, k: int, grid: Grid, tied: bool) -> None:
+    def _gather(self, node: ir.Node, matrix: LazyMatrix, parts: PackedInitializers, tied: bool) -> None:
         """Put GatherBlockQuantized in the place of the embedding."""
+        v, k, grid = matrix.n, matrix.k, matrix.grid
         attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": grid.block_size, "bits": grid.bits}
         ids, scales, name = node.inputs[1], parts.scales, str(node.name)
         if tied:
@@ -322,7 +328,11 @@ def _names(weight: ir.Value) -> list[str]:
     return graph.sources(weight) or [str(weight.name)]
 
 
-def _summary(grid: Grid) -> str:
+def _summary(matrix: LazyMatrix) -> str:
+    return f"{_grid(matrix.grid)}, [{matrix.n}, {matrix.k}]"
+
+
+def _grid(grid: Grid) -> str:
     return f"{grid.bits} bits, blocks of {grid.block_size}, {'symmetric' if grid.symmetric else 'asymmetric'}"
 
 
@@ -337,16 +347,14 @@ def _shape(weight: ir.Value) -> tuple[int, int]:
     """Return the shape of an fp32 matrix."""
     dims = graph.dims(weight)
     if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
-        raise _Stays(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
-    rows, columns = dims
-    assert isinstance(rows, int)
-    assert isinstance(columns, int)
+        raise _Skip(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
+    rows, columns = (int(str(dim)) for dim in dims)
     return rows, columns
 
 
 def _require_own(weight: ir.Value) -> None:
     if len(weight.uses()) > 1 or weight.is_graph_input() or weight.is_graph_output():
-        raise _Stays(f"{weight.name} has other readers")
+        raise _Skip(f"{weight.name} has other readers")
 
 
 def _reads_transposed_initializer(matmul: ir.Node) -> bool:
@@ -360,42 +368,16 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     """Return the head that multiplies by the transpose of `table`, which only `gather` reads besides; None: no head."""
     others = [node for node in table.consumers() if node is not gather]
     if table.is_graph_input() or table.is_graph_output():
-        raise _Stays(f"{table.name} has other readers")
+        raise _Skip(f"{table.name} has other readers")
     if not others:
         return None
     heads = others[0].outputs[0].consumers()
     if len(others) > 1 or not _is(others[0], "Transpose") or len(heads) != 1 or heads[0] not in on_rows:
-        raise _Stays(
+        raise _Skip(
             f"{table.name} is read by {', '.join(str(other.name) for other in others)}; only the embedding and a tied "
             "head may"
         )
     [matmul] = heads
     if not _is(matmul, "MatMul") or matmul.inputs[1] is not others[0].outputs[0]:
-        raise _Stays(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
+        raise _Skip(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
     return linears.Linear(matmul, table, None, None)
-
-
-def _rounding(weight: ir.Value, grid: Grid, *, transposed: bool = True) -> Callable[[], QuantizedMatrix]:
-    """Return what rounds `weight`, [K, N] where `transposed`, to the nearest points of `grid`."""
-    return _of_tensor(weight, lambda tensor: rtn(by_output(tensor, transposed=transposed), grid))
-
-
-def _rounding_experts(weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> Callable[[], QuantizedMatrix]:
-    """Return what rounds the matrices `weight`, [E, K, N], and puts them on top of each other, rows in `order`."""
-    return _of_tensor(weight, lambda tensor: stack([rtn(matrix.T[order], grid) for matrix in tensor.numpy()]))
-
-
-def _of_tensor(
-    weight: ir.Value, calculate: Callable[[ir.TensorProtocol], QuantizedMatrix]
-) -> Callable[[], QuantizedMatrix]:
-    """Return what reads `weight` and quantizes it."""
-    tensor, name = weight.const_value, weight.name
-    assert tensor is not None
-
-    def read() -> QuantizedMatrix:
-        try:
-            return calculate(tensor)
-        except ValueError as error:
-            raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
-
-    return read

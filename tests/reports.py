@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 from llmforge.evaluation.gates import judge, overall
-from llmforge.evaluation.latency import Bandwidth, Footprint, Latency, Point, Spread, Timing
 from llmforge.evaluation.machine import Machine
-from llmforge.evaluation.metrics import Estimate
-from llmforge.evaluation.quality import DocumentSums, Quality
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
+from llmforge.metrics import catalog
+from llmforge.metrics.catalog import Measured
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.latency import Bandwidth, Footprint, Latency, Point, Spread, Timing
+from llmforge.metrics.quality import DocumentSums, Quality
 from llmforge.recipe import GateSpec
 from llmforge.report.model import (
     BuildRecord,
@@ -21,7 +23,6 @@ from llmforge.report.model import (
     Report,
     TargetRecord,
     VerificationRecord,
-    measured,
 )
 
 
@@ -182,9 +183,12 @@ GATES = {
 }
 
 
+MEASURED = Measured(QUALITY, LATENCY, ENGINE.size_bytes)
+
+
 def make(**changes: object) -> Report:
     """Make the fixed report, with fields replaced."""
-    gates = judge(GATES, measured(quality=QUALITY, latency=LATENCY, engine=ENGINE))
+    gates = judge(GATES, catalog.estimates(MEASURED))
     assert math.isclose(sum(QUALITY.kld_histogram), QUALITY.tokens, rel_tol=0.1)
     fields = {
         "name": "docs-llama-int4",

@@ -228,7 +228,7 @@ def capture(run: Run) -> Result:
     config = RuntimeConfig.read(folder / "engine" / FILE)
     session.allocate(config.max_batch, config.max_context)
     planned = 0 if config.graphs is None else len(config.graphs.captures)
-    return {"planned": planned, "recordings": [_recording(each) for each in session.recordings]}
+    return {"planned": planned, "recordings": [_recording(each) for each in session.capture_results]}
 
 
 def _recording(recording: Any) -> Result:
@@ -249,7 +249,7 @@ def plans(run: Run, backend: str) -> Result:
     trained = dataclasses.replace(run.scale, tolerance=0.2)  # logits of a trained model spread over some 3
     compared = _compared(session, wanted, trained, wanted.vocabulary)
     step = speed.decode(session, session.allocate(8, 128), 8, 16, 16)
-    recordings = [_recording(each) for each in session.recordings]
+    recordings = [_recording(each) for each in session.capture_results]
     return {**compared, "size_bytes": facts["size_bytes"], "decode_ms@8": step * 1e3, "recordings": recordings}
 
 

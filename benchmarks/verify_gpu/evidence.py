@@ -63,9 +63,9 @@ def _captures(outcomes: Outcomes) -> str:
         found = _result(outcomes, step)
         for each in found["recordings"] if found else []:
             replay = "–" if each["replay_ms"] is None else f"{each['replay_ms']:.2f}"
-            what = (step, each["capture"]["batch"], each["capture"]["length"], each["obstacle"] or "recorded")
-            rows.append((*what, f"{each['unrecorded_ms']:.2f}", replay, f"{each['memory_bytes'] / 1e6:.1f}"))
-    head = ("engine", "rows", "tokens", "CUDA graph", "unrecorded ms", "replayed ms", "MB")
+            what = (step, each["capture"]["batch"], each["capture"]["length"], each["reason"] or "captured")
+            rows.append((*what, f"{each['eager_ms']:.2f}", replay, f"{each['memory_bytes'] / 1e6:.1f}"))
+    head = ("engine", "rows", "tokens", "CUDA graph", "eager ms", "replayed ms", "MB")
     return _table("## Recorded decode steps", head, rows)
 
 

@@ -32,6 +32,17 @@ class Source:
     data: Plain = None
     places: dict[Location, str] = field(default_factory=dict)  # "FILE:LINE:COLUMN", or the override that set it
 
+    @property
+    def mapping(self) -> dict[str, Plain]:
+        """The content of a document that is a mapping.
+
+        Raises:
+            RecipeError: it is none.
+        """
+        if not isinstance(self.data, dict):
+            raise RecipeError(f"{self.where(())}: must be a mapping")
+        return self.data
+
     def where(self, location: Location) -> str:
         """Tell the place of `location`, or of the nearest part around it."""
         while location and location not in self.places:

@@ -2,7 +2,7 @@
 
 from llmforge.bench.figures import Objective
 from llmforge.bench.report import BenchReport, table
-from llmforge.bench.run import Load, run
+from llmforge.bench.run import Load, LocalEngine, run
 from llmforge.bench.sweep import Plan
 
-__all__ = ["BenchReport", "Load", "Objective", "Plan", "run", "table"]
+__all__ = ["BenchReport", "Load", "LocalEngine", "Objective", "Plan", "run", "table"]

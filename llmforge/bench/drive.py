@@ -10,7 +10,7 @@ from typing import Protocol
 
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.bench.figures import Outcome
-from llmforge.bench.workload import Demand
+from llmforge.bench.workload import LoadRequest
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.serving.engine import Engine
 from llmforge.runtime.serving.request import Chunk, Request
@@ -27,7 +27,7 @@ class Subject(Protocol):
 
     description: str
 
-    def answer(self, demand: Demand, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
         """Answer one request and wait for its end; `due_s` is when it was due, by `time.perf_counter`."""
         ...
 
@@ -39,7 +39,7 @@ class InProcess:
         self.description = description
         self._engine = engine
 
-    def answer(self, demand: Demand, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
         """Answer greedily, beyond the end of sequence, until all tokens that were asked for are there."""
         tokens: list[float] = []
         ended = threading.Event()
@@ -55,9 +55,9 @@ class InProcess:
             if isinstance(item, ForgeError) or item.finish_reason is not None:
                 ended.set()
 
-        sampling = Sampling(max_tokens=demand.output_tokens, ignore_eos=True)
+        sampling = Sampling(max_tokens=request.output_tokens, ignore_eos=True)
         try:
-            self._engine.submit(Request(demand.prompt, sampling), receive)
+            self._engine.submit(Request(request.prompt, sampling), receive)
         except ForgeError as error:
             errors.append(error.message)
             ended.set()
@@ -66,14 +66,14 @@ class InProcess:
             sent_s=due_s,
             token_s=tuple(tokens),
             ended_s=time.perf_counter(),
-            prompt_tokens=len(demand.prompt),
+            prompt_tokens=len(request.prompt),
             output_tokens=len(tokens),
             error=errors[0] if errors else None,
         )
 
 
 def closed_loop(
-    subject: Subject, load: Sequence[Demand], concurrency: int, done: Done = lambda count: None
+    subject: Subject, load: Sequence[LoadRequest], concurrency: int, done: Done = lambda count: None
 ) -> list[Outcome]:
     """Keep `concurrency` requests in flight until the load is sent; return outcomes in the order of the load.
 
@@ -83,26 +83,28 @@ def closed_loop(
     if concurrency < 1:
         raise UsageError(f"{concurrency} requests in flight: wanted 1 or more")
     with ThreadPoolExecutor(concurrency, "bench") as pool:
-        futures = [pool.submit(lambda demand: subject.answer(demand, time.perf_counter()), demand) for demand in load]
+        futures = [
+            pool.submit(lambda request: subject.answer(request, time.perf_counter()), request) for request in load
+        ]
         return _gather(futures, done)
 
 
-def open_loop(subject: Subject, load: Sequence[Demand], done: Done = lambda count: None) -> list[Outcome]:
+def open_loop(subject: Subject, load: Sequence[LoadRequest], done: Done = lambda count: None) -> list[Outcome]:
     """Send each request at its `at_s`, whatever is still in flight; return outcomes in the order of the load.
 
     Raises:
         UsageError: a request has no arrival.
     """
-    if any(demand.at_s is None for demand in load):
+    arrivals = [request.at_s for request in load if request.at_s is not None]
+    if len(arrivals) < len(load):
         raise UsageError("a load without arrivals cannot be replayed")
     with ThreadPoolExecutor(min(len(load), MOST_IN_FLIGHT), "bench") as pool:
         began = time.perf_counter()
         futures: list[Future[Outcome]] = []
-        for demand in load:
-            assert demand.at_s is not None  # checked above
-            due = began + demand.at_s
+        for request, at_s in zip(load, arrivals, strict=True):
+            due = began + at_s
             time.sleep(max(0.0, due - time.perf_counter()))
-            futures.append(pool.submit(subject.answer, demand, due))
+            futures.append(pool.submit(subject.answer, request, due))
         return _gather(futures, done)
 
 

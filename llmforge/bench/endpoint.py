@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.bench.figures import Outcome
-from llmforge.bench.workload import Demand
+from llmforge.bench.workload import LoadRequest
 
 TIMEOUT_S = 600.0  # for a byte to arrive
 
@@ -34,13 +34,13 @@ class Endpoint:
         self.model = model or self._first_model()
         self.description = f"{self.model} at {url}"
 
-    def answer(self, demand: Demand, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
         """Answer one request and wait for its end; each event with text counts as one arrival."""
         arrivals: list[float] = []
         usage: dict[str, Any] = {}
         error = None
         try:
-            for event in self._events(demand):
+            for event in self._events(request):
                 if "error" in event:
                     error = _message(event)
                 elif any(choice.get("text") for choice in event.get("choices", ())):
@@ -49,23 +49,23 @@ class Endpoint:
         except (OSError, http.client.HTTPException, ValueError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         output = usage.get("completion_tokens", len(arrivals))
-        if error is None and output != demand.output_tokens:
-            error = f"{output} tokens; asked: {demand.output_tokens}"
+        if error is None and output != request.output_tokens:
+            error = f"{output} tokens; asked: {request.output_tokens}"
         return Outcome(
             sent_s=due_s,
             token_s=tuple(arrivals),
             ended_s=time.perf_counter(),
-            prompt_tokens=usage.get("prompt_tokens", len(demand.prompt)),
+            prompt_tokens=usage.get("prompt_tokens", len(request.prompt)),
             output_tokens=output,
             error=error,
         )
 
-    def _events(self, demand: Demand) -> Iterator[dict[str, Any]]:
+    def _events(self, request: LoadRequest) -> Iterator[dict[str, Any]]:
         """Yield the events of one streamed answer; one with `error` where the server refuses."""
         body = {
             "model": self.model,
-            "prompt": list(demand.prompt),
-            "max_tokens": demand.output_tokens,
+            "prompt": list(request.prompt),
+            "max_tokens": request.output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from llmforge.base.errors import UsageError
-from llmforge.evaluation.metrics import Estimate, quantile_interval
+from llmforge.metrics.intervals import Estimate, quantile_interval
+from llmforge.metrics.record import Record
 
 _MILLISECONDS = {"ms": 1.0, "s": 1000.0}
 _OBJECTIVE = re.compile(r"(?P<name>[a-z]+)=(?P<number>\d+(?:\.\d+)?)(?P<unit>ms|s)")
@@ -57,6 +57,7 @@ class Objective:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     latency_ms: float | None = None
+    text: str | None = field(default=None, compare=False)  # as it was written
 
     @classmethod
     def parse(cls, text: str) -> Objective:
@@ -76,7 +77,7 @@ class Objective:
                     hint="for example ttft=200ms,tpot=50ms",
                 )
             bounds[name] = float(match["number"]) * _MILLISECONDS[match["unit"]]
-        return cls(**bounds)
+        return cls(**bounds, text=text)
 
     def meets(self, outcome: Outcome) -> bool:
         """Say whether a request was answered within all bounds; one token has no TPOT, and meets any."""
@@ -90,11 +91,7 @@ class Objective:
         return all(bound is None or value is None or value <= bound for bound, value in pairs)
 
 
-class _Figures(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class Distribution(_Figures):
+class Distribution(Record):
     """Percentiles of a duration in milliseconds; `p50` has bounds where samples are enough and independent."""
 
     mean: float
@@ -122,7 +119,7 @@ class Distribution(_Figures):
         )
 
 
-class Figures(_Figures):
+class Figures(Record):
     """All figures of one load, over one run of it or several.
 
     Durations are those of the completed requests of all runs, `itl_ms` the gaps between their arrivals. A rate is the
@@ -182,16 +179,10 @@ def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = Non
     )
 
 
-def median_of_runs(values: Sequence[float]) -> Estimate:
-    """Estimate the median of what each run gave; it has bounds from 6 runs on."""
-    low, high = quantile_interval(np.asarray(values, np.float64), 0.5) or (None, None)
-    return Estimate(value=float(np.median(values)), low=low, high=high, samples=len(values), of="runs")
-
-
 def _rate(runs: Sequence[Sequence[Outcome]], count: Callable[[Outcome], int]) -> Estimate:
     durations = [_duration_s(run) for run in runs]
     counts = [sum(map(count, run)) for run in runs]
-    return median_of_runs([n / s if s > 0 else 0.0 for n, s in zip(counts, durations, strict=True)])
+    return Estimate.median([n / s if s > 0 else 0.0 for n, s in zip(counts, durations, strict=True)], of="runs")
 
 
 def _duration_s(run: Sequence[Outcome]) -> float:

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from llmforge.bench.figures import Distribution, Figures
 from llmforge.evaluation.machine import Machine
-from llmforge.evaluation.metrics import Estimate
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.record import Record
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class Utilization(_Record):
+class Utilization(Record):
     """How much of the memory bandwidth decoding uses (MBU)."""
 
     bytes_read_per_step: int  # weights once, and the cache of each row in flight at the middle of its answer
@@ -27,7 +23,7 @@ class Utilization(_Record):
     share: float  # bytes read per step / median TPOT / bandwidth
 
 
-class Point(_Record):
+class Point(Record):
     """One load and its figures. A trace of arrivals has neither lengths nor concurrency nor rate of its own."""
 
     prompt_tokens: int | None = None
@@ -38,7 +34,7 @@ class Point(_Record):
     bandwidth: Utilization | None = None
 
 
-class EngineRecord(_Record):
+class EngineRecord(Record):
     """The engine in this process, and what it counted over all loads, warm-up included."""
 
     threads: int
@@ -48,7 +44,7 @@ class EngineRecord(_Record):
     accepted_tokens: int
 
 
-class BenchReport(_Record):
+class BenchReport(Record):
     """All that one `llmforge bench` measured."""
 
     schema_version: Literal[1] = 1

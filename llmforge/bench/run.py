@@ -13,12 +13,13 @@ from llmforge.bench.drive import InProcess, Subject
 from llmforge.bench.endpoint import Endpoint
 from llmforge.bench.report import BenchReport, EngineRecord, Point
 from llmforge.bench.sweep import Plan, Progress, Setting, measure, replay, utilization
-from llmforge.bench.workload import Demand, Encode, Prompts, RandomPrompts, TextPrompts, longest, read_trace
+from llmforge.bench.workload import Encode, LoadRequest, Prompts, RandomPrompts, TextPrompts, longest, read_trace
 from llmforge.checkpoint.documents import read_documents
 from llmforge.evaluation import machine
-from llmforge.evaluation.footprint import Footprint
+from llmforge.metrics.latency import Footprint
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
-from llmforge.runtime.serving.engine import Engine, EngineOptions
+from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.runner import read_tokenizer
 from llmforge.runtime.serving.stats import EngineStats
 
@@ -64,23 +65,28 @@ class Load:
         return f"prompts: {source}{shared}"
 
 
+@dataclass(frozen=True)
+class LocalEngine:
+    """How the engine in this process runs; `footprint` is what its MBU is computed from, where it is known."""
+
+    options: EngineOptions | None = None
+    threads: int | None = None
+    footprint: Footprint | None = None
+
+
 def run(
     artifact: Path,
     name: str,
     load: Load,
     plan: Plan,
     *,
-    objective: str | None = None,
     url: str | None = None,
-    footprint: Footprint | None = None,
-    threads: int | None = None,
-    options: EngineOptions | None = None,
+    local: LocalEngine = LocalEngine(),
     progress: Progress = lambda done, total: None,
 ) -> BenchReport:
     """Measure the engine of `artifact`, or the OpenAI-compatible endpoint at `url`, which serves the same tokenizer.
 
-    `name` says what runs; `objective` is the text that `plan.objective` was read from. `threads` and `options` are
-    those of the engine in this process.
+    `name` says what runs.
 
     Raises:
         InputError: the artifact cannot be used.
@@ -108,17 +114,17 @@ def run(
         subject: Subject = Endpoint(url)
         points = points_of(subject)
     else:
-        with Engine.load(artifact, options, threads) as engine:
+        with Engine.load(artifact, local.options, local.threads) as engine:
             subject = InProcess(engine, name)
             points = points_of(subject)
             stats = engine.stats()
-        record, notes = _record(stats, config.session.resolve(threads).threads), stats.notes
-        if footprint is None:
+        record, notes = _record(stats, config.session.resolve(local.threads).threads), stats.notes
+        if local.footprint is None:
             notes = (*notes, NO_FOOTPRINT)
         elif record.drafted_tokens:
             notes = (*notes, SEVERAL_A_STEP)
         else:
-            points = utilization(points, footprint, slots=record.slots, threads=record.threads)
+            points = utilization(points, local.footprint, slots=record.slots, threads=record.threads)
     return BenchReport(
         llmforge=__version__,
         subject=subject.description,
@@ -127,7 +133,7 @@ def run(
         workload=load.describe(plan.prefix_tokens),
         warmup=plan.warmup,
         seed=plan.seed,
-        objective=objective,
+        objective=None if plan.objective is None else plan.objective.text,
         points=tuple(points),
         notes=notes,
     )
@@ -140,7 +146,7 @@ def _prompts(load: Load, encode: Encode, vocabulary: int) -> Prompts:
     return TextPrompts(tuple(ids), str(load.data))
 
 
-def _check_lengths(load: Load, trace: Sequence[Demand] | None, max_context: int) -> None:
+def _check_lengths(load: Load, trace: Sequence[LoadRequest] | None, max_context: int) -> None:
     needed = max(load.prompt_tokens) + max(load.output_tokens) if trace is None else longest(trace)
     if needed > max_context:
         raise UsageError(

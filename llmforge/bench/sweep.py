@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from llmforge.bench.drive import Subject, closed_loop, open_loop
 from llmforge.bench.figures import Objective, Outcome, figures
 from llmforge.bench.report import Point, Utilization
-from llmforge.bench.workload import Demand, Prompts, demands
-from llmforge.evaluation.footprint import Footprint
+from llmforge.bench.workload import LoadRequest, Prompts, make_load
 from llmforge.evaluation.latency import DRAM_PROBE_BYTES
 from llmforge.evaluation.machine import read_bandwidth
+from llmforge.metrics.latency import Footprint
 
 Progress = Callable[[int, int], None]  # is told how many requests are done, and how many there are
 
@@ -78,7 +78,7 @@ def measure(
 
 def replay(
     subject: Subject,
-    load: Sequence[Demand],
+    load: Sequence[LoadRequest],
     objective: Objective | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Point:
@@ -117,9 +117,11 @@ def _utilization(point: Point, footprint: Footprint, slots: int, threads: int) -
     )
 
 
-def _loads(setting: Setting, prompts: Prompts, plan: Plan, seed: tuple[int, ...]) -> tuple[list[Demand], list[Demand]]:
+def _loads(
+    setting: Setting, prompts: Prompts, plan: Plan, seed: tuple[int, ...]
+) -> tuple[list[LoadRequest], list[LoadRequest]]:
     """Make the load of one run, and what warms up for it: prompts are drawn in one go, so that they share a prefix."""
-    made = demands(
+    made = make_load(
         prompts,
         plan.warmup + plan.requests,
         prompt_tokens=setting.prompt_tokens,
@@ -131,11 +133,11 @@ def _loads(setting: Setting, prompts: Prompts, plan: Plan, seed: tuple[int, ...]
     return made[: plan.warmup], _from_zero(made[plan.warmup :])
 
 
-def _from_zero(load: list[Demand]) -> list[Demand]:
+def _from_zero(load: list[LoadRequest]) -> list[LoadRequest]:
     first = load[0].at_s
     if first is None:
         return load
-    return [Demand(each.prompt, each.output_tokens, each.at_s - first) for each in load if each.at_s is not None]
+    return [LoadRequest(each.prompt, each.output_tokens, each.at_s - first) for each in load if each.at_s is not None]
 
 
 def _shifted(progress: Progress, before: int, total: int) -> Callable[[int], None]:

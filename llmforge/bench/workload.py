@@ -18,7 +18,7 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class Demand:
+class LoadRequest:
     """One request of a load: a prompt of token ids, and the number of tokens that its answer shall have.
 
     `at_s` is its arrival, in seconds after the load begins; None in a closed loop, where it waits for its turn.
@@ -70,7 +70,7 @@ class TextPrompts:
         return self.ids[start : start + length]
 
 
-def demands(
+def make_load(
     prompts: Prompts,
     count: int,
     *,
@@ -79,7 +79,7 @@ def demands(
     prefix_tokens: int = 0,
     rate: float | None = None,
     seed: Sequence[int] = (0,),
-) -> list[Demand]:
+) -> list[LoadRequest]:
     """Make a load of `count` requests; the first `prefix_tokens` of each prompt are the same in all of them.
 
     With a `rate`, in requests per second, they arrive as a Poisson process: gaps are exponential, the first request
@@ -96,7 +96,9 @@ def demands(
     text, clock = (np.random.default_rng([*seed, stream]) for stream in (0, 1))
     prefix = prompts.take(prefix_tokens, text) if prefix_tokens else ()
     arrivals = [None] * count if rate is None else poisson(rate, count, clock).tolist()
-    return [Demand(prefix + prompts.take(prompt_tokens - prefix_tokens, text), output_tokens, at) for at in arrivals]
+    return [
+        LoadRequest(prefix + prompts.take(prompt_tokens - prefix_tokens, text), output_tokens, at) for at in arrivals
+    ]
 
 
 def poisson(rate: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -110,7 +112,7 @@ def poisson(rate: float, count: int, rng: np.random.Generator) -> NDArray[np.flo
     return np.concatenate([[0.0], rng.exponential(1 / rate, count - 1).cumsum()])
 
 
-def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -> list[Demand]:
+def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -> list[LoadRequest]:
     """Read arrivals from JSON Lines, one request a line:
     `{"at_s": 0.25, "prompt_tokens": 200, "output_tokens": 50}`, or `"prompt": "text"` in the place of its length.
 
@@ -126,7 +128,7 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8") from error
     rng = np.random.default_rng(seed)
-    made: list[Demand] = []
+    made: list[LoadRequest] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -136,7 +138,7 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
         if made and made[-1].at_s is not None and at < made[-1].at_s:
             raise DataError(f"{where}: at_s {at:g} comes after {made[-1].at_s:g}", hint="sort the lines by at_s")
         prompt = tuple(encode(entry["prompt"])) if "prompt" in entry else prompts.take(entry["prompt_tokens"], rng)
-        made.append(Demand(prompt, entry["output_tokens"], at))
+        made.append(LoadRequest(prompt, entry["output_tokens"], at))
     if not made:
         raise DataError(f"{path}: holds no request")
     return made
@@ -163,6 +165,6 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     return entry
 
 
-def longest(load: Sequence[Demand]) -> int:
+def longest(load: Sequence[LoadRequest]) -> int:
     """Tell how many tokens the longest prompt and answer of a load have together."""
-    return max(len(demand.prompt) + demand.output_tokens for demand in load)
+    return max(len(request.prompt) + request.output_tokens for request in load)

@@ -1,4 +1,4 @@
-"""Rehearse a recipe on a graph whose weights nobody has read: what cannot become an engine is refused at once.
+"""Run a recipe dry on a graph whose weights nobody has read: what cannot become an engine is refused at once.
 
 The passes run on a copy of the traced graph, with a stand-in for what calibration would measure, and the result is
 lowered. Nothing is proven here: passes are, when they run on the graph itself.
@@ -6,8 +6,7 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -20,13 +19,13 @@ from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
-from llmforge.quantization import QuantizedMatrix
+from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
 
 
-def rehearse(
+def run(
     model: ir.Model,
     steps: Sequence[Pass],
     *,
@@ -44,8 +43,8 @@ def rehearse(
             finds nothing to do; a pass needs a fact that an earlier one could not provide on this graph; the model
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
-    rehearsed = model.clone()
-    context = Context(target, Statistics(0, 0, _Promised(calibrated), _ranges(model), _peaks(model)))
+    copy = model.clone()
+    context = Context(target, _stand_in(model, calibrated))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -54,7 +53,7 @@ def rehearse(
                 f"{step.name} cannot do anything here: {idle.get(fact, f'nothing provides {fact}')}",
                 hint=f"leave {step.name} out of the recipe",
             )
-        changes = pass_base.run(step, rehearsed, context)
+        changes = pass_base.run(step, copy, context)
         if changes:
             facts |= step.provides
         elif step.numerics is Numerics.LOSSY:
@@ -66,9 +65,9 @@ def rehearse(
             idle |= {fact: f"{step.name} left every node alone: {_reason(changes)}" for fact in step.provides}
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
-        shard_plan.plan(rehearsed.clone(), spec.tensor_parallel)
+        shard_plan.plan(copy.clone(), spec.tensor_parallel)
         engines.refuse_ranks(spec.backend, spec.tensor_parallel)
-    lowered, _ = builder.lower(rehearsed, target, spec)
+    lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
 
@@ -81,8 +80,17 @@ def _reason(changes: Changes) -> str:
     return f"{first.node}: {first.reason}"
 
 
-def _ranges(model: ir.Model) -> dict[int, KvRange]:
-    """Stand in for the ranges of every cache of keys and values."""
+def _stand_in(model: ir.Model, calibrated: frozenset[str]) -> Statistics:
+    """Make up the results of a calibration: the passes ask what there is, and read no matrix before it is written."""
+    unread = QuantizedMatrix(
+        Grid(4, SMALLEST_BLOCK, True), np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None
+    )
+    read = {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
+    return Statistics(0, 0, dict.fromkeys(calibrated, unread), _kv_ranges(model), read)
+
+
+def _kv_ranges(model: ir.Model) -> dict[int, KvRange]:
+    """Make up the ranges of every cache of keys and values."""
     shapes: dict[int, dict[str, tuple[int, int]]] = {}
     for value in model.graph.inputs:
         past, dims = interface.PAST.fullmatch(str(value.name)), graph.dims(value)
@@ -93,29 +101,3 @@ def _ranges(model: ir.Model) -> dict[int, KvRange]:
         for layer, parts in shapes.items()
         if len(parts) == 2
     }
-
-
-def _peaks(model: ir.Model) -> dict[str, float]:
-    """Stand in for the ranges of what every linear reads."""
-    return {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
-
-
-@dataclass(frozen=True)
-class _Promised(Mapping[str, QuantizedMatrix]):
-    """Names of matrices that are not there yet."""
-
-    names: frozenset[str]
-
-    def __getitem__(self, name: str) -> QuantizedMatrix:
-        if name not in self.names:
-            raise KeyError(name)
-        raise AssertionError(f"{name} was read before it was calibrated")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)

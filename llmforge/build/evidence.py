@@ -19,9 +19,12 @@ from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
 from llmforge.evaluation import footprint, gates, latency, quality
 from llmforge.evaluation.baseline import Baseline
-from llmforge.evaluation.latency import Latency, Subject
-from llmforge.evaluation.quality import Quality
-from llmforge.recipe import GateSpec, Metric, ValidationSpec
+from llmforge.evaluation.latency import Subject
+from llmforge.metrics import catalog
+from llmforge.metrics.catalog import Measured
+from llmforge.metrics.latency import Latency
+from llmforge.metrics.quality import Quality
+from llmforge.recipe import GateSpec, ValidationSpec
 from llmforge.report import model as records
 from llmforge.runtime import Runner
 from llmforge.runtime import load as load_runner
@@ -53,10 +56,10 @@ class Evidence:
             unmeasured=self.unmeasured,
         )
 
-    def judge(self, specs: Mapping[Metric, GateSpec], engine: records.EngineRecord) -> tuple[gates.GateResult, ...]:
+    def judge(self, specs: Mapping[str, GateSpec], engine: records.EngineRecord) -> tuple[gates.GateResult, ...]:
         """Decide the gates; what could not be measured leaves them undecided."""
-        measured = records.measured(quality=self.quality, latency=self.latency, engine=engine)
-        return gates.judge(specs, measured, unmeasured=self.unmeasured)
+        measured = Measured(self.quality, self.latency, None if engine.pending else engine.size_bytes)
+        return gates.judge(specs, catalog.estimates(measured), unmeasured=self.unmeasured)
 
 
 @dataclass(frozen=True)

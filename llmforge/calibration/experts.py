@@ -1,7 +1,7 @@
-"""Experts of one decoder layer: what each of them reads over the calibration text, and GPTQ of its matrices.
+"""Experts of one decoder layer: what each of them reads over the calibration text, and codes of its matrices.
 
 The error that counts is that of the layer, into which an expert's output goes times a weight of the router. So a token
-stands in an expert's Hessian with the square of its weight there, and only where the expert was chosen.
+stands in an expert's moments with the square of its weight there, and only where the expert was chosen.
 """
 
 from __future__ import annotations
@@ -14,18 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from llmforge import quantization
-from llmforge.quantization import Float32, Grid, QuantizedMatrix, gptq
+from llmforge.calibration.sums import InputSums
+from llmforge.quantization import Float32, Grid, QuantizedMatrix
+from llmforge.quantization.methods import Method
 from llmforge.trace.hooks.experts import names, probe, weights
-
-# Damping rises by SCARCITY · K / tokens: an expert that few tokens chose has a Hessian of low rank, which GPTQ would
-# fit at the cost of all other tokens. Error on other tokens, against plain rounding, of random [128, 256] matrices in
-# 4 bits, blocks of 32; the spectrum of the inputs falls like i^-0.3: with 128 tokens 1.93 without it and 0.92 with it,
-# with 2048 tokens 0.73 and 0.71; like i^-0.6: 0.54 and 0.37, 0.23 and 0.24.
-SCARCITY = 0.3
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class RoutedInputs:
     """What an experts module was called with for T tokens, and what the unquantized model would have called it with.
 
     tokens, originals: fp32 [T, H].  ids: int64 [T, top_k].  mixing: fp32 [T, top_k], the weights of the router.
@@ -37,13 +33,15 @@ class Seen:
     originals: Tensor
 
 
-def quantize(module: nn.Module, seen: Seen, grid: Grid, damping: float) -> tuple[QuantizedMatrix, QuantizedMatrix]:
+def quantize(
+    module: nn.Module, seen: RoutedInputs, grid: Grid, method: Method
+) -> tuple[QuantizedMatrix, QuantizedMatrix]:
     """Quantize the matrices of every expert: [E·N, K] of the first product and of the second, features as they lie.
 
-    The second product sees what the quantized first one makes. An expert that no token chose is rounded to nearest.
+    The second product sees what the quantized first one makes.
 
     Raises:
-        ValueError: what an expert reads is not finite.
+        ValueError: `method` refuses what an expert reads.
         UnsupportedError: the module computes something that `llmforge::MoE` cannot say.
     """
     form, held = probe(module), weights(module)
@@ -54,10 +52,10 @@ def quantize(module: nn.Module, seen: Seen, grid: Grid, damping: float) -> tuple
         x, original = seen.tokens[here], seen.originals[here]
         up, down = _rows(held.up[expert]), _rows(held.down[expert])
         bias = 0 if held.up_bias is None else held.up_bias[expert]
-        ups.append(_round(up, x, original, share, grid, damping))
+        ups.append(_round(up, x, original, share, grid, method))
         rounded = torch.from_numpy(quantization.dequantize(ups[-1]))
         inner = form.inner(x @ rounded.T + bias)
-        downs.append(_round(down, inner, form.inner(original @ held.up[expert] + bias), share, grid, damping))
+        downs.append(_round(down, inner, form.inner(original @ held.up[expert] + bias), share, grid, method))
     return quantization.stack(ups), quantization.stack(downs)
 
 
@@ -89,11 +87,8 @@ def _rows(matrix: Tensor) -> Float32:
     return rows
 
 
-def _round(weight: Float32, x: Tensor, original: Tensor, share: Tensor, grid: Grid, damping: float) -> QuantizedMatrix:
-    """Quantize [N, K] for inputs x [n, K] that go into the sum with `share` [n, 1]; GPTQ where there are any."""
-    weighted = share * x
-    if not bool(weighted.any()):
-        return quantization.rtn(weight, grid)
-    hessian, drift = weighted.T @ weighted, (share * (original - x)).T @ weighted
-    curvature = gptq.Curvature.of(hessian.numpy(), damping + SCARCITY * weight.shape[1] / len(x))
-    return gptq.gptq(weight, curvature, grid, drift.numpy())
+def _round(weight: Float32, x: Tensor, original: Tensor, share: Tensor, grid: Grid, method: Method) -> QuantizedMatrix:
+    """Quantize [N, K] for inputs x [n, K] that go into the sum with `share` [n, 1]."""
+    sums = InputSums.start(method.demands, weight.shape[1])
+    sums.add(share * x, share * (original - x))
+    return method.quantize(weight, grid, sums.seen(routed=True))

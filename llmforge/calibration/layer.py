@@ -15,11 +15,12 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization import Float32
+from llmforge.quantization.methods import PLAIN
 from llmforge.trace.export.weights import Source, load
 from llmforge.trace.hooks.experts import marked
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
-Given = tuple[torch.Tensor, ...]  # what a module is called with
+Arguments = tuple[torch.Tensor, ...]  # what a module is called with
 # The keywords by which transformers hands a decoder layer its cache; the second in its older modules.
 _CACHES = ("past_key_values", "layer_past")
 
@@ -37,7 +38,7 @@ class _Reached(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class DecoderLayer:
     """A decoder layer in fp32; `name` is its place in the model, `calls` how it is called with each window.
 
     Parameter names are those of the checkpoint: "model.layers.0.self_attn.q_proj.weight".
@@ -52,7 +53,9 @@ class Layer:
         call = self.calls[window]
         return _hidden(self.module(state, *call.args, **call.kwargs))
 
-    def run_recording(self, window: int, state: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def run_with_ranges(
+        self, window: int, state: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Run, and return also the largest magnitude of keys and values as they would be cached, [kv_heads, channels].
 
         Raises:
@@ -77,7 +80,7 @@ class Layer:
         seen: list[tuple[torch.Tensor, list[str]]] = []  # holds the inputs, so that no address is used twice
         experts = self.experts()
 
-        def note(name: str, given: Given) -> None:
+        def note(name: str, given: Arguments) -> None:
             x = given[0]
             for other, names in seen:
                 same = x.data_ptr() == other.data_ptr() and x.shape == other.shape and x.stride() == other.stride()
@@ -97,16 +100,16 @@ class Layer:
         """
         found: set[str] = set()
         for experts in self.experts():
-            before = self.given_to(experts, 0, state)
+            before = self.arguments_of(experts, 0, state)
             for name in [name for group in groups for name in group if name in self._linears()]:
                 with self._shifted(name):
-                    after = self.given_to(experts, 0, state)
+                    after = self.arguments_of(experts, 0, state)
                 moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
                 if any(moved[1:]) and not moved[0]:
                     found.add(name)
         return found
 
-    def run_noting(
+    def run_with_inputs(
         self, names: Sequence[str], window: int, state: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Run, and return also what each of the linears or experts `names` read, [tokens, K].
@@ -116,7 +119,7 @@ class Layer:
         """
         inputs: dict[str, torch.Tensor] = {}
 
-        def note(name: str, given: Given) -> None:
+        def note(name: str, given: Arguments) -> None:
             inputs[name] = given[0].reshape(-1, given[0].shape[-1])
 
         with self._watched(note, names):
@@ -125,15 +128,7 @@ class Layer:
             raise self._unread(name)
         return state, inputs
 
-    def input_of(self, name: str, window: int, state: torch.Tensor) -> torch.Tensor:
-        """Return what linear `name` reads, [tokens, K]; the layer runs no further than there.
-
-        Raises:
-            UnsupportedError: it does not run.
-        """
-        return self.given_to(name, window, state)[0]
-
-    def given_to(self, name: str, window: int, state: torch.Tensor) -> Given:
+    def arguments_of(self, name: str, window: int, state: torch.Tensor) -> Arguments:
         """Return what a linear, or experts, are called with, each [tokens, …]; the layer runs no further than there.
 
         Experts are called with tokens, the ids of their experts, and their weights.
@@ -141,9 +136,9 @@ class Layer:
         Raises:
             UnsupportedError: it does not run.
         """
-        taken: list[Given] = []
+        taken: list[Arguments] = []
 
-        def take(_: str, given: Given) -> None:
+        def take(_: str, given: Arguments) -> None:
             taken.append(tuple(x.reshape(-1, x.shape[-1]) for x in given))
             raise _Reached
 
@@ -172,7 +167,7 @@ class Layer:
         of_experts.assign(self.experts()[owner], parameter, weight)
 
     @contextmanager
-    def _watched(self, note: Callable[[str, Given], None], names: Sequence[str]) -> Iterator[None]:
+    def _watched(self, note: Callable[[str, Arguments], None], names: Sequence[str]) -> Iterator[None]:
         """Call `note` with the name of each of the linears or experts `names`, and what it is given, before it runs."""
         modules = {**self._linears(), **self.experts()}
 
@@ -207,8 +202,8 @@ class Layer:
 
     def _unread(self, name: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{name} does not run for every window of the calibration text, so GPTQ has no inputs for it",
-            hint="put it on `exclude`, or use method: rtn",
+            f"{name} does not run for every window of the calibration text, so that its inputs are not known",
+            hint=f"put it on `exclude`, or use method: {PLAIN.name}",
         )
 
     def _linears(self) -> dict[str, torch.nn.Linear]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts
-from llmforge.calibration.layer import Call, Layer, copy_with_weights, linears_of
+from llmforge.calibration.layer import Call, DecoderLayer, copy_with_weights, linears_of
 from llmforge.checkpoint import Checkpoint
+from llmforge.trace.export import depth
+from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.export.weights import Source, plan
+from llmforge.trace.hooks import internals
 from llmforge.trace.hooks.experts import marked
 
 
@@ -39,25 +42,19 @@ class Skeleton:
         """Build the model that `checkpoint` configures.
 
         Raises:
-            UnsupportedError: transformers has no causal language model for it, or it has no list of decoder layers.
+            UnsupportedError: transformers has no causal language model for it, or more or less than one list of layers.
             CheckpointError: the checkpoint lacks a parameter, or holds one of another shape.
         """
+        make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
         try:
-            with _EmptyOnMeta():
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    checkpoint.config, dtype=torch.float32
-                )
-        except ValueError as error:  # transformers' answer to a configuration that it has no class for
+            with internals.parameters_on_meta():
+                model = make(checkpoint.config, dtype=torch.float32)
+            name, layers = depth.stack_of(model, checkpoint.geometry.layers)
+        except (ValueError, Irregular) as error:  # ValueError: transformers has no class for the configuration
             raise UnsupportedError(f"{checkpoint.path}: cannot be calibrated: {str(error).splitlines()[0]}") from error
         model.eval()  # type: ignore[no-untyped-call]
-        for name, modules in model.named_modules():
-            if isinstance(modules, torch.nn.ModuleList) and len(modules) == checkpoint.geometry.layers:
-                prefixes = [f"{name}.{index}" for index in range(len(modules))]
-                return cls(checkpoint, model, list(modules), prefixes, plan(model, checkpoint))
-        raise UnsupportedError(
-            f"{checkpoint.path}: cannot be calibrated: {type(model).__name__} has no list of "
-            f"{checkpoint.geometry.layers} decoder layers"
-        )
+        prefixes = [f"{name}.{index}" for index in range(len(layers))]
+        return cls(checkpoint, model, list(layers), prefixes, plan(model, checkpoint))
 
     def enter(self, windows: Sequence[NDArray[np.int64]]) -> tuple[list[list[Call]], list[torch.Tensor]]:
         """Embed every window, ids [tokens]: how each layer is called with each of them, and the first layer's states.
@@ -70,29 +67,29 @@ class Skeleton:
         """
         entrance = self._entrance()
         lookup = self._lookup(entrance)
-        by_length: dict[int, _Recording] = {}
+        by_length: dict[int, _WindowCalls] = {}
         calls: list[list[Call]] = [[] for _ in self.layers]
         states = []
         for ids in windows:
             with lookup:
-                recording = _record(entrance, self._layers_of(entrance), ids)
-            first = by_length.setdefault(len(ids), recording)
-            if not all(map(_same, first.calls, recording.calls)):
+                called = _calls_of(entrance, self._layers_of(entrance), ids)
+            first = by_length.setdefault(len(ids), called)
+            if not all(map(_same, first.calls, called.calls)):
                 raise UnsupportedError(
                     f"{self.checkpoint.path}: cannot be calibrated: layers of {type(self.model).__name__} are called "
                     "with more than the hidden states of the text"
                 )
-            states.append(recording.state)
+            states.append(called.state)
             for of_layer, call in zip(calls, first.calls, strict=True):
                 of_layer.append(call)
         return calls, states
 
-    def load(self, index: int, calls: Sequence[Call]) -> Layer:
+    def load(self, index: int, calls: Sequence[Call]) -> DecoderLayer:
         """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
         prefix = self.prefixes[index]
         names = list(self.layers[index].state_dict())
         module = copy_with_weights(self.layers[index], prefix, self.checkpoint, self.sources, names)
-        return Layer(module, prefix, calls)
+        return DecoderLayer(module, prefix, calls)
 
     def matrices(self) -> list[str]:
         """Name the matrices of all layers that can be quantized: weights of linears, and of experts."""
@@ -140,7 +137,7 @@ class Skeleton:
 
 
 @dataclass(eq=False)
-class _Recording:
+class _WindowCalls:
     """How one window reached every layer."""
 
     state: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -151,15 +148,15 @@ class _LastLayerReached(Exception):
     """Every layer was called."""
 
 
-def _record(model: torch.nn.Module, layers: Sequence[torch.nn.Module], ids: NDArray[np.int64]) -> _Recording:
+def _calls_of(model: torch.nn.Module, layers: Sequence[torch.nn.Module], ids: NDArray[np.int64]) -> _WindowCalls:
     """Run `model` with its decoder layers left out, up to where the last of them would have run."""
-    recording = _Recording()
+    called = _WindowCalls()
 
     def layer_out(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not recording.calls:
-            recording.state = hidden
-        recording.calls.append(Call(args, kwargs))
-        if len(recording.calls) == len(layers):
+        if not called.calls:
+            called.state = hidden
+        called.calls.append(Call(args, kwargs))
+        if len(called.calls) == len(layers):
             raise _LastLayerReached
         return hidden
 
@@ -168,8 +165,8 @@ def _record(model: torch.nn.Module, layers: Sequence[torch.nn.Module], ids: NDAr
     try:
         model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
     except _LastLayerReached:
-        return recording
-    raise UnsupportedError(f"{type(model).__name__} called {len(recording.calls)} of its {len(layers)} decoder layers")
+        return called
+    raise UnsupportedError(f"{type(model).__name__} called {len(called.calls)} of its {len(layers)} decoder layers")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -196,13 +193,3 @@ class _Lookup(TorchFunctionMode):
         if func is torch.nn.functional.embedding and args[1] is self.weight:
             return torch.from_numpy(self.table[args[0].numpy()].astype(np.float32))
         return func(*args, **(kwargs or {}))
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Give `torch.empty` no memory: modules make their parameters with it, and compute their buffers otherwise."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)

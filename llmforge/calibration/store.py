@@ -51,7 +51,7 @@ class LayerResult:
     inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
 
 
-class Results(Mapping[str, QuantizedMatrix]):
+class StoredMatrices(Mapping[str, QuantizedMatrix]):
     """The linears of all layers by parameter name; those of a stored layer are read at each access."""
 
     def __init__(self, layers: Sequence[LayerResult]) -> None:
@@ -92,7 +92,7 @@ class Store:
                     return None
         except zipfile.BadZipFile:
             return None
-        linears = _StoredLayer(file)
+        linears = _LayerFile(file)
         return LayerResult(linears, linears.kv, linears.inputs)
 
     def save(self, index: int, result: LayerResult) -> LayerResult:
@@ -118,13 +118,13 @@ class Store:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(file)
-        return LayerResult(_StoredLayer(file), result.kv, result.inputs)
+        return LayerResult(_LayerFile(file), result.kv, result.inputs)
 
     def _file(self, index: int) -> Path | None:
         return None if self.folder is None else self.folder / f"{self.key[:_KEY_CHARACTERS]}-layer-{index:05d}.npz"
 
 
-class _StoredLayer(Mapping[str, QuantizedMatrix]):
+class _LayerFile(Mapping[str, QuantizedMatrix]):
     """The linears in one file, packed as MatMulNBits reads them; each access reads one."""
 
     def __init__(self, file: Path) -> None:

@@ -101,11 +101,6 @@ class Checkpoint:
         )
 
     @property
-    def tokenizer_file(self) -> Path:
-        """The tokenizer, as the `tokenizers` library reads it."""
-        return self.path / TOKENIZER
-
-    @property
     def architecture(self) -> str:
         """Name the model's class, or its configuration's where that is not said."""
         return str((self.config.architectures or [type(self.config).__name__])[0])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self, TextIO
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from llmforge.base.errors import ForgeError
+from llmforge.base.progress import Progress, Silent
 
 _WORTH_TELLING = 1.0  # seconds; a stage that ends sooner leaves no time behind
 _EVERY = 10.0  # seconds between two lines of one stage where there is no terminal
@@ -33,14 +35,14 @@ class TerminalProgress:
     """Draws the stages of a build (`base.progress.Progress`) on a terminal: one line each, the last one alive."""
 
     def __init__(self, console: Console) -> None:
-        columns = (
-            SpinnerColumn(finished_text="[green]✓"),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(),
+        self._bars = bars.Progress(
+            bars.SpinnerColumn(finished_text="[green]✓"),
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(bar_width=24),
+            bars.TextColumn("{task.fields[count]}"),
+            bars.TimeElapsedColumn(),
+            console=console,
         )
-        self._bars = Progress(*columns, console=console)
 
     def __enter__(self) -> Self:
         """Begin to draw."""
@@ -109,28 +111,9 @@ class PlainProgress:
         print(line, file=self._stream, flush=True)
 
 
-class NoProgress:
-    """Draws nothing, for `--quiet`."""
-
-    def __enter__(self) -> Self:
-        """Begin."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End."""
-
-    def stage(self, title: str) -> None:
-        """Ignore."""
-
-    def advance(self, done: int, total: int) -> None:
-        """Ignore."""
-
-
-def progress(*, quiet: bool = False) -> TerminalProgress | PlainProgress | NoProgress:
+def progress(*, quiet: bool = False) -> AbstractContextManager[Progress]:
     """Choose how to show progress on standard error."""
     if quiet:
-        return NoProgress()
+        return nullcontext(Silent())
     console = stderr()
     return TerminalProgress(console) if console.is_terminal else PlainProgress(console.file)  # type: ignore[arg-type]

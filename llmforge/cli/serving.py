@@ -17,7 +17,7 @@ from llmforge.cli import output
 from llmforge.cli.parameters import Numbers, record, refuse_given
 
 if TYPE_CHECKING:
-    from llmforge.evaluation.footprint import Footprint
+    from llmforge.metrics.latency import Footprint
 
 
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -152,11 +152,8 @@ def bench(
             f"{opened.manifest.name} {opened.manifest.version}",
             load,
             plan,
-            objective=slo,
             url=url,
-            footprint=_footprint(opened.path),
-            threads=threads,
-            options=engine,
+            local=measuring.LocalEngine(engine, threads, _footprint(opened.path)),
             progress=progress.advance,
         )
     if path is not None:

@@ -24,7 +24,6 @@ _TIMEOUT_S = 20  # a driver that hangs does not keep anybody waiting
 COPY_BYTES = 1 << 30
 COPIES = 20
 PRODUCT = 8192  # rows and columns; smaller products do not fill the large devices
-PRODUCTS = 10
 
 
 @dataclass(frozen=True)

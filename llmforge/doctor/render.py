@@ -12,7 +12,7 @@ from rich.text import Text
 from llmforge.doctor.ceilings import Ceilings
 from llmforge.doctor.environment import Check
 from llmforge.doctor.gpus import Gpu
-from llmforge.report.figures import significant
+from llmforge.metrics.units import significant
 
 _MARKS = {"yes": ("✓", "green"), "no": ("✗", "bold red"), "optional": ("·", "dim")}
 

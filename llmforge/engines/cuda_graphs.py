@@ -26,6 +26,7 @@ from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib, standard
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import Capture, GraphPlan
+from llmforge.runtime.serving.options import PREFILL_CHUNK
 
 # Lengths that a graph serves: up to these, then all. Between two of them attention's scratch memory and splits are four
 # times too large at most; what it reads of the cache follows the rows' own lengths.
@@ -35,8 +36,6 @@ LENGTH_CLASSES = (1024, 4096, 16384, 65536)
 # which the wheel needs, takes less; nobody has measured here how much, so this is the upper end.
 LAUNCH_BYTES = 64 << 10
 LAUNCHES_A_NODE = 2  # GroupQueryAttention has up to four, pointwise operators one
-
-PREFILL_TOKENS = 512  # of one step, for the estimate of activations: llmforge.runtime's default budget of a step
 
 # Operators that no graph can hold, and why.
 UNCAPTURABLE: Mapping[type[operators.Operator] | None, str] = {
@@ -130,7 +129,7 @@ def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan) -> Memory:
     return Memory(
         weights=sum(tensor.nbytes for tensor in tensors),
         caches=sum(_cache_bytes(value, spec) for value in model.graph.inputs if _is_cache(value)),
-        activations=3 * 2 * PREFILL_TOKENS * widest + logits,
+        activations=3 * 2 * PREFILL_CHUNK * widest + logits,
         graphs=LAUNCH_BYTES * launches * len(graphs.captures),
     )
 

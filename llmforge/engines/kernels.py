@@ -67,32 +67,23 @@ class Kernels:
     """The kernels of one provider, by (domain, operator)."""
 
     wheel: str
-    provider: str
-    read_by: str
-    machine_code: tuple[int, ...]  # compute capabilities, ten times major plus minor
-    ptx: tuple[int, ...]
     table: Mapping[tuple[str, str], tuple[Kernel, ...]]
 
     def of(self, node: ir.Node, opset: int) -> list[Kernel]:
         """Return the kernels for the version of the node's operator that `opset` selects."""
-        since = _since(node, opset)
-        return [kernel for kernel in self.table.get(operators.identity(node), ()) if kernel.covers(since)]
+        version = since(node, opset)
+        return [kernel for kernel in self.table.get(operators.identity(node), ()) if kernel.covers(version)]
 
     def runs(self, node: ir.Node, opset: int, dtypes: Mapping[ir.Value, ir.DataType]) -> bool:
         """Say whether one of them takes the types of the node's inputs and outputs."""
-        signature = _signature(node, _since(node, opset), dtypes)
+        signature = _signature(node, since(node, opset), dtypes)
         return any(_fits(kernel, signature) for kernel in self.of(node, opset))
 
 
 @functools.cache
 def cuda() -> Kernels:
     """Read the record of the CUDA provider."""
-    return parse(resources.files("llmforge.engines").joinpath(FILE).read_text(encoding="utf-8"))
-
-
-def parse(text: str) -> Kernels:
-    """Read a record."""
-    data = json.loads(text)
+    data = json.loads(resources.files("llmforge.engines").joinpath(FILE).read_text(encoding="utf-8"))
     table = {}
     for name, rows in data["kernels"].items():
         domain, _, operator = name.rpartition("::")
@@ -100,8 +91,7 @@ def parse(text: str) -> Kernels:
             Kernel(first, last, {key: frozenset(types.split()) for key, types in parameters.items()})
             for first, last, parameters in rows
         )
-    code = tuple(data["machine_code"]), tuple(data["ptx"])
-    return Kernels(data["wheel"], data["provider"], data["read_by"], *code, table)
+    return Kernels(data["wheel"], table)
 
 
 def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.DataType]) -> Iterator[tuple[ir.Node, str]]:
@@ -120,7 +110,7 @@ def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.Data
             yield node, "no kernel"
             continue
         # Only what the kernels constrain: the reader sees what differs.
-        signature = _signature(node, _since(node, opset), dtypes)
+        signature = _signature(node, since(node, opset), dtypes)
         asked = {name: dtype for name, dtype in signature.items() if any(name in kernel.types for kernel in known)}
         have = "; ".join(map(str, known))
         given = ", ".join(f"{name} {dtype}" for name, dtype in sorted(asked.items()))
@@ -184,7 +174,7 @@ def _infer_control_flow(node: ir.Node, body: ir.Graph, dtypes: dict[ir.Value, ir
 
 
 def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) -> None:
-    schema = _schemas().get((*operators.identity(node), _since(node, opset)))
+    schema = _schemas().get((*operators.identity(node), since(node, opset)))
     if schema is None:
         operator = f"{operators.qualified(node)} (opset {opset})"
         raise VerificationError(f"node {node.name}: ONNX Runtime has no operator {operator}")
@@ -224,9 +214,9 @@ def _output(
     )
 
 
-def _since(node: ir.Node, opset: int) -> int:
+def since(node: ir.Node, opset: int) -> int:
     """Return the version of the node's operator that `opset` selects; 0 where there is none."""
-    return max((since for since in _versions().get(operators.identity(node), ()) if since <= opset), default=0)
+    return max((each for each in _versions().get(operators.identity(node), ()) if each <= opset), default=0)
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as registry
 from llmforge import native
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import BuildRequest, Engine, onnx_file, signatures
+from llmforge.engines import BuildRequest, Engine, kernels, onnx_file, signatures
+from llmforge.engines.kernels import Kernel
 from llmforge.ir import constant_folding, dialect, graph, operators
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.contrib import FusedMatMul
@@ -26,8 +27,8 @@ from llmforge.ir.recurrence import Recurrence
 from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
+from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.backends.session import PROVIDER, Session
-from llmforge.runtime.backends.steps import C, Stepping
 from llmforge.runtime.serving import chat
 from llmforge.targets import Target
 
@@ -105,21 +106,19 @@ def check_operators(model: ir.Model) -> None:
     Raises:
         UnsupportedError: names the operators that it cannot run, and a node of each.
     """
-    kernels: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for kernel in registry.get_all_opkernel_def():
-        if kernel.provider == PROVIDER:
-            kernels.setdefault((kernel.domain, kernel.op_name), []).append(kernel.version_range)
-    definitions: dict[tuple[str, str], list[int]] = {}
-    for schema in registry.get_all_operator_schema():
-        definitions.setdefault((schema.domain, schema.name), []).append(schema.since_version)
+    table: dict[tuple[str, str], list[Kernel]] = {}
+    for known in registry.get_all_opkernel_def():
+        if known.provider == PROVIDER:
+            first, last = known.version_range
+            kernel = Kernel(first, None if last == np.iinfo(np.int32).max else last, {})
+            table.setdefault((known.domain, known.op_name), []).append(kernel)
     missing: dict[str, str] = {}
     for node in model.graph.all_nodes():
-        operator, opset = operators.identity(node), model.opset_imports.get(node.domain, 1)
+        opset = model.opset_imports.get(node.domain, 1)
         if node.domain == native.DOMAIN and native.library() is not None:
             continue
-        # The definition that the model's opset selects; 0 where there is none.
-        version = max((since for since in definitions.get(operator, ()) if since <= opset), default=0)
-        runs = any(_covers(versions, version) for versions in kernels.get(operator, ()))
+        version = kernels.since(node, opset)
+        runs = any(kernel.covers(version) for kernel in table.get(operators.identity(node), ()))
         if not runs and not _decomposes(node, opset) and node.op_identifier() not in model.functions:
             missing.setdefault(f"{operators.qualified(node)} (opset {opset})", str(node.name))
     if missing:
@@ -128,12 +127,6 @@ def check_operators(model: ir.Model) -> None:
             f"ONNX Runtime {onnxruntime.__version__} has no CPU kernel for {listed}",
             hint="choose passes whose operators the target runs",
         )
-
-
-def _covers(versions: tuple[int, int], since: int) -> bool:
-    """Apply ONNX Runtime's rule (KernelRegistry::VerifyKernelDef): an open-ended kernel serves its own version only."""
-    first, last = versions
-    return first == since or (first < since <= last and last != np.iinfo(np.int32).max)
 
 
 def _decomposes(node: ir.Node, opset: int) -> bool:
@@ -180,7 +173,7 @@ def build(request: BuildRequest) -> Engine:
     return Engine.built(request, config)
 
 
-def prove(session: Stepping[C], cache: C) -> None:
+def prove(session: Backend[C], cache: C) -> None:
     """Read two tokens and generate on from them, so that a kernel that refuses at run time does so in the build.
 
     Raises:

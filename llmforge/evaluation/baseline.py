@@ -31,28 +31,15 @@ class Baseline:
         import torch
         import transformers
 
+        from llmforge.trace.export import skeleton
+
         self._threads = threads
         began = time.perf_counter()
-        with _threads(threads), _no_progress_bar():
+        with _threads(threads):
             try:
-                loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                    checkpoint.path,
-                    dtype=torch.float32,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
+                self._model: Any = skeleton.load(checkpoint)
             except (OSError, ValueError, KeyError) as error:
                 raise CheckpointError(f"{checkpoint.path}: transformers cannot load it: {error}") from error
-        self._model, info = loaded
-        if missing := sorted(info["missing_keys"]):
-            raise CheckpointError(
-                f"{checkpoint.path}: transformers would fill {len(missing)} missing weights with random numbers, "
-                f"the first {missing[0]}",
-                hint="a baseline with invented weights proves nothing; complete the checkpoint",
-            )
-        self._model.eval()
         self.load_seconds = time.perf_counter() - began
         self.description = (
             f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
@@ -80,20 +67,6 @@ class Baseline:
                 output = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 step = output.logits[:, -1].argmax(-1, keepdim=True)
             yield int(step)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Keep transformers from drawing on standard error while it loads weights; its setting is given back."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict
 
 from llmforge.ir import interface, operators
 from llmforge.ir.operators.record import Operand
 from llmforge.ir.routing import share_read
-
-
-class Footprint(BaseModel):
-    """What an artifact weighs, on disk and on the memory bus."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    artifact_bytes: int  # all files of the engine
-    weight_bytes_per_token: int  # that one decode step reads: initializers but tables and experts it does not choose
-    kv_bytes_per_token: int  # of cache, for each token of context, all layers
+from llmforge.metrics.latency import Footprint
 
 
 def count(model: ir.Model, artifact_bytes: int) -> Footprint:

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from llmforge.evaluation.metrics import CONFIDENCE, SMALLEST_SAMPLE, Estimate
-from llmforge.recipe import GateSpec, Metric
+from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, Estimate
+from llmforge.metrics.record import Record
+from llmforge.recipe import GateSpec
 
 POWER = 0.8  # how likely the named sample size is to decide, if the figure stays where it is
 
@@ -27,10 +26,8 @@ class Verdict(enum.Enum):
     NONE = "none"  # there are no gates
 
 
-class GateResult(BaseModel):
+class GateResult(Record):
     """One limit of the recipe against what was measured."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     metric: str
     bound: Literal["min", "max"]
@@ -42,7 +39,7 @@ class GateResult(BaseModel):
 
 
 def judge(
-    gates: Mapping[Metric, GateSpec], measured: Mapping[str, Estimate], *, unmeasured: str | None = None
+    gates: Mapping[str, GateSpec], measured: Mapping[str, Estimate], *, unmeasured: str | None = None
 ) -> tuple[GateResult, ...]:
     """Decide every limit; a gate with `min` and `max` gives two results.
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
 from llmforge.base.errors import UsageError, VerificationError
-from llmforge.evaluation.footprint import Footprint
 from llmforge.evaluation.machine import read_bandwidth
-from llmforge.evaluation.metrics import Estimate, quantile_interval
+from llmforge.metrics import catalog
+from llmforge.metrics.catalog import PointMetric, TimingMetric
+from llmforge.metrics.latency import Bandwidth, Footprint, Generations, Latency, Point, Timing, Trial
 
 if TYPE_CHECKING:
     from llmforge.evaluation.baseline import Baseline
@@ -48,91 +48,9 @@ class Subject:
         def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
             sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
             for step in runner.generate_batch([ids.tolist()], [sampling]):
-                (token,) = step.token_ids
-                assert token is not None  # the only row is alive
-                yield token
+                yield from (token for token in step.token_ids if token is not None)
 
         return cls(description, generate, load_seconds)
-
-
-class Spread(BaseModel):
-    """Percentiles of a duration over the repetitions, in milliseconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-    p50: Estimate
-    p95: float
-
-    @classmethod
-    def of(cls, durations_ms: Sequence[float]) -> Spread:
-        """Summarize measured durations."""
-        return cls(p50=_median(durations_ms), p95=float(np.quantile(durations_ms, 0.95)))
-
-
-class Timing(BaseModel):
-    """One side at one prompt length.
-
-    TTFT: from handing over the prompt to the first token. TPOT: mean time of each later token of one generation. ITL:
-    time between two tokens, over all generations together.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-    ttft_ms: Spread
-    tpot_ms: Spread
-    itl_p95_ms: float
-    itl_p99_ms: float
-    tokens_per_second: float  # of decoding, 1000 / median TPOT
-
-
-class Point(BaseModel):
-    """Both sides at one prompt length, one sequence at a time."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-    prompt_tokens: int
-    artifact: Timing
-    baseline: Timing | None
-    ttft_speedup: Estimate | None  # median over the repetitions of baseline / artifact
-    tpot_speedup: Estimate | None
-    bytes_read_per_token: int  # weights, and the cache at the middle of the generation
-    bandwidth_utilization: float  # MBU: bytes read per token / median TPOT / bandwidth of a working set that large
-
-
-class Bandwidth(BaseModel):
-    """What this machine reads, measured in the same run by a numpy probe (llmforge.evaluation.machine)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-    threads: int
-    dram_bytes_per_second: float  # a working set of DRAM_PROBE_BYTES
-    working_set_bytes: int  # what one decode step reads at the shortest prompt
-    working_set_bytes_per_second: float  # the same probe on that much; far above DRAM where a cache holds it
-
-
-class Latency(BaseModel):
-    """All timings of one run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-    repetitions: int
-    output_tokens: int
-    threads: int
-    seed: int
-    artifact: str  # what ran, in words
-    baseline: str | None
-    artifact_load_ms: float
-    baseline_load_ms: float | None
-    footprint: Footprint
-    bandwidth: Bandwidth
-    points: tuple[Point, ...]
-
-    def estimates(self) -> dict[str, Estimate]:
-        """Name the figures that a gate can decide on, each at the prompt length where it is worst."""
-        return {
-            "ttft_p50_ms": max((point.artifact.ttft_ms.p50 for point in self.points), key=_value),
-            "tpot_p50_ms": max((point.artifact.tpot_ms.p50 for point in self.points), key=_value),
-        }
 
 
 def measure(
@@ -219,47 +137,23 @@ def _bandwidth(footprint: Footprint, context: int, threads: int) -> Bandwidth:
 
 def _point(
     prompt_tokens: int,
-    artifact: list[NDArray[np.float64]],
-    baseline: list[NDArray[np.float64]] | None,
+    artifact: Generations,
+    baseline: Generations | None,
     footprint: Footprint,
     bandwidth: Bandwidth,
 ) -> Point:
     output_tokens = len(artifact[0])
     bytes_read = footprint.weight_bytes_per_token + footprint.kv_bytes_per_token * (prompt_tokens + output_tokens // 2)
-    timing = _timing(artifact)
-    ttft_speedup = tpot_speedup = None
-    if baseline is not None:
-        pairs = list(zip(baseline, artifact, strict=True))
-        ttft_speedup = _median([float(theirs[0] / ours[0]) for theirs, ours in pairs])
-        tpot_speedup = _median([float(theirs[1:].mean() / ours[1:].mean()) for theirs, ours in pairs])
-    return Point(
-        prompt_tokens=prompt_tokens,
-        artifact=timing,
-        baseline=None if baseline is None else _timing(baseline),
-        ttft_speedup=ttft_speedup,
-        tpot_speedup=tpot_speedup,
-        bytes_read_per_token=bytes_read,
-        bandwidth_utilization=bytes_read / (timing.tpot_ms.p50.value / 1e3) / bandwidth.working_set_bytes_per_second,
-    )
+    trial = Trial(artifact, baseline, bytes_read, bandwidth.working_set_bytes_per_second)
+    fields = {
+        "prompt_tokens": prompt_tokens,
+        "artifact": _timing(artifact),
+        "baseline": None if baseline is None else _timing(baseline),
+    }
+    figures = {metric.name: metric.figure(trial) for metric in catalog.of_kind(PointMetric)}
+    return Point.model_validate({**fields, **figures})
 
 
-def _timing(generations: list[NDArray[np.float64]]) -> Timing:
-    tpot = Spread.of([float(durations[1:].mean()) for durations in generations])
-    itl_p95, itl_p99 = np.quantile(np.concatenate([durations[1:] for durations in generations]), (0.95, 0.99))
-    return Timing(
-        ttft_ms=Spread.of([float(durations[0]) for durations in generations]),
-        tpot_ms=tpot,
-        itl_p95_ms=float(itl_p95),
-        itl_p99_ms=float(itl_p99),
-        tokens_per_second=1e3 / tpot.p50.value,
-    )
-
-
-def _median(values: Sequence[float]) -> Estimate:
-    """Estimate the median of what each repetition gave; it has bounds from 6 repetitions on."""
-    low, high = quantile_interval(np.asarray(values, np.float64), 0.5) or (None, None)
-    return Estimate(value=float(np.median(values)), low=low, high=high, samples=len(values), of="repetitions")
-
-
-def _value(estimate: Estimate) -> float:
-    return estimate.value
+def _timing(generations: Generations) -> Timing:
+    figures = {metric.name: metric.figure(generations) for metric in catalog.of_kind(TimingMetric)}
+    return Timing.model_validate(figures)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
 from llmforge.ir.routing import never_negative
-from llmforge.quantization.initializers import Parts
+from llmforge.quantization.initializers import PackedInitializers
 
 DOMAIN = "com.microsoft"
 UNGATED = {"relu": "relu", "silu": "silu", "gelu_tanh": "gelu"}  # activation → activation_type
@@ -73,7 +73,7 @@ class Experts:
         return np.arange(2 * self.inner).reshape(2, self.inner).T.reshape(-1)
 
 
-def obstacle(node: ir.Node) -> str | None:
+def reason(node: ir.Node) -> str | None:
     """Say why the kernels cannot compute the `llmforge::MoE` `node`; None where they can."""
     activation, gated = node.attributes.get_string("activation"), node.attributes.get_int("gated")
     alpha = node.attributes.get_float("alpha")
@@ -96,7 +96,7 @@ def obstacle(node: ir.Node) -> str | None:
 
 
 def of(node: ir.Node) -> Experts:
-    """Read the sizes of a node for which `obstacle` finds none."""
+    """Read the sizes of a node for which `reason` finds none."""
     count, inner, hidden = (int(str(dim)) for dim in g.dims(_input(node, 4)) or ())
     return Experts(node, count, hidden, inner, int(str((g.dims(_input(node, 1)) or ())[-1])))
 
@@ -106,32 +106,34 @@ def fuse(model: ir.Model, experts: Experts) -> None:
 
     What nothing reads any more stays: see `graph.drop_unused`.
     """
-    x, writing = _input(experts.node, 0), _Writing(model, experts)
-    weights, last = writing.routing(), writing.constant("last", [-1])
-    total = writing.add("ReduceSum", [_input(experts.node, 2), last], {"keepdims": 1}, name="total")
-    logs = writing.add("Log", [writing.add("Max", [weights, writing.constant("tiny", _TINY)])])
-    first, second = writing.rows(experts.up, experts.order), writing.rows(experts.down, None)
-    inputs = [x, logs, first, writing.up_bias(), second, writing.down_bias()]
-    y = writing.add("MoE", inputs, writing.attributes(), domain=DOMAIN)
-    kept = writing.add("Where", [writing.constant("always", np.bool_(True)), y, x], name="keep")
-    writing.finish(writing.add("Mul", [kept, total]))
+    x, writer = _input(experts.node, 0), _KernelWriter(model, experts)
+    weights, last = writer.routing(), writer.constant("last", [-1])
+    total = writer.add("ReduceSum", [_input(experts.node, 2), last], {"keepdims": 1}, name="total")
+    logs = writer.add("Log", [writer.add("Max", [weights, writer.constant("tiny", _TINY)])])
+    first, second = writer.rows(experts.up, experts.order), writer.rows(experts.down, None)
+    inputs = [x, logs, first, writer.up_bias(), second, writer.down_bias()]
+    y = writer.add("MoE", inputs, writer.attributes(), domain=DOMAIN)
+    kept = writer.add("Where", [writer.constant("always", np.bool_(True)), y, x], name="keep")
+    writer.finish(writer.add("Mul", [kept, total]))
 
 
-def fuse_quantized(model: ir.Model, experts: Experts, up: Parts, down: Parts, accuracy_level: int) -> None:
+def fuse_quantized(
+    model: ir.Model, experts: Experts, up: PackedInitializers, down: PackedInitializers, accuracy_level: int
+) -> None:
     """Put com.microsoft::QMoE in the place of the node; the rows of `up` stand in `experts.order`.
 
     `up` and `down` have codes [E, N, K·bits/8], scales [E, N, blocks], zero points [E, N, ceil(blocks·bits/8)] or none.
     """
-    writing = _Writing(model, experts)
-    weights = writing.routing()
+    writer = _KernelWriter(model, experts)
+    weights = writer.routing()
     attributes = {
         "expert_weight_bits": up.grid.bits,
         "block_size": up.grid.block_size,
         "accuracy_level": accuracy_level,
-        **writing.attributes(),
+        **writer.attributes(),
     }
-    first = [up.codes, up.scales, writing.up_bias()]
-    second = [down.codes, down.scales, writing.down_bias()]
+    first = [up.codes, up.scales, writer.up_bias()]
+    second = [down.codes, down.scales, writer.down_bias()]
     third = [None, None, None]
     inputs = [
         _input(experts.node, 0),
@@ -144,11 +146,11 @@ def fuse_quantized(model: ir.Model, experts: Experts, up: Parts, down: Parts, ac
         None,
         weights,
     ]
-    writing.finish(writing.add("QMoE", inputs, attributes, domain=DOMAIN))
+    writer.finish(writer.add("QMoE", inputs, attributes, domain=DOMAIN))
 
 
 @dataclass(frozen=True, eq=False)
-class _Writing:
+class _KernelWriter:
     """Writes nodes in front of one `llmforge::MoE`, then takes its place."""
 
     model: ir.Model

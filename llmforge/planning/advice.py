@@ -10,7 +10,7 @@ from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning import roofline
 from llmforge.planning.deployment import Plan, largest_batch, memory
-from llmforge.planning.roofline import Step
+from llmforge.planning.roofline import StepCost
 from llmforge.planning.scheme import BITS, Scheme, Wanted, choose
 
 WORTH = 0.05  # of TPOT, TTFT or tokens a second, for what costs quality; less is within what a plan can tell
@@ -106,7 +106,7 @@ def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
     return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, rate)
 
 
-def _why(was: Step, tpot: float, pays: bool) -> str:
+def _why(was: StepCost, tpot: float, pays: bool) -> str:
     if pays:
         return f"decoding is bound by {was.bound}" if tpot < 1 - WORTH else "prompts are read faster"
     if was.bound == "memory":

@@ -2,7 +2,7 @@
 
 One core of an AMD EPYC (Zen 4), nothing validated. int4 in blocks of 128, rounded to nearest: the shape of Qwen3-0.6B
 in bf16 (596 M parameters, 1.19 GB) took 41 s, of them 13.3 for codes and the proof of the budget, 4.3 for writing the
-engine, 2.0 for hashing the checkpoint. GPTQ with 2048 tokens: four of its layers (63 M parameters) took 69 s; 13 of
+engine, 2.0 for hashing the checkpoint. Calibrated on 2048 tokens, four of its layers (63 M parameters) took 69 s; 13 of
 them are what their products with so many tokens take at 20 Gflop/s, which grows with the text. TensorRT: eight layers
 of 320 MB in all, two profiles, 14 to 17 s. Validation (quality, latency, its baseline) is not in it: it depends on the
 text, and loads engine and checkpoint besides.
@@ -21,7 +21,7 @@ TRACE_S = 7.5  # of any depth: layers that repeat are copied
 VERIFY_S = 6.3  # the trace against transformers, and passes that change no weight
 HASH_S_PER_GB = 1.7  # of checkpoint
 QUANTIZE_S_PER_B = 22.0  # of 10**9 parameters: codes, and the proof of the budget
-CALIBRATE_S_PER_B = 900.0  # of 10**9 parameters, by GPTQ: Hessians and columns
+CALIBRATE_S_PER_B = 900.0  # of 10**9 parameters, whose codes calibration text decides
 CALIBRATE_S_PER_B_TOKEN = 0.1  # … and for each token of the text
 WRITE_S_PER_B = 7.2  # of 10**9 parameters
 PLAN_S_PER_GB = 48.0  # of TensorRT's weights: 15.5 s for 0.32 GB
@@ -42,7 +42,7 @@ class Build:
 
 
 def predict(shape: Shape, scheme: Scheme, backend: BackendName, *, calibration_tokens: int = 0) -> Build:
-    """Predict a build of `shape` to `scheme`; `calibration_tokens` are those that GPTQ reads, 0: round to nearest."""
+    """Predict a build of `shape` to `scheme`; `calibration_tokens` are those that choose codes, 0: none do."""
     billions = shape.parameters / 1e9
     checkpoint = shape.parameters * BITS[shape.dtype] // 8
     weights = scheme.weight_bytes(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,12 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import CONFIG, CONTEXTS, load_config, read_settings
 from llmforge.planning import families
 from llmforge.planning.families import Unsaid
-from llmforge.planning.shape import Attention, Layer, Shape, runs
+from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from llmforge.trace.export.shape_summary import LayerSurvey
-
-_UNBOUNDED = 8192  # positions at which a model without a limit is looked at
+    from llmforge.trace.export.shape_summary import LayerShape
 
 
 def read(path: Path) -> Shape:
@@ -32,17 +31,17 @@ def read(path: Path) -> Shape:
     try:
         return families.shape(folder.name, settings)
     except Unsaid:
-        return surveyed(folder.name, load_config(folder, settings), folder)
+        return of_model(folder.name, load_config(folder, settings), folder)
 
 
-def surveyed(name: str, config: PretrainedConfig, folder: Path) -> Shape:
+def of_model(name: str, config: PretrainedConfig, folder: Path) -> Shape:
     """Build the model of `config` without weights, which `folder` holds, and read its shape off it.
 
     Raises:
         CheckpointError: sizes are missing.
         UnsupportedError: the frontend cannot build it, or tell its layers.
     """
-    from llmforge.trace.export.shape_summary import survey
+    from llmforge.trace.export.shape_summary import summarize
 
     text = config.get_text_config()
 
@@ -56,7 +55,7 @@ def surveyed(name: str, config: PretrainedConfig, folder: Path) -> Shape:
     context = next((each for each in contexts if type(each) is int and each > 0), None)
     depth, hidden, vocabulary = size("num_hidden_layers"), size("hidden_size"), size("vocab_size")
     try:
-        found = survey(config, depth, context or _UNBOUNDED)
+        found = summarize(config, depth, context)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{folder / CONFIG}: nothing can be planned for {config.model_type}: {error.message}", hint=error.hint
@@ -79,12 +78,12 @@ def surveyed(name: str, config: PretrainedConfig, folder: Path) -> Shape:
     )
 
 
-def _layer(found: LayerSurvey, heads: int, window: int | None) -> Layer:
+def _layer(found: LayerShape, heads: int, window: int | None) -> LayerSizes:
     keys, values = found.caches.get("key"), found.caches.get("value")
     attention = None
     if keys is not None and values is not None:
         attention = Attention(max(heads, keys[0]), keys[0], keys[1], values[1], window)
-    return Layer(
+    return LayerSizes(
         matrices=found.matrices,
         vectors=found.vectors,
         width=found.width,
@@ -92,15 +91,8 @@ def _layer(found: LayerSurvey, heads: int, window: int | None) -> Layer:
         experts=found.experts,
         chosen=found.chosen,
         attention=attention,
-        state=sum(_elements(shape) for part, shape in found.caches.items() if part not in ("key", "value")),
+        state=sum(math.prod(shape) for part, shape in found.caches.items() if part not in ("key", "value")),
     )
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _windows(text: Any) -> Callable[[int], int | None]:

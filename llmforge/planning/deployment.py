@@ -9,12 +9,12 @@ from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
 from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.planning import roofline
-from llmforge.planning.roofline import Ceilings, Step
+from llmforge.planning.roofline import Ceilings, StepCost
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
+from llmforge.runtime.serving.options import PREFILL_CHUNK
 from llmforge.targets import Target
 
-PREFILL_TOKENS = 512  # of a prompt that are read in one step (llmforge.runtime, PREFILL_CHUNK)
 # What neither weights nor caches take: CUDA context, kernels, libraries and their workspaces lie between the 0.55 and
 # the 3.5 GB that NVIDIA AIConfigurator has assumed in turn; a CPU artifact of 321 MB took 419 (docs/performance.md).
 RESERVE_BYTES = {"gpu": 1_500_000_000, "cpu": 100_000_000}
@@ -65,7 +65,7 @@ class Decode:
 
     batch: int
     fits: bool
-    step: Step
+    step: StepCost
     tokens_per_second: float  # of all sequences, prompts in between counted
 
 
@@ -104,7 +104,7 @@ class Plan:
     ranks: int
     memory: Memory
     largest: tuple[tuple[int, int], ...]  # (context, largest batch)
-    prefill: Step
+    prefill: StepCost
     decodes: tuple[Decode, ...]
     turning_batch: int | None
     degrees: tuple[Degree, ...]
@@ -112,7 +112,7 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def decode(self) -> Step:
+    def decode(self) -> StepCost:
         """The decode step at the workload's batch and mean context."""
         return next(each.step for each in self.decodes if each.batch == self.workload.batch)
 
@@ -209,7 +209,7 @@ def memory(shape: Shape, target: Target, scheme: Scheme, workload: Workload, ran
         weights=scheme.weight_bytes(shape, ranks),
         kv_per_token=per_token,
         cache=workload.batch * per_sequence,
-        activations=_activations(shape, scheme, min(workload.prompt, PREFILL_TOKENS), workload.batch),
+        activations=_activations(shape, scheme, min(workload.prompt, PREFILL_CHUNK), workload.batch),
     )
 
 

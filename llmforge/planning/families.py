@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmforge.planning.shape import Attention, Layer, Shape, runs
+from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -117,7 +117,7 @@ def _dtype(data: Mapping[str, Any]) -> str:
     return _DTYPES[written]
 
 
-def _layer(config: Config, traits: Traits, index: int, attention: Attention, matrices: int, vectors: int) -> Layer:
+def _layer(config: Config, traits: Traits, index: int, attention: Attention, matrices: int, vectors: int) -> LayerSizes:
     """Add the MLP or the experts, and the norms, to the parameters of attention."""
     hidden = config.size("hidden_size")
     vectors += traits.norms * hidden
@@ -126,10 +126,10 @@ def _layer(config: Config, traits: Traits, index: int, attention: Attention, mat
     if experts is None:
         width = config.size("intermediate_size")
         bias = 2 * width + hidden if config.flag(traits.mlp_bias) else 0
-        return Layer(matrices + 3 * hidden * width, vectors + bias, max(wide, 2 * width), attention=attention)
+        return LayerSizes(matrices + 3 * hidden * width, vectors + bias, max(wide, 2 * width), attention=attention)
     router = hidden * experts.count
     shared = 3 * hidden * experts.shared_width + (hidden if experts.shared_gate else 0)
-    return Layer(
+    return LayerSizes(
         matrices=matrices + router + shared,
         vectors=vectors + (experts.count if experts.bias else 0),
         width=max(wide, 2 * experts.width * experts.chosen, 2 * experts.shared_width),

@@ -10,10 +10,10 @@ from pathlib import Path
 import jinja2
 
 from llmforge.base.errors import UsageError
+from llmforge.metrics.units import significant
 from llmforge.planning.deployment import Plan
-from llmforge.planning.roofline import Step
+from llmforge.planning.roofline import StepCost
 from llmforge.report.charts import Mark
-from llmforge.report.figures import significant
 
 SUFFIXES = (".svg", ".html")
 _WIDTH, _HEIGHT = 820.0, 420.0
@@ -144,7 +144,7 @@ def _roof(kind: str, bandwidth: float, rate: float, axes: _Axes) -> Roof:
     return Roof(points, label, kind)
 
 
-def _dot(kind: str, label: str, step: Step, axes: _Axes, others: Sequence[Dot]) -> Dot:
+def _dot(kind: str, label: str, step: StepCost, axes: _Axes, others: Sequence[Dot]) -> Dot:
     """Place a step and its label, below the dot unless another label is there."""
     rate = step.operations / step.seconds
     x, y = axes.x(step.intensity), axes.y(rate)

@@ -10,14 +10,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmforge.metrics.units import count, duration, ms, percent, significant, size, times
 from llmforge.planning.advice import Advice
 from llmforge.planning.building import Build
 from llmforge.planning.deployment import Decode, Plan
-from llmforge.planning.roofline import Step
-from llmforge.report.figures import count, duration, ms, percent, significant, size, times
+from llmforge.planning.roofline import StepCost
 from llmforge.targets import Share, matrix_share_of
 
 _VERDICTS = {"pays": "green", "does not pay": "dim", "refused": "yellow", "done": "dim"}
+_STEP = (  # what is told of a step as data
+    "seconds", "memory_s", "compute_s", "links_s", "overhead_s", "bytes", "operations", "intensity", "mbu", "mfu",
+    "bound",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,20 +129,8 @@ def data(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _step_data(step: Step) -> dict[str, Any]:
-    return {
-        "seconds": step.seconds,
-        "memory_s": step.memory_s,
-        "compute_s": step.compute_s,
-        "links_s": step.links_s,
-        "overhead_s": step.overhead_s,
-        "bytes": step.bytes,
-        "operations": step.operations,
-        "intensity": step.intensity,
-        "mbu": step.mbu,
-        "mfu": step.mfu,
-        "bound": step.bound,
-    }
+def _step_data(step: StepCost) -> dict[str, Any]:
+    return {name: getattr(step, name) for name in _STEP}
 
 
 def _model(plan: Plan) -> str:
@@ -231,7 +223,7 @@ def _steps(plan: Plan) -> Table:
     return table
 
 
-def _shares_of(step: Step) -> tuple[str, ...]:
+def _shares_of(step: StepCost) -> tuple[str, ...]:
     return percent(step.mbu), percent(step.mfu), significant(step.intensity), step.bound
 
 

@@ -109,7 +109,7 @@ def _intent(recipe: Recipe) -> _Intent:
         kv=None if cache is None else cast(Dtype, f"int{cache.bits}"),
     )
     if (blocks := instances.get("quantize-weights")) is not None:
-        if blocks.method == "gptq" and calibration is not None:
+        if blocks.demands() and calibration is not None:
             tokens = calibration.samples * calibration.length
         wanted = replace(
             wanted,

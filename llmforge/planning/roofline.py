@@ -69,7 +69,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """One step on one device: what it moves and computes, and the time of each part in seconds."""
 
     bytes: float
@@ -117,7 +117,7 @@ def utilization(amount: float, seconds: float, peak: float) -> float:
     return amount / seconds / peak
 
 
-def decode(shape: Shape, scheme: Scheme, ceilings: Ceilings, batch: int, context: float, ranks: int = 1) -> Step:
+def decode(shape: Shape, scheme: Scheme, ceilings: Ceilings, batch: int, context: float, ranks: int = 1) -> StepCost:
     """Time a step that gives one token to each of `batch` sequences, each with `context` tokens in its cache."""
     seen = sum(
         count * attention.kv_elements(ranks) * attention.seen(context) for count, attention in shape.attentions()
@@ -129,7 +129,7 @@ def decode(shape: Shape, scheme: Scheme, ceilings: Ceilings, batch: int, context
     return _step(shape, scheme, ceilings, rows=batch, heads=batch, cached=cached, attended=attended, ranks=ranks)
 
 
-def prefill(shape: Shape, scheme: Scheme, ceilings: Ceilings, tokens: int, ranks: int = 1) -> Step:
+def prefill(shape: Shape, scheme: Scheme, ceilings: Ceilings, tokens: int, ranks: int = 1) -> StepCost:
     """Time the step that reads a prompt of `tokens` tokens and gives the first token."""
     cached = tokens * scheme.kv_bytes_per_token(shape, ranks)
     attended = sum(
@@ -201,7 +201,7 @@ def _step(
     cached: float,
     attended: float,
     ranks: int,
-) -> Step:
+) -> StepCost:
     """Put a step over `rows` tokens together, `heads` of which get logits."""
     states = 2 * heads * scheme.state_bytes(shape, ranks)
     moved = weights_read(shape, scheme, rows, ranks) + cached + states
@@ -210,7 +210,7 @@ def _step(
     products += 2 * rows * shape.state_elements()  # a state is updated and read once a token
     compute_s = products / ranks / (ceilings.rate * ceilings.rate_share)
     compute_s += attended / ranks / (ceilings.attention_rate * ceilings.attention_share)
-    return Step(
+    return StepCost(
         bytes=moved,
         operations=(products + attended) / ranks,
         memory_s=moved / (ceilings.bandwidth * ceilings.bandwidth_share),

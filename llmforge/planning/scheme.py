@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from llmforge.base.backends import BackendName, Dtype, Role
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import Shape
+from llmforge.quantization import formats
+from llmforge.quantization.formats import Format
 from llmforge.targets import Target
 
-BITS: Mapping[str, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp4": 4}
+BITS: Mapping[str, int] = formats.BITS
 STATE_BYTES = 4  # recurrent states are fp32
 GPU_BLOCK, CPU_BLOCK = 128, 32  # weights that share a scale, where nothing is said
-FP4_BLOCK, FP4_SCALE_BITS = 16, 8  # NVFP4: an fp8 scale for 16 values
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,11 @@ class Scheme:
 
     def weight_bits(self, dtype: Dtype) -> float:
         """Return the bits of one weight stored as `dtype`, with its part of scales and zero points."""
-        bits = BITS[dtype]
         if dtype == "fp4":
-            return bits + FP4_SCALE_BITS / FP4_BLOCK
+            return formats.NVFP4.bits_per_number
         if dtype in ("int8", "int4") and self.block:
-            zero = 0 if self.symmetric else bits
-            return bits + (BITS[self.compute] + zero) / self.block
-        return bits
+            return Format(dtype, self.block, self.compute, zero_points=not self.symmetric).bits_per_number
+        return BITS[dtype]
 
     def bytes_of(self, parameters: float, dtype: Dtype | None = None) -> float:
         """Return the bytes of so many weights of matrices, or of another `dtype`."""

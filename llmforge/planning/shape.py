@@ -28,7 +28,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSizes:
     """One decoder layer: its parameters by what is done with them, its attention, its state."""
 
     matrices: int  # parameters of products that every token takes part in
@@ -57,7 +57,7 @@ class Shape:
 
     name: str
     architecture: str  # model_type of its configuration
-    layers: tuple[tuple[int, Layer], ...]  # (how many, of which)
+    layers: tuple[tuple[int, LayerSizes], ...]  # (how many, of which)
     hidden: int
     vocabulary: int
     context: int | None  # tokens that it is made for; None: not bounded
@@ -98,6 +98,6 @@ class Shape:
         return sum(count * layer.state for count, layer in self.layers)
 
 
-def runs(layers: Sequence[Layer]) -> tuple[tuple[int, Layer], ...]:
+def runs(layers: Sequence[LayerSizes]) -> tuple[tuple[int, LayerSizes], ...]:
     """Join equal neighbours."""
     return tuple((len(list(group)), layer) for layer, group in groupby(layers))

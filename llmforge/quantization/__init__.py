@@ -1,4 +1,4 @@
-"""Numerics of quantization, with no graph: grids, methods, and what a method asks of calibration."""
+"""Numerics of quantization, with no graph: formats, grids, methods, and what a method asks of calibration."""
 
 from llmforge.quantization.grids import (
     SMALLEST_BLOCK,
@@ -9,8 +9,8 @@ from llmforge.quantization.grids import (
     dequantize,
     pack,
     reordered,
+    round_to_nearest,
     rows,
-    rtn,
     stack,
     unpack,
     unpack_bits,
@@ -25,8 +25,8 @@ __all__ = [
     "dequantize",
     "pack",
     "reordered",
+    "round_to_nearest",
     "rows",
-    "rtn",
     "stack",
     "unpack",
     "unpack_bits",

@@ -15,11 +15,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir.derived import Function
+from llmforge.quantization.formats import FP8_CHANNEL, INT8_CHANNEL
 
 INT8, FP8 = ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN
-# Largest code. int8: of -128 … 127, so that the grid is mirrored around 0, as TensorRT has it. fp8: OCP 8-bit floating
-# point, E4M3: 1.75·2⁸.
-LARGEST: Mapping[ir.DataType, float] = {INT8: 127.0, FP8: 448.0}
+LARGEST: Mapping[ir.DataType, float] = {INT8: INT8_CHANNEL.largest, FP8: FP8_CHANNEL.largest}
 
 
 def int8_scales(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:

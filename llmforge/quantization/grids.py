@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.quantization.formats import Format
+
 Float32 = NDArray[np.float32]
 
 BITS = (4, 8)
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
-CHUNK_BYTES = 1 << 19  # of fp32 weights rounded at a time by `rtn`: chunk and temporaries stay in the L2 cache
+CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and temporaries stay in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Grid:
             raise ValueError(f"bits must be one of {BITS}, is {self.bits}")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
+
+    @property
+    def format(self) -> Format:
+        """The format of codes on this grid."""
+        return Format(f"int{self.bits}", self.block_size, zero_points=not self.symmetric)
 
     @property
     def top(self) -> int:
@@ -103,7 +110,7 @@ class Packed:
     zero_points: NDArray[np.uint8] | None
 
 
-def rtn(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
+def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     """Round every weight [N, K], of any floating-point dtype, to the nearest point of the grid that spans its block.
 
     A search for the narrower range with the least squared error is left out: on the sample checkpoint (tests/data;

@@ -9,12 +9,15 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
-from llmforge.quantization.grids import Grid, QuantizedMatrix, pack
+from llmforge.ir.derived import by_output
+from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
+from llmforge.quantization.methods import Method
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class PackedInitializers:
     """The initializers of a matrix in the layout of com.microsoft::MatMulNBits (`llmforge.quantization.Packed`)."""
 
     codes: ir.Value
@@ -24,27 +27,27 @@ class Parts:
 
 
 @dataclass(eq=False)
-class Lazy:
+class LazyMatrix:
     """A quantized matrix [n, k] on `grid`, computed when the first of its parts is read.
 
-    The others are held until each has been read once: writing a model computes the matrix once and keeps nothing.
+    The others are kept until each has been read once: writing a model computes the matrix once and keeps nothing.
     """
 
     calculate: Callable[[], QuantizedMatrix]
     n: int
     k: int
     grid: Grid
-    _held: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+    _unread: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
     def take(self, part: str) -> NDArray[np.generic]:
         """Return one part."""
-        if part not in self._held:
+        if part not in self._unread:
             matrix = self.calculate()
             assert matrix.grid == self.grid
             assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
             packed = pack(matrix)
-            self._held = {name: getattr(packed, name) for name, _, _ in self.parts()}
-        return self._held.pop(part)
+            self._unread = {name: getattr(packed, name) for name, _, _ in self.parts()}
+        return self._unread.pop(part)
 
     def parts(self) -> Iterator[tuple[str, ir.DataType, tuple[int, ...]]]:
         """Name each part, with its dtype and shape."""
@@ -55,9 +58,31 @@ class Lazy:
             yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * bits // 8))
 
 
+def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True) -> LazyMatrix:
+    """Quantize an initializer [K, N], or [N, K] if not `transposed`, by a method that demands no calibration.
+
+    When it is read, that may raise a CheckpointError: the method refuses the numbers.
+    """
+    n, k = _dims(weight)[:: -1 if transposed else 1]
+    return LazyMatrix(
+        _of_tensor(weight, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid)), n, k, grid
+    )
+
+
+def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method, grid: Grid) -> LazyMatrix:
+    """Quantize the matrices of an initializer [E, K, N] on top of each other, the rows of each in `order`."""
+    count, k, n = _dims(weight)
+    return LazyMatrix(
+        _of_tensor(weight, lambda tensor: stack([method.quantize(each.T[order], grid) for each in tensor.numpy()])),
+        count * n,
+        k,
+        grid,
+    )
+
+
 def register(
-    owner: ir.Model, name: str, matrix: Lazy, sources: Sequence[str], *, flat: bool = False, experts: int = 0
-) -> Parts:
+    owner: ir.Model, name: str, matrix: LazyMatrix, sources: Sequence[str], *, flat: bool = False, experts: int = 0
+) -> PackedInitializers:
     """Register the parts of `matrix` as `name`.codes, `name`.scales and, where there are any, `name`.zero_points.
 
     `sources` are the parameters that it comes from (docs/dialect.md, Provenance). Codes are [n, blocks, bytes of a
@@ -76,10 +101,30 @@ def register(
         values[part] = graph.initializer(owner, f"{name}.{part}", _tensor(matrix, part, dtype, shape, name))
     if sources:
         graph.set_sources(values["codes"], sources)
-    return Parts(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
+    return PackedInitializers(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
 
 
-def _tensor(matrix: Lazy, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
+def _dims(weight: ir.Value) -> list[int]:
+    return [int(str(dim)) for dim in graph.dims(weight) or ()]
+
+
+def _of_tensor(
+    weight: ir.Value, calculate: Callable[[ir.TensorProtocol], QuantizedMatrix]
+) -> Callable[[], QuantizedMatrix]:
+    """Return what reads `weight` and quantizes it."""
+    tensor, name = weight.const_value, weight.name
+    assert tensor is not None
+
+    def read() -> QuantizedMatrix:
+        try:
+            return calculate(tensor)
+        except ValueError as error:
+            raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
+
+    return read
+
+
+def _tensor(matrix: LazyMatrix, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
     def read() -> ir.TensorProtocol:
         return ir.Tensor(matrix.take(part).reshape(shape), name=f"{name}.{part}")
 

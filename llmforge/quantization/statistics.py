@@ -9,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.quantization.methods import Method
 
 
 @dataclass(frozen=True)
 class WeightDemand:
-    """Quantize every decoder linear and expert with its inputs in view (GPTQ), but parameters that match `exclude`.
+    """Quantize every decoder linear and expert by `method`, but parameters that match a glob of `exclude`.
 
-    `damping` is the share of a Hessian's mean diagonal that is added to it; `exclude` are globs of parameter names;
     `routers` says whether linears that choose experts are quantized, too.
     """
 
+    method: Method
     grid: Grid
-    damping: float
     exclude: tuple[str, ...] = ()
     routers: bool = False
 

@@ -1,11 +1,19 @@
 """Recipes: their schema, overrides from the command line, and errors with file and line."""
 
-from llmforge.recipe.schema import EngineSpec, GateSpec, Metric, Recipe, ServingSpec, ValidationSpec, json_schema
+from llmforge.recipe.schema import (
+    CalibrationSpec,
+    EngineSpec,
+    GateSpec,
+    Recipe,
+    ServingSpec,
+    ValidationSpec,
+    json_schema,
+)
 
 __all__ = [
+    "CalibrationSpec",
     "EngineSpec",
     "GateSpec",
-    "Metric",
     "Recipe",
     "ServingSpec",
     "ValidationSpec",

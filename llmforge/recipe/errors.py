@@ -71,10 +71,7 @@ def properties(schema: Mapping[str, Any], location: Location) -> list[str] | Non
         if not isinstance(inner, Mapping):
             return None
         node = _resolve(inner, schema)
-    if "properties" in node:
-        return list(node["properties"])
-    allowed: list[str] | None = node.get("propertyNames", {}).get("enum")
-    return allowed
+    return list(node["properties"]) if "properties" in node else None
 
 
 def _resolve(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:

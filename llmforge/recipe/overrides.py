@@ -29,8 +29,7 @@ def apply(overrides: Sequence[str], source: Source, schema: Mapping[str, Any]) -
             _set_option(source, path, value, override)
         else:
             _require_known(path, schema, override)
-            assert isinstance(source.data, dict)
-            _assign(source, source.data, path, value, override, outer=())
+            _assign(source, source.mapping, path, value, override, outer=())
 
 
 def _value(override: str, text: str) -> Plain:
@@ -56,8 +55,7 @@ def _require_known(path: Sequence[str], schema: Mapping[str, Any], override: str
 
 def _set_option(source: Source, path: Sequence[str], value: Plain, override: str) -> None:
     """Set an option of a pass, whose entry may be a bare name."""
-    assert isinstance(source.data, dict)
-    entries = source.data.get("passes")
+    entries = source.mapping.get("passes")
     entries = entries if isinstance(entries, list) else []
     names = [next(iter(entry), "") if isinstance(entry, dict) else str(entry) for entry in entries]
     _, name, *option = path

@@ -24,6 +24,7 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
 from llmforge import targets
 from llmforge.base.backends import BackendName
@@ -32,12 +33,9 @@ from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Numerics, Pass
+from llmforge.metrics import catalog
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
-
-Metric = Literal["perplexity_ratio", "kld_mean", "top1_agreement", "ttft_p50_ms", "tpot_p50_ms", "size_bytes"]
-QUALITY_METRICS = frozenset({"perplexity_ratio", "kld_mean", "top1_agreement"})
-LATENCY_METRICS = frozenset({"ttft_p50_ms", "tpot_p50_ms"})
 
 
 def _anchor(path: Path, info: ValidationInfo) -> Path:
@@ -54,6 +52,26 @@ def _anchor_target(target: str, info: ValidationInfo) -> str:
 
 
 TargetName = Annotated[str, AfterValidator(_anchor_target)]
+
+
+def _known_metric(name: str) -> str:
+    """Allow the metrics that a gate can decide on, and say of others what pydantic says of a Literal."""
+    known = [f"'{each}'" for each in catalog.deciding()]
+    if f"'{name}'" not in known:
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
+    return name
+
+
+def _known_metrics(schema: dict[str, Any]) -> None:
+    """Name the metrics in the JSON Schema of `gates`."""
+    schema["properties"] = {
+        name: {
+            "description": f"{metric.title} ({metric.unit.name}; {metric.better} is better): {metric.meaning}",
+            **schema["additionalProperties"],
+        }
+        for name, metric in catalog.deciding().items()
+    }
+    schema["additionalProperties"] = False
 
 
 class _Section(BaseModel):
@@ -214,7 +232,9 @@ class Recipe(_Section):
     calibration: CalibrationSpec | None = None
     passes: tuple[PassSpec, ...] = Field(description="what is done to the graph, in order")
     validation: ValidationSpec = Field(default_factory=ValidationSpec)
-    gates: dict[Metric, GateSpec] = Field(default_factory=dict, description="bounds that the artifact must keep")
+    gates: dict[Annotated[str, AfterValidator(_known_metric)], GateSpec] = Field(
+        default_factory=dict, description="bounds that the artifact must keep", json_schema_extra=_known_metrics
+    )
     serving: ServingSpec = Field(default_factory=ServingSpec)
 
     _source: Source = PrivateAttr()
@@ -320,13 +340,13 @@ class Recipe(_Section):
                 f"engine.max_context, {longest}",
             )
         for metric in self.gates:
-            for section, metrics in (("quality", QUALITY_METRICS), ("latency", LATENCY_METRICS)):
-                if metric in metrics and getattr(self.validation, section) is None:
-                    yield self._problem(
-                        ("gates", metric),
-                        "nothing would measure it",
-                        f"add `validation: {{{section}: …}}`, or remove the gate",
-                    )
+            section = catalog.deciding()[metric].section
+            if section is not None and getattr(self.validation, section) is None:
+                yield self._problem(
+                    ("gates", metric),
+                    "nothing would measure it",
+                    f"add `validation: {{{section}: …}}`, or remove the gate",
+                )
 
     def _target_file(self, path: Path) -> Iterator[Problem]:
         """Find what is wrong with the file of a target; an engine is built for one that is known everywhere."""
@@ -397,8 +417,7 @@ def _entries(source: Source) -> list[Any]:
     Raises:
         RecipeError: `passes` is no list, or an entry has another form.
     """
-    assert isinstance(source.data, dict)
-    written = source.data["passes"]
+    written = source.mapping["passes"]
     if not isinstance(written, list):
         raise collect([Problem(source.where(("passes",)), "passes", "must be a list of passes")])
     entries, problems = [], []

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmforge.evaluation.gates import GateResult
-from llmforge.evaluation.latency import Latency, Spread
-from llmforge.evaluation.quality import HISTOGRAM_BINS_PER_DECADE, HISTOGRAM_DECADES, Quality
+from llmforge.metrics import catalog
+from llmforge.metrics.catalog import QualityMetric, TimingMetric
+from llmforge.metrics.latency import Latency, Spread
+from llmforge.metrics.quality import Histogram as LogHistogram
+from llmforge.metrics.quality import Quality
+from llmforge.report import view
 from llmforge.report.model import PassRecord
 
 _MARGIN = 0.2  # of a gate's span, left free on both sides
@@ -46,8 +50,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Tokens by the decade of their KLD."""
+    """Tokens by the decade of a value."""
 
+    title: str
+    description: str
     columns: tuple[Column, ...]
     ticks: tuple[Mark, ...]
     marks: tuple[Mark, ...]
@@ -85,37 +91,47 @@ def shares(values: Sequence[float | None]) -> list[float]:
     return [100 * value / longest if longest > 0 else 0.0 for value in known]
 
 
-def kld_histogram(quality: Quality) -> Histogram:
-    """Lay out the distribution of the KLD over tokens, with its median, mean and 99th percentile."""
-    first, last = HISTOGRAM_DECADES
-    filled = [i for i, tokens in enumerate(quality.kld_histogram) if tokens]
-    low = first + min(filled) // HISTOGRAM_BINS_PER_DECADE  # whole decades that hold anything
-    high = first + max(filled) // HISTOGRAM_BINS_PER_DECADE + 1
-    bins = (high - low) * HISTOGRAM_BINS_PER_DECADE
-    offset = (low - first) * HISTOGRAM_BINS_PER_DECADE
-    tallest = max(quality.kld_histogram)
+def histograms(quality: Quality) -> list[Histogram]:
+    """Lay out every distribution of the catalog."""
+    found = [metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures]
+    return [_histogram(metric, metric.form, quality) for metric in found if isinstance(metric.form, LogHistogram)]
+
+
+def _histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> Histogram:
+    """Lay out how a value is distributed over tokens, with the figures that are marked on it."""
+    counts: tuple[int, ...] = quality.figures[metric.name]
+    bins_per_decade, (first, last) = form.bins_per_decade, form.decades
+    filled = [i for i, tokens in enumerate(counts) if tokens]
+    low = first + min(filled) // bins_per_decade  # whole decades that hold anything
+    high = first + max(filled) // bins_per_decade + 1
+    bins = (high - low) * bins_per_decade
+    offset = (low - first) * bins_per_decade
+    tallest = max(counts)
     width = 100 / bins
 
-    def at(kld: float) -> float:
-        return 100 * (math.log10(max(kld, 10.0**low)) - low) / (high - low)
+    def at(value: float) -> float:
+        return 100 * (math.log10(max(value, 10.0**low)) - low) / (high - low)
 
     columns = tuple(
         Column(
             left=i * width,
             width=width,
             height=tokens / tallest,
-            title=f"{tokens:,} tokens near {10 ** (low + (i + 0.5) / HISTOGRAM_BINS_PER_DECADE):.1e} nats",
+            title=f"{tokens:,} tokens near {10 ** (low + (i + 0.5) / bins_per_decade):.1e} {metric.unit.name}",
         )
-        for i, tokens in enumerate(quality.kld_histogram[offset : offset + bins])
+        for i, tokens in enumerate(counts[offset : offset + bins])
     )
-    marks = (("median", quality.kld_median), ("mean", quality.kld_mean.value), ("99 %", quality.kld_p99))
+    marks = {label: view.value(quality.figures[name]) for label, name in form.marks.items()}
+    written = (f"{label} {metric.unit.write(value)}" for label, value in marks.items())
     return Histogram(
+        title=metric.title,
+        description=f"{metric.meaning}: {', '.join(written)}",
         columns=columns,
         ticks=tuple(
             Mark(100 * (decade - low) / (high - low), f"1e{decade}" if decade < -2 else f"{10.0**decade:g}")
             for decade in range(low, min(high, last) + 1)
         ),
-        marks=tuple(Mark(min(at(value), 100), label) for label, value in marks),
+        marks=tuple(Mark(min(at(value), 100), label) for label, value in marks.items()),
     )
 
 
@@ -130,18 +146,22 @@ class LatencyRow:
     tail_percent: float
 
 
-def latency(measured: Latency, name: str) -> list[LatencyRow]:
-    """Lay out "ttft_ms" or "tpot_ms" of both sides at each prompt length."""
-    found: list[tuple[int, str, Spread]] = []
-    for point in measured.points:
-        for side, timing in (("artifact", point.artifact), ("baseline", point.baseline)):
-            if timing is not None:
-                found.append((point.prompt_tokens, side, timing.ttft_ms if name == "ttft_ms" else timing.tpot_ms))
-    longest = max(max(spread.p50.value, spread.p95) for _, _, spread in found)
-    return [
-        LatencyRow(tokens, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95 / longest)
-        for tokens, side, spread in found
-    ]
+def latency(measured: Latency) -> dict[str, list[LatencyRow]]:
+    """Lay out every duration of the catalog that has a spread, at each prompt length, by its title."""
+    charts = {}
+    for metric in catalog.of_kind(TimingMetric):
+        if metric.spread:
+            found: list[tuple[int, str, Spread]] = [
+                (point.prompt_tokens, side, timing.figures[metric.name])
+                for point in measured.points
+                for side, timing in point.sides.items()
+            ]
+            longest = max(max(spread.p50.value, spread.p95) for _, _, spread in found)
+            charts[f"{metric.title}: {metric.meaning}"] = [
+                LatencyRow(tokens, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95 / longest)
+                for tokens, side, spread in found
+            ]
+    return charts
 
 
 @dataclass(frozen=True)

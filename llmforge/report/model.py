@@ -9,23 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from llmforge.base.errors import InputError
 from llmforge.evaluation.gates import GateResult, Verdict
-from llmforge.evaluation.latency import Latency
 from llmforge.evaluation.machine import Machine
-from llmforge.evaluation.metrics import Estimate
-from llmforge.evaluation.quality import Quality
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
+from llmforge.metrics.latency import Latency
+from llmforge.metrics.quality import Quality
+from llmforge.metrics.record import Record
 
 
-class _Record(BaseModel):
-    # JSON has no NaN: they are written as strings and read back, for the report of a broken model must be readable too.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class CheckpointRecord(_Record):
+class CheckpointRecord(Record):
     """What went in."""
 
     name: str  # of the folder, without its path
@@ -36,7 +31,7 @@ class CheckpointRecord(_Record):
     size_bytes: int  # of the tensors
 
 
-class TargetRecord(_Record):
+class TargetRecord(Record):
     """What it was built for."""
 
     name: str
@@ -44,7 +39,7 @@ class TargetRecord(_Record):
     kind: Literal["cpu", "gpu"]
 
 
-class VerificationRecord(_Record):
+class VerificationRecord(Record):
     """What the check after a pass found, on probe inputs and against the graph before the pass."""
 
     numerics: Numerics  # what the pass declares
@@ -55,7 +50,7 @@ class VerificationRecord(_Record):
     probes: tuple[str, ...]  # "prefill", "decode", "ragged"
 
 
-class PassRecord(_Record):
+class PassRecord(Record):
     """What one pass did, and what it cost."""
 
     name: str
@@ -71,20 +66,20 @@ class PassRecord(_Record):
     verification: VerificationRecord
 
 
-class EngineFile(_Record):
+class EngineFile(Record):
     """One file of the engine."""
 
     name: str
     size_bytes: int
 
 
-class EngineRecord(_Record):
+class EngineRecord(Record):
     """What the runtime loads, and how."""
 
     backend: str
     files: tuple[EngineFile, ...]
     session: dict[str, Any]  # the options that the runtime sets, as they stand in its configuration
-    facts: dict[str, str] = {}  # what else its builder knows of it, in words
+    facts: dict[str, str] = Field(default_factory=dict)  # what else its builder knows of it, in words
     pending: bool = False  # the files are what it is built of, later and elsewhere
     unmeasured: str | None = None  # why it was not run: all that takes its device is unverified; None: it was
 
@@ -94,7 +89,7 @@ class EngineRecord(_Record):
         return sum(file.size_bytes for file in self.files)
 
 
-class CalibrationRecord(_Record):
+class CalibrationRecord(Record):
     """What data the passes have seen."""
 
     data: str  # name of the file
@@ -104,7 +99,7 @@ class CalibrationRecord(_Record):
     tokens: int
 
 
-class BuildRecord(_Record):
+class BuildRecord(Record):
     """What the build itself took."""
 
     seconds: float
@@ -112,7 +107,7 @@ class BuildRecord(_Record):
     peak_rss_bytes: int
 
 
-class Report(_Record):
+class Report(Record):
     """The evidence of one build."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
@@ -154,12 +149,3 @@ def read(path: Path) -> Report:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputError(f"{path}: not a report of this version: {where}: {first['msg']}") from error
-
-
-def measured(*, quality: Quality | None, latency: Latency | None, engine: EngineRecord) -> dict[str, Estimate]:
-    """Collect every figure that a gate can decide on, by its name in a recipe (llmforge.recipe.Metric)."""
-    return {
-        **(quality.estimates() if quality else {}),
-        **(latency.estimates() if latency else {}),
-        **({} if engine.pending else {"size_bytes": Estimate.exact(engine.size_bytes)}),
-    }

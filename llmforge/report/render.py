@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from llmforge.evaluation.gates import Verdict
-from llmforge.report import charts, figures, view
+from llmforge.metrics import catalog, units
+from llmforge.report import charts, view
 from llmforge.report.model import Report
 
 _STYLES = {
@@ -73,14 +74,13 @@ def _render(template: str, report: Report, *, autoescape: bool, finalize: Callab
         lstrip_blocks=True,
     )
     environment.filters.update(
-        significant=figures.significant,
-        size=figures.size,
-        count=figures.count,
-        percent=figures.percent,
-        ms=figures.ms,
-        duration=figures.duration,
-        times=figures.times,
-        interval=figures.interval,
+        significant=units.significant,
+        size=units.size,
+        count=units.count,
+        percent=units.percent,
+        ms=units.ms,
+        duration=units.duration,
+        interval=units.interval,
         words=_words,
         listed=_listed,
     )
@@ -88,7 +88,7 @@ def _render(template: str, report: Report, *, autoescape: bool, finalize: Callab
         "report": report,
         "headline": view.headline(report),
         "key_figures": view.key_figures(report),
-        "metrics": figures.METRICS,
+        "metrics": catalog.deciding(),
         "charts": charts,
         "view": view,
         "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmforge.evaluation.gates import Verdict
-from llmforge.evaluation.latency import Latency
-from llmforge.evaluation.metrics import Estimate
-from llmforge.evaluation.quality import DocumentSums, Quality
 from llmforge.lowering.pass_base import Rewritten, Skipped
-from llmforge.report import figures
+from llmforge.metrics import catalog, units
+from llmforge.metrics.catalog import PointMetric, QualityMetric, TimingMetric
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.latency import Latency, Point, Spread, Timing
+from llmforge.metrics.quality import OfSums, Quality
 from llmforge.report.model import Report
 
 
@@ -37,14 +38,12 @@ def headline(report: Report) -> str:
 
 def key_figures(report: Report) -> list[KeyFigure]:
     """Pick the figures at the top; what was not measured is not there."""
-    share = figures.percent(report.engine.size_bytes / report.checkpoint.size_bytes)
+    share = units.percent(report.engine.size_bytes / report.checkpoint.size_bytes)
     bits = weight_bits(report)
     notes = (f"{share} of the checkpoint", *(() if bits is None else (f"{bits:.2f} bits a weight",)))
-    return [
-        KeyFigure("To build" if report.engine.pending else "Size", figures.size(report.engine.size_bytes), notes),
-        *(_quality(report.quality) if report.quality else ()),
-        *(_latency(report.latency) if report.latency else ()),
-    ]
+    title = "To build" if report.engine.pending else catalog.SIZE.title
+    size = KeyFigure(title, catalog.SIZE.unit.write(report.engine.size_bytes), notes)
+    return [size, *(figure for _, figure in sorted(_key_metrics(report), key=lambda placed: placed[0]))]
 
 
 def unmeasured(report: Report) -> str:
@@ -59,35 +58,86 @@ def weight_bits(report: Report) -> float | None:
     return 8 * report.passes[-1].weight_bytes_after / report.checkpoint.parameters
 
 
-def _quality(quality: Quality) -> Iterator[KeyFigure]:
-    yield _estimate("kld_mean", quality.kld_mean, "nats a token")
-    change = f"{quality.baseline_perplexity:.2f} → {quality.perplexity:.2f}"
-    yield _estimate("perplexity_ratio", quality.perplexity_ratio, change)
-    yield _estimate("top1_agreement", quality.top1_agreement, f"of {figures.count(quality.tokens)} tokens")
+def value(figure: Estimate | float) -> float:
+    """Take a figure without its bounds."""
+    return figure.value if isinstance(figure, Estimate) else figure
 
 
-def _estimate(metric: str, estimate: Estimate, note: str) -> KeyFigure:
-    text = figures.METRICS[metric]
-    return KeyFigure(text.title, text.write(estimate.value), (note, figures.interval(estimate, text.write)))
+def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:
+    """Find the key figures that are metrics, each with its place."""
+    if (quality := report.quality) is not None:
+        for metric in catalog.of_kind(QualityMetric):
+            if metric.key is not None and metric.name in quality.figures:
+                estimate, write = quality.figures[metric.name], metric.unit.write
+                note = metric.unit.name if metric.note is None else metric.note(quality)
+                notes = (note, units.interval(estimate, write))
+                yield metric.key, KeyFigure(metric.title, write(estimate.value), notes)
+    if report.latency is not None:
+        points = sorted(report.latency.points, key=lambda point: point.prompt_tokens)
+        for timed in catalog.of_kind(TimingMetric):
+            point = points[0 if timed.key_at == "shortest" else -1]
+            if timed.key is not None and timed.name in point.artifact.figures:
+                spread: Spread = point.artifact.figures[timed.name]
+                yield timed.key, KeyFigure(timed.title, timed.unit.write(spread.p50.value), timed.notes(point))
 
 
-def _latency(latency: Latency) -> Iterator[KeyFigure]:
-    """Give TPOT after the shortest prompt and TTFT of the longest: where each matters."""
-    short = min(latency.points, key=lambda point: point.prompt_tokens)
-    long = max(latency.points, key=lambda point: point.prompt_tokens)
-    rate = f"{figures.significant(short.artifact.tokens_per_second)} tokens/s, prompt of {short.prompt_tokens}"
-    tpot, ttft = short.artifact.tpot_ms.p50.value, long.artifact.ttft_ms.p50.value
-    yield KeyFigure("TPOT", figures.ms(tpot), (rate, *_against(short.tpot_speedup)))
-    yield KeyFigure("TTFT", figures.ms(ttft), (f"prompt of {long.prompt_tokens}", *_against(long.ttft_speedup)))
+@dataclass(frozen=True)
+class Table:
+    """A table of figures, as written; a row begins with what its figures are of."""
+
+    head: tuple[str, ...]  # titles of the figures
+    rows: list[tuple[str, ...]]
 
 
-def _against(speedup: Estimate | None) -> tuple[str, ...]:
-    return () if speedup is None else (f"{figures.times(speedup.value)} the baseline's speed",)
+def quality_rows(quality: Quality) -> list[tuple[str, str, str]]:
+    """Write every figure of quality that is a number: title, value and interval."""
+    rows = []
+    for metric in catalog.of_kind(QualityMetric):
+        figure, write = quality.figures.get(metric.name), metric.unit.write
+        if isinstance(figure, Estimate | float):
+            bounds = units.interval(figure, write) if isinstance(figure, Estimate) else ""
+            rows.append((metric.title, write(value(figure)), bounds))
+    return rows
 
 
-def moved_most(quality: Quality, count: int = 5) -> list[DocumentSums]:
-    """Find the documents with the highest mean KLD, highest first."""
-    return sorted(quality.per_document, key=lambda document: -document.kld / document.tokens)[:count]
+def moved_most(quality: Quality, count: int = 5) -> Table:
+    """Write what moved the most of documents, in that order: their tokens, how far they moved, and other figures."""
+    metrics = [metric for metric in catalog.of_kind(QualityMetric) if metric.decides and metric.name in quality.figures]
+    shown = [(metric, metric.form) for metric in metrics if isinstance(metric.form, OfSums)]
+    shown.sort(key=lambda pair: pair[0] is not catalog.MOVED)
+    found = [(sums, [form.of(sums) for _, form in shown]) for sums in quality.per_document]
+    found.sort(key=lambda row: -row[1][0])
+    writes = [metric.unit.write for metric, _ in shown]
+    rows = [
+        (sums.document, units.count(sums.tokens), *(write(each) for write, each in zip(writes, figures, strict=True)))
+        for sums, figures in found[:count]
+    ]
+    return Table(tuple(metric.title for metric, _ in shown), rows)
+
+
+def latency_table(latency: Latency, *, spreads: bool) -> Table:
+    """Write every figure of each side at each prompt length; those of `spreads`, which have a chart, if wanted."""
+    timed = [metric for metric in catalog.of_kind(TimingMetric) if spreads or not metric.spread]
+    points = catalog.of_kind(PointMetric)
+    head = [title for m in timed for title in ((f"{m.title} p50", "p95") if m.spread else (m.title,))]
+    rows = []
+    for point in latency.points:
+        for side, timing in point.sides.items():
+            cells = [cell for metric in timed for cell in _timing_cells(metric, timing)]
+            cells += [_point_cell(metric, point) if side == "artifact" else "" for metric in points]
+            rows.append((str(point.prompt_tokens), side, *cells))
+    return Table((*head, *(metric.title for metric in points)), rows)
+
+
+def _timing_cells(metric: TimingMetric, timing: Timing) -> list[str]:
+    figure: Spread | float = timing.figures[metric.name]
+    figures = (figure.p50.value, figure.p95) if isinstance(figure, Spread) else (figure,)
+    return [metric.unit.write(each) for each in figures]
+
+
+def _point_cell(metric: PointMetric, point: Point) -> str:
+    figure: Estimate | float | None = point.figures[metric.name]
+    return "–" if figure is None else metric.unit.write(value(figure))
 
 
 @dataclass(frozen=True)

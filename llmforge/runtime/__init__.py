@@ -2,9 +2,11 @@
 
 from llmforge.runtime.sampling.constraints import Constraint
 from llmforge.runtime.sampling.options import Sampling
-from llmforge.runtime.serving.engine import Engine, EngineOptions
-from llmforge.runtime.serving.request import Chunk, Receiver, Request, TokenLogprob, Usage
-from llmforge.runtime.serving.runner import Runner, Step, load
+from llmforge.runtime.sampling.sampler import TokenLogprob
+from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.options import EngineOptions
+from llmforge.runtime.serving.request import Chunk, Receiver, Request, Usage
+from llmforge.runtime.serving.runner import Runner, StepOutput, load
 from llmforge.runtime.serving.sequence import Ticket
 from llmforge.runtime.serving.stats import EngineStats
 
@@ -18,7 +20,7 @@ __all__ = [
     "Request",
     "Runner",
     "Sampling",
-    "Step",
+    "StepOutput",
     "Ticket",
     "TokenLogprob",
     "Usage",

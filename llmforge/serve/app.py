@@ -21,10 +21,10 @@ from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.runtime.serving.engine import Engine
 from llmforge.runtime.serving.request import Chunk, Usage
 from llmforge.runtime.serving.runner import Runner
-from llmforge.serve.answers import Answers
+from llmforge.serve.call_stream import CallStream
 from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call, chat_call, encode_messages, text_call
-from llmforge.serve.replies import Writer, error_body, status
+from llmforge.serve.responses import ResponseWriter, error_body, status
 from llmforge.serve.token_bytes import TokenBytes
 
 MAX_BODY_BYTES = 16 * 2**20  # far above a context's worth of text
@@ -44,8 +44,8 @@ def create_app(engine: Engine, model: str) -> Starlette:
     routes = [
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.model),
-        Route("/v1/chat/completions", functools.partial(server.answer, chat_call), methods=["POST"]),
-        Route("/v1/completions", functools.partial(server.answer, text_call), methods=["POST"]),
+        Route("/v1/chat/completions", functools.partial(server.complete, chat_call), methods=["POST"]),
+        Route("/v1/completions", functools.partial(server.complete, text_call), methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/health", server.health),
         Route("/ready", server.ready),
@@ -70,26 +70,26 @@ class _Server:
         self._metrics = ServerMetrics(engine)
         self._token_bytes = TokenBytes(engine.runner.tokenizer)
 
-    async def answer(self, parse: Parse, http: HttpRequest) -> Response | EventStream:
+    async def complete(self, parse: Parse, http: HttpRequest) -> Response | EventStream:
         # Templates and tokenizers take their time with long prompts; others' streams go on meanwhile.
         try:
             call = await run_in_threadpool(parse, await _body(http), self._engine.runner, self._model)
         except ForgeError as error:
             self._metrics.refused(error)
             raise
-        answers = Answers(self._engine, call, self._metrics)
-        await answers.submit()
-        writer = Writer(call, self._token_bytes)
+        sequences = CallStream(self._engine, call, self._metrics)
+        await sequences.submit()
+        writer = ResponseWriter(call, self._token_bytes)
         if call.stream:
-            return EventStream(_events(answers, writer, call), answers)
+            return EventStream(_events(sequences, writer, call), sequences)
         chunks: list[list[Chunk]] = [[] for _ in call.requests]
-        async with _watched(http.receive, answers):
-            async for batch in answers.batches():
+        async with _cancelled_on_disconnect(http.receive, sequences):
+            async for batch in sequences.batches():
                 for index, chunk in batch:
                     chunks[index].append(chunk)
-        if answers.abandoned:
+        if sequences.abandoned:
             return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(writer.whole(chunks))
+        return JSONResponse(writer.completion(chunks))
 
     async def models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._description()]})
@@ -140,36 +140,36 @@ class _Server:
 
 
 class EventStream:
-    """A response of server-sent events that ends its answers when the client leaves."""
+    """A response of server-sent events that cancels its sequences when the client leaves."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], answers: Answers) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], sequences: CallStream) -> None:
         self._events = events
-        self._answers = answers
+        self._sequences = sequences
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, as ASGI wants it."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        async with _watched(receive, self._answers), contextlib.aclosing(self._events) as events:
+        async with _cancelled_on_disconnect(receive, self._sequences), contextlib.aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(answers: Answers, writer: Writer, call: Call) -> AsyncGenerator[bytes, None]:
+async def _events(sequences: CallStream, writer: ResponseWriter, call: Call) -> AsyncGenerator[bytes, None]:
     """Write the events of a stream; an error in its middle is an event, too."""
     usages: dict[int, Usage] = {}
     try:
-        async with contextlib.aclosing(answers.batches()) as batches:
+        async with contextlib.aclosing(sequences.batches()) as batches:
             async for batch in batches:
                 for index, chunk in batch:
                     if chunk.usage is not None:
                         usages[index] = chunk.usage
-                pieces = [piece for index, chunk in batch if (piece := writer.piece(index, chunk)) is not None]
-                if pieces:
-                    yield b"".join(map(_event, pieces))
+                events = [event for index, chunk in batch if (event := writer.chunk_event(index, chunk)) is not None]
+                if events:
+                    yield b"".join(map(_event, events))
         if call.include_usage and len(usages) == len(call.requests):
-            yield _event(writer.usage_piece([usages[index] for index in range(len(call.requests))]))
+            yield _event(writer.usage_event([usages[index] for index in range(len(call.requests))]))
     except ForgeError as error:
         yield _event(error_body(error))
     yield b"data: [DONE]\n\n"
@@ -180,20 +180,20 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _watched(receive: Receive, answers: Answers) -> AsyncIterator[None]:
-    """Abandon the answers if the client leaves, and at the end in any case."""
-    watch = asyncio.create_task(_wait_for_the_end(receive, answers))
+async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> AsyncIterator[None]:
+    """Abandon the sequences if the client leaves, and at the end in any case."""
+    watch = asyncio.create_task(_wait_for_disconnect(receive, sequences))
     try:
         yield
     finally:
-        answers.abandon()
+        sequences.abandon()
         watch.cancel()
 
 
-async def _wait_for_the_end(receive: Receive, answers: Answers) -> None:
+async def _wait_for_disconnect(receive: Receive, sequences: CallStream) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    answers.abandon()
+    sequences.abandon()
 
 
 async def _body(http: HttpRequest) -> Any:

@@ -15,9 +15,9 @@ from llmforge.runtime.serving.engine import Engine
 from llmforge.runtime.serving.stats import COUNTERS, GAUGES
 
 # Bounds in seconds, about two a factor of five: from a small model's step to a long prompt on a slow machine.
-_GAP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-_FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
-_WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+_ITL_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+_LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 class ServerMetrics:
@@ -29,35 +29,38 @@ class ServerMetrics:
         self._answers = Counter(
             "llmforge_answers", "Answers that ended, by reason", ["finish_reason"], registry=registry
         )
-        self._first = Histogram(
+        self._ttft = Histogram(
             "llmforge_time_to_first_token_seconds",
             "From the request to its first token",
             registry=registry,
-            buckets=_FIRST,
+            buckets=_TTFT_BUCKETS,
         )
-        self._gap = Histogram(
-            "llmforge_inter_token_latency_seconds", "Between two tokens of an answer", registry=registry, buckets=_GAP
+        self._itl = Histogram(
+            "llmforge_inter_token_latency_seconds",
+            "Between two tokens of an answer",
+            registry=registry,
+            buckets=_ITL_BUCKETS,
         )
-        self._whole = Histogram(
-            "llmforge_request_seconds", "From the request to its end", registry=registry, buckets=_WHOLE
+        self._latency = Histogram(
+            "llmforge_request_seconds", "From the request to its end", registry=registry, buckets=_LATENCY_BUCKETS
         )
         registry.register(_EngineCollector(engine))
 
     def token(self, seconds: float, first: bool) -> None:
         """Count a token that came `seconds` after the one before it, or after the request if it is the first."""
-        (self._first if first else self._gap).observe(seconds)
+        (self._ttft if first else self._itl).observe(seconds)
 
     def ended(self, finish_reason: str, seconds: float) -> None:
-        """Count an answer that ended."""
+        """Count a sequence that ended."""
         self._answers.labels(finish_reason).inc()
-        self._whole.observe(seconds)
+        self._latency.observe(seconds)
 
     def failed(self) -> None:
-        """Count an answer that ended with an error."""
+        """Count a sequence that ended with an error."""
         self._answers.labels("error").inc()
 
     def refused(self, error: ForgeError) -> None:
-        """Count a call that was not taken on: "refused" where there is no place, "invalid" where it makes no sense."""
+        """Count a call that was not taken on: "refused" where there is no room, "invalid" where it makes no sense."""
         self._answers.labels("refused" if isinstance(error, Unavailable) else "invalid").inc()
 
     def exposition(self) -> bytes:

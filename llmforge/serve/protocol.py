@@ -19,11 +19,11 @@ from llmforge.runtime.serving.runner import Runner
 
 Kind = Literal["chat", "text"]
 
-MAX_CHOICES = 128  # answers to one call, over all its prompts; OpenAI's own bound on `n`
+MAX_CHOICES = 128  # of one call, over all its prompts; OpenAI's own bound on `n`
 TEXT_MAX_TOKENS = 16  # OpenAI's default of /v1/completions
 TEMPERATURE = 1.0  # OpenAI's default, of both
 
-# What clients send along that changes no answer.
+# What clients send along that changes no output.
 _IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
 _OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
 
@@ -32,7 +32,7 @@ _OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
 class Call:
     """One call of /v1/chat/completions or /v1/completions.
 
-    `requests` are what the engine is asked, the `n` answers to a prompt side by side; a request's index is that of its
+    `requests` are what the engine is asked, the `n` choices of a prompt side by side; a request's index is that of its
     choice.
     """
 
@@ -137,7 +137,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _fields(body: Any, model: str) -> dict[str, Any]:
-    """Take what a body says, less what is null (as if it were not there) or changes no answer."""
+    """Take what a body says, less what is null (as if it were not there) or changes no output."""
     if not isinstance(body, dict):
         raise UsageError("the body is no JSON object")
     fields = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}

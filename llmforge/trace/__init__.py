@@ -1,17 +1,16 @@
 """Frontend: a checkpoint's model, traced without weights to a graph of the canonical dialect (docs/dialect.md).
 
-The model is built from its configuration with parameters that have no memory (`skeleton`). Attention, norms and
-rotary embedding are substituted so that each arrives as one node (`attention`, `masks`, `norms`, `rotary`), and so are
-experts (`experts`, `rows`). One step is exported and translated (`capture`), with as many layers as show how they
-repeat (`depth`), cleaned up (`cleanup`), grown to its depth (`stamp`), and its initializers get the checkpoint's
-tensors, lazily (`weights`). Where a substitution fails, the model's own attention is traced (`fallback`). What the
-dialect's verifier then does not know is refused by name. `reference` is what a graph is held against
+The model is built from its configuration with parameters that have no memory (`export.skeleton`). Attention, norms,
+rotary embedding and experts are substituted so that each arrives as one node (`hooks`). One step is exported and
+translated (`export.capture`), with as many layers as show how they repeat (`export.depth`), brought to the dialect
+(`canonicalize`), grown to its depth (`export.replicate_layers`), and its initializers get the checkpoint's tensors,
+lazily (`export.weights`). Where a substitution fails, the model's own attention is traced (`export.fallback`). What the
+dialect's verifier then does not know is refused by name. `export.reference` is what a graph is held against
 (`llmforge.verification.trace_verifier`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,16 +18,10 @@ import onnx_ir as ir
 
 from llmforge.base.errors import NotADecoder, UnsupportedError, VerificationError
 from llmforge.ir import dialect, interface
-from llmforge.trace.export import pattern, replicate_layers
-from llmforge.trace.export.pattern import Irregular, Pattern
+from llmforge.trace.export.pattern import Irregular
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from llmforge.checkpoint import Checkpoint
-    from llmforge.trace.export import weights
-
-UNBOUNDED = 8192  # positions at which a model is looked at whose configuration does not say how many it has
 
 
 def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
@@ -48,7 +41,7 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
     irregular = None if shorten else Irregular("all layers were asked for")
     try:
         try:
-            return _hooked(checkpoint, irregular)
+            return _substituted(checkpoint, irregular)
         except NotADecoder:
             raise
         except UnsupportedError as error:
@@ -59,44 +52,12 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
         ) from error
 
 
-def _hooked(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
+def _substituted(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
     """Trace with attention, masks and rotary embedding substituted; all layers, where they are `irregular`."""
-    # here, because these import torch and transformers, which take seconds
-    from llmforge.trace.canonicalize import attention_recognition, simplification, tokenwise
-    from llmforge.trace.canonicalize.attention_recognition import OpenAttention
-    from llmforge.trace.export import capture, skeleton, weights
-    from llmforge.trace.hooks import experts, internals
-    from llmforge.trace.hooks.attention import Attention
+    from llmforge.trace.export import strategy  # here, because torch and transformers take seconds to import
 
-    geometry = checkpoint.geometry
-    positions = UNBOUNDED if geometry.context is None else geometry.context
-    open_code = not internals.takes_attention(checkpoint.config)
-    attention = OpenAttention(positions) if open_code else Attention(positions)
-    with (
-        internals.registered(attention.NAME, attention.attend, attention.describe),
-        internals.registered_experts(experts.NAME, experts.Experts()),
-    ):
-        model, mode = skeleton.build(checkpoint.config, attention.NAME)
-        model.set_experts_implementation(experts.NAME)
-        sources = weights.plan(model, checkpoint)
-        weights.untie(model, sources)
-        graph, repetition = capture.capture(
-            model, mode, attention, positions, geometry.layers, shorten=irregular is None
-        )
-    simplification.name_dims(graph)
-    if open_code:
-        weightless = {capture.MODEL + name for name in model.state_dict()}
-        attention_recognition.recognize(graph, weightless, positions)
-    if geometry.context is None and any(name.startswith("rotary.") for name in graph.graph.initializers):
-        raise UnsupportedError("its configuration has no max_position_embeddings, the length of its rotary tables")
-    simplification.canonicalize(graph)
-    tokenwise.check(graph)
-    if isinstance(repetition, Pattern):
-        try:
-            replicate_layers.stamp(graph, repetition)
-        except Irregular as reason:
-            return _hooked(checkpoint, reason)
-    return _finished(graph, model, checkpoint, sources, irregular or repetition)
+    context = checkpoint.geometry.context
+    return _checked(strategy.export(checkpoint, lambda: strategy.substituted(checkpoint.config, context), irregular))
 
 
 def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: UnsupportedError) -> ir.Model:
@@ -105,11 +66,12 @@ def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: Un
     Raises:
         UnsupportedError: `reason`, where this way fails too, and why it does.
     """
-    from llmforge.trace.export import fallback
+    from llmforge.trace.export import fallback, strategy
 
     try:
         fallback.refuse_unprovable(checkpoint)
-        return _own(checkpoint, irregular, reason.message)
+        context = checkpoint.geometry.context
+        return _checked(strategy.export(checkpoint, lambda: strategy.own(context, reason.message), irregular))
     except NotADecoder:
         raise
     except UnsupportedError as error:
@@ -121,61 +83,13 @@ def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: Un
         ) from error
 
 
-def _own(checkpoint: Checkpoint, irregular: Irregular | None, reason: str) -> ir.Model:
-    """Trace the model's own attention, because of `reason`; all layers, where they are `irregular`."""
-    from llmforge.trace.canonicalize import simplification
-    from llmforge.trace.export import capture, fallback, skeleton, weights
-    from llmforge.trace.hooks import experts, internals, rotary
-
-    geometry = checkpoint.geometry
-    positions = UNBOUNDED if geometry.context is None else geometry.context
-    attention = fallback.OwnAttention(positions)
-    with fallback.eager(attention), internals.registered_experts(experts.NAME, experts.Experts()):
-        model, mode = skeleton.build(checkpoint.config, attention.NAME)
-        model.set_experts_implementation(experts.NAME)
-        sources = weights.plan(model, checkpoint)
-        weights.untie(model, sources)
-        graph, repetition = capture.capture(
-            model,
-            mode,
-            attention,
-            positions,
-            geometry.layers,
-            shorten=irregular is None,
-            substituted=rotary.untouched,
-        )
-    simplification.canonicalize(graph, weights={capture.MODEL + name for name in model.state_dict()})
-    if isinstance(repetition, Pattern):
-        try:
-            replicate_layers.stamp(graph, repetition)
-        except Irregular as again:
-            return _own(checkpoint, again, reason)
-    graph.metadata_props[interface.FALLBACK] = reason
-    return _finished(graph, model, checkpoint, sources, irregular or repetition)
-
-
-def _finished(
-    graph: ir.Model,
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    sources: Mapping[str, weights.Source],
-    repetition: Pattern | Irregular,
-) -> ir.Model:
-    """Attach the weights of a clean graph, and check it."""
-    from llmforge.trace.export import capture, weights
-
-    weights.attach(graph, capture.MODEL, model, checkpoint, sources)
-    pattern.record(graph, repetition)
-    _default_rows(graph)
+def _checked(graph: ir.Model) -> ir.Model:
+    """Give `logits_rows` its default, the last row, and refuse what the dialect does not know."""
+    rows = next(value for value in graph.graph.inputs if value.name == interface.LOGITS_ROWS)
+    rows.const_value = ir.Tensor(np.array([-1], np.int64), name=interface.LOGITS_ROWS)
+    graph.graph.register_initializer(rows)
     try:
         dialect.check(graph)
     except VerificationError as error:
         raise UnsupportedError(error.message) from error
     return graph
-
-
-def _default_rows(graph: ir.Model) -> None:
-    """Give `logits_rows` its default, the last row."""
-    rows = next(value for value in graph.graph.inputs if value.name == interface.LOGITS_ROWS)
-    rows.const_value = ir.Tensor(np.array([-1], np.int64), name=interface.LOGITS_ROWS)
-    graph.graph.register_initializer(rows)

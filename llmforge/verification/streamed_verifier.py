@@ -21,10 +21,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.evaluation import metrics
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived
 from llmforge.lowering import emulation
+from llmforge.metrics.tokens import mean_kld
 from llmforge.verification import changed_subgraphs, comparison, probe, streamed_execution
 from llmforge.verification.changed_subgraphs import Region
 from llmforge.verification.subgraph import Index, Part
@@ -215,7 +215,7 @@ class Loss:
         for number, (b, a) in enumerate(zip(self._before, made, strict=True)):
             if not np.isfinite(a).all():
                 return Cost(np.nan, tokens, np.inf, run.where(number))
-            total, tokens = total + metrics.kld_mean(b, a) * len(b), tokens + len(b)
+            total, tokens = total + mean_kld(b, a) * len(b), tokens + len(b)
             largest = max(largest, comparison.largest(b, a))
         self._before = made
         return Cost(total / tokens, tokens, largest, None)

@@ -96,7 +96,7 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     layers = depth
     if repetition is not None and graph.weight_bytes(model) > whole_bytes:
         layers = min(depth, max(2, repetition.kinds))  # two, so that one hands over to another
-        model = replicate_layers.cut(model, repetition, layers)
+        model = replicate_layers.first_layers(model, repetition, layers)
     own = interface.FALLBACK in model.metadata_props
     if own and layers == depth and graph.weight_bytes(model) > whole_bytes:
         raise UnsupportedError(

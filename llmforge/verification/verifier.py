@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
-from llmforge.evaluation import metrics
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass
+from llmforge.metrics.tokens import mean_kld
 from llmforge.runtime.backends.session import Session
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.verification import comparison, probe, streamed_verifier
@@ -310,7 +310,7 @@ class Verifier:
             for index, (b, a) in enumerate(steps):
                 if not np.isfinite(a.logits).all():
                     return np.nan, _Failure("logits are NaN or infinite", run, index, np.inf)
-                mean = metrics.kld_mean(b.logits, a.logits)
+                mean = mean_kld(b.logits, a.logits)
                 total, tokens = total + mean * len(b.logits), tokens + len(b.logits)
                 worst = max(worst, (mean, run, index), key=lambda entry: entry[0])
         if total / tokens <= budget:

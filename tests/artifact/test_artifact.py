@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from llmforge import artifact
 from llmforge.artifact import Artifact, check_name, content_digest, publish, staging, tool_versions, version_of
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
@@ -414,7 +413,8 @@ def fork_builders(out: Path) -> None:
 @pytest.fixture
 def builders(tmp_path: Path) -> Iterator[Builders]:
     code = (
-        "import pathlib, sys; from tests import test_artifact; test_artifact.fork_builders(pathlib.Path(sys.argv[1]))"
+        "import pathlib, sys; from tests.artifact.test_artifact import fork_builders; "
+        "fork_builders(pathlib.Path(sys.argv[1]))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -459,7 +459,7 @@ def _die_before(step: int) -> None:
         return call
 
     for name in ("mkdir", "rename", "chmod", "unlink", "rmdir", "fsync", "open"):
-        setattr(artifact.os, name, counted(getattr(os, name)))
+        setattr(os, name, counted(getattr(os, name)))
     Path.write_text = counted(Path.write_text)  # type: ignore[method-assign]
     Path.write_bytes = counted(Path.write_bytes)  # type: ignore[method-assign]
 

@@ -15,14 +15,14 @@ from click.testing import CliRunner, Result
 from llmforge import runtime
 from llmforge.artifact import Artifact
 from llmforge.base.errors import UsageError
-from llmforge.bench import BenchReport, Load, Plan, run, sweep
+from llmforge.bench import BenchReport, Load, LocalEngine, Plan, run, sweep
 from llmforge.bench.drive import InProcess, closed_loop, open_loop
 from llmforge.bench.figures import Figures, Objective, Outcome, figures
 from llmforge.bench.report import Point
 from llmforge.bench.sweep import Setting, measure, utilization
-from llmforge.bench.workload import Demand, RandomPrompts
+from llmforge.bench.workload import LoadRequest, RandomPrompts
 from llmforge.cli import cli
-from llmforge.evaluation.footprint import Footprint
+from llmforge.metrics.latency import Footprint
 from llmforge.runtime import Engine, EngineOptions
 
 from ..serving import CONTEXT, SLOTS, VOCABULARY, publish_small
@@ -36,25 +36,25 @@ class Fake:
 
     seconds: float = 0.05
     description: str = "fake"
-    asked: list[Demand] = field(default_factory=list)
+    asked: list[LoadRequest] = field(default_factory=list)
     most: int = 0
     _running: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answer(self, demand: Demand, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
         with self._lock:
-            self.asked.append(demand)
+            self.asked.append(request)
             self._running += 1
             self.most = max(self.most, self._running)
         time.sleep(self.seconds)
         with self._lock:
             self._running -= 1
         now = time.perf_counter()
-        return Outcome(due_s, (now,) * demand.output_tokens, now, len(demand.prompt), demand.output_tokens)
+        return Outcome(due_s, (now,) * request.output_tokens, now, len(request.prompt), request.output_tokens)
 
 
-def load(count: int, gap_s: float | None = None) -> list[Demand]:
-    return [Demand((i,), 1, None if gap_s is None else i * gap_s) for i in range(count)]
+def load(count: int, gap_s: float | None = None) -> list[LoadRequest]:
+    return [LoadRequest((i,), 1, None if gap_s is None else i * gap_s) for i in range(count)]
 
 
 def test_a_closed_loop_keeps_so_many_in_flight() -> None:
@@ -62,7 +62,7 @@ def test_a_closed_loop_keeps_so_many_in_flight() -> None:
     outcomes = closed_loop(subject, load(12), 3, told.append)
     assert subject.most == 3
     assert len(outcomes) == 12
-    assert sorted(demand.prompt for demand in subject.asked) == [(i,) for i in range(12)]
+    assert sorted(request.prompt for request in subject.asked) == [(i,) for i in range(12)]
     assert told == list(range(1, 13))
     with pytest.raises(UsageError, match="wanted 1 or more"):
         closed_loop(subject, load(1), 0)
@@ -84,9 +84,9 @@ def test_points_are_measured_in_turn_and_warmed_up() -> None:
     settings = [Setting(4, 1, concurrency=1), Setting(6, 2, rate=500.0)]
     plan = Plan(requests=3, repetitions=2, warmup=2, prefix_tokens=2, objective=Objective(latency_ms=1e6))
     points = measure(subject, settings, RandomPrompts(100), plan, lambda done, total: told.append((done, total)))
-    assert [len(demand.prompt) for demand in subject.asked] == [4] * 5 + [6] * 5 + [4] * 5 + [6] * 5
-    assert len({demand.prompt for demand in subject.asked}) == 20
-    assert len({demand.prompt[:2] for demand in subject.asked}) == 4  # one prefix for each run of each point
+    assert [len(request.prompt) for request in subject.asked] == [4] * 5 + [6] * 5 + [4] * 5 + [6] * 5
+    assert len({request.prompt for request in subject.asked}) == 20
+    assert len({request.prompt[:2] for request in subject.asked}) == 4  # one prefix for each run of each point
     assert told == [(i, 20) for i in range(1, 21)]
     assert [(point.concurrency, point.rate) for point in points] == [(1, None), (None, 500.0)]
     for point in points:
@@ -129,12 +129,12 @@ def small(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
 def test_the_engine_answers_all_tokens_and_says_when_it_cannot(small: Artifact) -> None:
     with Engine(runtime.load(small.path), EngineOptions(max_queue=0)) as engine:
         subject = InProcess(engine, "small")
-        one = subject.answer(Demand((7, 8, 9), 6), time.perf_counter())
+        one = subject.answer(LoadRequest((7, 8, 9), 6), time.perf_counter())
         assert (one.prompt_tokens, one.output_tokens, len(one.token_s), one.error) == (3, 6, 6, None)
         assert one.sent_s < one.token_s[0]
         assert list(one.token_s) == sorted(one.token_s)
         assert one.token_s[-1] <= one.ended_s
-        wrong = subject.answer(Demand((VOCABULARY,), 1), time.perf_counter())
+        wrong = subject.answer(LoadRequest((VOCABULARY,), 1), time.perf_counter())
         assert wrong.error is not None
         assert wrong.output_tokens == 0
         outcomes = closed_loop(subject, load(8 * SLOTS), 4 * SLOTS)
@@ -160,7 +160,7 @@ def test_bandwidth_is_told_where_it_is_known_and_why_not_where_it_is_not(
 ) -> None:
     report = run(
         small.path, "small", Load(concurrency=(1,), prompt_tokens=(32,), output_tokens=(100,)), Plan(requests=3),
-        footprint=footprint, options=EngineOptions(speculation=speculation),
+        local=LocalEngine(EngineOptions(speculation=speculation), footprint=footprint),
     )  # fmt: skip
     (point,) = report.points
     if shown is None:

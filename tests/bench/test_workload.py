@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import DataError, UsageError
-from llmforge.bench.workload import Demand, RandomPrompts, TextPrompts, demands, longest, poisson, read_trace
+from llmforge.bench.workload import LoadRequest, RandomPrompts, TextPrompts, longest, make_load, poisson, read_trace
 
 PROMPTS = RandomPrompts(1000)
 
 
 def test_equal_seeds_give_equal_loads_and_others_others() -> None:
-    def made(seed: int, rate: float | None = 5.0) -> list[Demand]:
-        return demands(PROMPTS, 20, prompt_tokens=12, output_tokens=7, rate=rate, seed=(seed, 1))
+    def made(seed: int, rate: float | None = 5.0) -> list[LoadRequest]:
+        return make_load(PROMPTS, 20, prompt_tokens=12, output_tokens=7, rate=rate, seed=(seed, 1))
 
     assert made(1) == made(1)
     assert made(1) != made(2)
-    assert [demand.prompt for demand in made(1)] == [demand.prompt for demand in made(1, rate=None)]
-    assert {(len(demand.prompt), demand.output_tokens) for demand in made(1)} == {(12, 7)}
-    assert len({demand.prompt for demand in made(1)}) == 20
-    assert all(demand.at_s is None for demand in made(1, rate=None))
+    assert [request.prompt for request in made(1)] == [request.prompt for request in made(1, rate=None)]
+    assert {(len(request.prompt), request.output_tokens) for request in made(1)} == {(12, 7)}
+    assert len({request.prompt for request in made(1)}) == 20
+    assert all(request.at_s is None for request in made(1, rate=None))
 
 
 def test_a_prefix_is_shared_and_what_follows_is_not() -> None:
-    load = demands(PROMPTS, 10, prompt_tokens=12, output_tokens=1, prefix_tokens=8)
-    assert len({demand.prompt[:8] for demand in load}) == 1
-    assert len({demand.prompt[8:] for demand in load}) == 10
-    assert {len(demand.prompt) for demand in load} == {12}
+    load = make_load(PROMPTS, 10, prompt_tokens=12, output_tokens=1, prefix_tokens=8)
+    assert len({request.prompt[:8] for request in load}) == 1
+    assert len({request.prompt[8:] for request in load}) == 10
+    assert {len(request.prompt) for request in load} == {12}
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -40,7 +40,7 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert gaps.min() >= 0
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.03)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)  # of an exponential distribution
-    assert next(demand.at_s for demand in demands(PROMPTS, 3, prompt_tokens=1, output_tokens=1, rate=2.0)) == 0
+    assert next(request.at_s for request in make_load(PROMPTS, 3, prompt_tokens=1, output_tokens=1, rate=2.0)) == 0
 
 
 def test_text_is_cut_into_windows() -> None:
@@ -58,7 +58,7 @@ def test_text_is_cut_into_windows() -> None:
 )
 def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="wanted"):
-        demands(PROMPTS, **{"count": 2, "prompt_tokens": 5, "output_tokens": 1, **wrong})  # type: ignore[arg-type]
+        make_load(PROMPTS, **{"count": 2, "prompt_tokens": 5, "output_tokens": 1, **wrong})  # type: ignore[arg-type]
 
 
 def write(path: Path, *entries: object) -> Path:
@@ -78,8 +78,8 @@ def test_a_trace_is_replayed_as_it_stands(tmp_path: Path) -> None:
         {"at_s": 0.25, "prompt_tokens": 7, "output_tokens": 5},
     )
     load = read_trace(file, encode, PROMPTS)
-    assert load[0] == Demand((ord("h"), ord("é")), 3, 0.0)
-    assert [(len(demand.prompt), demand.output_tokens, demand.at_s) for demand in load[1:]] == [(7, 5, 0.25)] * 2
+    assert load[0] == LoadRequest((ord("h"), ord("é")), 3, 0.0)
+    assert [(len(request.prompt), request.output_tokens, request.at_s) for request in load[1:]] == [(7, 5, 0.25)] * 2
     assert load[1].prompt != load[2].prompt
     assert load == read_trace(file, encode, PROMPTS)
     assert load != read_trace(file, encode, PROMPTS, seed=1)

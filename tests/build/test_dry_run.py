@@ -55,10 +55,10 @@ def steps_of(recipe: str) -> tuple[Pass, ...]:
     return tuple(dataclasses.replace(step, budget=loose) if hasattr(step, "budget") else step for step in made)
 
 
-def rehearse(checkpoint: Checkpoint, model: Any, steps: tuple[Pass, ...]) -> None:
+def run_dry(checkpoint: Checkpoint, model: Any, steps: tuple[Pass, ...]) -> None:
     demands = [demand for step in steps for demand in step.demands()]
     linears = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
-    dry_run.rehearse(model, steps, target=TARGET, spec=ENGINE, checkpoint=checkpoint, calibrated=linears)
+    dry_run.run(model, steps, target=TARGET, spec=ENGINE, checkpoint=checkpoint, calibrated=linears)
 
 
 def open_unread(name: str, folder: Path) -> Checkpoint:
@@ -85,10 +85,10 @@ def test_recipes_are_refused_without_reading_a_weight(name: str, tmp_path: Path)
     model = trace(checkpoint)
     for recipe in ALL:
         if (reason := REFUSED[name].get(recipe)) is None:
-            rehearse(checkpoint, model, steps_of(recipe))
+            run_dry(checkpoint, model, steps_of(recipe))
             continue
         with pytest.raises(UnsupportedError) as caught:
-            rehearse(checkpoint, model, steps_of(recipe))
+            run_dry(checkpoint, model, steps_of(recipe))
         assert caught.value.exit_code == 6
         assert reason in caught.value.message
         assert caught.value.hint
@@ -99,7 +99,7 @@ def build(name: str, recipe: str, folder: Path, *, without: str = "") -> Statist
     zoo.write(name, folder)
     checkpoint = Checkpoint.open(folder)
     model, steps = trace(checkpoint), tuple(step for step in steps_of(recipe) if step.name != without)
-    rehearse(checkpoint, model, steps)
+    run_dry(checkpoint, model, steps)
     rng = np.random.default_rng(0)
     texts = [rng.integers(3, zoo.VOCABULARY, 40) for _ in range(4)]
     demands = [demand for step in steps for demand in step.demands()]
@@ -140,7 +140,7 @@ def test_a_layer_that_caches_more_than_keys_and_values_is_refused(tmp_path: Path
 def test_what_is_not_refused_is_built(name: str, recipe: str, tmp_path: Path) -> None:
     """The whole table: no traceback, no late refusal."""
     try:
-        rehearse(open_unread(name, tmp_path / "plan"), trace(Checkpoint.open(tmp_path / "plan")), steps_of(recipe))
+        run_dry(open_unread(name, tmp_path / "plan"), trace(Checkpoint.open(tmp_path / "plan")), steps_of(recipe))
     except UnsupportedError:
         return
     build(name, recipe, tmp_path / "build")

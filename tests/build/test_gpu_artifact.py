@@ -90,6 +90,6 @@ def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(monke
     assert found["read_on_host"] == ["total_sequence_length: Cpu"]
     # Recorded by the first run of an id, replayed in it and in those that follow, wherever inputs are bound.
     wanted = [[0, 0], [1, 1], [1, 2], [1, 3]]
-    assert [each["recorded_and_replayed"] for each in found["captures"]] == [wanted] * 4
+    assert [each["captured_and_replayed"] for each in found["captures"]] == [wanted] * 4
     assert found["decode"] == {"1": [0, 1], "2": [0, 1], "3": [0, 0], "4": [0, 1], "8": [0, 1]}
     assert (found["prefill"], found["forbidden"]) == ([0, 0], 0)

@@ -15,18 +15,21 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.base.progress import Silent
-from llmforge.calibration import calibrate, driver
+from llmforge.calibration import calibrate
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import Window
-from llmforge.quantization import Grid, dequantize, gptq, rtn
+from llmforge.quantization import Grid, dequantize
+from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.methods import gptq
+from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import InputRangeDemand, KvRangeDemand, Statistics, WeightDemand
 
 from ..checkpoints import write_checkpoint
 
 GRID = Grid(4, 32, False)
-DEMANDS = (WeightDemand(GRID, 0.01), KvRangeDemand())
+DEMANDS = (WeightDemand(Gptq(), GRID), KvRangeDemand())
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -192,7 +195,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return original(*args, **options)  # type: ignore[arg-type]
 
     original = gptq.gptq
-    monkeypatch.setattr(driver.gptq, "gptq", counted)
+    monkeypatch.setattr(gptq, "gptq", counted)
     return iter([calls])
 
 
@@ -228,7 +231,7 @@ def test_a_damaged_layer_is_done_again(
 
 def test_excluded_linears_stay(checkpoint: Checkpoint, windows: list[Window]) -> None:
     exclude = ("*.down_proj.weight", "model.layers.0.self_attn.q*")
-    statistics = calibrate(checkpoint, windows, [WeightDemand(GRID, 0.01, exclude)])
+    statistics = calibrate(checkpoint, windows, [WeightDemand(Gptq(), GRID, exclude)])
     assert len(statistics.linears) == 14 - 3
     assert "model.layers.0.self_attn.q_proj.weight" not in statistics.linears
     assert "model.layers.0.self_attn.k_proj.weight" in statistics.linears
@@ -255,7 +258,7 @@ def test_states_that_overflow_are_refused(tiny_checkpoint: Path, windows: list[W
 
 
 def test_contradictions_and_no_text_are_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
-    two = [WeightDemand(GRID, 0.01), WeightDemand(Grid(8, 32, False), 0.01)]
+    two = [WeightDemand(Gptq(), GRID), WeightDemand(Gptq(damping=0.02), GRID)]
     with pytest.raises(UnsupportedError, match="2 passes quantize the same linears"):
         calibrate(checkpoint, windows, two)
     with pytest.raises(DataError, match="no text"):
@@ -290,7 +293,7 @@ def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, dat
         text.windows(checkpoint.tokenizer, read_documents(data / f"{name}.jsonl"), 256, checkpoint.bos_token_id)
         for name in ("calibration", "evaluation")
     )
-    statistics = calibrate(checkpoint, text.sample(seen, 32, 0), [WeightDemand(GRID, 0.01)])
+    statistics = calibrate(checkpoint, text.sample(seen, 32, 0), [WeightDemand(Gptq(), GRID)])
     original, parameters = model(sample_checkpoint), {}
     for name, parameter in original.named_parameters():
         parameters[name] = parameter.detach().clone()

@@ -11,13 +11,15 @@ from torch import nn
 
 from llmforge import quantization
 from llmforge.calibration import calibrate, experts
-from llmforge.calibration.layer import Layer
+from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization import Grid, dequantize, rtn
+from llmforge.quantization import Grid, dequantize
+from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.trace import trace
 from llmforge.trace.hooks.experts import Form, Weights, compute, probe, weights
@@ -26,7 +28,7 @@ from llmforge.verification.verifier import Verifier
 from .. import graphs, zoo
 
 GRID = Grid(4, 32, False)
-DEMAND = WeightDemand(GRID, 0.01)
+DEMAND = WeightDemand(Gptq(), GRID)
 
 
 def texts(count: int, length: int) -> list[Window]:
@@ -63,7 +65,7 @@ def test_experts_come_in_their_turn_and_apart(tmp_path: Path) -> None:
         calls, states = skeleton.enter([texts(1, 20)[0].ids])
         layer = skeleton.load(1, calls[1])
         groups = layer.groups(states[0])
-        tokens, ids, mixing = layer.given_to("model.layers.1.mlp.experts", 0, states[0])
+        tokens, ids, mixing = layer.arguments_of("model.layers.1.mlp.experts", 0, states[0])
     names = [[name.removeprefix("model.layers.1.") for name in group] for group in groups]
     assert names[2:4] == [
         ["mlp.experts"],
@@ -77,11 +79,11 @@ def test_experts_come_in_their_turn_and_apart(tmp_path: Path) -> None:
 
 def module(folder: Path, name: str) -> nn.Module:
     skeleton = Skeleton.build(written(name, folder))
-    [(_, found)] = Layer(skeleton.load(1, []).module, "layer", []).experts().items()
+    [(_, found)] = DecoderLayer(skeleton.load(1, []).module, "layer", []).experts().items()
     return found
 
 
-def seen(tokens: int, count: int, *, unseen: int | None = None) -> experts.Seen:
+def seen(tokens: int, count: int, *, unseen: int | None = None) -> experts.RoutedInputs:
     """Inputs with a falling spectrum; the unquantized model's differ a little."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(tokens, 64, generator=generator) @ torch.diag(torch.arange(1.0, 65) ** -0.7)
@@ -90,10 +92,10 @@ def seen(tokens: int, count: int, *, unseen: int | None = None) -> experts.Seen:
     if unseen is not None:
         ids[ids == unseen] = (unseen + 1) % count
     mixing = torch.rand(ids.shape, generator=generator) + 0.1
-    return experts.Seen(x, ids, mixing, x + 0.02 * torch.randn(x.shape, generator=generator))
+    return experts.RoutedInputs(x, ids, mixing, x + 0.02 * torch.randn(x.shape, generator=generator))
 
 
-def output(form: Form, held: Weights, matrices: list[torch.Tensor], given: experts.Seen) -> torch.Tensor:
+def output(form: Form, held: Weights, matrices: list[torch.Tensor], given: experts.RoutedInputs) -> torch.Tensor:
     changed = Weights(matrices[0], matrices[1], held.up_bias, held.down_bias)
     return compute(form, changed, given.tokens, given.ids, given.mixing)
 
@@ -103,7 +105,7 @@ def test_gptq_loses_less_than_rounding(name: str, tmp_path: Path) -> None:
     found = module(tmp_path, name)
     held, form = weights(found), probe(found)
     given = seen(600, len(held.up))
-    matrices = experts.quantize(found, given, GRID, 0.01)
+    matrices = experts.quantize(found, given, GRID, Gptq())
     assert [matrix.shape for matrix in matrices] == [(4 * 192, 64), (4 * 64, 96)]
     expected = compute(form, held, given.originals, given.ids, given.mixing)
     errors = []
@@ -122,7 +124,7 @@ def test_gptq_loses_less_than_rounding(name: str, tmp_path: Path) -> None:
 def test_an_expert_that_no_token_chooses_is_rounded(tmp_path: Path) -> None:
     found = module(tmp_path, "mixtral")
     held = weights(found)
-    up, down = experts.quantize(found, seen(100, 4, unseen=2), GRID, 0.01)
+    up, down = experts.quantize(found, seen(100, 4, unseen=2), GRID, Gptq())
     for matrix, part in ((up, held.up), (down, held.down)):
         n = part.shape[2]
         plain = rtn(np.ascontiguousarray(part[2].detach().numpy().T), GRID)
@@ -163,7 +165,7 @@ def test_routers_are_found_by_what_they_move(tmp_path: Path) -> None:
     from llmforge.calibration.layer import Call
 
     torch.manual_seed(0)
-    layer = Layer(Routed(module(tmp_path, "mixtral")).requires_grad_(False), "layer", [Call((), {})])
+    layer = DecoderLayer(Routed(module(tmp_path, "mixtral")).requires_grad_(False), "layer", [Call((), {})])
     state = torch.randn(1, 12, 64)
     groups = layer.groups(state)
     before = layer.run(0, state)
@@ -203,7 +205,7 @@ def test_a_later_call_finds_them(calibrated: tuple[Checkpoint, Statistics]) -> N
 
 def test_excluded_experts_stay(calibrated: tuple[Checkpoint, Statistics]) -> None:
     checkpoint, _ = calibrated
-    demand = WeightDemand(GRID, 0.01, ("*.experts.down_proj",))
+    demand = WeightDemand(Gptq(), GRID, ("*.experts.down_proj",))
     assert not [name for name in calibrate(checkpoint, texts(2, 20), [demand]).linears if "experts" in name]
 
 

@@ -59,10 +59,10 @@ def held(name: str, folder: Path) -> None:
     for each in SCHEMES:
         reason = REFUSED.get(each, {}).get(name)
         if reason is None:
-            dry_run.rehearse(model, SCHEMES[each], target=H100, spec=SPEC, checkpoint=checkpoint)
+            dry_run.run(model, SCHEMES[each], target=H100, spec=SPEC, checkpoint=checkpoint)
             continue
         with pytest.raises(UnsupportedError, match=reason) as caught:
-            dry_run.rehearse(model, SCHEMES[each], target=H100, spec=SPEC, checkpoint=checkpoint)
+            dry_run.run(model, SCHEMES[each], target=H100, spec=SPEC, checkpoint=checkpoint)
         assert caught.value.hint
 
 
@@ -78,17 +78,17 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     held(name, tmp_path)
 
 
-def test_the_shipped_recipe_is_rehearsed(sample_checkpoint: Path) -> None:
+def test_the_shipped_recipe_runs_dry(sample_checkpoint: Path) -> None:
     recipe = Recipe.load(RECIPE)
     steps = recipe.instantiate(passes.ALL)
     checkpoint = Checkpoint.open(sample_checkpoint)
     model = trace(checkpoint)
     names = frozenset(checkpoint.tensors)
-    dry_run.rehearse(
+    dry_run.run(
         model, steps, target=targets.load(recipe.target), spec=recipe.engine, checkpoint=checkpoint, calibrated=names
     )
     with pytest.raises(UnsupportedError, match="lower-precision") as caught:
-        dry_run.rehearse(
+        dry_run.run(
             model,
             [step for step in steps if step.name not in ("lower-precision", "quantize-weights")],
             target=H100,

@@ -1,4 +1,4 @@
-"""The recipes for TensorRT: each is rehearsed for its devices, refused for the others, and built (slow)."""
+"""The recipes for TensorRT: each is run dry for its devices, refused for the others, and built (slow)."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def model(checkpoint: Checkpoint) -> ir.Model:
     return trace(checkpoint)
 
 
-def rehearse(name: str, target: str, checkpoint: Checkpoint, model: ir.Model) -> None:
+def run_dry(name: str, target: str, checkpoint: Checkpoint, model: ir.Model) -> None:
     recipe = Recipe.load(FOLDER / f"{name}.yaml", [f"target={target}"])
     steps = recipe.instantiate(passes.ALL)
     demands = [demand for step in steps for demand in step.demands()]
     linears = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
     device = targets.load(target)
-    dry_run.rehearse(model, steps, target=device, spec=recipe.engine, checkpoint=checkpoint, calibrated=linears)
+    dry_run.run(model, steps, target=device, spec=recipe.engine, checkpoint=checkpoint, calibrated=linears)
 
 
 def test_every_recipe_for_tensorrt_is_here() -> None:
@@ -70,10 +70,10 @@ def test_every_recipe_for_tensorrt_is_here() -> None:
 @pytest.mark.parametrize("name", BUILT)
 def test_recipes_fit_their_devices(name: str, checkpoint: Checkpoint, model: ir.Model) -> None:
     for target in BUILT[name]:
-        rehearse(name, target, checkpoint, model)
+        run_dry(name, target, checkpoint, model)
     for target, reason in REFUSED[name].items():
         with pytest.raises(UnsupportedError, match=reason) as caught:
-            rehearse(name, target, checkpoint, model)
+            run_dry(name, target, checkpoint, model)
         assert caught.value.hint
 
 

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import numpy as np
 import pytest
 
-from llmforge.evaluation import metrics
 from llmforge.evaluation.gates import GateResult, Verdict, judge, overall, samples_needed
-from llmforge.evaluation.metrics import Estimate
-from llmforge.recipe import GateSpec, Metric
-from llmforge.report.model import measured
+from llmforge.metrics import catalog, intervals
+from llmforge.metrics.catalog import Measured
+from llmforge.metrics.intervals import Estimate
+from llmforge.recipe import GateSpec
 
 from .. import reports
 
@@ -77,7 +76,7 @@ def test_two_bounds_give_two_results_and_the_worst_counts() -> None:
 
 
 def test_what_could_not_be_measured_is_undecided_and_says_why() -> None:
-    gates: dict[Metric, GateSpec] = {"kld_mean": GateSpec(max=0.1), "size_bytes": GateSpec(max=5)}
+    gates: dict[str, GateSpec] = {"kld_mean": GateSpec(max=0.1), "size_bytes": GateSpec(max=5)}
     missing, known = judge(gates, {"size_bytes": Estimate.exact(6)}, unmeasured="no device here")
     assert missing.verdict is Verdict.INCONCLUSIVE
     assert missing.samples_needed is None
@@ -102,16 +101,16 @@ def test_the_named_sample_size_decides_four_times_in_five() -> None:
     passed = 0
     for seed in range(300):
         values = rng.normal(1.0, 0.3, (needed, 1))
-        bounds = metrics.bootstrap(values, lambda totals: totals / needed, seed=seed, resamples=400)
+        bounds = intervals.bootstrap(values, lambda totals: totals / needed, seed=seed, resamples=400)
         assert bounds is not None
         passed += bounds[0, 1] <= limit
     assert 0.73 < passed / 300 < 0.87
 
 
-def test_every_metric_of_a_recipe_is_measured() -> None:
+def test_every_metric_that_a_gate_names_is_measured() -> None:
     """And nothing more: a figure that no gate can name would be dead."""
-    found = measured(quality=reports.QUALITY, latency=reports.LATENCY, engine=reports.ENGINE)
-    assert set(found) == set(get_args(Metric))
+    found = catalog.estimates(reports.MEASURED)
+    assert set(found) == set(catalog.deciding())
     assert found["size_bytes"] == Estimate.exact(5_087_122)
     assert found["tpot_p50_ms"].value == 0.611  # the slowest prompt length
-    assert set(measured(quality=None, latency=None, engine=reports.ENGINE)) == {"size_bytes"}
+    assert set(catalog.estimates(Measured(size_bytes=5))) == {"size_bytes"}

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.evaluation import footprint, latency, machine
-from llmforge.evaluation.footprint import Footprint
 from llmforge.evaluation.latency import Subject
-from llmforge.runtime import Sampling, Step
+from llmforge.metrics import catalog
+from llmforge.metrics.catalog import Measured
+from llmforge.metrics.latency import Footprint
+from llmforge.runtime import Sampling, StepOutput
 
 FOOTPRINT = Footprint(artifact_bytes=5000, weight_bytes_per_token=4000, kv_bytes_per_token=10)
 BANDWIDTH = 1e6
@@ -126,7 +128,7 @@ def test_bandwidth_utilization(bench: Bench) -> None:
 
 
 def test_gates_see_the_worst_length(bench: Bench) -> None:
-    estimates = run(bench.fake("A", 1.0, 2.0), None).estimates()
+    estimates = catalog.estimates(Measured(latency=run(bench.fake("A", 1.0, 2.0), None)))
     assert estimates["ttft_p50_ms"].value == pytest.approx(16 * 1.009)
     assert estimates["tpot_p50_ms"].value == pytest.approx(2 * 1.009)
 
@@ -161,10 +163,10 @@ def test_progress_counts_generations(bench: Bench) -> None:
 def test_runner_is_asked_for_greedy_tokens_past_eos() -> None:
     asked: list[tuple[list[list[int]], list[Sampling]]] = []
 
-    def generate_batch(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[Step]:
+    def generate_batch(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[StepOutput]:
         asked.append((prompts, samplings))
-        yield Step((7,), (None,))
-        yield Step((8,), ("length",))
+        yield StepOutput((7,), (None,))
+        yield StepOutput((8,), ("length",))
 
     subject = Subject.of_runner(SimpleNamespace(generate_batch=generate_batch), description="r", load_seconds=1.0)
     assert list(subject.generate(np.array([1, 2]), 2)) == [7, 8]

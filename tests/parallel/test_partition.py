@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from llmforge.ir.derived import Derived, Stored, cast, side_by_side
 from llmforge.parallel.partition import Cut, even, nibbles, shard, spread, take
-from llmforge.quantization import Grid, pack, rtn
+from llmforge.quantization import Grid, pack
+from llmforge.quantization import round_to_nearest as rtn
 
 MATRIX = np.arange(48, dtype=np.float32).reshape(6, 8)
 

@@ -240,9 +240,9 @@ def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path:
     arguments = {"target": targets.load("cpu-avx2"), "checkpoint": checkpoint}
     steps = recipe.instantiate(passes.ALL)
     with pytest.raises(UnsupportedError, match="an engine of onnxruntime runs a model alone"):
-        dry_run.rehearse(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
+        dry_run.run(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="which 3 ranks cannot share evenly"):
-        dry_run.rehearse(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
+        dry_run.run(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
 
 
 def test_a_plan_of_each_rank_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

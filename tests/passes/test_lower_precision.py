@@ -22,10 +22,10 @@ from llmforge.base.errors import CheckpointError, RecipeError, UnsupportedError,
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.cli import cli
 from llmforge.engines import onnxruntime as engines
-from llmforge.evaluation import metrics
 from llmforge.ir import derived, graph
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Budget, Context
+from llmforge.metrics.tokens import mean_kld
 from llmforge.passes import ALL, FlashAttention, FuseExperts, FuseNorms, GenaiInterface, PackGateUp, PackQkv
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
@@ -141,7 +141,7 @@ def test_sample_checkpoint_loses_what_transformers_loses(sample_checkpoint: Path
     for dtype, theirs in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         lowered = model.clone()
         lower(lowered, dtype)  # type: ignore[arg-type]
-        ratio = metrics.kld_mean(whole, logits(lowered)) / metrics.kld_mean(whole, original(theirs))
+        ratio = mean_kld(whole, logits(lowered)) / mean_kld(whole, original(theirs))
         assert 0.2 < ratio < 1.5, dtype
 
 

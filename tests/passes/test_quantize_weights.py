@@ -20,7 +20,9 @@ from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization import Grid, QuantizedMatrix, dequantize, pack, rtn
+from llmforge.quantization import Grid, QuantizedMatrix, dequantize, pack
+from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
@@ -276,7 +278,7 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
 def test_options() -> None:
     assert QuantizeWeights(BUDGET, method="rtn").demands() == ()
     step = options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, "block_size": 64, "exclude": ["*.k_proj.*"]})
-    assert step.demands() == (WeightDemand(Grid(4, 64, False), 0.01, ("*.k_proj.*",)),)
+    assert step.demands() == (WeightDemand(Gptq(), Grid(4, 64, False), ("*.k_proj.*",)),)
     with pytest.raises(ValidationError, match="budget"):
         options.make(QuantizeWeights, {})
     for bad in ({"bits": 3}, {"block_size": 16}, {"damping": 0.0}, {"method": "awq"}, {"embedding_bits": 2}):

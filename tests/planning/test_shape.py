@@ -13,7 +13,7 @@ from llmforge.base.errors import CheckpointError, NotADecoder, UnsupportedError
 from llmforge.planning import config, families
 from llmforge.planning.families import Unsaid
 from llmforge.planning.shape import Shape
-from llmforge.trace.export.shape_summary import survey
+from llmforge.trace.export.shape_summary import summarize
 
 from ..shapes import LLAMA, PARAMETERS, PUBLIC
 from ..zoo import BASE, LATENT, ZOO
@@ -65,7 +65,7 @@ def test_families_agree_with_transformers_and_with_the_frontend(name: str) -> No
     shape = families.shape(name, written(made))
     assert shape.parameters == parameters(made)
     assert shape.tied is made.tie_word_embeddings
-    found = survey(made, shape.depth, BASE["max_position_embeddings"])
+    found = summarize(made, shape.depth, BASE["max_position_embeddings"])
     assert list(caches(shape)) == [(*layer.caches["key"], layer.caches["value"][1]) for layer in found.layers]
     flat = [layer for count, layer in shape.layers for _ in range(count)]
     for mine, theirs in zip(flat, found.layers, strict=True):
@@ -74,11 +74,11 @@ def test_families_agree_with_transformers_and_with_the_frontend(name: str) -> No
 
 
 @pytest.mark.parametrize("name", sorted(set(ZOO) - set(KNOWN)))
-def test_what_no_family_knows_is_surveyed(name: str, tmp_path: Path) -> None:
+def test_what_no_family_knows_is_read_off_its_model(name: str, tmp_path: Path) -> None:
     made = configuration(name)
     with pytest.raises(Unsaid):
         families.shape(name, written(made))
-    shape = config.surveyed(name, made, tmp_path)
+    shape = config.of_model(name, made, tmp_path)
     assert shape.parameters == parameters(made)
     assert shape.depth == made.num_hidden_layers
     assert any(True for _ in shape.attentions())
@@ -87,7 +87,7 @@ def test_what_no_family_knows_is_surveyed(name: str, tmp_path: Path) -> None:
 
 
 def test_recurrent_layers_have_a_state_and_no_cache(tmp_path: Path) -> None:
-    shape = config.surveyed("x", configuration("qwen3-5"), tmp_path)
+    shape = config.of_model("x", configuration("qwen3-5"), tmp_path)
     recurrent, attending = (layer for _, layer in shape.layers)
     assert recurrent.attention is None
     assert recurrent.state == 3 * 80 + 4 * 8 * 12

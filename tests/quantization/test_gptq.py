@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmforge.quantization import Grid, QuantizedMatrix, dequantize, rtn
-from llmforge.quantization.gptq import Curvature, gptq
+from llmforge.quantization import Grid, QuantizedMatrix, dequantize
+from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.methods.gptq import Curvature, gptq
 
 DAMPING = 0.01
 

@@ -11,7 +11,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from llmforge.quantization import Grid, dequantize, pack, rows, rtn, stack, unpack
+from llmforge.quantization import Grid, dequantize, pack, rows, stack, unpack
+from llmforge.quantization import round_to_nearest as rtn
 
 GRIDS = st.builds(Grid, bits=st.sampled_from([4, 8]), block_size=st.sampled_from([16, 32]), symmetric=st.booleans())
 # Ordinary weights, zeros, and magnitudes at both ends of fp32 (but for subnormal scales, which have few bits).
@@ -104,7 +105,7 @@ def test_constant_and_zero_blocks_are_exact() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = np.random.default_rng(0).standard_normal((37, 64)).astype(np.float32)
     whole = rtn(weight, Grid(4, 32, False))
-    monkeypatch.setattr("llmforge.quantization.CHUNK_BYTES", 5 * 64 * 4)
+    monkeypatch.setattr("llmforge.quantization.grids.CHUNK_BYTES", 5 * 64 * 4)
     np.testing.assert_array_equal(rtn(weight, Grid(4, 32, False)).codes, whole.codes)
 
 

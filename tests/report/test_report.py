@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 
 from llmforge.evaluation.gates import Verdict, judge, overall
-from llmforge.evaluation.metrics import Estimate
 from llmforge.lowering.pass_base import Rewritten, Skipped
+from llmforge.metrics import catalog
+from llmforge.metrics.catalog import Measured
+from llmforge.metrics.intervals import Estimate
 from llmforge.recipe import GateSpec
-from llmforge.report import charts, figures, render, view
+from llmforge.report import charts, render, view
 from llmforge.report.model import Report
 
 from .. import reports
@@ -101,7 +103,7 @@ def test_page_holds_the_facts() -> None:
     for fact in facts:
         assert fact in page.text, fact
     for metric in reports.GATES:
-        assert figures.METRICS[metric].title in page.text
+        assert catalog.deciding()[metric].title in page.text
 
 
 def test_page_stands_alone() -> None:
@@ -215,7 +217,7 @@ def test_latency_without_baseline_renders() -> None:
     ],
 )
 def test_headlines(gates: dict[str, GateSpec], text: str) -> None:
-    measured = {"size_bytes": Estimate.exact(5e6), **reports.QUALITY.estimates()}
+    measured = catalog.estimates(Measured(quality=reports.QUALITY, size_bytes=5_000_000))
     results = judge(gates, measured)
     report = reports.make(gates=results, verdict=overall(results))
     assert view.headline(report) == text
@@ -235,7 +237,7 @@ def test_gate_plot_is_true_to_scale() -> None:
 
 
 def test_histogram_shows_all_tokens_at_their_place() -> None:
-    plot = charts.kld_histogram(reports.QUALITY)
+    (plot,) = charts.histograms(reports.QUALITY)
     assert len(plot.columns) == 4 * (len(plot.ticks) - 1)
     assert max(column.height for column in plot.columns) == 1
     tallest = max(plot.columns, key=lambda column: column.height)
@@ -248,22 +250,3 @@ def test_histogram_shows_all_tokens_at_their_place() -> None:
 def test_equal_reasons_are_told_once() -> None:
     places = [Skipped("a", "odd"), Skipped("b", "even"), Skipped("c", "odd")]
     assert view.grouped(places) == [view.Places("odd", ("a", "c")), view.Places("even", ("b",))]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (0.02104, "0.0210"), (9.996, "10.0"), (99.96, "100"), (2071.4, "2,070"), (3.8e-6, "3.80e-06"),
-     (-0.5, "-0.500"), (math.inf, "inf"), (1e-4, "0.000100")],
-)  # fmt: skip
-def test_significant(value: float, text: str) -> None:
-    assert figures.significant(value) == text
-
-
-@pytest.mark.parametrize(
-    ("written", "text"),
-    [(figures.size(999), "999 B"), (figures.size(5_087_122), "5.09 MB"), (figures.size(70e9), "70.0 GB"),
-     (figures.duration(4.24), "4.2 s"), (figures.duration(185), "3 min 05 s"), (figures.duration(7260), "2 h 01 min"),
-     (figures.percent(0.8993), "89.9 %"), (figures.times(11.8), "12×"), (figures.times(0.83), "0.83×")],
-)  # fmt: skip
-def test_figures(written: str, text: str) -> None:
-    assert written == text

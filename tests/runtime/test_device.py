@@ -153,7 +153,7 @@ def test_a_recording_runs_when_it_is_replayed(monkeypatch):
     cuda = fake_cuda(monkeypatch)
     device = require_cuda()
     source, target, values = device.allocate(8), device.allocate(8), device.host((1,), "int64")
-    graph = device.record(lambda: device.copy(Block(target, 0, 8), Block(source, 0, 8), 8, 1))
+    graph = device.capture(lambda: device.copy(Block(target, 0, 8), Block(source, 0, 8), 8, 1))
     assert graph.nodes == 1
     for value in (5, 6):
         values[0] = value

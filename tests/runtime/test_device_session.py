@@ -69,7 +69,7 @@ def test_every_kind_of_step_gives_the_bits_of_the_session_of_the_cpu(int8_cache)
         )
         np.testing.assert_array_equal(got, wanted)
     for name, array in caches[0].buffers.items():
-        buffer = caches[1].memory.parts[name].buffer
+        buffer = caches[1].memory.tensors[name].buffer
         np.testing.assert_array_equal(buffer.memory.view(array.dtype).reshape(array.shape), array)
 
 
@@ -114,7 +114,7 @@ def test_steps_beyond_the_cache_are_refused_before_they_run():
         session.step(np.zeros((2, 3), np.int64), lengths(0, 6), cache)
     with pytest.raises(ValueError, match="cache of 2 rows"):
         session.step(np.zeros((1, 1), np.int64), lengths(0), cache)
-    assert not any(part.buffer.memory.any() for part in cache.memory.parts.values())
+    assert not any(part.buffer.memory.any() for part in cache.memory.tensors.values())
 
 
 def test_a_cache_that_nobody_holds_is_freed():
@@ -137,9 +137,9 @@ def recording(plan: GraphPlan = PLAN, buckets=(2, 4)) -> tuple[Session, DeviceSe
 def test_steps_are_recorded_in_the_order_of_the_plan_and_proved():
     _, session, recorder = recording()
     session.allocate(4, CAPACITY)
-    assert [each.capture for each in session.recordings] == list(PLAN.captures)
+    assert [each.capture for each in session.capture_results] == list(PLAN.captures)
     assert list(recorder.recorded) == [1, 2, 3, 4]
-    assert all(each.obstacle is None and each.replay_ms > 0 for each in session.recordings)
+    assert all(each.reason is None and each.replay_ms > 0 for each in session.capture_results)
     assert session.buckets == (2, 4)
     assert session.notes == ()
 
@@ -147,7 +147,7 @@ def test_steps_are_recorded_in_the_order_of_the_plan_and_proved():
 def test_a_decode_step_is_replayed_by_its_rows_and_the_length_of_its_longest_text():
     reference, session, recorder = recording()
     caches = [each.allocate(4, CAPACITY) for each in (reference, session)]
-    for part in caches[1].memory.parts.values():  # what the proofs wrote, for here pasts are not written first
+    for part in caches[1].memory.tensors.values():  # what the proofs wrote, for here pasts are not written first
         part.buffer.memory[:] = 0
     random = np.random.default_rng(0)
     recorder.replays.clear()
@@ -259,7 +259,7 @@ def test_nothing_is_recorded_where_the_plan_says_so():
     _, session, recorder = recording(GraphPlan("off", PLAN.captures))
     session.allocate(4, CAPACITY)
     assert recorder.recorded == {}
-    assert session.recordings == ()
+    assert session.capture_results == ()
 
 
 def test_logits_arrive_in_an_array_of_the_devices_choice():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmforge.runtime.sampling.distribution import draw, invert, largest, log_probabilities, weigh
+from llmforge.runtime.sampling.distribution import draw, inverse_cdf, largest, log_probabilities, weigh
 from llmforge.runtime.sampling.options import Sampling
 
 logits_of_tokens = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40).map(
@@ -110,7 +110,7 @@ def test_the_largest_of_many(count):
 )
 def test_inversion_is_a_walk_along_the_running_sum(values, uniform):
     weights = np.array(values, np.float32)
-    place = invert(weights, uniform)
+    place = inverse_cdf(weights, uniform)
     assert weights[place] > 0
     before, target = math.fsum(weights[:place].tolist()), uniform * math.fsum(weights.tolist())
     slack = 1e-6 * math.fsum(weights.tolist())

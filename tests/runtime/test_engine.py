@@ -142,7 +142,7 @@ def test_a_deadline_of_the_engine_holds_for_requests_without_one(runner):
 
 
 @pytest.mark.parametrize("speculation", ["prompt-lookup", "draft-model"])
-def test_an_engine_guesses_and_says_what_it_gained(runner, speculation):
+def test_an_engine_speculates_and_says_what_it_gained(runner, speculation):
     draft = runner if speculation == "draft-model" else None
     options = EngineOptions(speculation=speculation)
     requests = [Request(prompt(6, seed=i) * 3, Sampling(max_tokens=60, ignore_eos=True)) for i in range(4)]
@@ -185,7 +185,7 @@ def test_artifacts_and_options_must_belong_together(runner, monkeypatch):
     words = Runner(runner.session, runner.config, Tokenizer(WordLevel({"a": 0}, "a")), None)
     with pytest.raises(InputError, match="the draft artifact has another vocabulary"):
         Engine(runner, EngineOptions(speculation="draft-model"), words)
-    monkeypatch.setattr(Session, "reuse_obstacle", "it has moods")
+    monkeypatch.setattr(Session, "no_reuse_reason", "it has moods")
     with pytest.raises(UnsupportedError, match="the draft artifact cannot take guesses back: it has moods"):
         Engine(runner, EngineOptions(speculation="draft-model"), runner)
     with Engine(runner) as engine:

@@ -139,7 +139,7 @@ def test_no_block_is_lost_or_found_wrongly_in_a_long_random_life(session):
         kept.store(tokens, cache, 0)
         found += got
         assert len(kept) <= 10
-        assert len({block.row for block in kept._recency}) + len(kept._free) == 10
+        assert len({block.row for block in kept._lru}) + len(kept._free) == 10
     assert found > 300 * BLOCK
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from llmforge.base.errors import UsageError
-from llmforge.runtime import Engine, Request, Runner, Sampling
+from llmforge.runtime import Engine, EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.sampling.constraints import Constraint
 from llmforge.runtime.serving.scheduler import Scheduler
 from llmforge.runtime.serving.speculation import Payoff, PromptLookup, Speculation
@@ -48,11 +48,8 @@ def answers(runner: Runner, prompt: tuple[int, ...], *, speculate: bool) -> dict
     scheduler = Scheduler(
         runner.session,
         runner.session.allocate(8, runner.config.max_context),
-        runner.config,
-        runner.tokenizer,
-        runner.choosers,
-        max_queue=0,
-        step_tokens=512,
+        runner.samplers,
+        EngineOptions(max_queue=0, prefix_cache_bytes=0),
         speculation=Speculation(PromptLookup(), Payoff(always=True)) if speculate else None,
     )
     received = {name: Received() for name in SAMPLINGS}

@@ -15,10 +15,9 @@ from llmforge import targets
 from llmforge.base.errors import InputError, Unavailable, UsageError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import onnxruntime as engine
-from llmforge.runtime import Request, Runner, Sampling
-from llmforge.runtime.backends.config import RuntimeConfig, SessionOptions
+from llmforge.runtime import EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.backends.session import Cache
-from llmforge.runtime.sampling.sampler import Choosers
+from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.prefix_cache import BLOCK
 from llmforge.runtime.serving.scheduler import Scheduler
 from llmforge.runtime.serving.speculation import Payoff, PromptLookup, Speculation
@@ -40,7 +39,7 @@ class Watched:
     def __init__(self, runner: Runner, buckets: tuple[int, ...] | None = None) -> None:
         self._session = runner.session
         self.vocabulary = self._session.vocabulary
-        self.reuse_obstacle: str | None = self._session.reuse_obstacle
+        self.no_reuse_reason: str | None = self._session.no_reuse_reason
         self.allocate = self._session.allocate
         self.buckets = buckets
         self.steady_from = 2
@@ -87,10 +86,9 @@ def watched(runner) -> Watched:
 
 def scheduler(runner: Runner, backend: Any = None, *, slots: int = 3, **options: Any) -> Scheduler[Cache]:
     backend = backend or runner.session
-    options = {"max_queue": 10, "step_tokens": CHUNK, "chunk": CHUNK, **options}
-    return Scheduler(
-        backend, backend.allocate(slots, CAPACITY), runner.config, runner.tokenizer, runner.choosers, **options
-    )
+    own = {name: options.pop(name) for name in ("chunk", "clock") if name in options}
+    served = EngineOptions(**{"max_queue": 10, "step_tokens": CHUNK, "prefix_cache_bytes": 0, **options})
+    return Scheduler(backend, backend.allocate(slots, CAPACITY), runner.samplers, served, **{"chunk": CHUNK, **own})
 
 
 def run(scheduled: Scheduler[Cache]) -> None:
@@ -468,20 +466,20 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     model, _ = engine.lower(trace(Checkpoint.open(tmp_path)), targets.load("cpu-avx2"))
     session = probe.open_session(model, probe.Weights(), 1)
     vocabulary = session.vocabulary
-    choosers = Choosers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
-    config = RuntimeConfig(2, "", None, CAPACITY, 3, vocabulary, (), None, session.caches, SessionOptions(1, True, {}))
+    samplers = Samplers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
 
     def scheduled(slots: int, chunk: int) -> Scheduler[Cache]:
         speculation = Speculation(PromptLookup(), Payoff(always=True))
-        cache = session.allocate(slots, CAPACITY)
-        return Scheduler(
-            session, cache, config, None, choosers, max_queue=9, step_tokens=chunk, chunk=chunk,
-            prefix_cache_bytes=PLENTY, speculation=speculation,
-        )  # fmt: skip
+        cache, options = session.allocate(slots, CAPACITY), EngineOptions(9, chunk, PLENTY)
+        return Scheduler(session, cache, samplers, options, speculation=speculation, chunk=chunk)
 
     random = np.random.default_rng(1)
     requests = [
-        Request(tuple(random.integers(0, vocabulary, length).tolist()), Sampling(max_tokens=count, ignore_eos=True))
+        Request(
+            tuple(random.integers(0, vocabulary, length).tolist()),
+            Sampling(max_tokens=count, ignore_eos=True),
+            detokenize=False,
+        )
         for length, count in ((40, 30), (5, 4), (60, 25), (33, 6), (40, 3), (7, 20))
     ]
     together = scheduled(3, 7)

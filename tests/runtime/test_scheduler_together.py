@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from llmforge.checkpoint.documents import read_documents
-from llmforge.runtime import Constraint, Request, Runner, Sampling
+from llmforge.runtime import Constraint, EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.backends.config import Capture, GraphPlan
 from llmforge.runtime.backends.cuda import DeviceSession
 from llmforge.runtime.backends.device import HostDevice
 from llmforge.runtime.serving.prefix_cache import BLOCK
 from llmforge.runtime.serving.scheduler import Scheduler
-from llmforge.runtime.serving.sequence import Answer
+from llmforge.runtime.serving.sequence import Sequence as Generated
 from llmforge.runtime.serving.speculation import Payoff, PromptLookup, Speculation
 from llmforge.runtime.serving.stats import EngineStats
 
@@ -60,7 +60,7 @@ class Client:
     leaves: int | None
     earlier: Client | None
     received: Received = field(default_factory=Received)
-    ticket: Answer | None = None
+    ticket: Generated | None = None
 
     @property
     def request(self) -> Request:
@@ -98,18 +98,9 @@ def clients(texts: Sequence[Sequence[int]], random: np.random.Generator) -> list
 def serve(everybody: Sequence[Client], runner: Runner, backend: Any, speculation: Speculation | None) -> EngineStats:
     """Let all come and go as they want, at `backend`; return what was counted."""
     block_bytes = backend.allocate(1, BLOCK).size_bytes
-    scheduler = Scheduler(
-        backend,
-        backend.allocate(8, runner.config.max_context),
-        runner.config,
-        runner.tokenizer,
-        runner.choosers,
-        max_queue=REQUESTS,
-        step_tokens=2 * CHUNK,
-        chunk=CHUNK,
-        prefix_cache_bytes=CACHE_BLOCKS * block_bytes,
-        speculation=speculation,
-    )
+    cache = backend.allocate(8, runner.config.max_context)
+    options = EngineOptions(REQUESTS, step_tokens=2 * CHUNK, prefix_cache_bytes=CACHE_BLOCKS * block_bytes)
+    scheduler = Scheduler(backend, cache, runner.samplers, options, speculation=speculation, chunk=CHUNK)
     step = 0
     while scheduler.busy or any(client.ticket is None for client in everybody):
         for client in everybody:

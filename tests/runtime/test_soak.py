@@ -39,7 +39,7 @@ def test_300_requests(tmp_path: Path, sample_checkpoint: Path) -> None:
 def test_a_wrong_answer_is_found(tmp_path: Path, sample_checkpoint: Path) -> None:
     small = publish_small(tmp_path, sample_checkpoint)
     code = (
-        "import runpy, sys; from llmforge.runtime import engine\n"
+        "import runpy, sys; from llmforge.runtime.serving import engine\n"
         "stream = engine.Engine.stream\n"
         "engine.Engine.stream = lambda self, asked: stream(self, type(asked)((7, *asked.prompt), asked.sampling))\n"
         "sys.argv[:1] = []; runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -1,14 +1,15 @@
-"""Guessing tokens: what is guessed, that nothing is lost, what is counted, and when it is left."""
+"""Speculative decoding: what is drafted, that nothing is lost, what is counted, and when it is left."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge.runtime import Request, Runner, Sampling
+from llmforge.runtime import Constraint, EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.backends.session import Cache, Session, SessionConfig
 from llmforge.runtime.serving.scheduler import Scheduler
 from llmforge.runtime.serving.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
@@ -32,11 +33,8 @@ def answered(
     scheduler: Scheduler[Cache] = Scheduler(
         runner.session,
         cache,
-        runner.config,
-        runner.tokenizer,
-        runner.choosers,
-        max_queue=99,
-        step_tokens=64,
+        runner.samplers,
+        EngineOptions(max_queue=99, step_tokens=64, prefix_cache_bytes=0),
         speculation=speculation,
     )
     received = [Received() for _ in requests]
@@ -52,7 +50,7 @@ def asks(length: int, variant: int, answer: int, **sampling: float) -> Request:
 
 
 class Oracle:
-    """Guesses from the right answers, of which every `wrong`-th token is replaced."""
+    """Drafts from the right answers, of which every `wrong`-th token is replaced."""
 
     def __init__(self, right: dict[tuple[int, ...], list[int]], wrong: int) -> None:
         self.texts = [[*asked, *answer] for asked, answer in right.items()]
@@ -68,7 +66,7 @@ class Oracle:
         self.forgotten.append(key)
 
 
-# Who guesses ---------------------------------------------------------------------------------------------------------
+# Who drafts ----------------------------------------------------------------------------------------------------------
 
 
 def test_prompt_lookup_goes_on_as_the_text_did_before():
@@ -84,7 +82,7 @@ def test_prompt_lookup_goes_on_as_the_text_did_before():
     assert lookup.propose("a", [7, 2, 3], 3) == []
 
 
-def test_a_draft_model_guesses_what_it_would_answer_however_the_text_goes_on():
+def test_a_draft_model_drafts_what_it_would_answer_however_the_text_goes_on():
     session = Session(ir.to_proto(decoder()).SerializeToString(), SessionConfig(threads=1))
 
     def greedy(text: list[int], count: int) -> list[int]:
@@ -99,10 +97,10 @@ def test_a_draft_model_guesses_what_it_would_answer_however_the_text_goes_on():
     texts = {key: random.integers(0, 97, 9).tolist() for key in ("a", "b")}
     for round_ in range(5):
         for key, text in texts.items():
-            guesses = draft.propose(key, text, 4)
-            assert guesses == greedy(text, 4)
+            drafted = draft.propose(key, text, 4)
+            assert drafted == greedy(text, 4)
             right = round_ % 4
-            text += [*guesses[:right], int(random.integers(0, 97))]
+            text += [*drafted[:right], int(random.integers(0, 97))]
     assert draft.propose("c", texts["a"], 4) == []  # no row left
     draft.forget("a")
     assert draft.propose("c", texts["a"], 4) == greedy(texts["a"], 4)
@@ -124,15 +122,15 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("wrong", [1, 3, 1000])
-def test_answers_are_the_same_whatever_is_guessed(runner, wrong):
+def test_answers_are_the_same_whatever_is_drafted(runner, wrong):
     plain, _ = answered(runner, REQUESTS, None)
     right = {request.prompt: answer.tokens for request, answer in zip(REQUESTS, plain, strict=True)}
     oracle = Oracle(right, wrong)
-    guessed, stats = answered(runner, REQUESTS, Speculation(oracle, Payoff(always=True)))
-    assert [answer.tokens for answer in guessed] == [answer.tokens for answer in plain]
-    assert [answer.text for answer in guessed] == [answer.text for answer in plain]
-    assert [answer.reason for answer in guessed] == ["length"] * len(REQUESTS)
-    usages = [answer.chunks[-1].usage for answer in guessed]
+    drafted, stats = answered(runner, REQUESTS, Speculation(oracle, Payoff(always=True)))
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    assert [answer.text for answer in drafted] == [answer.text for answer in plain]
+    assert [answer.reason for answer in drafted] == ["length"] * len(REQUESTS)
+    usages = [answer.chunks[-1].usage for answer in drafted]
     assert stats.drafted_tokens == sum(usage.drafted_tokens for usage in usages) > 0
     assert stats.accepted_tokens == sum(usage.accepted_tokens for usage in usages)
     assert stats.judge_tokens + stats.decode_tokens == stats.output_tokens - len(REQUESTS)
@@ -145,23 +143,41 @@ def test_answers_are_the_same_whatever_is_guessed(runner, wrong):
     assert len(set(oracle.forgotten)) == len(REQUESTS)
 
 
-def test_an_answer_that_ends_within_guesses_ends_there(runner):
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 9}])
+def test_drafts_change_no_token_of_a_constrained_answer(runner, options):
+    """Right drafts, wrong ones, and such as the grammar forbids: the state advances by accepted tokens alone."""
+    pytest.importorskip("llguidance", reason="constraints need llguidance")
+    constraint = Constraint("regex", "[a-z ]{80,120}")
+    request = Request(prompt(9, 1), Sampling(max_tokens=90, constraint=constraint, **options))
+    (plain,), _ = answered(runner, [request], None)
+    oracle = Oracle({request.prompt: plain.tokens}, 5)
+    (drafted,), stats = answered(runner, [request], Speculation(oracle, Payoff(always=True)))
+    assert drafted.tokens == plain.tokens
+    assert 5 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_an_answer_that_ends_within_a_draft_ends_there(runner):
     (plain,), _ = answered(runner, [asks(9, 1, 30)], None)
     text = plain.text
     stop = text[len(text) // 2 : len(text) // 2 + 4]
     request = Request(prompt(9, 1), Sampling(max_tokens=30, ignore_eos=True, stop=(stop,)))
     oracle = Oracle({request.prompt: plain.tokens}, 1000)
-    (guessed,), _ = answered(runner, [request], Speculation(oracle, Payoff(always=True)))
-    assert guessed.text == text[: text.index(stop)]
-    assert guessed.reason == "stop"
+    (drafted,), _ = answered(runner, [request], Speculation(oracle, Payoff(always=True)))
+    assert drafted.text == text[: text.index(stop)]
+    assert drafted.reason == "stop"
+    token = plain.tokens[len(plain.tokens) // 2]
+    end = dataclasses.replace(request.sampling, stop=(), stop_token_ids=(token,))
+    (drafted,), _ = answered(runner, [Request(request.prompt, end)], Speculation(oracle, Payoff(always=True)))
+    assert drafted.tokens == plain.tokens[: plain.tokens.index(token)]
+    assert drafted.reason == "stop"
 
 
 def test_a_draft_model_that_is_the_model_is_always_right(runner):
     draft = DraftModel(runner.session, VOCABULARY, 3, CAPACITY, 16)
     greedy = [request for request in REQUESTS if request.sampling.temperature == 0]
     plain, _ = answered(runner, greedy, None)
-    guessed, stats = answered(runner, greedy, Speculation(draft, Payoff(always=True), most=4))
-    assert [answer.tokens for answer in guessed] == [answer.tokens for answer in plain]
+    drafted, stats = answered(runner, greedy, Speculation(draft, Payoff(always=True), max_tokens=4))
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert stats.drafted_tokens > 50
     assert stats.accepted_tokens == stats.drafted_tokens
 
@@ -169,24 +185,24 @@ def test_a_draft_model_that_is_the_model_is_always_right(runner):
 # Off when it does not pay -------------------------------------------------------------------------------------------
 
 
-def payoff(*, decode_s: float, judge_s: float, gained: int) -> Payoff:
+def payoff(*, decode_s: float, verify_s: float, gained: int) -> Payoff:
     measured = Payoff()
     measured.decoded(1, decode_s)
     for _ in range(20):
-        measured.judged("a", 7, gained, judge_s)
+        measured.verified("a", 7, gained, verify_s)
         measured.decoded(1, decode_s)
     return measured
 
 
-def test_guesses_are_judged_where_that_is_faster():
-    assert payoff(decode_s=1.0, judge_s=2.0, gained=4).pays("a", 7, 1)
-    assert not payoff(decode_s=1.0, judge_s=5.0, gained=4).pays("a", 7, 1)
-    # Beside others: judging takes 2 s for 4 tokens, and a step of 4 answers is no shorter for one answer less.
-    crowd = payoff(decode_s=1.0, judge_s=2.0, gained=4)
+def test_drafts_are_verified_where_that_is_faster():
+    assert payoff(decode_s=1.0, verify_s=2.0, gained=4).pays("a", 7, 1)
+    assert not payoff(decode_s=1.0, verify_s=5.0, gained=4).pays("a", 7, 1)
+    # Beside others: verifying takes 2 s for 4 tokens, and a step of 4 answers is no shorter for one answer less.
+    crowd = payoff(decode_s=1.0, verify_s=2.0, gained=4)
     for rows in (3, 4):
         crowd.decoded(rows, 1.0)
     assert not crowd.pays("a", 7, 4)
-    crowd.judged("b", 7, 8, 0.1)
+    crowd.verified("b", 7, 8, 0.1)
     assert crowd.pays("b", 7, 1)
 
 
@@ -194,21 +210,21 @@ def test_nothing_is_decided_before_it_is_measured():
     new = Payoff()
     assert not new.pays("a", 7, 1)  # what a step takes comes first
     new.decoded(1, 1.0)
-    assert new.pays("a", 7, 1)  # then what a judgement takes
-    new.judged("a", 7, 1, 10.0)
+    assert new.pays("a", 7, 1)  # then what a verification takes
+    new.verified("a", 7, 1, 10.0)
     assert not new.pays("a", 7, 1)
 
 
 def test_the_other_way_is_tried_now_and_then():
-    slow = payoff(decode_s=1.0, judge_s=5.0, gained=1)
+    slow = payoff(decode_s=1.0, verify_s=5.0, gained=1)
     asked = [slow.pays("a", 7, 1) for _ in range(Payoff.PROBE)]
     assert asked == [False] * (Payoff.PROBE - 1) + [True]
-    slow.judged("a", 7, 1, 5.0)
+    slow.verified("a", 7, 1, 5.0)
     assert not slow.pays("a", 7, 1)
-    fast = payoff(decode_s=1.0, judge_s=0.1, gained=8)
+    fast = payoff(decode_s=1.0, verify_s=0.1, gained=8)
     for _ in range(Payoff.PROBE):
         assert fast.pays("a", 7, 1)
-        fast.judged("a", 7, 8, 0.1)
+        fast.verified("a", 7, 8, 0.1)
     assert not fast.pays("a", 7, 1)
     fast.decoded(1, 1.0)
     assert fast.pays("a", 7, 1)
@@ -224,12 +240,12 @@ class Timed:
         return self.now
 
 
-@pytest.mark.parametrize(("judge_s", "pays"), [(1.5, True), (9.0, False)])
-def test_a_scheduler_measures_and_decides(runner, monkeypatch, judge_s, pays):
+@pytest.mark.parametrize(("verify_s", "pays"), [(1.5, True), (9.0, False)])
+def test_a_scheduler_measures_and_decides(runner, monkeypatch, verify_s, pays):
     clock, step = Timed(), runner.session.step
 
     def timed(ids: np.ndarray, *args: object, **kwargs: object) -> np.ndarray:
-        clock.now += 1.0 if ids.shape[1] == 1 else judge_s
+        clock.now += 1.0 if ids.shape[1] == 1 else verify_s
         return step(ids, *args, **kwargs)
 
     request = asks(9, 1, 100)
@@ -239,11 +255,8 @@ def test_a_scheduler_measures_and_decides(runner, monkeypatch, judge_s, pays):
     scheduler: Scheduler[Cache] = Scheduler(
         runner.session,
         runner.session.allocate(1, CAPACITY),
-        runner.config,
-        runner.tokenizer,
-        runner.choosers,
-        max_queue=0,
-        step_tokens=64,
+        runner.samplers,
+        EngineOptions(max_queue=0, step_tokens=64, prefix_cache_bytes=0),
         speculation=Speculation(proposer),
         clock=clock,
     )
@@ -255,7 +268,7 @@ def test_a_scheduler_measures_and_decides(runner, monkeypatch, judge_s, pays):
     stats = scheduler.stats()
     assert (stats.judge_tokens > stats.decode_tokens) == pays
     assert stats.decode_s == pytest.approx(stats.decode_tokens)
-    assert stats.judge_s == pytest.approx(judge_s * stats.drafted_tokens / 7, rel=0.3)
+    assert stats.judge_s == pytest.approx(verify_s * stats.drafted_tokens / 7, rel=0.3)
     gain = stats.speculation_gain
     assert gain is not None
     assert (gain > 1) == pays

@@ -150,7 +150,7 @@ def test_profiles_are_found_in_any_order(bench):
 def test_a_step_is_recorded_once_for_each_bucket_and_proved(bench):
     session = bench.load()
     session.allocate(ROWS, CAPACITY)
-    assert [(each.capture.batch, each.obstacle) for each in session.recordings] == [(4, None), (2, None), (1, None)]
+    assert [(each.capture.batch, each.reason) for each in session.capture_results] == [(4, None), (2, None), (1, None)]
     assert session.notes == ()
     # Each bucket's context runs its step once as it is, and once while it is recorded.
     assert [context.enqueued for context in bench.engine.contexts[2:]] == [2, 2, 2]
@@ -339,7 +339,7 @@ def test_a_plan_of_a_traced_model_decodes_like_the_engine_of_the_cpu(tiny_checkp
     vocabulary = reference.vocabulary
     session = open_engine(tmp_path, config(vocabulary=vocabulary, caches=reference.caches))
     caches = [each.allocate(ROWS, CAPACITY) for each in (session, reference)]
-    assert [each.obstacle for each in session.recordings] == [None, None, None]
+    assert [each.reason for each in session.capture_results] == [None, None, None]
     for ids, past, (start, stop), rows in STEPS:
         got, wanted = (
             each.step(ids % vocabulary, past, cache.rows(start, stop), rows)

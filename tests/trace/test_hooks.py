@@ -61,7 +61,7 @@ HOOKS = [
         "trace.internals",
         "tells models that call attention through the interface from those with code of their own",
     ),
-    Hook("torch.overrides:TorchFunctionMode", "calibration.skeleton", "torch.empty without memory"),
+    Hook("torch.overrides:TorchFunctionMode", "calibration.skeleton", "looks tokens up in a mapped table"),
     Hook("torch.nn:Module.register_parameter", "trace.internals", "parameters on the meta device", ("name", "param")),
     Hook("torch.nn:Module.register_forward_pre_hook", "trace.capture", "selects rows in front of the head", ("hook",)),
     Hook("torch:Tensor._base", "trace.rotary", "tells that positions of all axes are the same"),

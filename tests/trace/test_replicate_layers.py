@@ -48,7 +48,7 @@ def both(folder: Path) -> tuple[ir.Model, ir.Model]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in REPEATED]
 )
-def test_a_stamped_graph_is_the_full_one(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replicated_graph_is_the_full_one(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes, (lead, period) = REPEATED[case]
     zoo.write(name, tmp_path, torch.bfloat16, **changes)
     exported: list[int] = []
@@ -167,7 +167,7 @@ WHOLE = Pattern("model.layers", 4, 0, 1)
 
 def test_a_cut_graph_holds_the_first_layers_and_shares_tensors(llama: ir.Model) -> None:
     before = graph.fingerprint(llama)
-    short = replicate_layers.cut(llama, WHOLE, 2)
+    short = replicate_layers.first_layers(llama, WHOLE, 2)
     assert graph.fingerprint(llama) == before
     dialect.check(short)
     assert sum(node.op_type == "Attention" for node in short.graph) == 2
@@ -182,8 +182,8 @@ def test_a_cut_graph_holds_the_first_layers_and_shares_tensors(llama: ir.Model) 
 
 def test_a_cut_graph_grows_back(llama: ir.Model) -> None:
     """All but the tensors, which a trace binds afterwards."""
-    short = replicate_layers.cut(llama, WHOLE, 2)
-    replicate_layers.stamp(short, WHOLE)
+    short = replicate_layers.first_layers(llama, WHOLE, 2)
+    replicate_layers.replicate(short, WHOLE)
     expected = llama.clone()
     for model in (short, expected):
         for value in model.graph.initializers.values():
@@ -236,11 +236,11 @@ def _foreign_cache(model: ir.Model) -> None:
     ],
 )
 def test_layers_that_differ_in_the_graph_are_not_copied(llama: ir.Model, spoil: Any, reason: str) -> None:
-    short = replicate_layers.cut(llama, WHOLE, 2)
+    short = replicate_layers.first_layers(llama, WHOLE, 2)
     spoil(short)
     before = graph.fingerprint(short)
     with pytest.raises(Irregular, match=reason):
-        replicate_layers.stamp(short, WHOLE)
+        replicate_layers.replicate(short, WHOLE)
     assert graph.fingerprint(short) == before
 
 
@@ -251,7 +251,7 @@ def test_a_graph_that_cannot_be_grown_is_traced_whole(tmp_path: Path, monkeypatc
     def refuse(*_: object) -> None:
         raise Irregular("for this test")
 
-    monkeypatch.setattr(replicate_layers, "stamp", refuse)
+    monkeypatch.setattr(replicate_layers, "replicate", refuse)
     model = trace(Checkpoint.open(tmp_path))
     assert json.loads(model.metadata_props[pattern.LAYERS]) == {"irregular": "for this test"}
     assert sum(node.op_type == "Attention" for node in model.graph) == 4

@@ -26,7 +26,7 @@ from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
 from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
-from llmforge.runtime.serving.engine import EngineOptions
+from llmforge.runtime.serving.options import EngineOptions
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.launch import Ports, command, find
@@ -61,12 +61,12 @@ class TestRepository:
         assert files(own) >= {
             "config.pbtxt", "README.md", "warmup/prompt", "warmup/sampling_parameters",
             "1/model.py", "1/requirements.txt",
-            "1/llmforge/runtime/engine.py", "1/llmforge/triton/backend/model.py",
+            "1/llmforge/runtime/serving/engine.py", "1/llmforge/triton/backend/model.py",
         }  # fmt: skip
         assert not any(path.startswith("1/engine") for path in files(own))
         for path, source in sources.shipped().items():
             assert (own / "1" / path).read_bytes() == source.read_bytes()
-        record = artifact.manifest.files["triton/random/1/llmforge/runtime/engine.py"]
+        record = artifact.manifest.files["triton/random/1/llmforge/runtime/serving/engine.py"]
         assert record.in_content  # what serves is part of what the version names
 
     def test_the_readme_names_what_is_needed(self, artifact: Artifact) -> None:
@@ -286,7 +286,7 @@ def model_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     vars(module).update(Logger=Mock(), TritonModelException=RuntimeError)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(checks, "numpy_fits", lambda version: None)  # this process is no backend of Triton's
-    for name in ("model", "answers", "metrics"):  # imported with that module, and not to be kept
+    for name in ("model", "responses", "metrics"):  # imported with that module, and not to be kept
         monkeypatch.delitem(sys.modules, f"llmforge.triton.backend.{name}", raising=False)
     return importlib.import_module("llmforge.triton.backend.model")
 
@@ -323,7 +323,7 @@ def test_the_environment_of_an_engine_is_that_of_what_runs_it(artifact: Artifact
     assert {"tensorrt-rtx==1.7.1.116", "onnxruntime", "cuda-bindings>=13,<14"} <= set(plan.splitlines())
 
 
-def ask(runner: Runner, parameters: dict[str, Any] | None = None, **tensors: Any) -> inputs.Ask:
+def ask(runner: Runner, parameters: dict[str, Any] | None = None, **tensors: Any) -> inputs.InferenceRequest:
     """Read a request whose tensors are given as Python values."""
     types = {spec.name: spec.data_type for spec in signature.INPUTS}
     dtypes = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64,
@@ -341,7 +341,7 @@ class TestInputs:
         read = ask(runner, text_input="héllo 日本", max_tokens=5)
         assert list(read.request.prompt) == runner.encode("héllo 日本")
         assert read.request.sampling.max_tokens == 5
-        assert (read.stream, read.before, read.omitted) == (False, "", frozenset())
+        assert (read.stream, read.echo, read.omitted) == (False, "", frozenset())
 
     def test_decimals_are_what_the_client_wrote(self, runner: Runner) -> None:
         assert float(np.float32(0.7)) != 0.7
@@ -374,7 +374,7 @@ class TestInputs:
 
     def test_what_is_left_out_and_what_stands_before(self, runner: Runner) -> None:
         read = ask(runner, text_input="a b", exclude_input_in_output=False, return_num_output_tokens=False)
-        assert (read.before, read.omitted) == ("a b", {"num_output_tokens"})
+        assert (read.echo, read.omitted) == ("a b", {"num_output_tokens"})
         with pytest.raises(UsageError, match="needs text_input, and no stream"):
             ask(runner, text_input="a", exclude_input_in_output=False, stream=True)
 

@@ -12,8 +12,8 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import ProfileFacts
+from llmforge.runtime.serving.options import PREFILL_CHUNK
 from llmforge.runtime.serving.runner import LOGITS_CHUNK
-from llmforge.runtime.serving.scheduler import PREFILL_CHUNK
 
 # Of the rows of a decode step. A matrix product of one row alone, fixed, made TensorRT-RTX 1.7 dequantize int8 and fp8
 # weights into memory in every step (their size in 16 bits as activation memory); from 1 to 2 rows it does not.

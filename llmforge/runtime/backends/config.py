@@ -66,8 +66,8 @@ class Capture:
 class GraphPlan:
     """Which decode steps are captured, in the order in which they are warmed up.
 
-    `mode`: require: an engine whose steps are not all captured does not load; allow: what cannot be captured runs as it
-    is, and is noted; off: nothing is captured.
+    `mode`: require: an engine whose steps are not all captured does not load; allow: what cannot be captured runs
+    eagerly, and is noted; off: nothing is captured.
     """
 
     mode: Literal["require", "allow", "off"]

@@ -1,17 +1,17 @@
-"""A decoder in ONNX Runtime over a device's memory: caches and inputs bound by address, decode steps recorded.
+"""A decoder in ONNX Runtime over a device's memory: caches and inputs bound by address, decode steps as CUDA graphs.
 
 `runtime.backends.session` hands arrays of the host to ONNX Runtime; here caches, inputs and logits lie on a GPU, and
 ONNX Runtime is told their addresses. All of it but the provider's own kernels runs on a CPU, too: with `HostDevice`
 the same calls bind the host's memory to the CPU provider.
 
-**Recorded steps** (CUDA graphs). A step whose kernels were recorded runs them again in one call, on the addresses that
-they had: so a decode step has a fixed number of rows (a bucket), inputs and logits at places that never move, and
+**CUDA graphs.** A step whose kernels were captured runs them again in one call, on the addresses that they had: so a
+decode step has a fixed number of rows (a bucket), inputs and logits at addresses that never change, and
 `total_sequence_length`, which the host reads and which kernels are chosen by, fixed at the end of its length class. A
-step gets the recording of the least class that its longest row fits into. Of ONNX Runtime's CUDA provider, 1.31:
+step gets the graph of the least class that its longest row fits into. Of ONNX Runtime's CUDA provider, 1.31:
 
-- `gpu_graph_id` of the run options names a recording; -1 records and replays nothing. The first run of a new id runs
-  the graph until it is recorded. A session whose nodes do not all run on the GPU is not made at all.
-- A recording belongs to the thread that made it. So one thread of this session's own makes every run.
+- `gpu_graph_id` of the run options names a graph; -1 captures and replays nothing. The first run of a new id runs the
+  model until it is captured. A session whose nodes do not all run on the GPU is not made at all.
+- A graph belongs to the thread that captured it. So one thread of this session's own makes every run.
 - A replay looks at nothing that is bound to it: neither shapes nor addresses.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,24 +34,23 @@ from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import interface
 from llmforge.runtime.backends import device_cache
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
-from llmforge.runtime.backends.cuda_graph_capture import ONE, Probe, Recording, probe_feeds, prove
+from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, Device, how_to_install
-from llmforge.runtime.backends.device_cache import DeviceCache, Memory
-from llmforge.runtime.backends.device_inputs import Inputs, Place
+from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
+from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
+from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
+from llmforge.runtime.backends.interface import StepInputs
 from llmforge.runtime.backends.session import LOAD_FAILURES, SessionConfig, open_graph, session_options
 from llmforge.runtime.backends.signature import Signature
-from llmforge.runtime.backends.steps import Stepping
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 FLOAT = 1  # TensorProto.DataType of logits
-WIDEST_BYTES = 8  # of what is fed for each row of a decode step: int64
-UNRECORDED = -1
+EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
 
-class DeviceSession(Stepping[DeviceCache]):
+class DeviceSession(DeviceBackend):
     """A decoder graph (docs/dialect.md) in ONNX Runtime, over the memory of `device`.
 
     Args:
@@ -61,13 +59,15 @@ class DeviceSession(Stepping[DeviceCache]):
         device: where it runs.
         provider_options: of ONNX Runtime's provider for that device.
         buckets: numbers of rows that decode steps are padded to, ascending.
-        graphs: which decode steps are recorded; None: none.
+        graphs: which decode steps are captured; None: none.
 
     Raises:
         InputError: the model cannot be read, or is not a decoder graph.
         UnsupportedError: ONNX Runtime refuses the graph, or it cannot be run here.
         EnvironmentLacks: this ONNX Runtime cannot use the device.
     """
+
+    capture_failures = LOAD_FAILURES
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class DeviceSession(Stepping[DeviceCache]):
         self.device = device
         self._buckets = tuple(buckets)
         self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
-        self._required = graphs is not None and graphs.mode == "require"
+        self._graphs_required = graphs is not None and graphs.mode == "require"
         where = str(model) if isinstance(model, Path) else "the model in memory"
-        # One thread makes all runs, for recordings belong to the thread that made them.
+        # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-{device.kind}")
         self._session = self._on_thread(lambda: self._open(model, config, provider_options or {}, where))
         inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
@@ -93,57 +93,36 @@ class DeviceSession(Stepping[DeviceCache]):
             raise UnsupportedError(f"{where}: its caches grow in every step, and only the CPU's session copies them")
         if self._captures and interface.ATTENTION_MASK in signature.inputs:
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
-        self.recordings: tuple[Recording, ...] = ()  # of the cache that was allocated last
-        self._fed = tuple(name for name in signature.inputs if name not in signature.cache_types)
-        self._hosted = self._read_on_host()
-        if self._captures and (kept := self._hosted - {interface.TOTAL_SEQUENCE_LENGTH, interface.LOGITS_ROWS}):
+        self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
+        self._host_inputs = self._read_on_host()
+        if self._captures and (frozen := self._host_inputs - {interface.TOTAL_SEQUENCE_LENGTH, interface.LOGITS_ROWS}):
             raise UnsupportedError(
-                f"{where}: {', '.join(sorted(kept))} is read on the host: a recorded step would keep its first value",
+                f"{where}: {', '.join(sorted(frozen))} is read on the host: a recorded step would keep its first value",
                 hint="engine.cuda_graphs: off",
             )
         self._most_rows = most = max((1, *self._buckets, *(capture.batch for capture in self._captures)))
-        self._decode_inputs = Inputs(device, self._fed, self._hosted, most * WIDEST_BYTES)
-        self._inputs = Inputs(device, self._fed, self._hosted, WIDEST_BYTES)  # of all other steps; grows
-        self._decode_logits = device.allocate(most * self.vocabulary * 4)
-        self._logits = device.allocate(self.vocabulary * 4)
-        self._bindings: weakref.WeakKeyDictionary[Memory, dict[tuple[int, int], _Binding]]
+        self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
+        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
+        self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
+        self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
+        self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], _Binding]]
         self._bindings = weakref.WeakKeyDictionary()
-        self._recorded: weakref.WeakKeyDictionary[Memory, dict[int, list[tuple[int, int]]]]
-        self._recorded = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
-        self._last_id = 0  # none is used twice: a recording outlives the cache that it was made for
-        self._run_options = {UNRECORDED: _run_options(UNRECORDED)}
-
-    @property
-    def buckets(self) -> tuple[int, ...] | None:
-        """Batch sizes that decode steps are padded to; None: they run exactly the rows that they need."""
-        return self._buckets or None
-
-    @property
-    def longest_step(self) -> None:
-        """None: a step may have any number of tokens."""
-        return None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Which steps are not recorded though they were planned to be, and why."""
-        return tuple(each.note for each in self.recordings if each.obstacle is not None)
+        self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
+        self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
+        self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
+        self._run_options = {EAGER: _run_options(EAGER)}
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
-        """Reserve caches for `batch` sequences of at most `capacity` tokens, and record steps over those that fit.
+        """Reserve caches for `batch` sequences of at most `capacity` tokens, and capture steps over those that fit.
 
         Raises:
             EnvironmentLacks: the device has no room for them.
-            VerificationError: a step that must be recorded is not.
+            VerificationError: a step that must be captured is not.
         """
         cache = device_cache.allocate(self.device, self.signature, batch, capacity)
         if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
-            self._on_thread(lambda: self._record(cache))
+            self._on_thread(lambda: self._capture(cache))
         return cache
-
-    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
-        """Make an array for `out` of `step` in memory that the device writes to by itself."""
-        array: NDArray[np.float32] = self.device.host(shape, "float32")
-        return array
 
     def _open(self, model: Path | bytes, config: SessionConfig, options: Mapping[str, str], where: str) -> Any:
         """Open the session on its provider: ONNX Runtime goes on with the CPU alone where it cannot load another."""
@@ -174,38 +153,33 @@ class DeviceSession(Stepping[DeviceCache]):
         ONNX Runtime copies an input that is bound elsewhere than it is read, once, and never looks at it again.
         """
         if self.device.kind == "cpu":  # where all are: those of GroupQueryAttention on a GPU
-            return {interface.TOTAL_SEQUENCE_LENGTH} & set(self._fed)
+            return {interface.TOTAL_SEQUENCE_LENGTH} & set(self._input_names)
         infos = zip(self._session.get_inputs(), self._session.get_input_memory_infos(), strict=True)
         return {value.name for value, info in infos if info.name == "Cpu"}
 
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
 
-    def _run_rows(self, *step: Any) -> None:
-        run = super()._run_rows
-        self._on_thread(lambda: run(*step))
+    def _run_together(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
+        run = super()._run_together
+        self._on_thread(lambda: run(inputs, cache, out))
 
-    def _run(
-        self,
-        feeds: Mapping[str, NDArray[Any]],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        out: NDArray[np.float32],
-    ) -> None:
-        batch, tokens = feeds[interface.INPUT_IDS].shape
+    def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
+        feeds = inputs.feeds(self.signature)
+        batch, tokens = inputs.ids.shape
         if tokens == 1 and out.shape[1] == 1 and batch <= self._most_rows:
-            length, number = self._recording(cache, int(past_lengths.max()) + 1)
-            self._decode(feeds, cache, out, length, number)
+            length, graph_id = self._find_graph(cache, int(inputs.past_lengths.max()) + 1)
+            self._decode(feeds, cache, out, length, graph_id)
         else:
             self._run_long(feeds, cache, out)
 
-    def _recording(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
-        """Find what was recorded for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
+    def _find_graph(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
+        """Find the CUDA graph for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
         if cache.start == 0:
-            for length, number in self._recorded.get(cache.memory, {}).get(cache.batch, ()):
+            for length, graph_id in self._graphs.get(cache.memory, {}).get(cache.batch, ()):
                 if longest <= length:
-                    return length, number
-        return None, UNRECORDED
+                    return length, graph_id
+        return None, EAGER
 
     def _decode(
         self,
@@ -213,22 +187,22 @@ class DeviceSession(Stepping[DeviceCache]):
         cache: DeviceCache,
         out: NDArray[np.float32],
         length: int | None,
-        number: int,
+        graph_id: int,
     ) -> None:
-        """Run one token of every row at places that never move; kernels are chosen by `length`, if not by the text."""
+        """Run one token of every row at fixed addresses; kernels are chosen by `length`, if not by the text."""
         if length is not None and interface.TOTAL_SEQUENCE_LENGTH in feeds:
             feeds = {**feeds, interface.TOTAL_SEQUENCE_LENGTH: np.array(length, np.int32)}
-        places = self._decode_inputs.fill(feeds)
-        self._go(self._binding(cache), places, self._decode_logits, out, number)
+        bound = self._decode_inputs.upload(feeds)
+        self._execute(self._binding(cache), bound, self._decode_logits, out, graph_id)
 
     def _run_long(self, feeds: Mapping[str, NDArray[Any]], cache: DeviceCache, out: NDArray[np.float32]) -> None:
-        """Run any other step: several tokens, or several rows of logits; never recorded."""
+        """Run any other step: several tokens, or several rows of logits; never a CUDA graph."""
         most = max(value.nbytes for value in feeds.values())
         if most > self._inputs.each_bytes:
-            self._inputs = Inputs(self.device, self._fed, self._hosted, most)
+            self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
         if out.nbytes > self._logits.size:
             self._logits = self.device.allocate(out.nbytes)
-        self._go(self._binding(cache), self._inputs.fill(feeds), self._logits, out, UNRECORDED)
+        self._execute(self._binding(cache), self._inputs.upload(feeds), self._logits, out, EAGER)
 
     def _binding(self, cache: DeviceCache) -> _Binding:
         bindings = self._bindings.setdefault(cache.memory, {})
@@ -237,55 +211,56 @@ class DeviceSession(Stepping[DeviceCache]):
             bindings[key] = _Binding(self._session, self.device, cache)
         return bindings[key]
 
-    def _go(
-        self, binding: _Binding, places: Mapping[str, Place], logits: Buffer, out: NDArray[np.float32], number: int
+    def _execute(
+        self,
+        binding: _Binding,
+        inputs: Mapping[str, BoundInput],
+        logits: Buffer,
+        out: NDArray[np.float32],
+        graph_id: int,
     ) -> None:
         """Run the graph once the device has its inputs, and bring its logits to `out`."""
         in_place = self.signature.declared_rows in (None, out.shape[1])
-        binding.bind_inputs(places)
+        binding.bind_inputs(inputs)
         binding.bind_logits(logits if in_place else None, out.shape)
         self.device.synchronize()
-        options = self._run_options.setdefault(number, _run_options(number))
+        options = self._run_options.setdefault(graph_id, _run_options(graph_id))
         self._session.run_with_iobinding(binding.binding, options)  # returns when it is done
         if in_place:
             self.device.read(logits, 0, out)
         else:
             out[...] = binding.binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first
 
-    def _record(self, cache: DeviceCache) -> None:
-        """Record the planned steps over the rows of `cache`, in the order of the plan, and prove each."""
-        numbers: dict[int, list[tuple[int, int]]] = {}
-        recordings = []
+    def _capture(self, cache: DeviceCache) -> None:
+        """Capture the planned steps over the rows of `cache`, in the order of the plan, and verify each."""
+        graphs: dict[int, list[tuple[int, int]]] = {}
+        results = []
         for capture in self._captures:
-            number = self._last_id + capture.id
-            probe = self._probe(capture, number, cache.rows(0, capture.batch))
-            recording = prove(capture, probe, lambda: self.device.memory()[0], LOAD_FAILURES)
-            logger.info("%s", recording)
-            if self._required:
-                recording.require()
-            if recording.obstacle is None:
-                numbers.setdefault(capture.batch, []).append((capture.length, number))
-            recordings.append(recording)
+            graph_id = self._last_id + capture.id
+            result = self._verify_capture(capture, self._probe(capture, graph_id, cache.rows(0, capture.batch)))
+            if result.reason is None:
+                graphs.setdefault(capture.batch, []).append((capture.length, graph_id))
+            results.append(result)
         self._last_id += max(capture.id for capture in self._captures)
-        self._recorded[cache.memory] = {batch: sorted(found) for batch, found in numbers.items()}
-        self.recordings = tuple(recordings)
+        self._graphs[cache.memory] = {batch: sorted(found) for batch, found in graphs.items()}
+        self.capture_results = tuple(results)
 
-    def _probe(self, capture: Capture, number: int, cache: DeviceCache) -> Probe:
+    def _probe(self, capture: Capture, graph_id: int, cache: DeviceCache) -> ProbeStep:
         """Make what runs a probe's step over `cache`."""
         out = np.empty((capture.batch, 1, self.vocabulary), np.float32)
 
         def feeds(token: int) -> dict[str, NDArray[Any]]:
-            return probe_feeds(self.signature, token, capture)
+            return probe_inputs(token, capture).feeds(self.signature)
 
-        def probe(token: int, *, recorded: bool, elsewhere: bool = False) -> NDArray[np.float32]:
-            which = number if recorded else UNRECORDED
+        def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+            which = graph_id if graph else EAGER
             if not elsewhere:
                 self._decode(feeds(token), cache, out, capture.length, which)
                 return out.copy()
-            self._decode_inputs.fill(feeds(ONE))
-            places = Inputs(self.device, self._fed, self._hosted, self._decode_inputs.each_bytes)
+            self._decode_inputs.upload(feeds(ONE))
+            other = InputBuffers(self.device, self._input_names, self._host_inputs, self._decode_inputs.each_bytes)
             binding = _Binding(self._session, self.device, cache)
-            self._go(binding, places.fill(feeds(token)), self._decode_logits, out, which)
+            self._execute(binding, other.upload(feeds(token)), self._decode_logits, out, which)
             return out.copy()
 
         return probe
@@ -297,20 +272,20 @@ class _Binding:
     def __init__(self, session: Any, device: Device, cache: DeviceCache) -> None:
         self.binding = session.io_binding()
         self._device = device
-        self._inputs: dict[str, Place] = {}
+        self._inputs: dict[str, BoundInput] = {}
         self._logits: tuple[Buffer | None, tuple[int, ...]] | None = None
-        for name, part in cache.memory.parts.items():
-            place = (device.kind, device.index, part.onnx, cache.shape(name), cache.address(name))
-            self.binding.bind_input(name, *place)
-            self.binding.bind_output(interface.present_of(name), *place)
+        for name, tensor in cache.memory.tensors.items():
+            where = (device.kind, device.index, tensor.onnx, cache.shape(name), cache.address(name))
+            self.binding.bind_input(name, *where)
+            self.binding.bind_output(interface.present_of(name), *where)
 
-    def bind_inputs(self, places: Mapping[str, Place]) -> None:
-        """Bind what has another place or shape than before."""
-        for name, place in places.items():
-            if self._inputs.get(name) != place:
-                kind, index = ("cpu", 0) if place.on_host else (self._device.kind, self._device.index)
-                self.binding.bind_input(name, kind, index, place.onnx, place.shape, place.address)
-                self._inputs[name] = place
+    def bind_inputs(self, inputs: Mapping[str, BoundInput]) -> None:
+        """Bind what has another address or shape than before."""
+        for name, bound in inputs.items():
+            if self._inputs.get(name) != bound:
+                kind, index = ("cpu", 0) if bound.on_host else (self._device.kind, self._device.index)
+                self.binding.bind_input(name, kind, index, bound.onnx, bound.shape, bound.address)
+                self._inputs[name] = bound
 
     def bind_logits(self, buffer: Buffer | None, shape: tuple[int, ...]) -> None:
         """Let logits of `shape` go to `buffer`; None: to memory of ONNX Runtime's own."""
@@ -321,14 +296,14 @@ class _Binding:
         if buffer is None:
             self.binding.bind_output(interface.LOGITS, kind, index)
         else:
-            buffer.at(0, int(np.prod(shape)) * 4)
+            buffer.at(0, int(np.prod(shape)) * LOGIT_BYTES)
             self.binding.bind_output(interface.LOGITS, kind, index, FLOAT, shape, buffer.address)
         self._logits = wanted
 
 
-def _run_options(number: int) -> ort.RunOptions:
+def _run_options(graph_id: int) -> ort.RunOptions:
     options = ort.RunOptions()
-    options.add_run_config_entry("gpu_graph_id", str(number))
+    options.add_run_config_entry("gpu_graph_id", str(graph_id))
     return options
 
 

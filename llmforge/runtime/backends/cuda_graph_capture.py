@@ -1,4 +1,4 @@
-"""Proves that a decode step was recorded as a CUDA graph: silence is how recording fails."""
+"""Verifies that a decode step was captured as a CUDA graph: capture fails in silence."""
 
 from __future__ import annotations
 
@@ -6,119 +6,118 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import VerificationError
 from llmforge.runtime.backends.config import Capture
-from llmforge.runtime.backends.signature import Signature
-from llmforge.runtime.backends.steps import make_feeds
+from llmforge.runtime.backends.interface import StepInputs
 
 # Two tokens whose logits are compared, and how many steps of each kind are timed.
 ONE, OTHER, TIMED = 1, 2, 5
-# A replay runs the kernels that an unrecorded step runs: its logits are this much nearer to those of the same token
+# A replay runs the kernels that an eager step runs: its logits are this much nearer to those of the same token
 # than to those of the other one.
 NEAR = 0.01
 
 
-def probe_feeds(signature: Signature, token: int, capture: Capture) -> dict[str, NDArray[Any]]:
-    """Make the feeds of a step of `token` in every row: at the end of the longest text, or before it for `OTHER`.
+def probe_inputs(token: int, capture: Capture) -> StepInputs:
+    """Make a step of `token` in every row: at the end of the longest text, or before it for `OTHER`.
 
-    So a replay that keeps the lengths it was recorded with is found out, too.
+    So a replay that keeps the lengths it was captured with is found out, too.
     """
     ids = np.full((capture.batch, 1), token, np.int64)
     past = np.full(capture.batch, max(0, capture.length - (1 if token == ONE else 2)), np.int32)
-    return make_feeds(signature, ids, past, np.array([-1], np.int64), None, None)
+    return StepInputs(ids, past)
 
 
-class Probe(Protocol):
-    """Runs a step of one token in every row (`probe_feeds`); returns logits [B, 1, V]."""
+class ProbeStep(Protocol):
+    """Runs a step of one token in every row (`probe_inputs`); returns logits [B, 1, V]."""
 
-    def __call__(self, token: int, *, recorded: bool, elsewhere: bool = False) -> NDArray[np.float32]:
-        """Run it through the recording, or unrecorded.
+    def __call__(self, token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+        """Run it through the CUDA graph, or eagerly.
 
-        `elsewhere`: with `token` at another place than the recorded one, which holds `ONE`.
+        `elsewhere`: with `token` at another address than the captured one, which holds `ONE`.
         """
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What became of one planned capture: `obstacle` says why it is not recorded; None: it is, as was proved.
+class CaptureResult:
+    """What became of one planned capture: `reason` says why there is no graph; None: there is, as was verified.
 
     The times are medians over steps of the same rows and lengths; `memory_bytes` is what the device has less.
     """
 
     capture: Capture
-    obstacle: str | None
-    unrecorded_ms: float
+    reason: str | None
+    eager_ms: float
     replay_ms: float | None
     memory_bytes: int
 
     @property
     def note(self) -> str:
-        """Say what is not recorded, and why."""
+        """Say what is not captured, and why."""
         rows, length = self.capture.batch, self.capture.length
-        return f"decode steps of {rows} rows of up to {length} tokens are not recorded: {self.obstacle}"
+        return f"decode steps of {rows} rows of up to {length} tokens are not recorded: {self.reason}"
 
     def require(self) -> None:
-        """Return if it is recorded.
+        """Return if it is captured.
 
         Raises:
             VerificationError: it is not.
         """
-        if self.obstacle is not None:
+        if self.reason is not None:
             raise VerificationError(self.note, hint="engine.cuda_graphs: allow runs them unrecorded")
 
 
-def prove(
-    capture: Capture, probe: Probe, free_bytes: Callable[[], int], failures: tuple[type[Exception], ...]
-) -> Recording:
-    """Record one step by its first recorded run, and hold its replays against unrecorded steps.
+def verify_capture(
+    capture: Capture, probe: ProbeStep, free_bytes: Callable[[], int], failures: tuple[type[Exception], ...]
+) -> CaptureResult:
+    """Capture one step by its first run, and hold its replays against eager steps.
 
-    A replay reads the place that inputs had when it was recorded, an unrecorded step what is bound to it. So one call
-    is made with a token at the recorded place and another token bound: the logits tell which of the two was run.
+    A replay reads the address that inputs had when it was captured, an eager step what is bound to it. So one call is
+    made with a token at the captured address and another token bound: the logits tell which of the two was run.
 
     Args:
         capture: the step.
         probe: runs it.
         free_bytes: how much memory the device has left.
-        failures: what `probe` raises where a step cannot be recorded.
+        failures: what `probe` raises where a step cannot be captured.
     """
     before = free_bytes()
     # The other one first: what it writes lies before what `ONE` writes, which reads it from then on.
-    other, one = probe(OTHER, recorded=False), probe(ONE, recorded=False)
+    other, one = probe(OTHER, graph=False), probe(ONE, graph=False)
     apart = float(np.abs(one - other).max())
-    unrecorded_ms = _timed(probe, recorded=False)
+    eager_ms = _timed(probe, graph=False)
 
     def near(logits: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
         return bool(np.abs(logits - wanted).max() <= NEAR * apart)  # False for NaN, too
 
-    def outcome(obstacle: str | None, replay_ms: float | None = None) -> Recording:
-        return Recording(capture, obstacle, unrecorded_ms, replay_ms, before - free_bytes())
+    def result(reason: str | None, replay_ms: float | None = None) -> CaptureResult:
+        return CaptureResult(capture, reason, eager_ms, replay_ms, before - free_bytes())
 
     if not apart > 0:
-        return outcome("two tokens have the same logits, so that a replay cannot be told from another step")
+        return result("two tokens have the same logits, so that a replay cannot be told from another step")
     try:
-        first = probe(ONE, recorded=True)
-        elsewhere = probe(OTHER, recorded=True, elsewhere=True)
-        replay = probe(OTHER, recorded=True)
+        first = probe(ONE, graph=True)
+        elsewhere = probe(OTHER, graph=True, elsewhere=True)
+        replay = probe(OTHER, graph=True)
     except failures as error:
-        return outcome(f"{type(error).__name__}: {error}")
+        return result(f"{type(error).__name__}: {error}")
     if near(elsewhere, other):
-        return outcome("the step ran again where a replay was asked for")
+        return result("the step ran again where a replay was asked for")
     for logits, wanted in ((first, one), (elsewhere, one), (replay, other)):
         if not near(logits, wanted):
-            return outcome("a recorded step gives other logits than an unrecorded one")
-    return outcome(None, _timed(probe, recorded=True))
+            return result("a recorded step gives other logits than an unrecorded one")
+    return result(None, _timed(probe, graph=True))
 
 
-def _timed(probe: Probe, *, recorded: bool) -> float:
+def _timed(probe: ProbeStep, *, graph: bool) -> float:
     """Give the median time of a step, in ms."""
     times = []
     for _ in range(TIMED):
         start = time.perf_counter()
-        probe(ONE, recorded=recorded)
+        probe(ONE, graph=graph)
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e3

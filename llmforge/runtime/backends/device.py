@@ -1,4 +1,4 @@
-"""Memory of a device: allocated once, addressed by number, filled and read in the order of the calls.
+"""Memory of a device: allocated once, used by address, filled and read in the order of the calls.
 
 `CudaDevice` is a GPU, through the CUDA runtime of the package cuda-bindings. `HostDevice` is the memory of this process
 behind the same interface, so that whatever plans addresses and copies for a GPU also runs where there is none.
@@ -31,7 +31,7 @@ class Buffer:
 
     address: int
     size: int
-    memory: NDArray[np.uint8] | None = field(default=None, repr=False)  # the bytes, where they are the host's
+    memory: NDArray[np.uint8] | None = field(default=None, repr=False)  # what owns the bytes, on a host
 
     def at(self, offset: int, size: int) -> int:
         """Give the address of `size` bytes from `offset` on.
@@ -243,8 +243,8 @@ class CudaDevice:
         self._select()
         self._call(self._cuda.cudaStreamSynchronize(self._stream), "its stream")
 
-    def record(self, run: Callable[[], None]) -> CudaGraph:
-        """Record what `run` sends to `stream`, which runs nothing of it yet."""
+    def capture(self, run: Callable[[], None]) -> CudaGraph:
+        """Capture what `run` sends to `stream`, which runs nothing of it yet."""
         self._select()
         cuda = self._cuda
         self.synchronize()
@@ -255,16 +255,16 @@ class CudaDevice:
             run()
         finally:
             ended = cuda.cudaStreamEndCapture(self._stream)
-        recorded = self._call(ended, "a recording")
-        _, nodes = self._call(cuda.cudaGraphGetNodes(recorded), "a recording")
-        executable = self._call(cuda.cudaGraphInstantiate(recorded, 0), "a recording")
-        self._call(cuda.cudaGraphDestroy(recorded), "a recording")
+        captured = self._call(ended, "a recording")
+        _, nodes = self._call(cuda.cudaGraphGetNodes(captured), "a recording")
+        executable = self._call(cuda.cudaGraphInstantiate(captured, 0), "a recording")
+        self._call(cuda.cudaGraphDestroy(captured), "a recording")
         graph = CudaGraph(executable, int(nodes))
         weakref.finalize(graph, cuda.cudaGraphExecDestroy, executable).atexit = False
         return graph
 
     def replay(self, graph: CudaGraph) -> None:
-        """Run a recording, on the addresses that it was made with."""
+        """Run a captured graph, on the addresses that it was made with."""
         self._select()
         self._call(self._cuda.cudaGraphLaunch(graph.executable, self._stream), "a recording")
 
@@ -286,7 +286,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, eq=False)
 class CudaGraph:
-    """Recorded work; `nodes` counts its kernels and copies."""
+    """Captured work; `nodes` counts its kernels and copies."""
 
     executable: Any
     nodes: int
@@ -328,9 +328,8 @@ def _flat(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _bytes(buffer: Buffer, offset: int, size: int) -> NDArray[np.uint8]:
-    buffer.at(offset, size)
-    assert buffer.memory is not None
-    return buffer.memory[offset : offset + size]
+    """Give bytes of the host's memory, as a view of it."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(buffer.at(offset, size)))
 
 
 def _pieces(block: Block, width: int, height: int) -> NDArray[np.uint8]:

@@ -1,60 +1,124 @@
-"""What a scheduler needs of a decoder and of its cache: a small interface, so that other engines can stand behind it.
+"""What a scheduler needs of a decoder and of its cache, and what every decoder does with a step before its graph runs.
 
-`runtime.backends.session` has the one for ONNX Runtime on the CPU, `runtime.backends.cuda` the one for its CUDA
-provider, `llmforge.runtime.backends.tensorrt` the one for plans.
+`runtime.backends.session` has the decoder for ONNX Runtime on the CPU, `runtime.backends.cuda` the one for its CUDA
+provider, `runtime.backends.tensorrt` the one for plans.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self, TypeVar
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.errors import UsageError
+from llmforge.ir import interface
+from llmforge.runtime.backends.signature import CacheInput, Signature, StateInput
 
-class Rows(Protocol):
+_LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
+
+Counts = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(ABC):
     """A preallocated cache of `batch` rows, each with room for `capacity` tokens of one text."""
 
-    @property
-    def batch(self) -> int:
-        """Number of rows."""
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a row has room for."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all rows."""
+    batch: int
+    capacity: int
+    _views: dict[tuple[int, int], Self] = field(default_factory=dict, init=False, repr=False)
 
     def rows(self, start: int, stop: int) -> Self:
         """Give rows `start` … `stop - 1` as a cache that shares this one's memory; equal calls give one object."""
+        if (start, stop) == (0, self.batch):
+            return self
+        if not 0 <= start < stop <= self.batch:
+            raise ValueError(f"rows {start}:{stop} of a cache of {self.batch} rows")
+        if (start, stop) not in self._views:
+            self._views[start, stop] = self._view(start, stop)
+        return self._views[start, stop]
 
+    @abstractmethod
+    def _view(self, start: int, stop: int) -> Self:
+        """Make what `rows` gives."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Size of all rows."""
+
+    @abstractmethod
     def copy(self, row: int, start: int, source: Self, source_row: int, source_start: int, tokens: int) -> None:
-        """Copy `tokens` tokens, and states as a whole, from a row of `source`, of the same decoder, into `row`."""
+        """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
 
 
 C = TypeVar("C", bound=Rows)
 
 
-class Backend(Protocol[C]):
-    """A decoder that is driven step by step over caches of its own.
+class StepInputs(NamedTuple):
+    """What a step is asked to run; see `Backend.step`."""
 
-    `step` means what `runtime.backends.steps.Stepping.step` says, and nothing more is asked of it than this: several
-    rows of one token each; one row of several tokens, with or without a past; logits of the last row or of `rows`.
+    ids: NDArray[np.int64]
+    past_lengths: NDArray[np.int32]
+    rows: NDArray[np.int64] | None = None
+    lengths: Counts | None = None
+    text_lengths: Counts | None = None
+
+    def only(self, b: int) -> StepInputs:
+        """Give those of row `b` alone."""
+        row = slice(b, b + 1)
+        lengths, text_lengths = (None if x is None else x[row] for x in (self.lengths, self.text_lengths))
+        return StepInputs(self.ids[row], self.past_lengths[row], self.rows, lengths, text_lengths)
+
+    def feeds(self, signature: Signature) -> dict[str, NDArray[Any]]:
+        """Make what a graph takes besides its caches."""
+        rows = None if signature.gives_all_rows else _LAST_ROW if self.rows is None else self.rows
+        return interface.feeds(
+            signature.inputs,
+            self.ids,
+            self.past_lengths,
+            rows,
+            self.lengths,
+            self.text_lengths,
+            growing=signature.growing,
+        )
+
+
+class Backend(ABC, Generic[C]):
+    """A decoder that is driven step by step over caches of type `C`.
+
+    A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens always
+    runs by itself.
     """
+
+    rows_alone = False
+    signature: Signature
+
+    @property
+    def caches(self) -> tuple[CacheInput, ...]:
+        """Its caches of keys and values."""
+        return self.signature.caches
+
+    @property
+    def states(self) -> tuple[StateInput, ...]:
+        """Its states of fixed size."""
+        return self.signature.states
 
     @property
     def vocabulary(self) -> int:
         """Number of logits of a row."""
+        return self.signature.vocabulary
 
     @property
     def buckets(self) -> tuple[int, ...] | None:
         """Batch sizes that decode steps are padded to, ascending; None: they run exactly the rows that they need.
 
-        A recorded sequence of kernels (a CUDA graph) has fixed shapes, and a few of them must serve every number of
-        rows. Where nothing is recorded, as on CPUs, a row of padding costs as much as any other and gains nothing.
+        A CUDA graph has fixed shapes, and a few of them must serve every number of rows. Where nothing is captured, as
+        on CPUs, a row of padding costs as much as any other and gains nothing.
         """
+        return None
 
     @property
     def steady_from(self) -> int:
@@ -62,24 +126,34 @@ class Backend(Protocol[C]):
 
         Kernels for few tokens add in another order than those for many; a step of fewer tokens may differ by rounding.
         """
+        return self.signature.steady_from
 
     @property
     def longest_step(self) -> int | None:
         """Most tokens that a row may run in one step; None: any number, as far as memory reaches."""
+        return None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the decoder does without, though it was asked for, and why."""
+        return ()
 
     @property
-    def reuse_obstacle(self) -> str | None:
-        """Why tokens in a row can neither serve another text nor be taken back; None: they can."""
+    def no_reuse_reason(self) -> str | None:
+        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
+        return self.signature.no_reuse_reason
 
+    @abstractmethod
     def allocate(self, batch: int, capacity: int) -> C:
         """Reserve a cache; memory is taken as tokens reach it, where the device allows that."""
 
+    @abstractmethod
     def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
         """Make an array that `step` fills fastest as its `out`."""
+
+    @abstractmethod
+    def _run(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
+        """Run the graph once, on `inputs`; it gives exactly the logits of `out` [B, R, V]."""
 
     def step(
         self,
@@ -88,7 +162,61 @@ class Backend(Protocol[C]):
         cache: C,
         rows: NDArray[np.int64] | None = None,
         out: NDArray[np.float32] | None = None,
-        lengths: NDArray[np.integer[Any]] | None = None,
-        text_lengths: NDArray[np.integer[Any]] | None = None,
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
     ) -> NDArray[np.float32]:
-        """Run the tokens `ids` [B, S] after what `cache` holds; return logits, fp32 [B, R, V]."""
+        """Run the tokens `ids` after what `cache` holds, and store their keys and values there.
+
+        Args:
+            ids: int64 [B, S], B = `cache.batch`; shorter rows padded on the right.
+            past_lengths: int32 [B], the tokens that each row of `cache` holds already.
+            cache: written at `past_lengths[b]` … `past_lengths[b] + S - 1` of each row.
+            rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last.
+            out: fp32 [B, R, V], C-contiguous, to write the logits to; the same array again saves binding it.
+            lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
+            text_lengths: [B], the tokens of the whole text that the step is a part of; None: the step ends it. Rotary
+                angles that depend on the length of a text (LongRoPE) need it.
+
+        Returns:
+            Logits, fp32 [B, R, V]: `out`, or a new array.
+
+        Raises:
+            UsageError: the tokens do not fit into the cache.
+            ValueError: shapes do not agree.
+        """
+        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths)
+        self._check(inputs, cache)
+        shape = (cache.batch, 1 if rows is None else len(rows), self.vocabulary)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
+        split = self.rows_alone or (self.signature.one_row_continuations and past_lengths.any())
+        if split and cache.batch > 1 and ids.shape[1] > 1:
+            for b in range(cache.batch):
+                self._run_together(inputs.only(b), cache.rows(b, b + 1), out[b : b + 1])
+        else:
+            self._run_together(inputs, cache, out)
+        return out
+
+    def _check(self, inputs: StepInputs, cache: C) -> None:
+        """Return if a step may run: kernels do not look whether they write beyond `cache`."""
+        ids, past_lengths = inputs.ids, inputs.past_lengths
+        if ids.ndim != 2 or ids.shape[0] != cache.batch or ids.shape[1] < 1 or past_lengths.shape != (cache.batch,):
+            raise ValueError(f"ids {ids.shape}, past_lengths {past_lengths.shape}, cache of {cache.batch} rows")
+        longest = int(past_lengths.max()) + ids.shape[1]
+        if longest > cache.capacity or past_lengths.min() < 0:
+            raise UsageError(
+                f"a step of {ids.shape[1]} tokens after {past_lengths.tolist()} does not fit into a cache of "
+                f"{cache.capacity} tokens"
+            )
+
+    def _run_together(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
+        """Run the graph on rows that may run together."""
+        rows, tokens = inputs.rows, inputs.ids.shape[1]
+        if self.signature.gives_all_rows and not (tokens == 1 and (rows is None or len(rows) == 1)):
+            every = np.empty((*inputs.ids.shape, self.vocabulary), np.float32)
+            self._run(inputs, cache, every)
+            out[...] = every[:, -1:] if rows is None else every[:, rows]
+        else:
+            self._run(inputs, cache, out)

@@ -30,11 +30,10 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
         if not (folder / name).exists():
             raise InputError(f"{folder / name} is missing")
     session = importlib.import_module(PROVIDERS[config.provider].session)
-    opened = session.open_engine(folder / wanted[0], config, threads, gpu)
+    opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} describes another model than {wanted[0]}: vocabulary or caches differ")
-    engine: Backend[Any] = opened
-    return engine
+    return opened
 
 
 def _gpu(facts: DeviceFacts, index: int, extra: str) -> CudaDevice:

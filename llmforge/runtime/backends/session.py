@@ -26,8 +26,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from llmforge import native
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.ir import interface
+from llmforge.runtime.backends.interface import Backend, Counts, Rows, StepInputs
 from llmforge.runtime.backends.signature import CACHE_TYPES, ELEMENTS, Signature
-from llmforge.runtime.backends.steps import Stepping, make_feeds
 
 if TYPE_CHECKING:
     from llmforge.runtime.backends.config import RuntimeConfig
@@ -61,7 +61,7 @@ class SessionConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class Cache:
+class Cache(Rows):
     """Keys and values of `batch` sequences of at most `capacity` tokens; a row is one sequence.
 
     `buffers` holds one array [batch, kv_heads, capacity, head_dim] for every cache input of the graph, and one
@@ -69,30 +69,20 @@ class Cache:
     Memory that no token has reached is never touched.
     """
 
-    batch: int
-    capacity: int
     buffers: Mapping[str, NDArray[Any]] = field(repr=False)
-    _views: dict[tuple[int, int], Cache] = field(default_factory=dict, repr=False)
 
-    def rows(self, start: int, stop: int) -> Cache:
-        """Give rows `start` … `stop - 1` as a cache that shares this one's memory; equal calls give one object."""
-        if (start, stop) == (0, self.batch):
-            return self
-        if not 0 <= start < stop <= self.batch:
-            raise ValueError(f"rows {start}:{stop} of a cache of {self.batch} rows")
-        if (start, stop) not in self._views:
-            buffers = {name: buffer[start:stop] for name, buffer in self.buffers.items()}
-            self._views[start, stop] = Cache(stop - start, self.capacity, buffers)
-        return self._views[start, stop]
+    def _view(self, start: int, stop: int) -> Cache:
+        buffers = {name: buffer[start:stop] for name, buffer in self.buffers.items()}
+        return Cache(stop - start, self.capacity, buffers)
 
     def copy(self, row: int, start: int, source: Cache, source_row: int, source_start: int, tokens: int) -> None:
-        """Copy `tokens` tokens, and states as a whole, from slot `source_start` of a row of `source` to `start`."""
+        """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
         for name, buffer in self.buffers.items():
             if interface.is_state(name):
                 buffer[row] = source.buffers[name][source_row]
             else:
-                taken = source.buffers[name][source_row, :, source_start : source_start + tokens]
-                buffer[row, :, start : start + tokens] = taken
+                copied = source.buffers[name][source_row, :, source_start : source_start + tokens]
+                buffer[row, :, start : start + tokens] = copied
 
     @property
     def size_bytes(self) -> int:
@@ -100,11 +90,8 @@ class Cache:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
-class Session(Stepping[Cache]):
+class Session(Backend[Cache]):
     """A decoder graph (docs/dialect.md) in ONNX Runtime on the CPU.
-
-    `inputs` and `outputs` name what the graph takes and returns, `caches` describes its cache inputs, `vocabulary` is
-    the number of logits of a row.
 
     Args:
         model: path of `model.onnx`, its external data beside it, or a serialized model.
@@ -127,9 +114,9 @@ class Session(Stepping[Cache]):
         options = session_options(config)
         native.register(options)
         if initializers:
-            held = [ort_value(np.asarray(value, order="C")) for value in initializers.values()]
-            options.add_external_initializers(list(initializers), held)
-            self._held = held  # ONNX Runtime keeps pointers into them
+            values = [ort_value(np.asarray(value, order="C")) for value in initializers.values()]
+            options.add_external_initializers(list(initializers), values)
+            self._initializers = values  # ONNX Runtime keeps pointers into them
         where = str(model) if isinstance(model, Path) else "the model in memory"
         self._session = open_graph(model, options, [PROVIDER], where)
         graph = self._session
@@ -139,21 +126,6 @@ class Session(Stepping[Cache]):
             if not ELEMENTS[dtype].on_hosts:
                 raise UnsupportedError(f"{where}: {name} is {dtype}, which no kernel for CPUs reads")
         self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
-
-    @property
-    def buckets(self) -> None:
-        """None: decode steps run exactly the rows that they need (`llmforge.runtime.backends.interface.Backend`)."""
-        return None
-
-    @property
-    def longest_step(self) -> None:
-        """None: a step may have any number of tokens."""
-        return None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Nothing: whatever was asked for is done."""
-        return ()
 
     def allocate(self, batch: int, capacity: int) -> Cache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""
@@ -178,47 +150,37 @@ class Session(Stepping[Cache]):
         past_lengths: NDArray[np.int32],
         cache: Cache,
         rows: NDArray[np.int64],
-        lengths: NDArray[np.integer[Any]] | None = None,
-        text_lengths: NDArray[np.integer[Any]] | None = None,
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
-        feeds = make_feeds(self.signature, ids, past_lengths, rows, lengths, text_lengths)
+        feeds = StepInputs(ids, past_lengths, rows, lengths, text_lengths).feeds(self.signature)
         values = self._session.run(list(names), {**feeds, **self._past(cache, past_lengths)})
         return dict(zip(names, values, strict=True))
 
-    def _run(
-        self,
-        feeds: Mapping[str, NDArray[Any]],
-        past_lengths: NDArray[np.int32],
-        cache: Cache,
-        out: NDArray[np.float32],
-    ) -> None:
-        """Run the graph on `feeds`; it gives exactly the logits of `out`."""
+    def _run(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32]) -> None:
+        """Run the graph on `inputs`; it gives exactly the logits of `out`."""
         if self.signature.growing:
-            self._grow(feeds, past_lengths, cache, out)
+            self._grow(inputs, cache, out)
             return
         binding = self._bindings.get(cache)
         if binding is None:
             binding = self._bindings[cache] = _Binding(self._session, cache)
-        binding.run(feeds, out, in_place=self.signature.declared_rows in (None, out.shape[1]))
+        in_place = self.signature.declared_rows in (None, out.shape[1])
+        binding.run(inputs.feeds(self.signature), out, in_place=in_place)
 
     def _past(self, cache: Cache, past_lengths: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
         """Give the cache inputs: the buffers, or where caches grow each row's past at the end of the longest one's."""
         return grown(cache.buffers, past_lengths) if self.signature.growing else cache.buffers
 
-    def _grow(
-        self,
-        feeds: Mapping[str, NDArray[Any]],
-        past_lengths: NDArray[np.int32],
-        cache: Cache,
-        out: NDArray[np.float32],
-    ) -> None:
-        """Run one step over a past that is cut out of `cache`, and copy the slots that it adds into `cache`."""
+    def _grow(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32]) -> None:
+        """Run one step over a past that is cut out of `cache`, and copy the tokens that it adds into `cache`."""
         names = [interface.LOGITS, *(interface.present_of(name) for name in cache.buffers)]
-        logits, *presents = self._session.run(names, {**feeds, **self._past(cache, past_lengths)})
+        past = self._past(cache, inputs.past_lengths)
+        logits, *presents = self._session.run(names, {**inputs.feeds(self.signature), **past})
         out[...] = logits
         for buffer, present in zip(cache.buffers.values(), presents, strict=True):
-            store_grown(buffer, present, past_lengths)
+            store_grown(buffer, present, inputs.past_lengths)
 
 
 def ort_value(array: NDArray[Any]) -> Any:

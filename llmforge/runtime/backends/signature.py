@@ -162,7 +162,7 @@ class Signature:
         return _STEADY_FROM_OWN if own_kernels else _STEADY_FROM
 
     @property
-    def reuse_obstacle(self) -> str | None:
+    def no_reuse_reason(self) -> str | None:
         """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
         if self.states:
             return "layers keep a state, which holds a whole text and no part of it"

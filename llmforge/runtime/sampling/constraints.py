@@ -1,4 +1,4 @@
-"""Answers that must have a form: a JSON schema, a regular expression, a grammar. What is allowed next, llguidance says.
+"""Constrained decoding: a JSON schema, a regular expression or a grammar. llguidance says which tokens are allowed.
 
 llguidance is an extra of its own (`pip install 'llmforge[constraints]'`), imported when the first constraint comes.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Between the tokens of JSON: a space, or a new line and its indentation. llguidance's own pattern has no bound: a model
 # that likes white space would never end.
 _WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
-_KEPT = 64  # compiled constraints
+_MOST_COMPILED = 64  # constraints that are kept
 _SHOWN = 300  # characters of the library's messages
 
 Kind = Literal["json_schema", "regex", "grammar"]
@@ -33,7 +33,7 @@ Kind = Literal["json_schema", "regex", "grammar"]
 
 @dataclass(frozen=True)
 class Constraint:
-    r"""The form of an answer: `text` is a JSON Schema, a regular expression for the whole, or a grammar (Lark).
+    r"""What text must match: `text` is a JSON Schema, a regular expression for the whole, or a grammar (Lark).
 
     What each may hold is llguidance's: see its documents on JSON Schema and on syntax. Regular expressions are those of
     Rust's regex crate (no look-around, no back-references), and `\d` is 0 to 9.
@@ -68,23 +68,23 @@ class Constraint:
 
 
 class ConstraintState:
-    """Where one answer stands in its constraint. It advances by the tokens of the answer, and never goes back."""
+    """Where one sequence stands in its constraint. It advances by the sequence's tokens, and never goes back."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
-    def penalty(self) -> NDArray[np.float32]:
+    def mask(self) -> NDArray[np.float32]:
         """Give what to add to the logits: fp32 [V], 0 for each token that may come next, -inf for the others.
 
         Raises:
-            UnsupportedError: the constraint became too large at this point of the answer.
+            UnsupportedError: the constraint became too large at this token.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        return _penalties().take(bits, axis=0).reshape(-1)[: self._vocabulary]
+        return _byte_masks().take(bits, axis=0).reshape(-1)[: self._vocabulary]
 
-    def take(self, token: int) -> None:
+    def advance(self, token: int) -> None:
         """Advance by one token, which must be allowed.
 
         Raises:
@@ -101,7 +101,7 @@ class ConstraintState:
             )
 
 
-class Constraints:
+class ConstraintCompiler:
     """Compiles constraints for one tokenizer, keeping the latest ones. Any thread may call it.
 
     The first constraint takes a second for a vocabulary of 150,000: its tokens are put into a trie.
@@ -112,11 +112,11 @@ class Constraints:
         self._vocabulary = vocabulary
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
-        self._tokens: LLTokenizer | None = None
+        self._token_trie: LLTokenizer | None = None
         self._compiled: dict[Constraint, LLMatcher] = {}  # the latest used stand last
 
     def start(self, constraint: Constraint) -> ConstraintState:
-        """Give the state at the beginning of an answer.
+        """Give the state at the beginning of a sequence.
 
         Raises:
             UsageError: the constraint does not compile.
@@ -127,15 +127,15 @@ class Constraints:
         with self._lock:
             matcher = self._compiled.pop(constraint, None) or self._compile(constraint)
             self._compiled[constraint] = matcher
-            if len(self._compiled) > _KEPT:
+            if len(self._compiled) > _MOST_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
             return ConstraintState(matcher.deep_copy(), self._vocabulary)
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
-        if self._tokens is None:
-            self._tokens = self._read_tokens()
+        if self._token_trie is None:
+            self._token_trie = self._read_tokens()
         try:
             match constraint.kind:
                 case "json_schema":
@@ -148,10 +148,10 @@ class Constraints:
         except ValueError as error:
             raise UsageError(f"{constraint.kind}: {_short(str(error))}") from error
         limits = LLParserLimits(verbose_errors=False)  # the others bound the work of a compilation and of a step
-        wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens, limits=limits)
-        if wrong:
+        invalid, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._token_trie, limits=limits)
+        if invalid:
             raise UsageError(f"{constraint.kind}: {_short(messages[0])}")
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self._token_trie, grammar, log_level=0, limits=limits)
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():  # nothing can be said first
@@ -185,7 +185,7 @@ def _require_library() -> None:
 
 
 @functools.cache
-def _penalties() -> NDArray[np.float32]:
-    """Give the penalty of 8 tokens for each byte of a mask, lowest bit first: [256, 8]."""
+def _byte_masks() -> NDArray[np.float32]:
+    """Give the mask of 8 tokens for each byte of a bit mask, lowest bit first: [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, np.float32(0), np.float32(-np.inf))

@@ -1,4 +1,4 @@
-"""What a caller may choose about an answer."""
+"""Options of sampling: how tokens are sampled, and where the generated text ends."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from llmforge.runtime.sampling.constraints import Constraint
 
 MOST_LOGPROBS = 20  # as OpenAI's `top_logprobs`
 MOST_ANSWERS = 128  # as OpenAI's `n`
-# Every token of every answer is searched for them by the one thread that serves all.
+# Every token of every sequence is searched for them by the one thread that serves all.
 MOST_STOPS, LONGEST_STOP = 64, 1024
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are chosen, and where it ends. Every default leaves the model as it is.
+    """How the tokens of one sequence are sampled, and where it ends. Every default leaves the model as it is.
 
-    A token is chosen in this order, which is that of vLLM's sampler (`vllm/v1/sample/sampler.py`):
+    A token is sampled in this order, which is that of vLLM's sampler (`vllm/v1/sample/sampler.py`):
 
     1. `logprobs` are read from the model's own logits: temperature 1, nothing applied (None: none are given; 0: that of
-       the chosen token; N: also the N most probable).
-    2. `constraint` forbids what would leave its grammar, and the end of the answer where the grammar is not complete.
+       the sampled token; N: also the N most probable).
+    2. `constraint` forbids what would leave its grammar, and the end where the grammar is not complete.
     3. `min_tokens` forbids end-of-sequence and `stop_token_ids` until so many tokens are made. Where a constraint
-       allows nothing but the end, the answer ends.
+       allows nothing but the end, the sequence ends.
     4. `logit_bias`, pairs of a token id and a number from -100 to 100, is added to the logits (OpenAI).
     5. `repetition_penalty` divides positive logits, and multiplies negative ones, of every token in the prompt or the
-       answer (CTRL: Keskar et al. 2019, section 4.1, in the form of Hugging Face transformers); 1 is none.
-    6. `frequency_penalty` times the count of a token in the answer, and `presence_penalty` if it is there at all, are
+       output (CTRL: Keskar et al. 2019, section 4.1, in the form of Hugging Face transformers); 1 is none.
+    6. `frequency_penalty` times the count of a token in the output, and `presence_penalty` if it is there at all, are
        subtracted (OpenAI; the prompt does not count); 0 is none.
     7. `temperature` 0 takes the largest logit, the lowest id among equals. Else logits are divided by it, and
     8. `min_p` drops tokens less probable than so large a part of the most probable one's (Nguyen et al. 2024),
     9. `top_k` keeps so many of the most probable (0: all; Fan et al. 2018),
     10. `top_p` keeps the fewest of the most probable whose share of what is left reaches it (Holtzman et al. 2020),
-    11. and one token is drawn from the rest with a number from the answer's own stream, which `seed` starts.
+    11. and one token is drawn from the rest with a random number of the sequence's own, which `seed` starts.
 
-    Equal seeds give equal answers, whatever runs beside them. An answer ends at an end-of-sequence token (unless
+    Equal seeds give equal outputs, whatever runs beside them. A sequence ends at an end-of-sequence token (unless
     `ignore_eos`), at one of `stop_token_ids`, before one of the `stop` strings (after it with `include_stop`; strings
     that are complete within the first `min_tokens` tokens do not count), or at `max_tokens` (None: where the context
     ends).
@@ -95,7 +95,7 @@ class Sampling:
             raise UsageError("ignore_eos with a constraint: an answer that is complete could not end")
 
     def repeated(self, n: int) -> tuple[Sampling, ...]:
-        """Give the sampling of each of `n` answers to a prompt: the first keeps the seed, the others get derived ones.
+        """Give the sampling of each of `n` outputs of a prompt: the first keeps the seed, the others get derived ones.
 
         Raises:
             UsageError: `n` is not 1 to 128.

@@ -1,8 +1,8 @@
 """Parameters of requests as clients of language models name them: OpenAI's, vLLM's, and Triton's.
 
 Triton's request parameters are often strings, so numbers, switches and JSON may come as text. null says nothing. Two
-names of one thing may both be given where they agree. `n` aside, these are the fields of `Sampling`; what else a front
-takes (`stream`, `model`, …) it removes before.
+names of one thing may both be given where they agree. `n` aside, these are the fields of `Sampling`; what else an
+endpoint takes (`stream`, `model`, …) it removes before.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SHOWN = 60  # characters of a wrong value
 
 
 def sampling_of(parameters: Mapping[str, Any]) -> Sampling:
-    """Read the parameters of a request that is answered once.
+    """Read the parameters of a request for one sequence.
 
-    Without a seed, one is drawn for an answer that samples; it stands in what is returned.
+    Without a seed, one is drawn where tokens are sampled; it stands in what is returned.
 
     Raises:
         UsageError: a name is unknown, a value is of the wrong type or out of range, two names contradict each other,
-            or `n` asks for more than one answer.
+            or `n` asks for more than one sequence.
     """
     samplings = samplings_of(parameters)
     if len(samplings) > 1:
@@ -36,7 +36,7 @@ def sampling_of(parameters: Mapping[str, Any]) -> Sampling:
 
 
 def samplings_of(parameters: Mapping[str, Any]) -> tuple[Sampling, ...]:
-    """Read the parameters of a request: the sampling of each of its `n` answers, with seeds of their own.
+    """Read the parameters of a request: the sampling of each of its `n` sequences, with seeds of their own.
 
     Raises:
         UsageError: see `sampling_of`.

@@ -1,4 +1,4 @@
-"""Penalties on tokens that were there before, and how often each was."""
+"""Penalties on the tokens that a sequence has already, and how often it has each."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from llmforge.runtime.sampling.options import Sampling
 
 
 class Penalties:
-    """Counts the tokens of one answer, and lowers their logits: repetition, frequency, presence (see `Sampling`)."""
+    """Counts the tokens of one sequence, and lowers their logits: repetition, frequency, presence (see `Sampling`)."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self._sampling = sampling
         penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
         self.needed = penalties != (1, 0, 0)
-        known = np.unique(np.asarray(prompt, np.int64)) if sampling.repetition_penalty != 1 else np.empty(0, np.int64)
-        self._places = {int(token): place for place, token in enumerate(known)}
-        self._size = len(known)  # of the arrays below, which grow ahead of need
-        self._tokens = known
-        self._counts = np.zeros(len(known), np.float32)  # in the answer: 0 for tokens of the prompt alone
+        seen = np.unique(np.asarray(prompt, np.int64)) if sampling.repetition_penalty != 1 else np.empty(0, np.int64)
+        self._index_of = {int(token): index for index, token in enumerate(seen)}
+        self._size = len(seen)  # of the arrays below, which grow ahead of need
+        self._tokens = seen
+        self._counts = np.zeros(len(seen), np.float32)  # of generated tokens: 0 for those of the prompt alone
 
-    def take(self, token: int) -> None:
-        """Count one more token of the answer."""
-        place = self._places.setdefault(token, self._size)
-        if place == self._size:
+    def count(self, token: int) -> None:
+        """Count one more generated token."""
+        index = self._index_of.setdefault(token, self._size)
+        if index == self._size:
             if self._size == len(self._tokens):
                 self._tokens = np.resize(self._tokens, 2 * self._size + 64)
                 self._counts = np.resize(self._counts, 2 * self._size + 64)
-            self._tokens[place], self._counts[place] = token, 0
+            self._tokens[index], self._counts[index] = token, 0
             self._size += 1
-        self._counts[place] += 1
+        self._counts[index] += 1
 
     def apply(self, logits: NDArray[np.float32]) -> None:
         """Change `logits` [V] in place."""

@@ -22,27 +22,27 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the last chunk's tokens, then those that are held back
-        self._shown = ""  # text of the last chunk's tokens alone
+        self._window: list[int] = []  # the last chunk's tokens, then those whose text is pending
+        self._emitted = ""  # text of the last chunk's tokens alone
         self._chunk = 0  # how many tokens of the window are the last chunk's
 
     def push(self, token: int) -> str:
         """Take one more token; return the text that is certain now, often all of it, sometimes none."""
         self._window.append(token)
         text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT) or len(text) <= len(self._shown):
+        if text.endswith(_REPLACEMENT) or len(text) <= len(self._emitted):
             return ""
-        new = text[len(self._shown) :]
+        new = text[len(self._emitted) :]
         del self._window[: self._chunk]
         self._chunk = len(self._window)
-        self._shown = self._decode(self._window)
+        self._emitted = self._decode(self._window)
         return new
 
     def flush(self) -> str:
         """Return what was held back, after the last token."""
-        new = self._decode(self._window)[len(self._shown) :]
+        new = self._decode(self._window)[len(self._emitted) :]
         self._window.clear()
-        self._shown, self._chunk = "", 0
+        self._emitted, self._chunk = "", 0
         return new
 
     def _decode(self, tokens: list[int]) -> str:
@@ -61,7 +61,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
-        self._held = ""
+        self._pending = ""
         self.found = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
@@ -71,27 +71,27 @@ class StopStrings:
         """
         if self.found:
             return ""
-        self._held += text
-        if may_stop and (place := self._first()) is not None:
+        self._pending += text
+        if may_stop and (match := self._first_match()) is not None:
             self.found = True
-            start, end = place
-            self._held = self._held[: end if self._include else start]
+            start, end = match
+            self._pending = self._pending[: end if self._include else start]
             return self.flush()
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        certain = self._held[: len(self._held) - keep]
-        self._held = self._held[len(certain) :]
+        keep = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        certain = self._pending[: len(self._pending) - keep]
+        self._pending = self._pending[len(certain) :]
         return certain
 
     def flush(self) -> str:
         """Return what was held back, after the last piece of text."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
-    def _first(self) -> tuple[int, int] | None:
+    def _first_match(self) -> tuple[int, int] | None:
         """Find where the stop string starts and ends that is complete first, the longest of several."""
-        starts = ((self._held.find(stop), len(stop)) for stop in self._stops)
-        places = [(start, start + length) for start, length in starts if start >= 0]
-        return min(places, key=lambda place: (place[1], place[0]), default=None)
+        starts = ((self._pending.find(stop), len(stop)) for stop in self._stops)
+        matches = [(start, start + length) for start, length in starts if start >= 0]
+        return min(matches, key=lambda match: (match[1], match[0]), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:

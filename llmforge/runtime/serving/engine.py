@@ -8,61 +8,30 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.serving.options import PREFILL_CHUNK, EngineOptions
 from llmforge.runtime.serving.request import Chunk, Receiver, Request
 from llmforge.runtime.serving.runner import Runner, load
-from llmforge.runtime.serving.scheduler import PREFILL_CHUNK, Scheduler
-from llmforge.runtime.serving.sequence import Answer, Ticket
+from llmforge.runtime.serving.scheduler import Scheduler
+from llmforge.runtime.serving.sequence import Sequence, Ticket
 from llmforge.runtime.serving.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
 from llmforge.runtime.serving.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """How an engine serves.
-
-    `max_queue` requests wait while all slots are taken; one more is refused. `step_tokens` is the budget of one step:
-    every running answer gets its token first, the rest reads prompts; less of it makes tokens come more evenly, and
-    prompts are read more slowly. `prefix_cache_bytes` bounds what is kept of texts for later ones that begin alike (0:
-    nothing is kept). `speculation` "prompt-lookup" guesses tokens from the text itself, "draft-model" from a second
-    artifact; guesses are judged where that was measured to be faster, and answers stay what they are but for ties
-    within the rounding of a kernel. `timeout_s` is the deadline of requests that have none of their own.
-    """
-
-    max_queue: int = 128
-    step_tokens: int = PREFILL_CHUNK
-    prefix_cache_bytes: int = 512 << 20
-    speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_queue < 0:
-            raise UsageError(f"max_queue {self.max_queue}: wanted 0 or more")
-        if self.step_tokens < 1:
-            raise UsageError(f"step_tokens {self.step_tokens}: wanted 1 or more")
-        if self.prefix_cache_bytes < 0:
-            raise UsageError(f"prefix_cache_bytes {self.prefix_cache_bytes}: wanted 0 (nothing is kept) or more")
-        if self.speculation not in ("off", "prompt-lookup", "draft-model"):
-            raise UsageError(f"speculation {self.speculation!r}: wanted off, prompt-lookup or draft-model")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise UsageError(f"timeout_s {self.timeout_s}: wanted more than 0")
-
-
 class Engine:
-    """Answers up to `runner.config.max_batch` requests at once, in slots of its own. Any thread may call any method.
+    """Runs up to `runner.config.max_batch` requests at once, in slots of its own. Any thread may call any method.
 
     Receivers are called by the engine's thread, which holds no lock then: they may call back, and must not wait.
 
     Args:
         runner: the artifact.
         options: how to serve; None: the defaults.
-        draft: the artifact that guesses, with `speculation` "draft-model".
+        draft: the artifact that drafts tokens, with `speculation` "draft-model".
 
     Raises:
         UsageError: the options and `draft` do not belong together, or the prefix cache has no room for one block.
@@ -74,21 +43,16 @@ class Engine:
         self.runner = runner
         self.options = options = options or EngineOptions()
         proposer = _proposer(runner, options, draft)
-        config, session = runner.config, runner.session
         self._scheduler: Scheduler[Any] = Scheduler(
-            session,
-            session.allocate(config.max_batch, config.max_context),
-            config,
-            runner.tokenizer,
-            runner.choosers,
-            max_queue=options.max_queue,
-            step_tokens=options.step_tokens,
-            prefix_cache_bytes=options.prefix_cache_bytes,
+            runner.session,
+            runner.session.allocate(runner.config.max_batch, runner.config.max_context),
+            runner.samplers,
+            options,
             speculation=None if proposer is None else Speculation(proposer, Payoff()),
         )
         self._wake = threading.Condition()
         # Guarded by `_wake`: what callers hand to the thread, and what it tells them.
-        self._arrivals: list[Answer] = []
+        self._arrivals: list[Sequence] = []
         self._closing = False
         self._abandoned = False
         self._failure: Unavailable | None = None
@@ -105,7 +69,7 @@ class Engine:
         draft: Path | None = None,
         device: int = 0,
     ) -> Engine:
-        """Load an artifact, and one that guesses for it, and serve; raises what `runtime.load` and `Engine` raise."""
+        """Load an artifact, and one that drafts for it, and serve; raises what `runtime.load` and `Engine` raise."""
         return cls(load(artifact, threads, device), options, None if draft is None else load(draft, threads, device))
 
     def submit(self, request: Request, receive: Receiver) -> Ticket:
@@ -117,27 +81,26 @@ class Engine:
         """
         if request.timeout_s is None:
             request = dataclasses.replace(request, timeout_s=self.options.timeout_s)
-        answer = self._scheduler.prepare(request, receive, time.perf_counter())
+        sequence = self._scheduler.prepare(request, receive, time.perf_counter())
         with self._wake:
             if self._failure is not None:
                 raise Unavailable(self._failure.message, hint=self._failure.hint)
             if self._closing:
                 raise Unavailable("the engine is shutting down")
             self._scheduler.check_room(len(self._arrivals))
-            self._arrivals.append(answer)
+            self._arrivals.append(sequence)
             self._wake.notify()
-        return answer
+        return sequence
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let an answer end with "cancelled" and its slot be free at the next step; one that has ended stays so."""
-        assert isinstance(ticket, Answer)
+        """Let a sequence end with "cancelled" and its slot be free at the next step; one that has ended stays so."""
         ticket.cancelled = True  # the thread looks at it in every step
 
     def stream(self, request: Request) -> Stream:
-        """Answer a request, chunk by chunk; it is submitted by this call, and closing the iterator cancels it.
+        """Run a request, chunk by chunk; it is submitted by this call, and closing the iterator cancels it.
 
         Raises:
-            UsageError, Unavailable: as `submit` does, now. Errors of the answer are raised by the iterator.
+            UsageError, Unavailable: as `submit` does, now. Errors of the sequence are raised by the iterator.
         """
         return Stream(self, request)
 
@@ -154,7 +117,7 @@ class Engine:
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests and end the thread; may be called again.
 
-        With `drain` what runs and waits is answered first, for at most `timeout_s` seconds; what is left then, or
+        With `drain` what runs and waits is finished first, for at most `timeout_s` seconds; what remains then, or
         everything without `drain`, ends with "cancelled".
         """
         with self._wake:
@@ -180,28 +143,28 @@ class Engine:
                 stats = self._scheduler.stats()
                 with self._wake:
                     self._stats = stats
-        except Exception as error:  # whatever it is, those who wait for an answer must hear of it
+        except Exception as error:  # whatever it is, those who wait for a sequence must hear of it
             logger.exception("the engine failed")
-            self._die(error)
+            self._fail(error)
 
     def _take(self) -> bool:
         """Wait for work and hand arrivals to the scheduler; return False when nothing is left to do."""
         with self._wake:
             while not (self._arrivals or self._scheduler.busy or self._closing):
                 self._wake.wait()
-            for answer in self._arrivals:
-                self._scheduler.enqueue(answer)
+            for sequence in self._arrivals:
+                self._scheduler.enqueue(sequence)
             self._arrivals.clear()
             if self._abandoned:
                 self._scheduler.cancel_all()
             return self._scheduler.busy or not self._closing
 
-    def _die(self, cause: Exception) -> None:
+    def _fail(self, cause: Exception) -> None:
         failure = Unavailable(f"the engine failed: {cause}", hint="start it again; its log has the details")
         with self._wake:
             self._failure = failure
-            for answer in self._arrivals:
-                self._scheduler.enqueue(answer)
+            for sequence in self._arrivals:
+                self._scheduler.enqueue(sequence)
             self._arrivals.clear()
         self._scheduler.fail(failure)
         with self._wake:
@@ -209,7 +172,7 @@ class Engine:
 
 
 class Stream(Iterator[Chunk]):
-    """The chunks of one answer, as they come. It is cancelled when it is closed, or when nobody holds this any more."""
+    """The chunks of one sequence, as they come. It is cancelled when this is closed, or nobody holds this any more."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self._engine = engine
@@ -228,7 +191,7 @@ class Stream(Iterator[Chunk]):
         return item
 
     def close(self) -> None:
-        """Cancel the answer, if it has not ended; nothing more comes."""
+        """Cancel the sequence, if it has not ended; nothing more comes."""
         self._ended = True
         self._engine.cancel(self.ticket)
 
@@ -238,7 +201,7 @@ class Stream(Iterator[Chunk]):
 
 
 def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> Proposer | None:
-    """Make what guesses tokens for `runner`, if anything does."""
+    """Make what drafts tokens for `runner`, if anything does."""
     if (options.speculation == "draft-model") != (draft is not None):
         raise UsageError(
             f"speculation is {options.speculation!r} and there is {'a' if draft else 'no'} draft artifact",
@@ -248,7 +211,7 @@ def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> P
         return PromptLookup() if options.speculation == "prompt-lookup" else None
     if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
         raise InputError("the draft artifact has another vocabulary: its tokens mean something else")
-    if draft.session.reuse_obstacle is not None:
-        raise UnsupportedError(f"the draft artifact cannot take guesses back: {draft.session.reuse_obstacle}")
+    if draft.session.no_reuse_reason is not None:
+        raise UnsupportedError(f"the draft artifact cannot take guesses back: {draft.session.no_reuse_reason}")
     capacity = min(runner.config.max_context, draft.config.max_context)
     return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

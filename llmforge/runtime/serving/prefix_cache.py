@@ -1,4 +1,4 @@
-"""Keys and values of texts that were read before, kept in blocks, so that a text that begins like one is read faster.
+"""Prefix cache: keys and values of texts that were computed before, in blocks, for texts that begin alike.
 
 A block is `BLOCK` tokens that follow the tokens of another block, or begin a text: blocks form a tree, and a path from
 the root is the beginning of some text (system prompts, earlier turns of a conversation). Blocks are compared by their
@@ -53,38 +53,38 @@ class PrefixCache(Generic[C]):
         self._pool = backend.allocate(self.capacity, BLOCK)
         self._free = list(range(self.capacity - 1, -1, -1))
         self._roots: dict[bytes, _Block] = {}
-        self._recency: OrderedDict[_Block, None] = OrderedDict()  # the least recently used first
+        self._lru: OrderedDict[_Block, None] = OrderedDict()  # the least recently used block first
 
     def __len__(self) -> int:
-        return len(self._recency)
+        return len(self._lru)
 
     def find(self, tokens: Sequence[int]) -> int:
-        """Give the length of the longest beginning of `tokens` that is kept, a multiple of `BLOCK`."""
+        """Give the length of the longest prefix of `tokens` that is stored, a multiple of `BLOCK`."""
         return len(self._path(tokens, len(tokens) // BLOCK)) * BLOCK
 
     def load(self, tokens: Sequence[int], cache: C, row: int) -> None:
-        """Copy `tokens`, whole blocks that are kept, into `row`."""
+        """Copy `tokens`, whole blocks that are stored, into `row`."""
         path = self._path(tokens, len(tokens) // BLOCK)
         for i, block in enumerate(path):
             cache.copy(row, i * BLOCK, self._pool, block.row, 0, BLOCK)
-        self._use(path)
+        self._touch(path)
 
     def store(self, tokens: Sequence[int], cache: C, row: int) -> None:
-        """Keep `tokens`, which `row` holds from its first slot on, but for the last ones that fill no block.
+        """Store `tokens`, which `row` holds from its first one on, but for the last ones that fill no block.
 
-        A text that is longer than all the memory is kept as far as that reaches.
+        A text that is longer than all the memory is stored as far as that reaches.
         """
         count = min(len(tokens) // BLOCK, self.capacity)
         path = self._path(tokens, count)
-        self._use(path)  # so none of them is the oldest: others are, or there is room
+        self._touch(path)  # so none of them is the oldest: others are, or there is room
         for i in range(len(path), count):
-            place = self._free.pop() if self._free else self._evict()
-            self._pool.copy(place, 0, cache, row, i * BLOCK, BLOCK)
-            block = _Block(place, _key(tokens, i), path[-1] if path else None)
+            row_of_pool = self._free.pop() if self._free else self._evict()
+            self._pool.copy(row_of_pool, 0, cache, row, i * BLOCK, BLOCK)
+            block = _Block(row_of_pool, _key(tokens, i), path[-1] if path else None)
             self._children(block.parent)[block.key] = block
-            self._recency[block] = None
+            self._lru[block] = None
             path.append(block)
-        self._use(path)
+        self._touch(path)
 
     def forget(self, tokens: Sequence[int]) -> None:
         """Drop the first block of `tokens` and all that follow it, in whatever texts."""
@@ -92,11 +92,11 @@ class PrefixCache(Generic[C]):
         dropped = [] if first is None else [first]
         for block in dropped:
             dropped += block.children.values()
-            del self._recency[block]
+            del self._lru[block]
             self._free.append(block.row)
 
     def _path(self, tokens: Sequence[int], count: int) -> list[_Block]:
-        """Follow the first `count` blocks of `tokens` as far as they are kept."""
+        """Follow the first `count` blocks of `tokens` as far as they are stored."""
         path: list[_Block] = []
         for i in range(count):
             block = self._children(path[-1] if path else None).get(_key(tokens, i))
@@ -108,14 +108,14 @@ class PrefixCache(Generic[C]):
     def _children(self, block: _Block | None) -> dict[bytes, _Block]:
         return self._roots if block is None else block.children
 
-    def _use(self, path: Sequence[_Block]) -> None:
+    def _touch(self, path: Sequence[_Block]) -> None:
         """Make the blocks of `path` the most recently used ones, its first block the very last to go."""
         for block in reversed(path):
-            self._recency.move_to_end(block)
+            self._lru.move_to_end(block)
 
     def _evict(self) -> int:
-        """Forget the least recently used block; return its row of the pool."""
-        oldest, _ = self._recency.popitem(last=False)
+        """Drop the least recently used block; return its row of the pool."""
+        oldest, _ = self._lru.popitem(last=False)
         assert not oldest.children
         del self._children(oldest.parent)[oldest.key]
         return oldest.row

@@ -1,4 +1,4 @@
-"""What a caller asks of an engine, and what comes back while the answer is made."""
+"""What a caller asks of an engine, and what comes back while tokens are generated."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from dataclasses import dataclass, replace
 
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.runtime.sampling.options import GREEDY, Sampling
+from llmforge.runtime.sampling.sampler import TokenLogprob
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt of token ids and how to answer it.
+    """One prompt of token ids and how to go on from it.
 
-    `timeout_s` counts from submission: an answer that is not complete by then ends with "timeout".
+    `timeout_s` counts from submission: a sequence that is not complete by then ends with "timeout". Without
+    `detokenize` chunks have no text, one of them has the end-of-sequence token, and stop strings are refused.
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling = GREEDY
     timeout_s: float | None = None
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise UsageError(f"timeout {self.timeout_s} s: wanted a finite number of seconds above 0")
 
     def repeated(self, n: int) -> tuple[Request, ...]:
-        """Ask `n` times: the same prompt, with a seed for each answer. They share the prompt in the prefix cache.
+        """Ask `n` times: the same prompt, a seed for each sequence. They share the prompt in the prefix cache.
 
         Raises:
             UsageError: `n` is not 1 to 128.
@@ -36,12 +39,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one answer took. `output_tokens` counts every token that was chosen, the end-of-sequence token too.
+    """What one sequence took. `output_tokens` counts every sampled token, the end-of-sequence token too.
 
-    `cached_tokens` of the prompt were found in the prefix cache. `queue_ms` is the time before the prompt was first
-    read; `ttft_ms` runs from submission to the choice of the first token (None: there was none), `tpot_ms` is the mean
-    time of each token after it, None where there is none. `drafted_tokens` were proposed by speculation, and
-    `accepted_tokens` of them stood.
+    `cached_tokens` of the prompt were found in the prefix cache. `queue_ms` is the time before prefill; `ttft_ms` runs
+    from submission to the first sampled token (None: there was none), `tpot_ms` is the mean time of each token after
+    it, None where there is none. `drafted_tokens` were proposed by speculation, and `accepted_tokens` of them stood.
     """
 
     prompt_tokens: int
@@ -55,17 +57,8 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
-    """Log probability (natural, of the model's own distribution at temperature 1) of a token, and of the best ones."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the `Sampling.logprobs` most probable, best first
-
-
-@dataclass(frozen=True)
 class Chunk:
-    """One piece of an answer: a token and the text that is certain now, possibly none.
+    """One piece of a sequence: a token and the text that is certain now, possibly none.
 
     The last chunk has no token; it carries the rest of the text, the usage, and why generation ended: "stop" (end of
     sequence or a stop string), "length" (`max_tokens` or the end of the context), "cancelled" or "timeout".
@@ -78,7 +71,7 @@ class Chunk:
     logprob: TokenLogprob | None = None
 
 
-# Receives the chunks of one answer, the last one with a `finish_reason`; or one error, after which nothing comes.
+# Receives the chunks of one sequence, the last one with a `finish_reason`; or one error, after which nothing comes.
 # It is called by the engine's thread: it must hand over and return, never wait.
 Receiver = Callable[[Chunk | ForgeError], None]
 
@@ -97,5 +90,5 @@ def check_tokens(ids: Sequence[int], longest: int, vocabulary: int) -> None:
             hint="shorten the prompt, or build with a larger engine.max_context",
         )
     if min(ids) < 0 or max(ids) >= vocabulary:
-        wrong = next(token for token in ids if not 0 <= token < vocabulary)
-        raise UsageError(f"token id {wrong}; the vocabulary has {vocabulary}")
+        unknown = next(token for token in ids if not 0 <= token < vocabulary)
+        raise UsageError(f"token id {unknown}; the vocabulary has {vocabulary}")

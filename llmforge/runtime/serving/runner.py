@@ -20,20 +20,21 @@ from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.backends.interface import Backend, Rows
 from llmforge.runtime.backends.loading import open_engine
 from llmforge.runtime.sampling.options import GREEDY, Sampling
-from llmforge.runtime.sampling.sampler import Choosers
+from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.chat import ChatTemplate
+from llmforge.runtime.serving.options import PREFILL_CHUNK, EngineOptions
 from llmforge.runtime.serving.request import Chunk, Request, check_tokens
-from llmforge.runtime.serving.scheduler import PREFILL_CHUNK, Scheduler
+from llmforge.runtime.serving.scheduler import Scheduler
 
 # Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
 LOGITS_CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Step:
-    """One token for every row of a batch that is alive; None for those that ended before.
+class StepOutput:
+    """What one step gave a batch: a token for every row that is alive, None for those that ended before.
 
-    `finish_reasons` holds, at the step that chose its last token, why a row ends; else None.
+    `finish_reasons` holds, at the step that sampled its last token, why a row ends; else None.
     """
 
     token_ids: tuple[int | None, ...]
@@ -41,7 +42,7 @@ class Step:
 
 
 class Runner:
-    """An engine with its tokenizer. Up to `config.max_batch` answers may be generated at once."""
+    """An engine with its tokenizer. Up to `config.max_batch` sequences may run at once."""
 
     def __init__(
         self, session: Backend[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
@@ -50,7 +51,7 @@ class Runner:
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
-        self.choosers = Choosers(tokenizer, config.vocabulary, config.eos_token_ids)
+        self.samplers = Samplers(tokenizer, config.vocabulary, config.eos_token_ids)
         self._cache: Rows | None = None  # allocated when it is first used: a GPU's memory is taken at once
         self._taken = [False] * config.max_batch
         self._lock = threading.Lock()
@@ -71,24 +72,24 @@ class Runner:
         return list(self.tokenizer.encode(self.template.render(messages), add_special_tokens=False).ids)
 
     def generate(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY) -> Iterator[Chunk]:
-        """Answer one prompt, a text or token ids, chunk by chunk.
+        """Go on from one prompt, a text or token ids, chunk by chunk.
 
         Raises:
-            UsageError: the prompt is empty or too long, or `max_batch` answers are being generated.
+            UsageError: the prompt is empty or too long, or `max_batch` sequences are running.
         """
         start = time.perf_counter()
         ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
         check_tokens(ids, self.config.max_context - 1, self.config.vocabulary)
         received: deque[Chunk | ForgeError] = deque()
         with self._lease(1) as cache:
-            scheduler = self._scheduler(cache, self.tokenizer)
+            scheduler = self._scheduler(cache)
             scheduler.add(Request(ids, sampling), received.append, start)
             while scheduler.step():
                 while received:
                     yield _chunk(received.popleft())
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[Step]:
-        """Answer several prompts of token ids together, one step of all rows at a time.
+    def generate_batch(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> Iterator[StepOutput]:
+        """Go on from several prompts of token ids together, one step of all rows at a time.
 
         Each row gets the tokens that it would get alone. The first step comes after all prompts are read.
 
@@ -106,41 +107,32 @@ class Runner:
         return np.concatenate(list(self.logits_chunks(ids)))
 
     def logits_chunks(self, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Give the logits after every token of `ids` in pieces of at most `LOGITS_CHUNK` rows: fp32 [rows, V]."""
+        """Give the logits after every token of `ids` in chunks of at most `LOGITS_CHUNK` rows: fp32 [rows, V]."""
         check_tokens(ids, self.config.max_context, self.config.vocabulary)
         with self._lease(1) as cache:
             tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
-            most = min(LOGITS_CHUNK, self.session.longest_step or LOGITS_CHUNK)
-            for at in range(0, len(ids), most):
-                piece, past = tokens[:, at : at + most], np.array([at], np.int32)
-                yield self.session.step(piece, past, cache, np.arange(piece.shape[1]), text_lengths=whole)[0]
+            size = min(LOGITS_CHUNK, self.session.longest_step or LOGITS_CHUNK)
+            for start in range(0, len(ids), size):
+                chunk, past = tokens[:, start : start + size], np.array([start], np.int32)
+                yield self.session.step(chunk, past, cache, np.arange(chunk.shape[1]), text_lengths=whole)[0]
 
-    def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[Step]:
+    def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[StepOutput]:
         for prompt in prompts:
             check_tokens(prompt, self.config.max_context - 1, self.config.vocabulary)
         received: list[list[Chunk | ForgeError]] = [[] for _ in prompts]
         with self._lease(len(prompts)) as cache:
-            scheduler = self._scheduler(cache, None)
+            scheduler = self._scheduler(cache)
             for prompt, sampling, chunks in zip(prompts, samplings, received, strict=True):
-                scheduler.add(Request(prompt, sampling), chunks.append)
+                scheduler.add(Request(prompt, sampling, detokenize=False), chunks.append)
             while scheduler.step():
-                yield _step([[_chunk(item) for item in chunks] for chunks in received])
+                yield _step_output([[_chunk(item) for item in chunks] for chunks in received])
                 for chunks in received:
                     chunks.clear()
 
-    def _scheduler(self, cache: Any, tokenizer: Tokenizer | None) -> Scheduler[Any]:
+    def _scheduler(self, cache: Any) -> Scheduler[Any]:
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
-        budget = cache.batch * cache.capacity
-        return Scheduler(
-            self.session,
-            cache,
-            self.config,
-            tokenizer,
-            self.choosers,
-            max_queue=0,
-            step_tokens=budget,
-            chunk=PREFILL_CHUNK,
-        )
+        options = EngineOptions(max_queue=0, step_tokens=cache.batch * cache.capacity, prefix_cache_bytes=0)
+        return Scheduler(self.session, cache, self.samplers, options, chunk=PREFILL_CHUNK)
 
     @contextlib.contextmanager
     def _lease(self, wanted: int) -> Iterator[Any]:
@@ -150,8 +142,8 @@ class Runner:
         """
         with self._lock:
             padded = min((size for size in self.session.buckets or () if size >= wanted), default=wanted)
-            rows = padded if self._free(padded) is not None else wanted
-            start = self._free(rows)
+            rows = padded if self._find_free(padded) is not None else wanted
+            start = self._find_free(rows)
             if start is None:
                 raise UsageError(
                     f"{wanted} sequences asked for while {sum(self._taken)} run; this artifact runs {len(self._taken)}",
@@ -166,7 +158,7 @@ class Runner:
             with self._lock:
                 self._taken[start : start + rows] = [False] * rows
 
-    def _free(self, rows: int) -> int | None:
+    def _find_free(self, rows: int) -> int | None:
         """Find the first of so many neighbouring free rows."""
         places = range(len(self._taken) - rows + 1)
         return next((at for at in places if not any(self._taken[at : at + rows])), None)
@@ -210,8 +202,8 @@ def _chunk(item: Chunk | ForgeError) -> Chunk:
     return item
 
 
-def _step(rows: Sequence[Sequence[Chunk]]) -> Step:
-    """Make a step of what each row received in it: nothing, its token, or its last token and the reason."""
+def _step_output(rows: Sequence[Sequence[Chunk]]) -> StepOutput:
+    """Say what a step gave from what each row received: nothing, its token, or its last token and the reason."""
     tokens = (next((chunk.token_id for chunk in chunks), None) for chunks in rows)
     reasons = (chunks[-1].finish_reason if chunks else None for chunks in rows)
-    return Step(tuple(tokens), tuple(reasons))
+    return StepOutput(tuple(tokens), tuple(reasons))

@@ -1,21 +1,21 @@
 """Continuous batching: requests join and leave a running batch between steps. No threads, no clock of its own.
 
-A slot is one row of the preallocated cache; an answer keeps it from its first token to its last. One step
+A slot is one row of the preallocated cache; a sequence keeps it from its first token to its last. One step
 
 1. ends what was cancelled or is past its deadline, and gives free slots to those that wait longest;
-2. decodes: one token for every slot whose prompt is read, in one run over the rows `0 … n - 1` of the cache. Answers
-   with guesses at their next tokens (`llmforge.runtime.serving.speculation`) run alone instead, and may get several;
-3. reads prompts, oldest first, in pieces, behind what the prefix cache has of them.
+2. decodes: one token for every slot whose prompt is read, in one run over the rows `0 … n - 1` of the cache. Sequences
+   with a draft of their next tokens (`llmforge.runtime.serving.speculation`) run alone instead, and may get several;
+3. prefills prompts, oldest first, in chunks, behind what the prefix cache has of them.
 
-**Neither starves the other.** Every step gives every decoding slot a token, and reads at least one piece of the oldest
-unread prompt; more pieces only as long as the step stays within `step_tokens`. So a step runs at most `step_tokens`
-tokens besides those that decode, which bounds the time between two tokens of an answer; and once its turn has come, a
+**Neither starves the other.** Every step gives every decoding slot a token, and reads at least one chunk of the oldest
+unread prompt; more chunks only as long as the step stays within `step_tokens`. So a step runs at most `step_tokens`
+tokens besides those that decode, which bounds the time between two tokens of a sequence; and once its turn has come, a
 prompt of `L` tokens is read within `ceil(L / chunk)` steps, whatever decodes beside it.
 
-**Nobody's tokens depend on neighbours.** Pieces end at multiples of `chunk` tokens counted from the start of the text,
-wherever they begin and whatever else the step runs, and each answer draws from a random stream of its own. What is left
-are kernels whose sums differ in the last bits with the shape of a step: those for few tokens and those for many. What
-is read behind a cached prefix has many tokens where it would have many without (`Scheduler._resume`).
+**Nobody's tokens depend on neighbours.** Chunks end at multiples of `chunk` tokens counted from the start of the text,
+wherever they begin and whatever else the step runs, and each sequence has random numbers of its own. What is left are
+kernels whose sums differ in the last bits with the shape of a step: those for few tokens and those for many. What is
+read behind a cached prefix has many tokens where it would have many without (`Scheduler._reusable_tokens`).
 """
 
 from __future__ import annotations
@@ -23,51 +23,43 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.interface import Backend, C
-from llmforge.runtime.sampling.sampler import Choosers
+from llmforge.runtime.sampling.sampler import Samplers
+from llmforge.runtime.serving.options import PREFILL_CHUNK, EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
 from llmforge.runtime.serving.request import Chunk, Receiver, Request, check_tokens
-from llmforge.runtime.serving.sequence import Answer, NoText, StoppedText
+from llmforge.runtime.serving.sequence import NoText, OutputText, Sequence
 from llmforge.runtime.serving.speculation import Speculation
 from llmforge.runtime.serving.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a prompt that run at once. It bounds the memory of activations and of the attention scores.
-PREFILL_CHUNK = 512
 # Tokens whose keys and values are copied in about the time that one more row costs a decode step: a row of a model of
 # 0.6 B takes some 5 ms of one core, in which it copies 15 MB, which are 64 tokens in fp32 (28 layers, 8 heads of 128).
-_TOKENS_A_ROW = 64
+_COPIED_TOKENS_PER_ROW = 64
 
 
 class Scheduler(Generic[C]):
-    """Answers requests in the slots of one cache. One thread may call it at a time; nothing runs between calls.
+    """Runs sequences in the slots of one cache. One thread may call it at a time; nothing runs between calls.
 
     Args:
         backend: the decoder.
-        cache: a row is a slot; the capacity bounds prompt and answer together.
-        config: vocabulary and end-of-sequence tokens.
-        tokenizer: makes the text of chunks; None: chunks have no text, one of them the end-of-sequence token, and stop
-            strings are refused.
-        choosers: start the choice of tokens of each answer.
-        max_queue: requests that may wait while all slots are taken.
-        step_tokens: budget of one step, in tokens.
+        cache: a row is a slot; the capacity bounds prompt and output together.
+        samplers: make the sampler of each sequence, and know the tokenizer.
+        options: of these, `max_queue`, `step_tokens` and `prefix_cache_bytes`.
+        speculation: drafts tokens; None: none are drafted.
         chunk: longest piece of a prompt that runs at once, in tokens; never longer than `step_tokens` or the backend's
             `longest_step`.
-        prefix_cache_bytes: memory for what was read and written, to serve later requests; 0: nothing is kept.
-        speculation: guesses tokens; None: none are guessed.
         clock: seconds, from any origin.
 
-    A decoder whose tokens cannot be used again or taken back (`Backend.reuse_obstacle`) goes without prefix cache and
+    A decoder whose tokens cannot be used again or taken back (`Backend.no_reuse_reason`) goes without prefix cache and
     speculation, and `EngineStats.notes` says so.
 
     Raises:
@@ -78,70 +70,63 @@ class Scheduler(Generic[C]):
         self,
         backend: Backend[C],
         cache: C,
-        config: RuntimeConfig,
-        tokenizer: Tokenizer | None,
-        choosers: Choosers,
+        samplers: Samplers,
+        options: EngineOptions,
         *,
-        max_queue: int,
-        step_tokens: int,
-        chunk: int = PREFILL_CHUNK,
-        prefix_cache_bytes: int = 0,
         speculation: Speculation | None = None,
+        chunk: int = PREFILL_CHUNK,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._backend = backend
         self._cache = cache
-        self._config = config
-        self._tokenizer = tokenizer
-        self._choosers = choosers
-        self._max_queue = max_queue
-        self._step_tokens = step_tokens
-        self._chunk = min(chunk, step_tokens, backend.longest_step or chunk)
+        self._samplers = samplers
+        self._options = options
+        self._chunk = min(chunk, options.step_tokens, backend.longest_step or chunk)
         self._clock = clock
-        obstacle = backend.reuse_obstacle
-        asked = {"prefix cache": prefix_cache_bytes, "speculation": speculation}
-        without = tuple(f"no {name}: {obstacle}" for name, value in asked.items() if value and obstacle)
+        reason = backend.no_reuse_reason
+        asked = {"prefix cache": options.prefix_cache_bytes, "speculation": speculation}
+        without = tuple(f"no {name}: {reason}" for name, value in asked.items() if value and reason)
         self._notes = (*backend.notes, *without)
-        keeps = prefix_cache_bytes > 0 and not obstacle
-        self._prefixes = PrefixCache(backend, prefix_cache_bytes) if keeps else None
-        self._speculation = None if obstacle else speculation
-        self._waiting: deque[Answer] = deque()
-        self._slots: list[Answer | None] = [None] * cache.batch
-        self._answers: dict[Answer, None] = {}  # those that wait or have a slot, in order of arrival
-        self._tokens = np.zeros((cache.batch, 1), np.int64)
-        self._past = np.zeros(cache.batch, np.int32)
-        self._real = np.zeros(cache.batch, np.int32)
+        has_prefix_cache = options.prefix_cache_bytes > 0 and not reason
+        self._prefix_cache = PrefixCache(backend, options.prefix_cache_bytes) if has_prefix_cache else None
+        self._speculation = None if reason else speculation
+        self._waiting: deque[Sequence] = deque()
+        self._slots: list[Sequence | None] = [None] * cache.batch
+        self._sequences: dict[Sequence, None] = {}  # those that wait or have a slot, in order of arrival
+        self._input_ids = np.zeros((cache.batch, 1), np.int64)
+        self._past_lengths = np.zeros(cache.batch, np.int32)
+        self._lengths = np.zeros(cache.batch, np.int32)
         logits = backend.logits_array((cache.batch, 1, backend.vocabulary))
         self._logits = [logits[: n + 1] for n in range(cache.batch)]  # equal steps hand the backend one object
-        most = 0 if self._speculation is None else self._speculation.most
-        judged = backend.logits_array((1, most + 1, backend.vocabulary))
-        self._judged = [judged[:, : k + 1] for k in range(most + 1)]  # by guesses
+        most = 0 if self._speculation is None else self._speculation.max_tokens
+        verified = backend.logits_array((1, most + 1, backend.vocabulary))
+        self._verify_logits = [verified[:, : k + 1] for k in range(most + 1)]  # by drafted tokens
         self._idle_rows = 0
         self._totals: Counter[str] = Counter()
-        self._decode_s = self._judge_s = 0.0
+        self._decode_s = self._verify_s = 0.0
         self._steps: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
 
     # Requests
 
-    def prepare(self, request: Request, receive: Receiver, submitted: float | None = None) -> Answer:
+    def prepare(self, request: Request, receive: Receiver, submitted: float | None = None) -> Sequence:
         """Make what `enqueue` takes; any thread may do it. `submitted`: when, by the clock; None: now.
 
         Raises:
-            UsageError: the prompt is empty, too long or has unknown tokens; or stop strings, and there is no tokenizer.
-            UsageError, UnsupportedError, EnvironmentLacks: as `Choosers.start` does.
+            UsageError: the prompt is empty, too long or has unknown tokens; or stop strings without detokenization.
+            UsageError, UnsupportedError, EnvironmentLacks: as `Samplers.start` does.
         """
-        check_tokens(request.prompt, self._cache.capacity - 1, self._config.vocabulary)
-        if self._tokenizer is None and request.sampling.stop:
+        check_tokens(request.prompt, self._cache.capacity - 1, self._backend.vocabulary)
+        if request.sampling.stop and not request.detokenize:
             raise UsageError("a batch of token ids has no text that stop strings could be found in")
         room = self._cache.capacity - len(request.prompt)
-        return Answer(
+        return Sequence(
             request,
             receive,
             submitted=self._clock() if submitted is None else submitted,
-            limit=min(request.sampling.max_tokens or room, room),
-            text=NoText() if self._tokenizer is None else StoppedText(self._tokenizer, request.sampling),
-            chooser=self._choosers.start(request.sampling, request.prompt),
+            max_tokens=min(request.sampling.max_tokens or room, room),
+            text=OutputText(self._samplers.tokenizer, request.sampling) if request.detokenize else NoText(),
+            sampler=self._samplers.start(request.sampling, request.prompt),
         )
 
     def check_room(self, arriving: int = 0) -> None:
@@ -150,49 +135,50 @@ class Scheduler(Generic[C]):
         Raises:
             Unavailable: the slots are taken and the queue is full.
         """
-        if len(self._answers) + arriving >= self._cache.batch + self._max_queue:
-            raise Unavailable(f"the queue is full: {self._max_queue} requests wait", hint="try again later")
+        max_queue = self._options.max_queue
+        if len(self._sequences) + arriving >= self._cache.batch + max_queue:
+            raise Unavailable(f"the queue is full: {max_queue} requests wait", hint="try again later")
 
-    def enqueue(self, answer: Answer) -> None:
-        """Queue an answer; its receiver gets chunks during steps."""
-        self._answers[answer] = None
-        self._waiting.append(answer)
+    def enqueue(self, sequence: Sequence) -> None:
+        """Queue a sequence; its receiver gets chunks during steps."""
+        self._sequences[sequence] = None
+        self._waiting.append(sequence)
 
-    def add(self, request: Request, receive: Receiver, submitted: float | None = None) -> Answer:
+    def add(self, request: Request, receive: Receiver, submitted: float | None = None) -> Sequence:
         """Prepare and queue a request: raises what `prepare` and `check_room` raise."""
-        answer = self.prepare(request, receive, submitted)
+        sequence = self.prepare(request, receive, submitted)
         self.check_room()
-        self.enqueue(answer)
-        return answer
+        self.enqueue(sequence)
+        return sequence
 
     def cancel_all(self) -> None:
-        """Let every answer end with "cancelled" at the next step, as `cancelled = True` does for one."""
-        for answer in self._answers:
-            answer.cancelled = True
+        """Let every sequence end with "cancelled" at the next step, as `cancelled = True` does for one."""
+        for sequence in self._sequences:
+            sequence.cancelled = True
 
     def fail(self, error: ForgeError) -> None:
         """Hand `error` to every request that runs or waits, and forget them."""
-        for answer in list(self._answers):
-            self._drop(answer, "error")
-            self._hand(answer, error)
+        for sequence in list(self._sequences):
+            self._remove(sequence, "error")
+            self._deliver(sequence, error)
 
     @property
     def busy(self) -> bool:
         """Whether a request runs or waits."""
-        return bool(self._answers)
+        return bool(self._sequences)
 
     def stats(self) -> EngineStats:
         """Sum up what was done and what is going on."""
-        running = [answer for answer in self._slots if answer is not None]
-        totals, kept = self._totals, self._prefixes
+        running = [sequence for sequence in self._slots if sequence is not None]
+        totals, prefix_cache = self._totals, self._prefix_cache
         return EngineStats(
             running=len(running),
             waiting=len(self._waiting),
             slots=self._cache.batch,
-            kv_tokens_used=sum(answer.held for answer in running),
+            kv_tokens_used=sum(sequence.computed_tokens for sequence in running),
             kv_tokens_capacity=self._cache.batch * self._cache.capacity,
-            prefix_tokens_used=0 if kept is None else len(kept) * BLOCK,
-            prefix_tokens_capacity=0 if kept is None else kept.capacity * BLOCK,
+            prefix_tokens_used=0 if prefix_cache is None else len(prefix_cache) * BLOCK,
+            prefix_tokens_capacity=0 if prefix_cache is None else prefix_cache.capacity * BLOCK,
             prompt_tokens=totals["prompt"],
             prefill_tokens=totals["prefill"],
             output_tokens=totals["output"],
@@ -202,8 +188,8 @@ class Scheduler(Generic[C]):
             accepted_tokens=totals["accepted"],
             decode_s=self._decode_s,
             decode_tokens=totals["decode"],
-            judge_s=self._judge_s,
-            judge_tokens=totals["judge"],
+            judge_s=self._verify_s,
+            judge_tokens=totals["verify"],
             steps=dict(self._steps),
             finished=dict(self._finished),
             notes=self._notes,
@@ -213,238 +199,241 @@ class Scheduler(Generic[C]):
 
     def step(self) -> bool:
         """Do one step; return whether there was anything to run."""
-        self._end_the_overdue()
+        self._end_cancelled_and_overdue()
         self._admit()
         self._close_gap()
         decoded = self._decode()
-        return self._read(decoded) + decoded > 0
+        return self._prefill(decoded) + decoded > 0
 
-    def _end_the_overdue(self) -> None:
+    def _end_cancelled_and_overdue(self) -> None:
         now = self._clock()
-        for answer in list(self._answers):
-            if answer.cancelled:
-                self._finish(answer, "cancelled")
-            elif answer.overdue(now):
-                self._finish(answer, "timeout")
+        for sequence in list(self._sequences):
+            if sequence.cancelled:
+                self._finish(sequence, "cancelled")
+            elif sequence.is_overdue(now):
+                self._finish(sequence, "timeout")
 
     def _admit(self) -> None:
         for slot, taken in enumerate(self._slots):
             if taken is None and self._waiting:
-                answer = self._waiting.popleft()
-                answer.slot = slot
-                self._slots[slot] = answer
+                sequence = self._waiting.popleft()
+                sequence.slot = slot
+                self._slots[slot] = sequence
 
     def _close_gap(self) -> None:
-        """Move the answer in the last slot to a free one in front of it, once free rows have cost more than that would.
+        """Move the sequence in the last slot to a free one before it, once idle rows have cost more than that would.
 
         So the two together cost at most twice the less of them, whichever that turns out to be.
         """
-        last = max((slot for slot, answer in enumerate(self._slots) if answer is not None), default=0)
-        gap, answer = self._slots.index(None) if None in self._slots else last, self._slots[last]
-        if answer is None or gap >= last:
+        last = max((slot for slot, sequence in enumerate(self._slots) if sequence is not None), default=0)
+        gap, sequence = self._slots.index(None) if None in self._slots else last, self._slots[last]
+        if sequence is None or gap >= last:
             self._idle_rows = 0
-        elif self._idle_rows * _TOKENS_A_ROW >= answer.held:
-            self._cache.copy(gap, 0, self._cache, last, 0, answer.held)
-            answer.slot, self._slots[gap], self._slots[last] = gap, answer, None
+        elif self._idle_rows * _COPIED_TOKENS_PER_ROW >= sequence.computed_tokens:
+            self._cache.copy(gap, 0, self._cache, last, 0, sequence.computed_tokens)
+            sequence.slot, self._slots[gap], self._slots[last] = gap, sequence, None
             self._idle_rows = 0
 
     def _decode(self) -> int:
         """Give every slot whose prompt is read its next token, or several; return how many tokens ran for that."""
-        decoding = [answer for answer in self._slots if answer is not None and answer.decoding]
-        together, ran = [], 0
-        for answer in decoding:
-            start = self._clock()
-            guesses = self._guess(answer, len(decoding))
-            if guesses:
-                self._judge(answer, guesses, start)
-                ran += 1 + len(guesses)
-            else:
-                together.append(answer)
-        if together:
-            self._decode_together(together)
-        return ran + len(together)
+        decoding = [(slot, each) for slot, each in enumerate(self._slots) if each is not None and each.decoding]
+        speculation = self._speculation
+        if speculation is None:
+            batch, ran = decoding, 0
+        else:
+            batch, ran = [], 0
+            for slot, sequence in decoding:
+                start = self._clock()
+                draft = speculation.propose(sequence, sequence.tokens, sequence.remaining_tokens - 1, len(decoding))
+                if draft:
+                    self._verify(slot, sequence, draft, start, speculation)
+                    ran += 1 + len(draft)
+                else:
+                    batch.append((slot, sequence))
+        if batch:
+            self._decode_batch(batch)
+        return ran + len(batch)
 
-    def _decode_together(self, answers: Sequence[Answer]) -> None:
-        """Run one token of each of `answers`, which are in the order of their slots."""
+    def _decode_batch(self, batch: list[tuple[int, Sequence]]) -> None:
+        """Run one token of each sequence of `batch`, which are in the order of their slots."""
         start = self._clock()
-        n = self._bucket(1 + max(answer.slot for answer in answers if answer.slot is not None))
+        last, _ = batch[-1]
+        n = self._bucket(1 + last)
         for row, taken in enumerate(self._slots[:n]):
             # A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens
             # that it holds, where its next token will overwrite it.
-            self._past[row] = 0 if taken is None else taken.held
+            self._past_lengths[row] = 0 if taken is None else taken.computed_tokens
             self._idle_rows += taken is None
-        self._real[:n] = self._tokens[:n] = 0
-        for answer in answers:
-            self._real[answer.slot], self._tokens[answer.slot] = 1, answer.context[-1]
+        self._lengths[:n] = self._input_ids[:n] = 0
+        for slot, sequence in batch:
+            self._lengths[slot], self._input_ids[slot] = 1, sequence.tokens[-1]
         logits, view = self._logits[n - 1], self._cache.rows(0, n)
-        self._backend.step(self._tokens[:n], self._past[:n], view, out=logits, lengths=self._real[:n])
-        for answer in answers:
-            slot = answer.slot
-            assert slot is not None
-            answer.held += 1
-            self._keep(answer, slot)
-            self._choose(answer, logits[slot, 0])
+        self._backend.step(self._input_ids[:n], self._past_lengths[:n], view, out=logits, lengths=self._lengths[:n])
+        for slot, sequence in batch:
+            sequence.computed_tokens += 1
+            self._store_blocks(sequence, slot)
+            self._sample(sequence, logits[slot, 0])
         seconds = self._clock() - start
         self._steps[n] += 1
-        self._totals["decode"] += len(answers)
+        self._totals["decode"] += len(batch)
         self._decode_s += seconds
         if self._speculation is not None:
-            self._speculation.payoff.decoded(len(answers), seconds)
+            self._speculation.payoff.decoded(len(batch), seconds)
 
     def _bucket(self, rows: int) -> int:
         buckets = self._backend.buckets or ()
         return min((size for size in buckets if rows <= size <= self._cache.batch), default=rows)
 
-    def _guess(self, answer: Answer, rows: int) -> list[int]:
-        if self._speculation is None:
-            return []
-        return self._speculation.propose(answer, answer.context, answer.left - 1, rows)
+    def _verify(self, slot: int, sequence: Sequence, draft: list[int], start: float, speculation: Speculation) -> None:
+        """Run the last token of `sequence` and `draft`, and sample tokens for as long as they are those drafted.
 
-    def _judge(self, answer: Answer, guesses: Sequence[int], start: float) -> None:
-        """Run the last token of `answer` and `guesses`, and take tokens for as long as they are those guessed."""
-        slot, k = answer.slot, len(guesses)
-        assert slot is not None
-        assert self._speculation is not None
-        ids, past = np.array([[answer.context[-1], *guesses]], np.int64), np.array([answer.held], np.int32)
-        view = self._cache.rows(slot, slot + 1)
-        (logits,) = self._backend.step(ids, past, view, np.arange(k + 1), out=self._judged[k])
-        answer.drafted += k
+        Each token is sampled from its own row of logits, as without a draft; the draft only says whether the row after
+        it can be used. So the tokens are those that would come without one, under any sampling: a drafted token stands
+        with the probability that the model gives it, as in speculative sampling from a draft that is certain.
+        """
+        k = len(draft)
+        ids = np.array([[sequence.tokens[-1], *draft]], np.int64)
+        past_lengths, view = np.array([sequence.computed_tokens], np.int32), self._cache.rows(slot, slot + 1)
+        (logits,) = self._backend.step(ids, past_lengths, view, np.arange(k + 1), out=self._verify_logits[k])
+        sequence.drafted_tokens += k
         self._totals["drafted"] += k
         tokens = 0
-        for row, guess in zip(logits, [*guesses, None], strict=True):
-            answer.held += 1
-            right = self._choose(answer, row, guess)
+        for row, drafted in zip(logits, [*draft, None], strict=True):
+            sequence.computed_tokens += 1
+            accepted = self._sample(sequence, row, drafted)
             tokens += 1
-            if not right:
+            if not accepted:
                 break
-        self._keep(answer, slot)
+        self._store_blocks(sequence, slot)
         seconds = self._clock() - start
-        self._totals["judge"] += tokens
-        self._judge_s += seconds
-        self._speculation.payoff.judged(answer, k, tokens, seconds)
-        if answer not in self._answers:
-            self._speculation.forget(answer)
+        self._totals["verify"] += tokens
+        self._verify_s += seconds
+        speculation.payoff.verified(sequence, k, tokens, seconds)
+        if sequence not in self._sequences:
+            speculation.forget(sequence)
 
-    def _read(self, spent: int) -> int:
-        """Read pieces of prompts, oldest first, until the step's budget is spent; return how many tokens."""
+    def _prefill(self, spent: int) -> int:
+        """Read chunks of prompts, oldest first, until the step's token budget is spent; return how many tokens."""
         read = 0
-        for answer in [a for a in self._answers if a.slot is not None and not a.decoding]:
-            if answer.started is None:
-                self._begin(answer)
-            while not answer.decoding and answer in self._answers:
-                end = min(answer.prompt_tokens, (answer.held // self._chunk + 1) * self._chunk)
-                if read and spent + read + end - answer.held > self._step_tokens:
+        unread = [(each.slot, each) for each in self._sequences if each.slot is not None and not each.decoding]
+        for slot, sequence in unread:
+            if sequence.started is None:
+                self._start_prefill(sequence, slot)
+            while not sequence.decoding and sequence in self._sequences:
+                start = sequence.computed_tokens
+                end = min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
+                if read and spent + read + end - start > self._options.step_tokens:
                     return read
-                read += end - answer.held
-                self._read_piece(answer, end)
+                read += end - start
+                self._prefill_chunk(sequence, slot, end)
         return read
 
-    def _begin(self, answer: Answer) -> None:
-        """Take up the prompt of `answer`, behind what the prefix cache has of it."""
-        slot, tokens = answer.slot, answer.prompt_tokens
-        assert slot is not None
-        answer.started = self._clock()
+    def _start_prefill(self, sequence: Sequence, slot: int) -> None:
+        """Take up the prompt of `sequence`, behind what the prefix cache has of it."""
+        tokens = sequence.prompt_tokens
+        sequence.started = self._clock()
         self._totals["prompt"] += tokens
-        if self._prefixes is not None:
-            answer.held = answer.cached = self._resume(self._prefixes.find(answer.context), tokens)
-            self._prefixes.load(answer.context[: answer.cached], self._cache, slot)
-            answer.kept = answer.cached // BLOCK
+        if self._prefix_cache is not None:
+            cached = self._reusable_tokens(self._prefix_cache.find(sequence.tokens), tokens)
+            sequence.computed_tokens = sequence.cached_tokens = cached
+            self._prefix_cache.load(sequence.tokens[:cached], self._cache, slot)
+            sequence.stored_blocks = cached // BLOCK
             self._totals["query"] += tokens
-            self._totals["hit"] += answer.cached
+            self._totals["hit"] += cached
 
-    def _resume(self, kept: int, tokens: int) -> int:
-        """Say where the reading of a prompt of `tokens` begins, of which the first `kept` are in the prefix cache.
+    def _reusable_tokens(self, cached: int, tokens: int) -> int:
+        """Say how many tokens of a prompt of `tokens` to load, of which the first `cached` are in the prefix cache.
 
-        At the last block's end from which the rest of a piece gives the bits that it gives in the whole piece: with as
-        many tokens as that takes, or as the whole piece has. The last token is always read.
+        Up to the last block's end from which the rest of a chunk gives the bits that it gives in the whole chunk: with
+        as many tokens as that takes, or as the whole chunk has. The last token is always computed.
         """
-        for start in range(min(kept, (tokens - 1) // BLOCK * BLOCK), 0, -BLOCK):
+        for start in range(min(cached, (tokens - 1) // BLOCK * BLOCK), 0, -BLOCK):
             begin = start // self._chunk * self._chunk
             end = min(begin + self._chunk, tokens)
             if end - start >= min(end - begin, self._backend.steady_from):
                 return start
         return 0
 
-    def _read_piece(self, answer: Answer, end: int) -> None:
-        slot, start, logits = answer.slot, answer.held, self._logits[0]
-        assert slot is not None
+    def _prefill_chunk(self, sequence: Sequence, slot: int, end: int) -> None:
+        start, logits = sequence.computed_tokens, self._logits[0]
         self._backend.step(
-            np.array([answer.context[start:end]], np.int64),
+            np.array([sequence.tokens[start:end]], np.int64),
             np.array([start], np.int32),
             self._cache.rows(slot, slot + 1),
             out=logits,
-            text_lengths=np.array([answer.prompt_tokens]),
+            text_lengths=np.array([sequence.prompt_tokens]),
         )
         self._totals["prefill"] += end - start
-        answer.held = end
-        self._keep(answer, slot)
-        if end == answer.prompt_tokens:
-            self._choose(answer, logits[0, 0])
+        sequence.computed_tokens = end
+        self._store_blocks(sequence, slot)
+        if end == sequence.prompt_tokens:
+            self._sample(sequence, logits[0, 0])
 
-    def _keep(self, answer: Answer, slot: int) -> None:
-        """Give the blocks that `answer` has completed in `slot` to the prefix cache."""
-        if self._prefixes is not None and not answer.failed and answer.held // BLOCK > answer.kept:
-            self._prefixes.store(answer.context[: answer.held], self._cache, slot)
-            answer.kept = answer.held // BLOCK
+    def _store_blocks(self, sequence: Sequence, slot: int) -> None:
+        """Give the blocks that `sequence` has completed in `slot` to the prefix cache."""
+        computed = sequence.computed_tokens
+        if self._prefix_cache is not None and not sequence.failed and computed // BLOCK > sequence.stored_blocks:
+            self._prefix_cache.store(sequence.tokens[:computed], self._cache, slot)
+            sequence.stored_blocks = computed // BLOCK
 
-    # Answers
+    # Tokens
 
-    def _choose(self, answer: Answer, logits: NDArray[np.float32], guess: int | None = None) -> bool:
-        """Choose the next token of `answer` from `logits` [V] and hand it over; the last one ends the answer.
+    def _sample(self, sequence: Sequence, logits: NDArray[np.float32], drafted: int | None = None) -> bool:
+        """Sample the next token of `sequence` from `logits` [V] and deliver it; the last one ends the sequence.
 
-        Return whether the token is `guess`, and more may follow.
+        Return whether the token is `drafted`, and more may follow.
         """
         try:
-            token, logprob = answer.chooser.choose(logits)
+            token, logprob = sequence.sampler.sample(logits)
         except ForgeError as error:
-            answer.failed = True
-            if self._prefixes is not None:  # whatever was wrong with this text, it must not spread to others
-                self._prefixes.forget(answer.context)
-            self._drop(answer, "error")
-            self._hand(answer, error)
+            sequence.failed = True
+            if self._prefix_cache is not None:  # whatever was wrong with this text, it must not spread to others
+                self._prefix_cache.forget(sequence.tokens)
+            self._remove(sequence, "error")
+            self._deliver(sequence, error)
             return False
-        answer.context.append(token)
-        answer.times.append(self._clock())
+        sequence.tokens.append(token)
+        sequence.token_times.append(self._clock())
         self._totals["output"] += 1
-        if token == guess:
-            answer.accepted += 1
+        if token == drafted:
+            sequence.accepted_tokens += 1
             self._totals["accepted"] += 1
-        if answer.chooser.ends(token):
-            if self._tokenizer is None:  # who reads tokens wants this one, too
-                self._hand(answer, Chunk("", token, logprob=logprob))
-            self._finish(answer, "stop")
-        elif not self._hand(answer, Chunk(answer.text.push(token), token, logprob=logprob)):
-            self._drop(answer, "error")
-        elif answer.text.stopped:
-            self._finish(answer, "stop")
-        elif answer.left == 0:
-            self._finish(answer, "length")
+        if sequence.sampler.is_stop(token):
+            if not sequence.request.detokenize:  # who reads tokens wants this one, too
+                self._deliver(sequence, Chunk("", token, logprob=logprob))
+            self._finish(sequence, "stop")
+        elif not self._deliver(sequence, Chunk(sequence.text.push(token), token, logprob=logprob)):
+            self._remove(sequence, "error")
+        elif sequence.text.stopped:
+            self._finish(sequence, "stop")
+        elif sequence.remaining_tokens == 0:
+            self._finish(sequence, "length")
         else:
-            return token == guess
+            return token == drafted
         return False
 
-    def _finish(self, answer: Answer, reason: str) -> None:
-        rest = answer.text.flush()
-        if reason == "length" and answer.text.stopped:  # the text that was held back completes a stop string
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        rest = sequence.text.flush()
+        if reason == "length" and sequence.text.stopped:  # the text that was held back completes a stop string
             reason = "stop"
-        self._drop(answer, reason)
-        self._hand(answer, Chunk(rest, None, reason, answer.usage(self._clock())))
+        self._remove(sequence, reason)
+        self._deliver(sequence, Chunk(rest, None, reason, sequence.usage(self._clock())))
 
-    def _hand(self, answer: Answer, item: Chunk | ForgeError) -> bool:
-        """Hand `item` to the receiver of `answer`; a receiver that raises loses its own answer and nobody else's."""
+    def _deliver(self, sequence: Sequence, item: Chunk | ForgeError) -> bool:
+        """Hand `item` to the receiver of `sequence`; one that raises loses its own sequence and nobody else's."""
         try:
-            answer.receive(item)
+            sequence.receive(item)
         except Exception:
             logger.exception("the receiver of an answer failed; the answer is dropped")
             return False
         return True
 
-    def _drop(self, answer: Answer, reason: str) -> None:
-        del self._answers[answer]
+    def _remove(self, sequence: Sequence, reason: str) -> None:
+        del self._sequences[sequence]
         self._finished[reason] += 1
         if self._speculation is not None:
-            self._speculation.forget(answer)
-        if answer.slot is None:
-            self._waiting.remove(answer)
+            self._speculation.forget(sequence)
+        if sequence.slot is None:
+            self._waiting.remove(sequence)
         else:
-            self._slots[answer.slot] = None
+            self._slots[sequence.slot] = None

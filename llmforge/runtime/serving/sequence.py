@@ -1,46 +1,19 @@
-"""One answer on its way: what is known of a request between its submission and its last chunk."""
+"""One sequence: what is known of a request between its submission and its last chunk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from llmforge.runtime.sampling.options import Sampling
-from llmforge.runtime.sampling.sampler import TokenChooser
+from llmforge.runtime.sampling.sampler import TokenSampler
 from llmforge.runtime.serving.detokenize import Detokenizer, StopStrings
 from llmforge.runtime.serving.request import Receiver, Request, Usage
 
 
-class Text(Protocol):
-    """The text of an answer, token by token, up to its first stop string."""
-
-    stopped: bool
-
-    def push(self, token: int) -> str:
-        """Take one more token; return the text that is certain now."""
-
-    def flush(self) -> str:
-        """Return what was held back, after the last token."""
-
-
-class NoText:
-    """Stands for the text of an answer that nobody reads as text."""
-
-    stopped = False
-
-    def push(self, token: int) -> str:
-        """Ignore the token."""
-        return ""
-
-    def flush(self) -> str:
-        """Return nothing."""
-        return ""
-
-
-class StoppedText:
-    """The text of one answer, up to its first stop string that is complete after `min_tokens` tokens."""
+class OutputText:
+    """The text of one sequence, up to its first stop string that is complete after `min_tokens` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
         self.stopped = False
@@ -63,33 +36,52 @@ class StoppedText:
         return certain
 
 
-class Ticket:
-    """Stands for one submitted request."""
+class NoText:
+    """Stands for the text of a sequence that nobody reads as text."""
+
+    stopped = False
+
+    def push(self, token: int) -> str:
+        """Ignore the token."""
+        return ""
+
+    def flush(self) -> str:
+        """Return nothing."""
+        return ""
 
 
 @dataclass(eq=False)
-class Answer(Ticket):
-    """The answer to one request. It waits until it has a slot, reads until it has a token, then decodes."""
+class Ticket:
+    """Stands for one submitted request."""
+
+    cancelled: bool = field(default=False, kw_only=True)  # the one thing that other threads may set
+
+
+@dataclass(eq=False)
+class Sequence(Ticket):
+    """Prompt and output of one request. It waits until it has a slot, is prefilled until it has a token, then decodes.
+
+    Times are seconds of the scheduler's clock.
+    """
 
     request: Request
     receive: Receiver
-    submitted: float  # seconds of the scheduler's clock, as all times here
-    limit: int  # tokens that may be chosen
-    text: Text
-    chooser: TokenChooser
-    slot: int | None = None
-    held: int = 0  # tokens of `context` that its slot holds
-    cached: int = 0  # tokens of the prompt that came from the prefix cache
-    kept: int = 0  # blocks of `context` that the prefix cache was given
-    started: float | None = None  # when its prompt was first read
-    times: list[float] = field(default_factory=list)  # when each token was chosen
-    drafted: int = 0
-    accepted: int = 0
+    submitted: float
+    max_tokens: int  # that may be generated
+    text: OutputText | NoText
+    sampler: TokenSampler
+    slot: int | None = None  # row of the cache; None: it waits
+    computed_tokens: int = 0  # of `tokens`, whose keys and values are in its slot
+    cached_tokens: int = 0  # of the prompt, that came from the prefix cache
+    stored_blocks: int = 0  # of `tokens`, that are in the prefix cache
+    started: float | None = None  # when its prefill began
+    token_times: list[float] = field(default_factory=list)  # when each token was sampled
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     failed: bool = False  # what its slot holds is not to be trusted
-    cancelled: bool = False  # the one thing that other threads may set
 
     def __post_init__(self) -> None:
-        self.context = list(self.request.prompt)  # and every chosen token; the last one is not held yet
+        self.tokens = list(self.request.prompt)  # and every sampled token; the last one is not computed yet
 
     @property
     def prompt_tokens(self) -> int:
@@ -98,29 +90,29 @@ class Answer(Ticket):
 
     @property
     def decoding(self) -> bool:
-        """Whether the prompt is read, so that the next run gives one more token."""
-        return bool(self.times)
+        """Whether its prefill is done, so that the next step gives one more token."""
+        return bool(self.token_times)
 
     @property
-    def left(self) -> int:
-        """Tokens that may still be chosen."""
-        return self.limit - len(self.times)
+    def remaining_tokens(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_tokens - len(self.token_times)
 
-    def overdue(self, now: float) -> bool:
+    def is_overdue(self, now: float) -> bool:
         """Whether its deadline has passed."""
         timeout_s = self.request.timeout_s
         return timeout_s is not None and now >= self.submitted + timeout_s
 
     def usage(self, now: float) -> Usage:
-        """Sum up the answer, which ends `now`."""
-        times, read = self.times, now if self.started is None else self.started
+        """Sum up the sequence, which ends `now`."""
+        times, started = self.token_times, now if self.started is None else self.started
         return Usage(
             prompt_tokens=self.prompt_tokens,
             output_tokens=len(times),
             ttft_ms=(times[0] - self.submitted) * 1e3 if times else None,
             tpot_ms=(times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None,
-            queue_ms=(read - self.submitted) * 1e3,
-            cached_tokens=self.cached,
-            drafted_tokens=self.drafted,
-            accepted_tokens=self.accepted,
+            queue_ms=(started - self.submitted) * 1e3,
+            cached_tokens=self.cached_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )

@@ -1,9 +1,9 @@
-"""Speculative decoding: tokens are guessed, and one run of the decoder judges several guesses.
+"""Speculative decoding: tokens are drafted, and one run of the decoder verifies several of them.
 
-Nothing is lost by it. The decoder gives the distribution after every guess, a token is chosen from each with the
-answer's own stream of numbers, as without guesses, and a guess only decides whether the next distribution may be used.
-Who guesses: `PromptLookup` repeats what followed the last words where they stood before (Saxena 2023, "Prompt Lookup
-Decoding"); `DraftModel` asks a smaller model of the same vocabulary (Leviathan et al. 2023, arXiv 2211.17192).
+Nothing is lost by it. The decoder gives the distribution after every drafted token, a token is sampled from each with
+the sequence's own random numbers, as without a draft, and the draft only decides whether the next distribution may be
+used. Who drafts: `PromptLookup` repeats what followed the last words where they stood before (Saxena 2023, "Prompt
+Lookup Decoding"); `DraftModel` asks a smaller model of the same vocabulary (Leviathan et al. 2023, arXiv 2211.17192).
 `Payoff` measures whether it is faster, and decides.
 """
 
@@ -19,84 +19,84 @@ import numpy as np
 
 from llmforge.runtime.backends.interface import Backend, C
 
-# Guesses of one step. More pay only where nearly all are right, and each costs about a row of a prefill. With the token
-# before them they are 8, the most for which our own attention adds as it does for one (FEW_QUERIES, native/impl.inc).
-MOST_DRAFTED = 7
+# More pay only where nearly all are right, and each costs about a row of a prefill. With the token before them they are
+# 8, the most for which our own attention adds as it does for one (FEW_QUERIES, native/impl.inc).
+MAX_DRAFT_TOKENS = 7
 
 
 class Proposer(Protocol):
-    """Guesses how texts go on. A text is named by a key, and only grows from call to call."""
+    """Drafts how texts go on. A text is named by a key, and only grows from call to call."""
 
     def propose(self, key: Hashable, tokens: Sequence[int], most: int) -> list[int]:
-        """Guess up to `most` tokens (1 or more) that follow `tokens`; none where there is no guess."""
+        """Draft up to `most` tokens (1 or more) that follow `tokens`; none where nothing is known."""
 
     def forget(self, key: Hashable) -> None:
         """Free what is kept for a text, if anything is."""
 
 
 @dataclass
-class _Seen:
+class _NgramIndex:
     """Where each pair and triple of a text's tokens ended last, before the end of the text."""
 
-    indexed: int = 0  # tokens that `places` speaks of
-    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    indexed_tokens: int = 0
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class PromptLookup:
-    """Guesses what followed the last three tokens, or else the last two, where the text had them before."""
+    """Drafts what followed the last three tokens, or else the last two, where the text had them before."""
 
-    LONGEST, SHORTEST = 3, 2  # one token alone stands everywhere: its guesses are rarely right
+    LONGEST, SHORTEST = 3, 2  # one token alone stands everywhere: what followed it is rarely right
 
     def __init__(self) -> None:
-        self._texts: dict[Hashable, _Seen] = {}
+        self._texts: dict[Hashable, _NgramIndex] = {}
 
     def propose(self, key: Hashable, tokens: Sequence[int], most: int) -> list[int]:
-        """Guess from the latest earlier place; takes time in proportion to the tokens that are new to it."""
-        seen = self._texts.setdefault(key, _Seen())
-        for end in range(max(seen.indexed, 1), len(tokens)):  # what ends at the text's own end is looked for, not kept
+        """Draft from the latest earlier match; takes time in proportion to the tokens that are new to it."""
+        index = self._texts.setdefault(key, _NgramIndex())
+        for end in range(max(index.indexed_tokens, 1), len(tokens)):  # the end of the text itself is no match
             for n in range(self.SHORTEST, min(self.LONGEST, end) + 1):
-                seen.places[tuple(tokens[end - n : end])] = end
-        seen.indexed = len(tokens)
+                index.ends[tuple(tokens[end - n : end])] = end
+        index.indexed_tokens = len(tokens)
         for n in range(self.LONGEST, self.SHORTEST - 1, -1):
-            place = seen.places.get(tuple(tokens[-n:]))
-            if place is not None:
-                return list(tokens[place : place + most])
+            match = index.ends.get(tuple(tokens[-n:]))
+            if match is not None:
+                return list(tokens[match : match + most])
         return []
 
     def forget(self, key: Hashable) -> None:
-        """Drop the places of a text."""
+        """Drop the index of a text."""
         self._texts.pop(key, None)
 
 
 @dataclass
-class _Followed:
-    """A text in the cache of a draft model: its first `read` tokens, and behind them guesses that may be wrong."""
+class _DraftText:
+    """A text in the cache of a draft model: its first tokens, and behind them drafted ones that may be wrong."""
 
     row: int
-    read: int = 0
-    guessed: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
 
 
 class DraftModel(Generic[C]):
-    """Guesses the most probable tokens of a smaller decoder, which keeps its own cache of each text.
+    """Drafts the most probable tokens of a smaller decoder, which keeps its own cache of each text.
 
     Args:
-        backend: the smaller decoder; its `reuse_obstacle` must be None, since guesses are taken back.
+        backend: the smaller decoder; its `no_reuse_reason` must be None, since drafted tokens are taken back.
         vocabulary: logits of the larger one. The two may be padded to different sizes; no token beyond either is used.
-        rows: texts that it can follow at once; it has no guesses for others.
+        rows: texts that it can follow at once; it has no drafts for others.
         capacity: tokens of the longest text.
         chunk: tokens of a text that it reads at once.
     """
 
     def __init__(self, backend: Backend[C], vocabulary: int, rows: int, capacity: int, chunk: int) -> None:
-        if backend.reuse_obstacle is not None:
-            raise ValueError(f"guesses of this model cannot be taken back: {backend.reuse_obstacle}")
+        if backend.no_reuse_reason is not None:
+            raise ValueError(f"drafts of this model cannot be taken back: {backend.no_reuse_reason}")
         self._backend = backend
         self._vocabulary = min(vocabulary, backend.vocabulary)
         self._cache = backend.allocate(rows, capacity)
         self._chunk = chunk
         self._free = list(range(rows))
-        self._texts: dict[Hashable, _Followed] = {}
+        self._texts: dict[Hashable, _DraftText] = {}
 
     def propose(self, key: Hashable, tokens: Sequence[int], most: int) -> list[int]:
         """Read what is new of the text, and decode greedily."""
@@ -105,17 +105,17 @@ class DraftModel(Generic[C]):
             return []
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = _Followed(self._free.pop())
-        right = zip(text.guessed, tokens[text.read :], strict=False)
-        held = text.read + next((i for i, (guess, token) in enumerate(right) if guess != token), len(text.guessed))
-        held = min(held, len(tokens) - 1)  # the last token runs again where it was guessed: its logits are wanted
-        for start in range(held, len(tokens), self._chunk):
+            text = self._texts[key] = _DraftText(self._free.pop())
+        pairs = enumerate(zip(text.drafted, tokens[text.computed_tokens :], strict=False))
+        valid = text.computed_tokens + next((i for i, (guess, token) in pairs if guess != token), len(text.drafted))
+        valid = min(valid, len(tokens) - 1)  # the last token runs again where it was drafted: its logits are wanted
+        for start in range(valid, len(tokens), self._chunk):
             best = self._run(text.row, tokens[start : start + self._chunk], start)
-        guesses = [best]
+        draft = [best]
         for past in range(len(tokens), len(tokens) + most - 1):
-            guesses.append(self._run(text.row, guesses[-1:], past))
-        text.read, text.guessed = len(tokens), guesses[:-1]
-        return guesses
+            draft.append(self._run(text.row, draft[-1:], past))
+        text.computed_tokens, text.drafted = len(tokens), draft[:-1]
+        return draft
 
     def forget(self, key: Hashable) -> None:
         """Free the row of a text."""
@@ -129,103 +129,88 @@ class DraftModel(Generic[C]):
         return int(self._backend.step(ids, np.array([past], np.int32), view)[0, 0, : self._vocabulary].argmax())
 
 
-class _Recent:
-    """The last few values of something that is measured."""
-
-    def __init__(self, *values: float) -> None:
-        self._values: deque[float] = deque(values, maxlen=9)
-
-    def add(self, value: float) -> None:
-        self._values.append(value)
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self._values) if self._values else None
-
-    @property
-    def median(self) -> float | None:
-        """What a time is told by: a step that the machine interrupted says nothing about the next one."""
-        return statistics.median(self._values) if self._values else None
+def _window() -> deque[float]:
+    """Make what holds the last few values of something that is measured."""
+    return deque(maxlen=9)
 
 
 class Payoff:
-    """Decides whether guesses are judged or left, by what both ways were measured to take.
+    """Decides whether drafts are made and verified, by what both ways were measured to take.
 
-    A step in which `n` answers decode takes `T(n)` seconds and gives `n` tokens. Taking one of them out to judge `k`
-    guesses takes `T(n - 1) + V(k)`, and gives `n - 1 + e` tokens, `e` those that an answer got from a judgement so far.
-    Guesses are judged where that is more tokens a second. What is not known yet is measured: `T(n)` first, then a `V`;
-    for another `k` the nearest one known stands in.
-    Answers and machines change, so one time in `PROBE` the other way is taken. `always`: everything is judged.
+    A step in which `n` sequences decode takes `T(n)` seconds and gives `n` tokens. Taking one of them out to verify a
+    draft of `k` tokens takes `T(n - 1) + V(k)`, and gives `n - 1 + e` tokens, `e` those that a sequence got from a
+    verification so far. Drafts are verified where that is more tokens a second. What is not known yet is measured:
+    `T(n)` first, then a `V`; for another `k` the nearest one known stands in.
+    Sequences and machines change, so one time in `PROBE` the other way is taken. `always`: every draft is verified.
     """
 
     PROBE = 32
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
-        self._decode_s: defaultdict[int, _Recent] = defaultdict(_Recent)  # by answers in the step
-        self._judge_s: defaultdict[int, _Recent] = defaultdict(_Recent)  # by guesses
-        self._gained: dict[Hashable, _Recent] = {}  # tokens of a judgement, by answer
-        self._gained_by_all = _Recent()
-        self._since_judged = 0  # times that guesses were left since any were judged
-        self._since_decoded = 0  # judgements since a step decoded all its answers together
+        # Medians tell these times: a step that the machine interrupted says nothing about the next one.
+        self._decode_s: defaultdict[int, deque[float]] = defaultdict(_window)  # by sequences in the step
+        self._verify_s: defaultdict[int, deque[float]] = defaultdict(_window)  # by drafted tokens
+        self._gained: dict[Hashable, deque[float]] = {}  # tokens of a verification, by sequence
+        self._gained_by_all = _window()
+        self._since_verified = 0  # times that a draft was not asked for since one was verified
+        self._since_decoded = 0  # verifications since a step decoded all its sequences together
 
-    def pays(self, key: Hashable, guesses: int, rows: int) -> bool:
-        """Say whether to judge `guesses` of the answer `key` apart from the `rows - 1` others that decode."""
+    def pays(self, key: Hashable, drafted: int, rows: int) -> bool:
+        """Say whether to verify `drafted` tokens of the sequence `key` apart from the `rows - 1` others that decode."""
         if self._always:
             return True
-        if self._estimate(key, guesses, rows):
+        if self._estimate(key, drafted, rows):
             return self._since_decoded < self.PROBE
-        self._since_judged += 1
-        return self._since_judged >= self.PROBE and self._decode_s[rows].median is not None
+        self._since_verified += 1
+        return self._since_verified >= self.PROBE and bool(self._decode_s[rows])
 
-    def _estimate(self, key: Hashable, guesses: int, rows: int) -> bool:
-        together = self._decode_s[rows].median
-        if together is None:
+    def _estimate(self, key: Hashable, drafted: int, rows: int) -> bool:
+        if not self._decode_s[rows]:
             return False
-        if not self._judge_s:
+        if not self._verify_s:
             return True
-        nearest = min(self._judge_s, key=lambda known: abs(known - guesses))
-        judged = self._judge_s[nearest].median
-        assert judged is not None
-        others = 0.0 if rows == 1 else self._decode_s[rows - 1].median or together
-        own = self._gained.get(key, self._gained_by_all).mean
-        gained = 1.0 if own is None else min(own, 1 + guesses)
-        return (rows - 1 + gained) / (others + judged) > rows / together
+        together = statistics.median(self._decode_s[rows])
+        verify = statistics.median(self._verify_s[min(self._verify_s, key=lambda known: abs(known - drafted))])
+        others = 0.0 if rows == 1 else statistics.median(self._decode_s[rows - 1] or self._decode_s[rows])
+        own = self._gained.get(key, self._gained_by_all)
+        gained = min(statistics.fmean(own), 1 + drafted) if own else 1.0
+        return (rows - 1 + gained) / (others + verify) > rows / together
 
     def decoded(self, rows: int, seconds: float) -> None:
-        """Take note of a step that decoded `rows` answers."""
-        self._decode_s[rows].add(seconds)
+        """Take note of a step that decoded `rows` sequences."""
+        self._decode_s[rows].append(seconds)
         self._since_decoded = 0
 
-    def judged(self, key: Hashable, guesses: int, tokens: int, seconds: float) -> None:
-        """Take note that judging `guesses` of the answer `key` gave it `tokens` tokens (1 or more)."""
-        self._judge_s[guesses].add(seconds)
-        self._since_judged = 0
+    def verified(self, key: Hashable, drafted: int, tokens: int, seconds: float) -> None:
+        """Take note that verifying `drafted` tokens of the sequence `key` gave it `tokens` tokens (1 or more)."""
+        self._verify_s[drafted].append(seconds)
+        self._since_verified = 0
         self._since_decoded += 1
-        self._gained_by_all.add(tokens)
-        self._gained.setdefault(key, _Recent()).add(tokens)
+        self._gained_by_all.append(tokens)
+        self._gained.setdefault(key, _window()).append(tokens)
 
     def forget(self, key: Hashable) -> None:
-        """Drop what is known of an answer that has ended."""
+        """Drop what is known of a sequence that has ended."""
         self._gained.pop(key, None)
 
 
 @dataclass
 class Speculation:
-    """Who guesses, how much, and whether it is worth it."""
+    """Who drafts, how many tokens, and whether it is worth it."""
 
     proposer: Proposer
     payoff: Payoff = field(default_factory=Payoff)
-    most: int = MOST_DRAFTED
+    max_tokens: int = MAX_DRAFT_TOKENS
 
     def propose(self, key: Hashable, tokens: Sequence[int], most: int, rows: int) -> list[int]:
-        """Guess up to `most` tokens for one of `rows` answers that decode; none where they would not pay."""
-        most = min(most, self.most)
+        """Draft up to `most` tokens for one of `rows` sequences that decode; none where they would not pay."""
+        most = min(most, self.max_tokens)
         if most < 1 or not self.payoff.pays(key, most, rows):
             return []
         return self.proposer.propose(key, tokens, most)
 
     def forget(self, key: Hashable) -> None:
-        """Free what is kept for an answer that has ended."""
+        """Free what is kept for a sequence that has ended."""
         self.proposer.forget(key)
         self.payoff.forget(key)

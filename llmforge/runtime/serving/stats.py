@@ -11,13 +11,13 @@ class EngineStats:
     """Figures of an engine: what it does now, and totals since it started.
 
     `decode_s` and `decode_tokens` are the time of decode steps and the tokens they gave; `judge_s` and `judge_tokens`
-    those of runs that judged guesses, guessing included.
+    those of runs that verified drafts, drafting included.
     """
 
     running: int
     waiting: int
     slots: int
-    kv_tokens_used: int  # that running answers hold in their slots
+    kv_tokens_used: int  # that running sequences hold in their slots
     kv_tokens_capacity: int
     prefix_tokens_used: int  # that the prefix cache holds
     prefix_tokens_capacity: int
@@ -33,12 +33,12 @@ class EngineStats:
     judge_s: float
     judge_tokens: int
     steps: Mapping[int, int]  # decode steps by the rows that ran
-    finished: Mapping[str, int]  # answers by finish reason; "error" for those that failed
+    finished: Mapping[str, int]  # sequences by finish reason; "error" for those that failed
     notes: tuple[str, ...]  # what was asked for and is off, and why
 
     @property
     def speculation_gain(self) -> float | None:
-        """How many times faster a token came from judged guesses than from decode steps; None: one has no tokens."""
+        """How many times faster a token came from verified drafts than from decode steps; None: one has no tokens."""
         if not (self.decode_tokens and self.judge_tokens and self.judge_s):
             return None
         return (self.decode_s / self.decode_tokens) / (self.judge_s / self.judge_tokens)

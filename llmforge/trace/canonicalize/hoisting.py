@@ -1,7 +1,7 @@
 """What layers compute alike from positions, lengths and sizes alone, moved in front of them all.
 
 A model's own attention makes its masks and angles layer by layer. Once for all is cheaper, and lets each layer be told
-apart from the others (`stamp`).
+apart from the others (`export.replicate_layers`).
 """
 
 from __future__ import annotations

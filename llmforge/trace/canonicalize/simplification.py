@@ -225,7 +225,8 @@ def _as_reshape(model: ir.Model, node: ir.Node) -> bool:
 def _shape(model: ir.Model, node: ir.Node) -> bool:
     """Read sizes from the graph inputs that bring them, one by one; those that are fixed become constants.
 
-    In front of everything, because layers that share what one of them computed cannot be told apart (`stamp`).
+    In front of everything, because layers that share what one of them computed cannot be told apart
+    (`export.replicate_layers`).
     """
     x, (y,) = node.inputs[0], node.outputs
     dims = None if x is None else g.dims(x)

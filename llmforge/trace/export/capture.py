@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 import torch
@@ -167,12 +167,12 @@ def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> 
         return reason
 
 
-def _step(traced: Traced, shapes: Shapes) -> depth.Step:
+def _step(traced: Traced, shapes: Shapes) -> depth.ExampleStep:
     """Make a step of `traced` on the example inputs."""
     inputs = _inputs(shapes)
     *given, caches = inputs
     parts = [tuple(cache.values()) for cache in caches]
-    return depth.Step(dict(zip(INPUTS, given, strict=True)), parts, lambda: traced(*inputs))
+    return depth.ExampleStep(dict(zip(INPUTS, given, strict=True)), parts, lambda: traced(*inputs))
 
 
 def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
@@ -244,6 +244,6 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
             output_names=outputs,
             custom_translation_table={torch.ops.aten.softplus.default: _softplus},
         )
-    assert translated is not None
+    translated = cast(torch.onnx.ONNXProgram, translated)  # None without `dynamo` alone
     translated.model.ir_version = IR_VERSION
     return translated.model

@@ -27,7 +27,7 @@ _OUTSIDE = -1  # stands for a layer's index in front of the first layer
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ExampleStep:
     """One step of a model: `run` does it, on `inputs` by name and on the cache tensors of each layer."""
 
     inputs: Mapping[str, Tensor]
@@ -65,7 +65,7 @@ def only(stack: nn.ModuleList, count: int) -> Iterator[None]:
         stack._modules.update(modules)
 
 
-def find(root: nn.Module, name: str, stack: nn.ModuleList, step: Callable[[int], Step]) -> Pattern:
+def find(root: nn.Module, name: str, stack: nn.ModuleList, step: Callable[[int], ExampleStep]) -> Pattern:
     """Find how the layers in `stack`, which is called `name`, repeat, and prove that a shorter trace tells all.
 
     `step(n)` makes a step of `root` with caches for its first `n` layers. The record of the shortened model must be
@@ -103,7 +103,7 @@ def _repetition(name: str, layers: Sequence[Sequence[Entry]]) -> Pattern:
 
 
 @dataclass
-class _Record:
+class _OperationLog:
     """What was done in front of the layers, in each of them, and behind the last."""
 
     before: list[Entry] = field(default_factory=list)
@@ -111,7 +111,7 @@ class _Record:
     after: list[Entry] = field(default_factory=list)
 
 
-def _record(root: nn.Module, stack: nn.ModuleList, step: Step) -> _Record:
+def _record(root: nn.Module, stack: nn.ModuleList, step: ExampleStep) -> _OperationLog:
     recorder = _Recorder(root, stack, step)
     hooks = []
     for index, layer in enumerate(stack):
@@ -135,9 +135,9 @@ def _record(root: nn.Module, stack: nn.ModuleList, step: Step) -> _Record:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every operation, with tensors named as the layer at hand sees them."""
 
-    def __init__(self, root: nn.Module, stack: nn.ModuleList, step: Step) -> None:
+    def __init__(self, root: nn.Module, stack: nn.ModuleList, step: ExampleStep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.record = _Record()
+        self.record = _OperationLog()
         self._entries = self.record.before
         self._layer = _OUTSIDE
         self._inside = False

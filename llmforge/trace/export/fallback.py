@@ -30,7 +30,7 @@ READ_AHEAD = 24  # tokens of which that is asked
 FP32_BYTES = 4
 
 
-class Layer(attention.Layer):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
+class OwnCache(attention.Layer):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
     """The cache of one layer: hands on the whole buffer, with new keys and values written into it."""
 
     def __init__(self, past: Mapping[str, Tensor] | None, run: OwnAttention) -> None:
@@ -74,13 +74,13 @@ class OwnAttention(attention.Attention):
     NAME = EAGER  # attention in a model's own code
 
     slots: Tensor  # int64 [B]: the first slot that a step writes in each row
-    _own: list[Layer]
+    _own: list[OwnCache]
 
     def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
         self.slots = past_lengths.to(torch.int64)
         self.past_lengths, self.lengths = past_lengths, lengths
-        self.layers = self._own = [Layer(parts, self) for parts in past]
+        self.layers = self._own = [OwnCache(parts, self) for parts in past]
         return Cache(layers=[*self._own])
 
     def numbers(

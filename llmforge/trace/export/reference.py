@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.trace.export import depth, weights
+from llmforge.trace.export import depth, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.hooks import internals
 
@@ -40,8 +40,7 @@ class Reference:
     def __init__(self, checkpoint: Checkpoint, layers: int | None = None) -> None:
         depth_of_all = checkpoint.geometry.layers
         with internals.third_party("loading the model into transformers"):
-            self._model = _whole(checkpoint) if layers is None else _part(checkpoint, layers)
-        self._model.eval()  # type: ignore[no-untyped-call]
+            self._model = skeleton.load(checkpoint, EAGER) if layers is None else _part(checkpoint, layers)
         try:
             self.stack, modules = depth.stack_of(self._model, depth_of_all if layers is None else layers)
             self.layers: list[nn.Module] = list(modules)
@@ -53,10 +52,10 @@ class Reference:
         hidden: list[Tensor] = []
         hooks = [layer.register_forward_hook(_keep(hidden)) for layer in self.layers]
         accepted = inspect.signature(self._model.forward).parameters
-        few: dict[str, Any] = {"logits_to_keep": rows} if "logits_to_keep" in accepted else {}
+        kept: dict[str, Any] = {"logits_to_keep": rows} if "logits_to_keep" in accepted else {}
         try:
             with internals.third_party("running the model in transformers"), torch.inference_mode():
-                output = self._model(input_ids=torch.from_numpy(ids[None]), use_cache=False, **few)
+                output = self._model(input_ids=torch.from_numpy(ids[None]), use_cache=False, **kept)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -70,24 +69,9 @@ def _keep(hidden: list[Tensor]) -> Callable[..., None]:
     return hook
 
 
-def _whole(checkpoint: Checkpoint) -> PreTrainedModel:
-    load: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained  # untyped in transformers
-    with internals.no_progress_bars():
-        return load(
-            checkpoint.path,
-            dtype=torch.float32,
-            attn_implementation=EAGER,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-
-
 def _part(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
     """Build the model of all layers without memory, drop the later ones, and read the weights of the rest."""
-    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
-    with internals.parameters_on_meta():
-        model = make(checkpoint.config, attn_implementation=EAGER, dtype=torch.float32)
+    model = skeleton.on_meta(checkpoint.config, EAGER)
     sources = weights.plan(model, checkpoint)
     _, stack = depth.stack_of(model, checkpoint.geometry.layers)
     del stack[layers:]

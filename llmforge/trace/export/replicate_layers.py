@@ -20,7 +20,7 @@ INDEX = "layer"  # attribute of an operator that reads a cache: the number of th
 CACHE_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # in the name of a graph input or output: past_key_values.3.key
 
 
-def stamp(model: ir.Model, pattern: Pattern) -> None:
+def replicate(model: ir.Model, pattern: Pattern) -> None:
     """Grow `model`, whose graph holds the first `pattern.traced` layers, to all `pattern.depth`, in place.
 
     Weights of a copy get the name of their parameter, and the tensor of the layer that was copied for the time being.
@@ -48,7 +48,7 @@ def stamp(model: ir.Model, pattern: Pattern) -> None:
         node.replace_input_with(position, last)
 
 
-def cut(model: ir.Model, pattern: Pattern, count: int) -> ir.Model:
+def first_layers(model: ir.Model, pattern: Pattern, count: int) -> ir.Model:
     """Clone `model`, canonical and `pattern.depth` layers deep, with its first `count` layers alone.
 
     Tensors are shared.
@@ -71,7 +71,7 @@ def cut(model: ir.Model, pattern: Pattern, count: int) -> ir.Model:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class _GraphLayer:
     """One layer of a graph."""
 
     index: int
@@ -86,7 +86,7 @@ def hidden_states(model: ir.Model, pattern: Pattern, count: int) -> list[str]:
     return [str(layer.gives.name) for layer in _layers(model, pattern, count)]
 
 
-def _layers(model: ir.Model, pattern: Pattern, count: int) -> list[_Layer]:
+def _layers(model: ir.Model, pattern: Pattern, count: int) -> list[_GraphLayer]:
     """Find the `count` layers of `model`.
 
     Raises:
@@ -107,7 +107,7 @@ def _layers(model: ir.Model, pattern: Pattern, count: int) -> list[_Layer]:
             groups[index].append(node)
     if not all(groups):
         raise Irregular(f"layer {groups.index([])} has no nodes of its name")
-    layers: list[_Layer] = []
+    layers: list[_GraphLayer] = []
     for index, nodes in enumerate(groups):
         read = {value: None for node in nodes for value in node.inputs if value is not None}
         foreign = [value for value in read if (made := value.producer()) is not None and owner[made] == index - 1]
@@ -118,11 +118,11 @@ def _layers(model: ir.Model, pattern: Pattern, count: int) -> list[_Layer]:
         far = [value for value in given for reader, _ in value.uses() if owner[reader] not in (index, index + 1)]
         if len(foreign) != 1 or len(given) != 1 or far or (index and foreign[0] is not layers[-1].gives):
             raise Irregular(f"layer {index} exchanges more than hidden states with the others")
-        layers.append(_Layer(index, nodes, frozenset(nodes), foreign[0], given[0]))
+        layers.append(_GraphLayer(index, nodes, frozenset(nodes), foreign[0], given[0]))
     return layers
 
 
-def _same(first: _Layer, second: _Layer, pattern: Pattern) -> int:
+def _same(first: _GraphLayer, second: _GraphLayer, pattern: Pattern) -> int:
     """Prove that two layers are the same but for numbers; return by how much their caches are apart (0: none).
 
     Raises:
@@ -224,7 +224,7 @@ class _Copy:
 
     model: ir.Model
     pattern: Pattern
-    source: _Layer
+    source: _GraphLayer
     index: int
     cache_step: int
 

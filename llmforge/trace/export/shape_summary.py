@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LayerSurvey:
+class LayerShape:
     """One layer: parameters by what is done with them, and what it caches, by part (`llmforge.ir.interface`).
 
     A part "key" or "value" is (kv_heads, head_dim), a state its shape without the batch.
@@ -35,38 +35,30 @@ class LayerSurvey:
 
 
 @dataclass(frozen=True)
-class Survey:
+class ShapeSummary:
     """A model: its layers, and the parameters around them, shared ones once."""
 
-    layers: tuple[LayerSurvey, ...]
+    layers: tuple[LayerShape, ...]
     tables: int  # parameters that are looked up: of tokens, and of positions where they are learned
     head: int  # 0 where it is the table of tokens
     matrices: int  # of other products outside of the layers
     vectors: int
 
 
-def survey(config: PretrainedConfig, layers: int, positions: int) -> Survey:
-    """Survey the model of `config`, which has `layers` layers and is made for `positions` tokens.
+def summarize(config: PretrainedConfig, layers: int, context: int | None) -> ShapeSummary:
+    """Summarize the model of `config`, which has `layers` layers and is made for `context` tokens (None: not bounded).
 
     Raises:
         UnsupportedError: the frontend cannot build it, or cannot tell its layers.
     """
     import torch
 
-    from llmforge.trace.canonicalize.attention_recognition import OpenAttention
-    from llmforge.trace.export import capture, depth, skeleton
+    from llmforge.trace.export import capture, depth, strategy
     from llmforge.trace.export.pattern import Irregular
-    from llmforge.trace.hooks import experts, internals
-    from llmforge.trace.hooks.attention import Attention
+    from llmforge.trace.hooks import internals
 
-    attention = Attention(positions) if internals.takes_attention(config) else OpenAttention(positions)
-    chosen = _Chosen()
-    with (
-        internals.registered(attention.NAME, attention.attend, attention.describe),
-        internals.registered_experts(experts.NAME, chosen),
-    ):
-        model, mode = skeleton.build(config, attention.NAME)
-        model.set_experts_implementation(experts.NAME)
+    way, chosen = strategy.substituted(config, context), _Chosen()
+    with way.model(config, chosen) as (model, mode):
         try:
             _, stack = depth.stack_of(model, layers)
         except Irregular as error:
@@ -76,14 +68,14 @@ def survey(config: PretrainedConfig, layers: int, positions: int) -> Survey:
         with (
             internals.third_party("running the model without numbers"),
             torch.no_grad(),
-            capture.prepared(model, attention, positions) as traced,
+            capture.prepared(model, way.attention, way.positions) as traced,
         ):
             shapes = capture.dry_run(traced, mode, layers)
     found = [
-        LayerSurvey(*counts, chosen.of(layer), dict(shape))
+        LayerShape(*counts, chosen.of(layer), dict(shape))
         for counts, layer, shape in zip(counted, stack, shapes, strict=True)
     ]
-    return Survey(tuple(found), *around)
+    return ShapeSummary(tuple(found), *around)
 
 
 class _Chosen:

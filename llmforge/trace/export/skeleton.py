@@ -1,15 +1,17 @@
-"""A transformers model that has its structure and no weights."""
+"""Models of transformers: their structure without weights, or a whole checkpoint."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from llmforge.base.errors import NotADecoder
+from llmforge.base.errors import CheckpointError, NotADecoder
+from llmforge.checkpoint import Checkpoint
 from llmforge.trace.hooks import internals
 
 
@@ -25,11 +27,8 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
     """
     if config.is_encoder_decoder:
         raise NotADecoder("it is an encoder-decoder; decoder-only models are supported")
-    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
-    with internals.third_party("building the model"), internals.parameters_on_meta():
-        own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given
-        model = make(own, attn_implementation=attention, dtype=torch.float32)
-    model.eval()  # type: ignore[no-untyped-call]
+    with internals.third_party("building the model"):
+        model = on_meta(config, attention)
     mode = internals.fake_mode()
     parameters: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared
     for module in model.modules():
@@ -41,6 +40,50 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = _empty(buffer, mode)
     return model, mode
+
+
+def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
+    """Build the causal language model of `config` in fp32, its parameters on the meta device; buffers hold numbers.
+
+    `attention` names the attention implementation; None: transformers' own choice.
+
+    Raises:
+        ValueError: transformers has no causal language model for `config`, or it does not take `attention`.
+    """
+    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
+    own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given
+    with internals.parameters_on_meta():
+        model = make(own, attn_implementation=attention, dtype=torch.float32)
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedModel:
+    """Load the whole model of `checkpoint` by transformers, in fp32; local files only, no remote code, no pickle.
+
+    Raises:
+        CheckpointError: transformers misses weights.
+    """
+    read: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    with internals.no_progress_bars():
+        loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(
+            checkpoint.path,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{checkpoint.path}: transformers would fill {len(missing)} missing weights with random numbers, "
+            f"the first {missing[0]}",
+            hint="a model with invented weights proves nothing; complete the checkpoint",
+        )
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def _empty(tensor: torch.Tensor, mode: internals.FakeTensorMode) -> torch.Tensor:

@@ -107,8 +107,8 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
         for node in readers
     )
     name, dtype, dims = value.name or "", value.dtype, g.dims(value)
-    assert dtype is not None
-    assert dims is not None
+    if dtype is None or dims is None:
+        raise UnsupportedError(f"parameter {name} has no type or shape in the trace")
     shape = ir.Shape([*dims[:-2], dims[-1], dims[-2]] if transposed else dims)
     if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])

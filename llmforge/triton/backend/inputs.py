@@ -24,19 +24,19 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A client's request: what the engine is asked, and how the answer is wanted.
+class InferenceRequest:
+    """A client's request: what the engine is asked, and how the output is wanted.
 
-    `before` stands before the answer. `omitted` outputs are not sent.
+    `echo` stands before the output. `omitted` tensors are not sent.
     """
 
     request: Request
     stream: bool
-    before: str
+    echo: str
     omitted: frozenset[str]
 
 
-def read(tensors: Tensors, parameters: Mapping[str, Any], timeout_s: float | None, runner: Runner) -> Ask:
+def read(tensors: Tensors, parameters: Mapping[str, Any], timeout_s: float | None, runner: Runner) -> InferenceRequest:
     """Read a request: `tensors` by name, [1, n] each, and its `parameters`.
 
     Raises:
@@ -47,8 +47,8 @@ def read(tensors: Tensors, parameters: Mapping[str, Any], timeout_s: float | Non
     omitted = {spec.name.removeprefix("return_") for spec in switches if not _one(tensors, spec, default=True)}
     prompt = _prompt(tensors, runner)
     sampling = sampling_of(_sampling(tensors, parameters))
-    before = _before(tensors, stream=stream)
-    return Ask(Request(tuple(prompt), sampling, timeout_s), stream, before, frozenset(omitted))
+    echo = _echo(tensors, stream=stream)
+    return InferenceRequest(Request(tuple(prompt), sampling, timeout_s), stream, echo, frozenset(omitted))
 
 
 def _prompt(tensors: Tensors, runner: Runner) -> list[int]:
@@ -73,8 +73,8 @@ def _messages(text: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _before(tensors: Tensors, *, stream: bool) -> str:
-    """Give what stands before the answer: nothing, unless the client wants its own text to be repeated there."""
+def _echo(tensors: Tensors, *, stream: bool) -> str:
+    """Give what stands before the output: nothing, unless the client wants its own text to be repeated there."""
     if _one(tensors, signature.EXCLUDE_INPUT, default=True):
         return ""
     if stream or signature.TEXT_INPUT.name not in tensors:

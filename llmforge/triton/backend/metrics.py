@@ -1,7 +1,7 @@
 """What the model tells Triton's metrics endpoint, beside Triton's own counters.
 
 Each update is a message to the server's process, so that they are gathered here and reported by a thread of their own,
-`PERIOD_S` apart; no answer waits for them.
+`PERIOD_S` apart; no response waits for them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Metrics:
         self._families[ANSWERS] = pb_utils.MetricFamily(
             name=ANSWERS, description="Answers that ended, by reason", kind=pb_utils.MetricFamily.COUNTER
         )
-        self._answers: dict[str, _Total] = {}
+        self._finished: dict[str, _Total] = {}
         self._refused = 0
         self.report()
         self._thread = threading.Thread(target=self._run, name="llmforge-metrics")
@@ -95,10 +95,10 @@ class Metrics:
                 self._metrics[name].observe(seconds)
         stats = self._stats()
         for reason, count in {**stats.finished, REFUSED: refused}.items():
-            if reason not in self._answers:
+            if reason not in self._finished:
                 labels = {**self._labels, "finish_reason": reason}
-                self._answers[reason] = _Total(self._families[ANSWERS].Metric(labels=labels))
-            self._answers[reason].reach(count)
+                self._finished[reason] = _Total(self._families[ANSWERS].Metric(labels=labels))
+            self._finished[reason].reach(count)
         for name, (_, attribute) in COUNTERS.items():
             self._totals[name].reach(getattr(stats, attribute))
         for name, (_, attribute) in GAUGES.items():

@@ -1,4 +1,4 @@
-"""The model that Triton's python backend loads: requests in, the runtime's engine, answers out.
+"""The model that Triton's python backend loads: requests in, the runtime's engine, responses out.
 
 `execute` validates and hands over, and returns at once: the engine batches what runs, whatever Triton passes together.
 """
@@ -22,8 +22,8 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.serving.engine import Engine
 from llmforge.triton.backend import checks, inputs, settings, signature
-from llmforge.triton.backend.answers import Sender, fail
 from llmforge.triton.backend.metrics import Metrics
+from llmforge.triton.backend.responses import ResponseSender, fail
 
 DRAIN_S = 5.0
 WATCH_S = 1.0
@@ -60,11 +60,11 @@ class TritonPythonModel:
         names = {"model": "model_name", "version": "model_version", "instance": "model_instance_name"}
         labels = {label: args[name] for label, name in names.items()}
         self._metrics = Metrics(self._engine.stats, labels)
-        self._sender = Sender(self._engine, self._metrics, _end_server)
+        self._sender = ResponseSender(self._engine, self._metrics, _end_server)
         threading.Thread(target=_end_with, args=[os.getppid()], name="llmforge-watch", daemon=True).start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take on requests; their answers come later, from the sender's thread."""
+        """Take on requests; their responses come later, from the sender's thread."""
         for request in requests:
             arrived = time.perf_counter()
             sender = request.get_response_sender()
@@ -75,11 +75,11 @@ class TritonPythonModel:
                 fail(sender, error)
 
     def finalize(self) -> None:
-        """Stop. Triton waits for running answers before it unloads a model; any that are left end as cancelled."""
+        """Stop. Triton waits for running requests before it unloads a model; any that remain end as cancelled."""
         self._sender.close(DRAIN_S)
         self._metrics.close()
 
-    def _read(self, request: Any) -> inputs.Ask:
+    def _read(self, request: Any) -> inputs.InferenceRequest:
         # Copied: Triton takes the memory back when `execute` returns.
         tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         parameters = json.loads(request.parameters() or "{}")

@@ -8,16 +8,58 @@ GPTQ alone 11.23.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import pydantic.dataclasses
 from numpy.typing import NDArray
+from pydantic import Field
 
-from llmforge.quantization.grids import Grid, QuantizedMatrix, assemble, nearest, require_finite, span
+from llmforge.quantization.formats import BLOCKS, Format
+from llmforge.quantization.grids import (
+    Grid,
+    QuantizedMatrix,
+    assemble,
+    nearest,
+    require_finite,
+    round_to_nearest,
+    span,
+)
+from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 
 COLUMNS = 128  # columns whose updates of the others are applied at once, as one matrix product (GPTQ's lazy batch)
 DRIFT = np.float32(0.75)  # of the least-squares correction: all of it fits the calibration text a little too well
 SWEEPS = 2  # of refinement; each takes three times as long as GPTQ itself, and a third one gained nothing
 TRIANGLE = 64  # below this size LAPACK inverts a triangle as fast as matrix products could
+# Damping rises by SCARCITY · K / tokens: an expert that few tokens chose has a Hessian of low rank, which GPTQ would
+# fit at the cost of all other tokens. Error on other tokens, against plain rounding, of random [128, 256] matrices in
+# 4 bits, blocks of 32; the spectrum of the inputs falls like i^-0.3: with 128 tokens 1.93 without it and 0.92 with it,
+# with 2048 tokens 0.73 and 0.71; like i^-0.6: 0.54 and 0.37, 0.23 and 0.24.
+SCARCITY = 0.3
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Gptq(Method):
+    """Round weights so that products with the calibration inputs change least."""
+
+    name: ClassVar[str] = "gptq"
+    summary: ClassVar[str] = "with the inputs of the calibration text in view"
+    formats: ClassVar[tuple[Format, ...]] = BLOCKS
+    demands: ClassVar[frozenset[InputStatistic]] = frozenset({InputStatistic.MOMENTS, InputStatistic.DRIFT})
+    remedy: ClassVar[str] = "more damping"
+
+    damping: Annotated[
+        float, Field(gt=0, le=1, description="share of a Hessian's mean diagonal that is added to it")
+    ] = 0.01
+
+    def quantize(self, weight: NDArray[Any], grid: Grid, inputs: LayerInputs = NO_INPUTS) -> QuantizedMatrix:
+        """Run GPTQ; an expert that no token chose is rounded to nearest."""
+        hessian, damping = inputs.sums[InputStatistic.MOMENTS], self.damping
+        if inputs.routed:
+            if not hessian.any():
+                return round_to_nearest(weight, grid)
+            damping += SCARCITY * weight.shape[1] / inputs.tokens
+        return gptq(weight, Curvature.of(hessian, damping), grid, inputs.sums[InputStatistic.DRIFT])
 
 
 @dataclass(frozen=True, eq=False)

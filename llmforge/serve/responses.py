@@ -1,4 +1,4 @@
-"""OpenAI's replies, written: whole answers, pieces of a stream, and errors. No HTTP here."""
+"""OpenAI's responses: whole completions, chunks of a stream, and errors. No HTTP here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.runtime.serving.request import Chunk, TokenLogprob, Usage
+from llmforge.runtime.sampling.sampler import TokenLogprob
+from llmforge.runtime.serving.request import Chunk, Usage
 from llmforge.serve.protocol import Call, UnknownModel
 from llmforge.serve.token_bytes import TokenBytes
 
 
-class AnswerTimeout(ForgeError):
-    """An answer was not complete by its deadline."""
+class RequestTimeout(ForgeError):
+    """A request was not complete by its deadline."""
 
 
 def status(error: ForgeError) -> int:
@@ -24,7 +25,7 @@ def status(error: ForgeError) -> int:
             return 400
         case Unavailable():
             return 503
-        case AnswerTimeout():
+        case RequestTimeout():
             return 504
     return 500
 
@@ -42,16 +43,16 @@ def error_body(error: ForgeError) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-class Writer:
-    """Writes the replies to one call; `token_bytes` names the tokens of log probabilities."""
+class ResponseWriter:
+    """Writes the responses to one call; `token_bytes` names the tokens of log probabilities."""
 
     def __init__(self, call: Call, token_bytes: TokenBytes) -> None:
         self._call = call
         self._bytes = token_bytes
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         self._offsets: dict[int, int] = {}  # of the text of each choice, in characters, where tokens are named
 
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+    def chunk_event(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """Write one chunk of choice `index` as an event of a stream; None where it says nothing."""
         logprobs = self._logprobs(index, [chunk])
         if not (chunk.text or chunk.finish_reason or logprobs):
@@ -61,42 +62,37 @@ class Writer:
             choice["text"] = chunk.text
         else:
             delta = {"content": chunk.text} if chunk.text else {}
-            choice["delta"] = delta if index in self._begun else {"role": "assistant", "content": "", **delta}
-            self._begun.add(index)
-        reply = self._reply("chat.completion.chunk" if self._call.kind == "chat" else "text_completion", [choice])
-        return {**reply, "usage": None} if self._call.include_usage else reply
+            choice["delta"] = delta if index in self._started else {"role": "assistant", "content": "", **delta}
+            self._started.add(index)
+        response = self._response("chat.completion.chunk" if self._call.kind == "chat" else "text_completion", [choice])
+        return {**response, "usage": None} if self._call.include_usage else response
 
-    def usage_piece(self, usages: Sequence[Usage]) -> dict[str, Any]:
+    def usage_event(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """Write the event of token counts that ends a stream."""
-        reply = self._reply("chat.completion.chunk" if self._call.kind == "chat" else "text_completion", [])
-        return {**reply, "usage": self._usage(usages)}
+        response = self._response("chat.completion.chunk" if self._call.kind == "chat" else "text_completion", [])
+        return {**response, "usage": self._usage(usages)}
 
-    def whole(self, answers: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
-        """Write the reply to a call that is not streamed, from the chunks of each choice."""
-        choices, usages = [], []
-        for index, chunks in enumerate(answers):
-            text, last = "".join(chunk.text for chunk in chunks), chunks[-1]
-            assert last.usage is not None
-            usages.append(last.usage)
-            choice = {
-                "index": index,
-                "logprobs": self._logprobs(index, chunks),
-                "finish_reason": last.finish_reason,
-            }
+    def completion(self, outputs: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
+        """Write the response to a call that is not streamed, from the chunks of each choice."""
+        choices = []
+        for index, chunks in enumerate(outputs):
+            text, reason = "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
+            choice = {"index": index, "logprobs": self._logprobs(index, chunks), "finish_reason": reason}
             if self._call.kind == "text":
                 choice["text"] = text
             else:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             choices.append(choice)
-        reply = self._reply("chat.completion" if self._call.kind == "chat" else "text_completion", choices)
-        return {**reply, "usage": self._usage(usages)}
+        response = self._response("chat.completion" if self._call.kind == "chat" else "text_completion", choices)
+        usages = [chunk.usage for chunks in outputs for chunk in chunks if chunk.usage is not None]
+        return {**response, "usage": self._usage(usages)}
 
-    def _reply(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         call = self._call
         return {"id": call.id, "object": kind, "created": call.created, "model": call.model, "choices": choices}
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """Count tokens: those of a prompt once, however many answers it has."""
+        """Count tokens: those of a prompt once, however many choices it has."""
         prompts = usages[:: self._call.n]
         prompt, output = sum(each.prompt_tokens for each in prompts), sum(each.output_tokens for each in usages)
         return {

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmforge.evaluation.metrics import Estimate
+from llmforge.metrics.intervals import Estimate
 
-_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_PREFIXES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -26,7 +26,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 def size(size_bytes: float) -> str:
     """Write a number of bytes in decimal units, "3.81 MB"."""
-    for unit, name in _UNITS:
+    for unit, name in _PREFIXES:
         if abs(size_bytes) >= unit:
             return f"{significant(size_bytes / unit)} {name}"
     return f"{size_bytes:.0f} B"
@@ -61,31 +61,23 @@ def times(ratio: float) -> str:
     return f"{significant(ratio, 2)}×"
 
 
-def _ratio(value: float) -> str:
-    return f"{value:.4f}"
-
-
-def _nats(value: float) -> str:
-    return significant(value)
-
-
 @dataclass(frozen=True)
-class MetricText:
-    """How a metric of the gates is called and written."""
+class Unit:
+    """What a figure is counted in, as in a gate's limit, and how it is written."""
 
-    title: str
+    name: str
     write: Callable[[float], str]
-    meaning: str
 
 
-METRICS: dict[str, MetricText] = {
-    "perplexity_ratio": MetricText("Perplexity ratio", _ratio, "artifact / baseline; 1 is no loss"),
-    "kld_mean": MetricText("Mean KLD", _nats, "KL(baseline ‖ artifact), nats a token; 0 is no loss"),
-    "top1_agreement": MetricText("Top-1 agreement", percent, "tokens where both rank the same token first"),
-    "ttft_p50_ms": MetricText("TTFT, median", ms, "time to the first token, at the slowest prompt length"),
-    "tpot_p50_ms": MetricText("TPOT, median", ms, "time of each later token, at the slowest prompt length"),
-    "size_bytes": MetricText("Size", size, "all files of the engine"),
-}
+TOKENS = Unit("tokens to choose from", lambda value: f"{value:.3f}")
+RATIO = Unit("ratio", lambda value: f"{value:.4f}")
+SPEEDUP = Unit("ratio", times)
+SHARE = Unit("share, 0 to 1", percent)
+NATS = Unit("nats", significant)
+NATS_A_TOKEN = Unit("nats a token", significant)
+MILLISECONDS = Unit("ms", ms)
+PER_SECOND = Unit("per second", significant)
+BYTES = Unit("bytes", size)
 
 
 def interval(estimate: Estimate, write: Callable[[float], str]) -> str:

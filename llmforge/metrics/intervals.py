@@ -1,33 +1,27 @@
-"""Arithmetic of evidence: how far logits moved, and how sure a figure is. No torch, no files, no graph."""
+"""How sure a figure is: an estimate with its bounds, over documents or over repetitions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
-from llmforge.base.errors import VerificationError
+from llmforge.metrics.record import Record
 
 CONFIDENCE = 0.95  # two-sided, for every interval of a report; a one-sided decision on a bound errs at most 2.5 %
 RESAMPLES = 10_000  # as in the metric that the published figures of peers were made with
 SMALLEST_SAMPLE = 8  # fewer documents than this get no interval: a bootstrap of them is far too narrow
 
-_BLOCK_ROWS = 16  # rows a time: 16 x 8192 fp64 is 1 MB, which stays in a core's L2 cache
 
-
-class Estimate(BaseModel):
+class Estimate(Record):
     """A figure and the bounds it lies between at `CONFIDENCE`.
 
     An exact figure (a size) has both bounds equal to itself. A figure from too small a sample has no bounds (None),
     which is not the same: nothing can be decided on it.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     value: float
     low: float | None
@@ -40,83 +34,16 @@ class Estimate(BaseModel):
         """Make the estimate of a figure that is known without error."""
         return cls(value=value, low=value, high=value, samples=0, of="")
 
+    @classmethod
+    def median(cls, values: Sequence[float], of: str) -> Estimate:
+        """Estimate the median of independent `values`; it has bounds from 6 of them on. `of` says what they are."""
+        low, high = quantile_interval(np.asarray(values, np.float64), 0.5) or (None, None)
+        return cls(value=float(np.median(values)), low=low, high=high, samples=len(values), of=of)
+
     @property
     def is_exact(self) -> bool:
         """Whether the figure is known without error."""
         return self.samples == 0
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """What each of R predicted tokens says about `logits` against `reference`; fp64 [R] unless said otherwise."""
-
-    reference_nll: NDArray[np.float64]  # -ln p_reference(true token), nats
-    nll: NDArray[np.float64]  # -ln p(true token), nats
-    kld: NDArray[np.float64]  # KL(reference || logits), nats
-    same_top: NDArray[np.bool_]  # both rank the same token first
-    delta_p: NDArray[np.float64]  # p(true token) - p_reference(true token), -1 … 1
-
-
-def score(reference: NDArray[np.float32], logits: NDArray[np.float32], targets: NDArray[np.int64]) -> TokenScores:
-    """Compare two sets of logits [R, V] on the true next tokens `targets` [R].
-
-    Both softmaxes and all sums are fp64, a few rows at a time: with p, q the two distributions and a, b the logits less
-    their maximum, KL(p || q) = Σ eᵃ(a - b) / Σ eᵃ - ln Σ eᵃ + ln Σ eᵇ, so that no log-probability is ever stored.
-
-    Raises:
-        VerificationError: a logit is NaN or infinite.
-    """
-    rows = len(targets)
-    if reference.shape != logits.shape or logits.shape[:1] != (rows,):
-        raise ValueError(f"logits of shapes {reference.shape} and {logits.shape} for {rows} targets")
-    require_finite("reference", reference)
-    require_finite("compared", logits)
-    reference_nll, nll, kld = (np.empty(rows) for _ in range(3))
-    for low in range(0, rows, _BLOCK_ROWS):
-        block = slice(low, low + _BLOCK_ROWS)
-        truth = targets[block, None]
-        a, b = _shifted(reference[block]), _shifted(logits[block])
-        a_exp, b_log_sum = np.exp(a), np.log(np.exp(b).sum(-1))
-        a_sum = a_exp.sum(-1)
-        reference_nll[block] = np.log(a_sum) - np.take_along_axis(a, truth, -1)[:, 0]
-        nll[block] = b_log_sum - np.take_along_axis(b, truth, -1)[:, 0]
-        a -= b
-        kld[block] = np.einsum("rv,rv->r", a_exp, a) / a_sum - np.log(a_sum) + b_log_sum
-    return TokenScores(
-        reference_nll=reference_nll,
-        nll=nll,
-        kld=kld,
-        same_top=reference.argmax(-1) == logits.argmax(-1),
-        delta_p=np.exp(-nll) - np.exp(-reference_nll),
-    )
-
-
-def kld_mean(reference: NDArray[np.float32], logits: NDArray[np.float32]) -> float:
-    """Average KL(reference || logits) over all rows of two logit arrays [..., V], in nats a token.
-
-    Raises:
-        VerificationError: a logit is NaN or infinite.
-    """
-    vocabulary = logits.shape[-1]
-    flat = logits.reshape(-1, vocabulary)
-    scores = score(reference.reshape(-1, vocabulary), flat, np.zeros(len(flat), np.int64))
-    return float(scores.kld.mean())
-
-
-def require_finite(what: str, logits: NDArray[np.float32], where: str = "") -> None:
-    """Refuse logits [R, V] that hold NaN or an infinity; `what` names the side and `where` the place.
-
-    Raises:
-        VerificationError: a logit is NaN or infinite.
-    """
-    finite = np.isfinite(logits)
-    if not finite.all():
-        row, column = (int(i) for i in np.argwhere(~finite)[0])
-        raise VerificationError(
-            f"{what} logits hold {int((~finite).sum())} values that are not finite{where and ' in ' + where}, "
-            f"the first ({logits[row, column]}) at row {row}, token id {column}",
-            hint="look for overflow in the weights or in the last pass; nothing was averaged over these values",
-        )
 
 
 def bootstrap(
@@ -166,13 +93,6 @@ def quantile_interval(samples: NDArray[np.float64], quantile: float) -> tuple[fl
     if lowest < 1 or highest > n:
         return None
     return float(ordered[lowest - 1]), float(ordered[highest - 1])
-
-
-def _shifted(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Widen logits to fp64 and move each row's maximum to 0."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(-1, keepdims=True)
-    return wide
 
 
 def _expanded_tail(documents: int) -> float:

@@ -1,6 +1,6 @@
-"""Answers on their way to clients: the engine's thread hands over, a thread of its own sends.
+"""Responses on their way to clients: the engine's thread hands over, a thread of its own sends.
 
-So the engine never waits for the server, and where sending falls behind, pieces of one answer go out together.
+So the engine never waits for the server, and where sending falls behind, chunks of one sequence go out together.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.runtime.serving.engine import Engine
-from llmforge.runtime.serving.request import Chunk, TokenLogprob
+from llmforge.runtime.serving.request import Chunk
 from llmforge.runtime.serving.sequence import Ticket
 from llmforge.triton.backend import signature
-from llmforge.triton.backend.inputs import Ask
+from llmforge.triton.backend.inputs import InferenceRequest
 from llmforge.triton.backend.metrics import Metrics
 from llmforge.triton.backend.signature import TensorSpec
 
 # How often the server is asked whether clients have gone: the longest time that a slot works for nobody.
 POLL_S = 0.03
-IDLE_S = 0.5  # where there is no answer to ask for, only the engine itself is looked at
+IDLE_S = 0.5  # where nothing runs, only the engine itself is looked at
 
 _DTYPES = {"TYPE_STRING": np.object_, "TYPE_UINT32": np.uint32}
 
 
 @dataclass(eq=False)
-class Reply:
+class ActiveRequest:
     """One request of a client, from its arrival to its last response; used by the sending thread alone."""
 
     sender: Any  # pb_utils.InferenceResponseSender
-    ask: Ask
+    asked: InferenceRequest
     arrived: float  # on the clock of `time.perf_counter`
     ticket: Ticket | None = None
     chunks: list[Chunk] = field(default_factory=list)  # that no response holds yet
@@ -48,11 +49,11 @@ class Reply:
     ended: bool = False
 
 
-_Item = tuple[Reply, Ticket | Chunk | ForgeError, float]
+_Item = tuple[ActiveRequest, Ticket | Chunk | ForgeError, float]
 
 
-class Sender:
-    """Sends answers from its own thread until `close`; `died` is called once if the engine ends on its own."""
+class ResponseSender:
+    """Sends responses from its own thread until `close`; `died` is called once if the engine ends on its own."""
 
     def __init__(self, engine: Engine, metrics: Metrics, died: Callable[[], None]) -> None:
         self._engine = engine
@@ -60,30 +61,30 @@ class Sender:
         self._metrics = metrics
         self._died = died
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._open: set[Reply] = set()
+        self._active: set[ActiveRequest] = set()
         self._closing, self._drained = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="llmforge-sender")
         self._thread.start()
 
-    def submit(self, ask: Ask, sender: Any, arrived: float) -> None:
-        """Give the engine a request, whose answer will be sent.
+    def submit(self, asked: InferenceRequest, sender: Any, arrived: float) -> None:
+        """Give the engine a request, whose output will be sent.
 
         Raises:
             UsageError, Unavailable: the engine does not take it; nothing will be sent.
         """
-        reply = Reply(sender, ask, arrived)
-        ticket = self._engine.submit(ask.request, lambda item: self._post(reply, item))
-        self._post(reply, ticket)
+        active = ActiveRequest(sender, asked, arrived)
+        ticket = self._engine.submit(asked.request, lambda item: self._queue_item(active, item))
+        self._queue_item(active, ticket)
 
     def close(self, timeout_s: float) -> None:
-        """Close the engine, which may answer for `timeout_s` seconds, send what it hands over, and end the thread."""
+        """Close the engine, which may go on for `timeout_s` seconds, send what it hands over, and end the thread."""
         self._closing.set()
         self._engine.close(drain=True, timeout_s=timeout_s)
         self._drained.set()
         self._thread.join()
 
-    def _post(self, reply: Reply, item: Ticket | Chunk | ForgeError) -> None:
-        self._items.put((reply, item, time.perf_counter()))
+    def _queue_item(self, active: ActiveRequest, item: Ticket | Chunk | ForgeError) -> None:
+        self._items.put((active, item, time.perf_counter()))
 
     def _run(self) -> None:
         try:
@@ -95,15 +96,15 @@ class Sender:
     def _loop(self) -> None:
         polled, told = 0.0, False
         while True:
-            items = self._take(POLL_S if self._open else IDLE_S)
-            for reply in dict.fromkeys(self._sort(item) for item in items):
-                self._send(reply)
+            items = self._take(POLL_S if self._active else IDLE_S)
+            for active in dict.fromkeys(self._assign(item) for item in items):
+                self._send(active)
             if (now := time.perf_counter()) - polled >= POLL_S:
                 polled = now
                 self._cancel_abandoned()
             if self._drained.is_set() and not items:
                 return
-            if not (told or self._closing.is_set() or self._open or self._engine.alive):
+            if not (told or self._closing.is_set() or self._active or self._engine.alive):
                 told = True
                 self._died()
 
@@ -117,63 +118,63 @@ class Sender:
         except queue.Empty:
             return items
 
-    def _sort(self, item: _Item) -> Reply:
-        """Put an item to its answer; an error ends it at once."""
-        reply, what, when = item
+    def _assign(self, item: _Item) -> ActiveRequest:
+        """Put an item to its request; an error ends it at once."""
+        active, what, when = item
         if isinstance(what, Ticket):
-            reply.ticket = what
+            active.ticket = what
         elif isinstance(what, ForgeError):
-            self._end(reply)
-            fail(reply.sender, what)
+            self._end(active)
+            fail(active.sender, what)
         else:
-            reply.chunks.append(what)
+            active.chunks.append(what)
             if what.token_id is not None:
-                self._time(reply, when)
-        if not reply.ended:
-            self._open.add(reply)
-        return reply
+                self._time(active, when)
+        if not active.ended:
+            self._active.add(active)
+        return active
 
-    def _time(self, reply: Reply, when: float) -> None:
-        if reply.last_token is None:
-            self._metrics.first_token(when - reply.arrived)
+    def _time(self, active: ActiveRequest, when: float) -> None:
+        if active.last_token is None:
+            self._metrics.first_token(when - active.arrived)
         else:
-            self._metrics.next_token(when - reply.last_token)
-        reply.last_token = when
+            self._metrics.next_token(when - active.last_token)
+        active.last_token = when
 
-    def _send(self, reply: Reply) -> None:
-        """Send what is there of an answer, if it is to be sent now."""
-        if reply.ended or not reply.chunks:
+    def _send(self, active: ActiveRequest) -> None:
+        """Send what is there of an output, if it is to be sent now."""
+        if active.ended or not active.chunks:
             return
-        reason = reply.chunks[-1].finish_reason
-        if reason is None and not (reply.ask.stream and any(chunk.text for chunk in reply.chunks)):
+        reason = active.chunks[-1].finish_reason
+        if reason is None and not (active.asked.stream and any(chunk.text for chunk in active.chunks)):
             return
-        response = pb_utils.InferenceResponse(output_tensors=self._tensors(reply, reason))
-        reply.chunks.clear()
+        response = pb_utils.InferenceResponse(output_tensors=self._tensors(active, reason))
+        active.chunks.clear()
         if reason is None:
-            reply.sender.send(response)
+            active.sender.send(response)
             return
-        self._end(reply)
-        reply.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._end(active)
+        active.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def _tensors(self, reply: Reply, reason: str | None) -> list[Any]:
+    def _tensors(self, active: ActiveRequest, reason: str | None) -> list[Any]:
         """Make the outputs of one response from the chunks that no response holds yet."""
-        chunks, usage = reply.chunks, reply.chunks[-1].usage
+        chunks, usage = active.chunks, active.chunks[-1].usage
         # The end-of-sequence token is in no chunk, and in the usage.
         tokens = sum(chunk.token_id is not None for chunk in chunks)
-        tokens = usage.output_tokens - reply.output_tokens if usage is not None else tokens
-        reply.output_tokens += tokens
+        tokens = usage.output_tokens - active.output_tokens if usage is not None else tokens
+        active.output_tokens += tokens
         text = "".join(chunk.text for chunk in chunks)
         values: dict[TensorSpec, Any] = {
-            signature.TEXT_OUTPUT: reply.ask.before + text,
+            signature.TEXT_OUTPUT: active.asked.echo + text,
             signature.FINISH_REASON: reason or "",
-            signature.NUM_INPUT_TOKENS: len(reply.ask.request.prompt),
+            signature.NUM_INPUT_TOKENS: len(active.asked.request.prompt),
             signature.NUM_OUTPUT_TOKENS: tokens,
         }
         if usage is not None:
             values[signature.USAGE] = json.dumps(dataclasses.asdict(usage))
         if logprobs := [self._logprob(chunk.logprob) for chunk in chunks if chunk.logprob is not None]:
             values[signature.LOGPROBS] = json.dumps(logprobs, ensure_ascii=False)
-        return [_tensor(spec, value) for spec, value in values.items() if spec.name not in reply.ask.omitted]
+        return [_tensor(spec, value) for spec, value in values.items() if spec.name not in active.asked.omitted]
 
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         def named(token: int, logprob: float) -> dict[str, Any]:
@@ -182,14 +183,14 @@ class Sender:
         return {**named(entry.token_id, entry.logprob), "top": [named(*each) for each in entry.top]}
 
     def _cancel_abandoned(self) -> None:
-        for reply in self._open:
-            if reply.ticket is not None and reply.sender.is_cancelled():
-                self._engine.cancel(reply.ticket)
+        for active in self._active:
+            if active.ticket is not None and active.sender.is_cancelled():
+                self._engine.cancel(active.ticket)
 
-    def _end(self, reply: Reply) -> None:
-        """Note that an answer gets its last response; Triton allows no use of its sender after that."""
-        reply.ended = True
-        self._open.discard(reply)
+    def _end(self, active: ActiveRequest) -> None:
+        """Note that a request gets its last response; Triton allows no use of its sender after that."""
+        active.ended = True
+        self._active.discard(active)
 
 
 def fail(sender: Any, error: ForgeError) -> None:

@@ -1,4 +1,4 @@
-"""The answers to one call, from the engine's thread to the event loop."""
+"""The sequences of one call, from the engine's thread to the event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmforge.runtime.serving.request import Chunk
 from llmforge.runtime.serving.sequence import Ticket
 from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call
-from llmforge.serve.replies import AnswerTimeout
+from llmforge.serve.responses import RequestTimeout
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class _Item:
     time_s: float
 
 
-class Answers:
+class CallStream:
     """Submits the requests of a call and yields their chunks as they come, each with the index of its choice.
 
-    What a slow reader has not taken yet waits here: at most the tokens that its answers may have. The engine never
+    What a slow reader has not taken yet waits here: at most the tokens that its sequences may have. The engine never
     waits for anybody.
     """
 
@@ -43,28 +43,28 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[_Item | None] = asyncio.Queue()  # None: look whether anybody reads on
         self._tickets: list[Ticket] = []
-        self._open = set(range(len(call.requests)))
+        self._unfinished = set(range(len(call.requests)))
         self.abandoned = False
         self._submitted = 0.0
-        self._last: dict[int, float] = {}  # when the last token of each choice was chosen
+        self._last_token_s: dict[int, float] = {}  # when the last token of each choice was sampled
 
     async def submit(self) -> None:
-        """Hand all requests to the engine, or none; in a thread, for the form of an answer may take long to compile.
+        """Hand all requests to the engine, or none; in a thread, for a constraint may take long to compile.
 
         Raises:
             UsageError: a request makes no sense.
             Unavailable: the engine takes no more.
         """
-        taken_on = False
+        submitted = False
         self._submitted = time.perf_counter()
         try:
             await run_in_threadpool(self._submit)
-            taken_on = True
+            submitted = True
         except ForgeError as error:
             self._metrics.refused(error)
             raise
         finally:
-            if not taken_on:
+            if not submitted:
                 self.abandon()
 
     def _submit(self) -> None:
@@ -73,24 +73,24 @@ class Answers:
 
     def abandon(self) -> None:
         """Cancel what has not ended: nobody reads on. May be called again."""
-        if not self._open:
+        if not self._unfinished:
             return
         self.abandoned = True
         for index, ticket in enumerate(self._tickets):
-            if index in self._open:
+            if index in self._unfinished:
                 self._engine.cancel(ticket)
                 self._metrics.ended("cancelled", time.perf_counter() - self._submitted)
-        self._open.clear()
+        self._unfinished.clear()
         self._items.put_nowait(None)
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Chunk]], None]:
-        """Yield the chunks that have come since the last time, until all answers have ended or are abandoned.
+        """Yield the chunks that have come since the last time, until all sequences have ended or are abandoned.
 
         Raises:
-            ForgeError: an answer failed, or was cut short by a deadline or the server's end; the others are cancelled.
+            ForgeError: a sequence failed, or was cut short by a deadline or the server's end; the others are cancelled.
         """
         try:
-            while self._open and not self.abandoned:
+            while self._unfinished and not self.abandoned:
                 items = [await self._items.get()]
                 while not self._items.empty():
                     items.append(self._items.get_nowait())
@@ -102,18 +102,19 @@ class Answers:
     def _chunk(self, item: _Item) -> tuple[int, Chunk]:
         """Count an item, and raise it if it is an error."""
         if isinstance(item.content, ForgeError):
-            self._open.discard(item.index)
+            self._unfinished.discard(item.index)
             self._metrics.failed()
             raise item.content
         chunk = item.content
         if chunk.token_id is not None:
-            self._metrics.token(item.time_s - self._last.get(item.index, self._submitted), item.index not in self._last)
-            self._last[item.index] = item.time_s
+            first = item.index not in self._last_token_s
+            self._metrics.token(item.time_s - self._last_token_s.get(item.index, self._submitted), first)
+            self._last_token_s[item.index] = item.time_s
         if chunk.finish_reason is not None:
-            self._open.discard(item.index)
+            self._unfinished.discard(item.index)
             self._metrics.ended(chunk.finish_reason, item.time_s - self._submitted)
         if chunk.finish_reason == "timeout":
-            raise AnswerTimeout("the answer was not complete by its deadline", hint="ask for fewer tokens")
+            raise RequestTimeout("the answer was not complete by its deadline", hint="ask for fewer tokens")
         if chunk.finish_reason == "cancelled":
             raise Unavailable("the server is shutting down")
         return item.index, chunk

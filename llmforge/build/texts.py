@@ -1,0 +1,48 @@
+"""The texts of a build: what calibration reads, what quality is measured on, and what budgets are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmforge.checkpoint import Checkpoint, documents, text
+from llmforge.checkpoint.text import Window
+from llmforge.recipe import CalibrationSpec, Recipe
+
+BUDGET_WINDOWS = 24  # windows of text, spread over all documents, that the budget of a lossy pass is measured on
+
+
+def check(recipe: Recipe) -> None:
+    """Read both texts, and refuse evaluation on what calibration has seen."""
+    calibration, quality = recipe.calibration, recipe.validation.quality
+    documents.refuse_overlap(
+        documents.read_documents(calibration.data) if calibration else [],
+        documents.read_documents(quality.data) if quality else [],
+    )
+
+
+def calibration_windows(spec: CalibrationSpec, checkpoint: Checkpoint) -> list[Window]:
+    """Draw the windows that calibration reads."""
+    found = documents.read_documents(spec.data)
+    pool = text.windows(checkpoint.tokenizer, found, spec.length, checkpoint.bos_token_id)
+    return text.sample(pool, spec.samples, spec.seed)
+
+
+def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
+    """Cut the text that quality is measured on into windows; [] where the recipe asks for none."""
+    spec = recipe.validation.quality
+    if spec is None:
+        return []
+    found = documents.read_documents(spec.data)
+    return text.windows(checkpoint.tokenizer, found, spec.context, checkpoint.bos_token_id)
+
+
+def budget_windows(evaluation: Sequence[Window], recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
+    """Choose the windows that budgets are measured on: of the `evaluation` text, else of the calibration text."""
+    pool = evaluation
+    if not pool and recipe.calibration is not None:
+        pool = calibration_windows(recipe.calibration, checkpoint)
+    pool = [window for window in pool if len(window.ids) > 1]
+    picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
+    return [pool[i] for i in picked]

@@ -1,0 +1,167 @@
+"""How far logits moved, token by token: the values that figures of quality are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import VerificationError
+
+Floats = NDArray[np.float64]
+
+_BLOCK_LOGITS = 2**17  # logits a time: 1 MB of fp64, which stays in a core's L2 cache
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """Both logits [R, V] of a few predicted tokens `targets` [R], and what several values of a token share.
+
+    Everything but the logits is fp64, in nats, and computed once, when it is first asked for. With p, q the two
+    distributions and a, b the logits less their maximum, KL(p || q) = Σ eᵃ(a - b) / Σ eᵃ - ln Σ eᵃ + ln Σ eᵇ, so that
+    no log-probability of the whole vocabulary is ever stored.
+    """
+
+    reference: NDArray[np.float32]
+    logits: NDArray[np.float32]
+    targets: NDArray[np.int64]
+
+    @cached_property
+    def reference_shifted(self) -> Floats:
+        """Logits of the reference less each row's maximum [R, V]."""
+        return _shifted(self.reference)
+
+    @cached_property
+    def shifted(self) -> Floats:
+        """Logits less each row's maximum [R, V]."""
+        return _shifted(self.logits)
+
+    @cached_property
+    def reference_exp(self) -> Floats:
+        """Probabilities of the reference, not normalized [R, V]."""
+        return np.exp(self.reference_shifted)
+
+    @cached_property
+    def reference_sum(self) -> Floats:
+        """Sum of `reference_exp` over the vocabulary [R]."""
+        total: Floats = self.reference_exp.sum(-1)
+        return total
+
+    @cached_property
+    def log_sum(self) -> Floats:
+        """Logarithm of the sum of exp(`shifted`) over the vocabulary [R]."""
+        total: Floats = np.log(np.exp(self.shifted).sum(-1))
+        return total
+
+    @cached_property
+    def reference_nll(self) -> Floats:
+        """-ln p_reference(true token) [R]."""
+        return np.log(self.reference_sum) - self._of_target(self.reference_shifted)
+
+    @cached_property
+    def nll(self) -> Floats:
+        """-ln p(true token) [R]."""
+        return self.log_sum - self._of_target(self.shifted)
+
+    @cached_property
+    def kld(self) -> Floats:
+        """KL(reference || logits) [R]."""
+        moved = self.reference_shifted - self.shifted
+        mean: Floats = np.einsum("rv,rv->r", self.reference_exp, moved) / self.reference_sum
+        return mean - np.log(self.reference_sum) + self.log_sum
+
+    @cached_property
+    def same_top(self) -> NDArray[np.bool_]:
+        """Whether both rank the same token first [R]."""
+        same: NDArray[np.bool_] = self.reference.argmax(-1) == self.logits.argmax(-1)
+        return same
+
+    @cached_property
+    def delta_p(self) -> Floats:
+        """p(true token) - p_reference(true token), -1 … 1 [R]."""
+        return np.exp(-self.nll) - np.exp(-self.reference_nll)
+
+    def _of_target(self, values: Floats) -> Floats:
+        return np.take_along_axis(values, self.targets[:, None], -1)[:, 0]
+
+
+@dataclass(frozen=True)
+class TokenValue:
+    """A value of each predicted token; a report keeps its sum over each document under `name`."""
+
+    name: str
+    of: Callable[[TokenBlock], NDArray[Any]]  # [R], of floats or of booleans
+
+
+REFERENCE_NLL = TokenValue("baseline_nll", lambda block: block.reference_nll)
+NLL = TokenValue("nll", lambda block: block.nll)
+KLD = TokenValue("kld", lambda block: block.kld)
+SAME_TOP = TokenValue("same_top", lambda block: block.same_top)
+DELTA_P_SQUARED = TokenValue("delta_p_squared", lambda block: np.square(block.delta_p))
+
+
+def score(
+    reference: NDArray[np.float32],
+    logits: NDArray[np.float32],
+    targets: NDArray[np.int64],
+    values: Sequence[TokenValue],
+) -> dict[str, NDArray[Any]]:
+    """Compare two sets of logits [R, V] on the true next tokens `targets` [R], a few rows at a time.
+
+    Returns each of `values` [R], by its name.
+
+    Raises:
+        VerificationError: a logit is NaN or infinite.
+    """
+    rows = len(targets)
+    if reference.shape != logits.shape or logits.shape[:1] != (rows,):
+        raise ValueError(f"logits of shapes {reference.shape} and {logits.shape} for {rows} targets")
+    require_finite("reference", reference)
+    require_finite("compared", logits)
+    found: dict[str, list[NDArray[Any]]] = {value.name: [] for value in values}
+    step = max(1, _BLOCK_LOGITS // logits.shape[-1])
+    for low in range(0, rows, step):
+        part = slice(low, low + step)
+        block = TokenBlock(reference[part], logits[part], targets[part])
+        for value in values:
+            found[value.name].append(value.of(block))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def mean_kld(reference: NDArray[np.float32], logits: NDArray[np.float32]) -> float:
+    """Average KL(reference || logits) over all rows of two logit arrays [..., V], in nats a token.
+
+    Raises:
+        VerificationError: a logit is NaN or infinite.
+    """
+    vocabulary = logits.shape[-1]
+    flat = logits.reshape(-1, vocabulary)
+    scores = score(reference.reshape(-1, vocabulary), flat, np.zeros(len(flat), np.int64), (KLD,))
+    return float(scores[KLD.name].mean())
+
+
+def require_finite(what: str, logits: NDArray[np.float32], where: str = "") -> None:
+    """Refuse logits [R, V] that hold NaN or an infinity; `what` names the side and `where` the place.
+
+    Raises:
+        VerificationError: a logit is NaN or infinite.
+    """
+    finite = np.isfinite(logits)
+    if not finite.all():
+        row, column = (int(i) for i in np.argwhere(~finite)[0])
+        raise VerificationError(
+            f"{what} logits hold {int((~finite).sum())} values that are not finite{where and ' in ' + where}, "
+            f"the first ({logits[row, column]}) at row {row}, token id {column}",
+            hint="look for overflow in the weights or in the last pass; nothing was averaged over these values",
+        )
+
+
+def _shifted(logits: NDArray[np.float32]) -> Floats:
+    """Widen logits to fp64 and move each row's maximum to 0."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    return wide

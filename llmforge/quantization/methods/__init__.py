@@ -1,0 +1,86 @@
+"""The methods of quantization, one file each, and the explicit tuple of all of them.
+
+Nothing else knows a method by its name: passes ask here for what a recipe names, calibration for what it demands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
+from llmforge.quantization.methods.gptq import Gptq
+from llmforge.quantization.methods.rtn import Rtn
+
+# In the order in which a schema lists them.
+METHODS: tuple[type[Method], ...] = (Rtn, Gptq)
+DEFAULT = Gptq
+PLAIN = Rtn  # needs no calibration: for what calibration does not see, and in its place where it fails
+
+_Pass = TypeVar("_Pass")
+
+
+class Named:
+    """Annotates a string that names a method: only names of `METHODS` are valid."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.literal_schema([method.name for method in METHODS])
+
+
+def summaries() -> str:
+    """Describe all methods in a line."""
+    return "; ".join(f"{method.name}: {method.summary}" for method in METHODS)
+
+
+def with_options(*, before: str) -> Callable[[type[_Pass]], type[_Pass]]:
+    """Declare the options of all methods as fields of a pass, in front of its field `before`.
+
+    For a class that is not a dataclass yet. Each description begins with "of", and the method's name.
+
+    Raises:
+        TypeError: the pass, or another method, has an option of this name.
+    """
+
+    def declare(cls: type[_Pass]) -> type[_Pass]:
+        own = list(cls.__annotations__.items())
+        at = [name for name, _ in own].index(before)
+        fields: dict[str, Any] = dict(own[:at])
+        for method in METHODS:
+            for name, option in _options(method).items():
+                if name in cls.__annotations__ or name in fields:
+                    raise TypeError(f"{cls.__name__} has an option {name} besides that of {method.name}")
+                described = Field(description=f"of {method.name}: {option.description}")
+                fields[name] = Annotated[option.annotation, *option.metadata, described]
+                setattr(cls, name, option.default)
+        cls.__annotations__ = fields | dict(own[at:])
+        return cls
+
+    return declare
+
+
+def make(name: str, options: object) -> Method:
+    """Make the method called `name`; its options are attributes of `options`, a pass with those of all methods."""
+    cls = next(method for method in METHODS if method.name == name)
+    return cls(**{option: getattr(options, option) for option in _options(cls)})
+
+
+def _options(method: type[Method]) -> dict[str, Any]:
+    return dict(method.__pydantic_fields__)  # type: ignore[attr-defined]  # each subclass is a pydantic dataclass
+
+
+__all__ = [
+    "DEFAULT",
+    "METHODS",
+    "NO_INPUTS",
+    "PLAIN",
+    "InputStatistic",
+    "LayerInputs",
+    "Method",
+    "Named",
+    "make",
+    "summaries",
+    "with_options",
+]

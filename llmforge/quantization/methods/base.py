@@ -1,0 +1,61 @@
+"""What a method of quantization is: options, a demand on calibration, and arithmetic from weights to codes."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from numpy.typing import NDArray
+
+from llmforge.quantization.formats import Format
+from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
+
+
+class InputStatistic(enum.Enum):
+    """A sum over the calibration tokens, fp32 [K, K], that a method may demand of each linear layer.
+
+    x [K] is what the layer reads, behind layers that are quantized already, and x̃ what it would read in the checkpoint.
+    """
+
+    MOMENTS = "Σ x xᵀ"
+    DRIFT = "Σ (x̃ - x) xᵀ"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """What calibration saw a linear layer, or one expert, read: `tokens` inputs, and the `sums` that were demanded.
+
+    An expert is `routed`: it sees the tokens that chose it, each with its weight there as a factor of x and x̃ - x.
+    """
+
+    tokens: int
+    routed: bool
+    sums: Mapping[InputStatistic, Float32]
+
+
+NO_INPUTS = LayerInputs(0, False, {})  # for a method that demands nothing
+
+
+class Method(ABC):
+    """A way to choose the codes of a weight.
+
+    Subclasses are `pydantic.dataclasses.dataclass(frozen=True)`: each field is an option, typed, bounded and described
+    with `Annotated[..., Field(...)]`, and becomes an option of the pass that chooses the method.
+    """
+
+    name: ClassVar[str]  # in a recipe
+    summary: ClassVar[str]  # what it does, in a line
+    formats: ClassVar[tuple[Format, ...]]  # that it can give
+    demands: ClassVar[frozenset[InputStatistic]] = frozenset()  # none: it needs no calibration text
+    remedy: ClassVar[str] = ""  # an option that helps where the inputs do not allow it, "more damping"
+
+    @abstractmethod
+    def quantize(self, weight: NDArray[Any], grid: Grid, inputs: LayerInputs = NO_INPUTS) -> QuantizedMatrix:
+        """Choose codes for a weight [N, K] of any floating-point dtype, or of several layers that read the same.
+
+        Raises:
+            ValueError: the weight is no matrix of finite numbers, or `inputs` do not allow this method.
+        """

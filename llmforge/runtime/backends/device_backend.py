@@ -1,0 +1,60 @@
+"""What decoders over a device's memory have in common: buckets, logits in page-locked memory, verified CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.runtime.backends.config import Capture
+from llmforge.runtime.backends.cuda_graph_capture import CaptureResult, ProbeStep, verify_capture
+from llmforge.runtime.backends.device import Device
+from llmforge.runtime.backends.device_cache import DeviceCache
+from llmforge.runtime.backends.interface import Backend
+
+logger = logging.getLogger(__name__)
+
+INPUT_BYTES = 8  # of what is fed for each row and token of a step, at most: int64
+LOGIT_BYTES = 4  # fp32
+
+
+class DeviceBackend(Backend[DeviceCache]):
+    """A decoder over the memory of `device`, whose decode steps may be CUDA graphs.
+
+    `capture_results` tell which steps were captured over the cache that was allocated last. A subclass says which
+    exceptions mean that a step cannot be captured (`capture_failures`), and whether that is an error.
+    """
+
+    device: Device
+    capture_results: tuple[CaptureResult, ...] = ()
+    capture_failures: tuple[type[Exception], ...]
+    _graphs_required: bool
+    _buckets: tuple[int, ...]
+
+    @property
+    def buckets(self) -> tuple[int, ...] | None:
+        """Batch sizes that decode steps are padded to; None: they run exactly the rows that they need."""
+        return self._buckets or None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which steps are not captured though they were planned to be, and why."""
+        return tuple(each.note for each in self.capture_results if each.reason is not None)
+
+    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+        """Make an array for `out` of `step` in memory that the device writes to by itself."""
+        array: NDArray[np.float32] = self.device.host(shape, "float32")
+        return array
+
+    def _verify_capture(self, capture: Capture, probe: ProbeStep) -> CaptureResult:
+        """Capture a step by running `probe`, and verify its replays.
+
+        Raises:
+            VerificationError: a step that must be captured is not.
+        """
+        result = verify_capture(capture, probe, lambda: self.device.memory()[0], self.capture_failures)
+        logger.info("%s", result)
+        if self._graphs_required:
+            result.require()
+        return result
