@@ -195,7 +195,7 @@ def start_verifier(
 
 def coverage(verifier: Verifier, model: ir.Model) -> list[str]:
     """Note what the proofs of a model that is too large to run whole rest on."""
-    if not verifier.in_parts:
+    if not verifier.streams:
         return []
     return [
         f"passes: {graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights were never run whole: exact and "

@@ -124,8 +124,8 @@ def check(model: ir.Model, target: Target) -> None:
 
 def _refuse(model: ir.Model, sm: int) -> None:
     """Refuse what the provider takes when it loads the graph and refuses when it runs it."""
-    found = [(node, cuda_attention.refusal_reason(attention, sm)) for node, attention in cuda_attention.of(model)]
-    found += [(experts.node, cuda_operators.experts_refusal_reason(experts)) for experts in contrib.QMoE.all(model)]
+    found = [(node, cuda_attention.reason_against(attention, sm)) for node, attention in cuda_attention.of(model)]
+    found += [(experts.node, cuda_operators.experts_reason(experts)) for experts in contrib.QMoE.all(model)]
     for node, reason in found:
         if reason is not None:
             raise UnsupportedError(

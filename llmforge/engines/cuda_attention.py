@@ -89,7 +89,7 @@ def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
         )
 
 
-def refusal_reason(attention: Attention, sm: int) -> str | None:
+def reason_against(attention: Attention, sm: int) -> str | None:
     """Say why the provider has no kernel for `attention` on a device of `sm`; None where it has."""
     if not attention.int8:
         return None

@@ -38,7 +38,7 @@ LAUNCH_BYTES = 64 << 10
 LAUNCHES_A_NODE = 2  # GroupQueryAttention has up to four, pointwise operators one
 
 # Operators that no graph can hold, and why.
-UNCAPTURABLE: Mapping[type[operators.Operator] | None, str] = {
+REASONS: Mapping[type[operators.Operator] | None, str] = {
     standard.Loop: "control flow: ONNX Runtime captures no graph that has any",
     standard.NonZero: "the shape of its result depends on numbers, which the host waits for",
     standard.Unique: "the shape of its result depends on numbers, which the host waits for",
@@ -82,7 +82,7 @@ def plan(model: ir.Model, spec: EngineSpec) -> GraphPlan:
 
     Nothing, where `spec.cuda_graphs` is off or, with `allow`, where something keeps the graph from being captured.
     """
-    if spec.cuda_graphs == "off" or next(uncapturable(model), None) is not None:
+    if spec.cuda_graphs == "off" or next(reasons(model), None) is not None:
         return GraphPlan("off", ())
     wanted = [(batch, length) for batch in decode_batches(spec) for length in lengths(spec.max_context)]
     captures = tuple(Capture(id, batch, length) for id, (batch, length) in enumerate(sorted(wanted, reverse=True), 1))
@@ -95,7 +95,7 @@ def require(model: ir.Model, spec: EngineSpec) -> None:
     Raises:
         UnsupportedError: names the nodes.
     """
-    found = list(uncapturable(model))
+    found = list(reasons(model))
     if spec.cuda_graphs != "require" or not found:
         return
     node, reason = found[0]
@@ -107,10 +107,10 @@ def require(model: ir.Model, spec: EngineSpec) -> None:
     )
 
 
-def uncapturable(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
+def reasons(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
     """Yield the nodes of the lowered `model` that keep a step from being captured, with the reason."""
     for node in model.graph.all_nodes():
-        if (reason := UNCAPTURABLE.get(operators.record(node))) is not None:
+        if (reason := REASONS.get(operators.record(node))) is not None:
             yield node, reason
         elif (product := contrib.MatMulNBits.of(node)) is not None and product.g_idx is not None:
             yield node, "the host reads its group indices"

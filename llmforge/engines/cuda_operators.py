@@ -48,7 +48,7 @@ def any_fast(model: ir.Model) -> bool:
     return any(slow_reason(product) is None for product in MatMulNBits.all(model))
 
 
-def experts_refusal_reason(experts: QMoE) -> str | None:
+def experts_reason(experts: QMoE) -> str | None:
     """Say what the CUDA kernel of QMoE refuses of `experts` when it runs; None: nothing."""
     for name, weights in (("inner", experts.fc2_experts_weights), ("hidden", experts.fc1_experts_weights)):
         size = graph.width(weights) * 8 // experts.expert_weight_bits

@@ -58,7 +58,7 @@ def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> tuple[str,
     if interface.ATTENTION_MASK not in inputs:
         return ()
     check(model, checkpoint)
-    notes, reason = [], _optimum_refusal_reason(model, checkpoint)
+    notes, reason = [], _optimum_reason(model, checkpoint)
     if not _grows(model):
         text = json.dumps(genai_config(model, engine, checkpoint), indent=2, sort_keys=True) + "\n"
         (engine.folder / GENAI_FILE).write_text(text, encoding="utf-8")
@@ -134,7 +134,7 @@ def check(model: ir.Model, checkpoint: Checkpoint) -> None:
     if interface.ATTENTION_MASK not in {value.name for value in model.graph.inputs}:
         return
     if _grows(model):
-        if (reason := _optimum_refusal_reason(model, checkpoint)) is not None:
+        if (reason := _optimum_reason(model, checkpoint)) is not None:
             raise UnsupportedError(reason, hint="leave optimum-interface out of the recipe")
     else:
         _check_genai(checkpoint.eos_token_ids)
@@ -148,7 +148,7 @@ def _check_genai(eos_token_ids: Sequence[int]) -> None:
         )
 
 
-def _optimum_refusal_reason(model: ir.Model, checkpoint: Checkpoint) -> str | None:
+def _optimum_reason(model: ir.Model, checkpoint: Checkpoint) -> str | None:
     """Say why optimum-onnx would make empty caches of another shape than the model's; None where it would not."""
     config = checkpoint.config
     kind = str(config.model_type)

@@ -1,8 +1,8 @@
 """Tensors that are computed from other tensors by a function that is named, so that two can be seen to be made alike.
 
 A plain lazy tensor hides how it comes about: only reading it tells what it holds. Of a derived one, its function and
-its parts say it: where two layers derive their weights by one function from the corresponding tensors, what was proven
-of one holds for the other (`llmforge.verification.changed_subgraphs`).
+its operands say it: where two layers derive their weights by one function from the corresponding tensors, what was
+proven of one holds for the other (`llmforge.verification.changed_subgraphs`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Function = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
 
 
 class Derived(ir.LazyTensor):
-    """`function` of the values of `parts`, computed whenever it is read.
+    """`function` of the values of `operands`, computed whenever it is read.
 
     `function` is pure, and one object for all tensors that are made alike: a function of a module, not a closure.
     """
 
     def __init__(
-        self, function: Function, parts: Sequence[ir.TensorProtocol], dtype: ir.DataType, shape: ir.Shape, name: str
+        self, function: Function, operands: Sequence[ir.TensorProtocol], dtype: ir.DataType, shape: ir.Shape, name: str
     ) -> None:
         super().__init__(self._compute, dtype, shape, name=name)
         self.function = function
-        self.parts = tuple(parts)
+        self.operands = tuple(operands)
 
     def _compute(self) -> ir.TensorProtocol:
         try:
-            return ir.Tensor(self.function([part.numpy() for part in self.parts]), name=self.name)
+            return ir.Tensor(self.function([each.numpy() for each in self.operands]), name=self.name)
         except OverflowError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
 
@@ -43,7 +43,7 @@ class Derived(ir.LazyTensor):
 class Stored(ir.LazyTensor):
     """A matrix that is a cast, and perhaps the transpose, of one that is stored.
 
-    What wants it as it is stored, piece by piece, need not pay for a whole copy in another layout.
+    What wants it as it is stored, row by row, need not pay for a whole copy in another layout.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Stored(ir.LazyTensor):
 
 
 def is_stored(tensor: ir.TensorProtocol) -> bool:
-    """Say whether `tensor` [K, N] is stored as [N, K], whole or in parts that are side by side."""
+    """Say whether `tensor` [K, N] is stored as [N, K], whole or as several that are side by side."""
     if isinstance(tensor, Derived):
-        return tensor.function in (side_by_side, to_fp32) and all(map(is_stored, tensor.parts))
+        return tensor.function in (side_by_side, to_fp32) and all(map(is_stored, tensor.operands))
     return isinstance(tensor, Stored) and tensor.transposed
 
 
@@ -75,47 +75,47 @@ def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
     where several are stacked.
     """
     if isinstance(tensor, Derived) and tensor.function is to_fp32:
-        return by_output(tensor.parts[0], transposed=transposed)
+        return by_output(tensor.operands[0], transposed=transposed)
     if isinstance(tensor, Stored) and tensor.transposed == transposed:
         return tensor.stored()
     if isinstance(tensor, Derived) and transposed and is_stored(tensor):
-        return np.concatenate([by_output(part, transposed=True) for part in tensor.parts])
+        return np.concatenate([by_output(each, transposed=True) for each in tensor.operands])
     return tensor.numpy().T if transposed else tensor.numpy()
 
 
-def side_by_side(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def side_by_side(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Concatenate along the last axis."""
-    return np.concatenate(parts, axis=-1)
+    return np.concatenate(arrays, axis=-1)
 
 
-def swapped(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def swapped(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Transpose a matrix."""
-    return parts[0].T
+    return arrays[0].T
 
 
-def to_fp32(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def to_fp32(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Cast to fp32: exact for fp16 and bf16."""
-    return parts[0].astype(np.float32)
+    return arrays[0].astype(np.float32)
 
 
-def to_fp16(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def to_fp16(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Round to fp16, to nearest even.
 
     Raises:
         OverflowError: a finite number is beyond the largest that fp16 holds.
     """
     with np.errstate(over="ignore"):
-        rounded = parts[0].astype(np.float16)
-    lost = ~np.isfinite(rounded) & np.isfinite(parts[0])
+        rounded = arrays[0].astype(np.float16)
+    lost = ~np.isfinite(rounded) & np.isfinite(arrays[0])
     if lost.any():
-        largest = float(np.abs(parts[0][lost].astype(np.float64)).max())
+        largest = float(np.abs(arrays[0][lost].astype(np.float64)).max())
         raise OverflowError(f"it holds {largest:.6g}; fp16 ends at {float(np.finfo(np.float16).max):.0f}")
     return rounded
 
 
-def to_bf16(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def to_bf16(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Round to bf16, to nearest even."""
-    return parts[0].astype(ml_dtypes.bfloat16)
+    return arrays[0].astype(ml_dtypes.bfloat16)
 
 
 CASTS: Mapping[ir.DataType, Function] = {
@@ -128,14 +128,14 @@ CASTS: Mapping[ir.DataType, Function] = {
 def cast(tensor: ir.TensorProtocol, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
     """Give `tensor` in another dtype of `CASTS`, rounded to nearest even, lazily but for what is in memory.
 
-    What it is made of stays seen: a stored matrix is one still, and so are its parts where several are side by side.
+    What it is made of stays seen: a stored matrix is one still, and so are several that are side by side.
     A checkpoint that stores `dtype` is read as it is: fp32 in between holds all its numbers.
     """
     if tensor.dtype == dtype:
         return tensor
     if isinstance(tensor, Derived) and tensor.function is side_by_side:
-        parts = [cast(part, dtype, str(part.name)) for part in tensor.parts]
-        return Derived(side_by_side, parts, dtype, tensor.shape, name)
+        operands = [cast(each, dtype, str(each.name)) for each in tensor.operands]
+        return Derived(side_by_side, operands, dtype, tensor.shape, name)
     if isinstance(tensor, Stored):
         return _cast_stored(tensor, dtype, name)
     if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):

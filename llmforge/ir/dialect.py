@@ -19,9 +19,8 @@ from llmforge.ir import interface, operators
 from llmforge.ir.expansion import expand
 from llmforge.ir.operators.contrib import CACHE
 from llmforge.ir.operators.record import FLOATS, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
-from llmforge.ir.recurrence import causal_conv, linear_attention
 
-__all__ = ["attention", "caches", "causal_conv", "check", "expand", "linear_attention"]
+__all__ = ["attention", "caches", "check", "expand"]
 
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {
@@ -156,7 +155,7 @@ def _check_node(node: ir.Node, defined: set[int], *, own_attention: bool) -> Non
     where, view = f"node {node.name!r}", operators.view(node)
     known = {Stage.DIALECT, Stage.OWN_ATTENTION} if own_attention else {Stage.DIALECT}
     if not view.op_type or view.stage not in known:
-        raise VerificationError(f"{where}: operator {node.domain or 'ai.onnx'}::{node.op_type} is not in the dialect")
+        raise VerificationError(f"{where}: operator {operators.qualified(node)} is not in the dialect")
     _require(node.overload == "", where, "has an overload")
     most = len(view.inputs)
     _require(view.variadic or len(node.inputs) <= most, where, f"has {len(node.inputs)} inputs, at most {most}")

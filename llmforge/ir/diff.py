@@ -11,7 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
-from llmforge.ir.summary import operators
+from llmforge.ir.operators.record import shown
+from llmforge.ir.summary import operator_name, operators
 
 COMPARED_BYTES = 1 << 16  # initializers up to this size are compared by content, larger ones by dtype and shape
 
@@ -85,16 +86,12 @@ def _nodes(model: ir.Model) -> dict[str, ir.Node]:
 
 
 def _titled(node: ir.Node) -> str:
-    return f"{node.name or node.outputs[0].name} ({_operator(node)})"
-
-
-def _operator(node: ir.Node) -> str:
-    return f"{node.domain}::{node.op_type}".removeprefix("::")
+    return f"{node.name or node.outputs[0].name} ({operator_name(node)})"
 
 
 def _node_changes(a: ir.Node, b: ir.Node) -> Iterator[str]:
-    if _operator(a) != _operator(b):
-        yield f"{_operator(a)} → {_operator(b)}"
+    if operator_name(a) != operator_name(b):
+        yield f"{operator_name(a)} → {operator_name(b)}"
     attributes_a = {name: _plain(attribute) for name, attribute in a.attributes.items()}
     attributes_b = {name: _plain(attribute) for name, attribute in b.attributes.items()}
     for name, (before, after) in _apart(attributes_a, attributes_b, None).items():
@@ -141,9 +138,7 @@ def _interface_changes(a: ir.Model, b: ir.Model) -> Iterator[tuple[str, str]]:
 
 
 def _typed(value: ir.Value) -> str:
-    dims = g.dims(value)
-    shape = "of unknown rank" if dims is None else f"[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"
-    return f"{'untyped' if value.dtype is None else value.dtype.name} {shape}"
+    return f"{'untyped' if value.dtype is None else value.dtype.name} {shown(g.dims(value))}"
 
 
 def _apart(a: Mapping[str, Any], b: Mapping[str, Any], absent: Any) -> dict[str, tuple[Any, Any]]:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir import interface, moe, operators
-from llmforge.ir.builder import PREFIX, Builder
+from llmforge.ir.builder import Builder
 from llmforge.ir.masked_step import MaskedStep
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import CANONICAL, Operator
@@ -42,7 +42,7 @@ def expand(model: ir.Model) -> ir.Model:
     rules: Mapping[type[Operator], Callable[[Any], None]] = {
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
-        canonical.MoE: lambda experts: g.replace_value(experts.output, moe.expand(clone, experts, PREFIX)),
+        canonical.MoE: lambda experts: g.replace_value(experts.output, moe.expand(clone, experts)),
         canonical.CacheLengths: masked.cache_lengths,
         canonical.TokenOrder: masked.token_order,
         canonical.RowPlaces: masked.row_places,

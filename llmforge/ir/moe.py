@@ -1,8 +1,7 @@
-"""`llmforge::MoE`: its arithmetic in numpy, and the same as standard ONNX."""
+"""`llmforge::MoE` as standard ONNX."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,76 +10,24 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
+from llmforge.ir.builder import PREFIX, Builder
 from llmforge.ir.operators import canonical
 
 
-def moe(
-    x: NDArray[np.float32],
-    expert_ids: NDArray[np.int64],
-    expert_weights: NDArray[np.float32],
-    up: NDArray[np.float32],
-    down: NDArray[np.float32],
-    up_bias: NDArray[np.float32] | None = None,
-    down_bias: NDArray[np.float32] | None = None,
-    *,
-    activation: str,
-    gated: int,
-    interleaved: int,
-    alpha: float,
-    beta: float,
-    limit: float,
-) -> NDArray[np.float32]:
-    """Compute `llmforge::MoE` token by token in fp64, as docs/dialect.md defines it; the reference of tests.
-
-    x [..., H], expert_ids and expert_weights [..., top_k], up [E, H, 2·I] (I where not gated), down [E, I, H],
-    up_bias [E, 2·I or I], down_bias [E, H] → y [..., H].
-    """
-    y = np.zeros(x.shape, np.float64)
-    for token in np.ndindex(x.shape[:-1]):
-        for expert, weight in zip(expert_ids[token], expert_weights[token], strict=True):
-            h = x[token].astype(np.float64) @ up[expert]
-            h = h if up_bias is None else h + up_bias[expert]
-            if gated:
-                gate, linear = (h[0::2], h[1::2]) if interleaved else np.split(h, 2)
-                if limit:
-                    gate, linear = np.minimum(gate, limit), np.clip(linear, -limit, limit)
-                h = _activate(gate, activation, alpha) * (linear + beta)
-            else:
-                h = _activate(h, activation, alpha)
-            out = h @ down[expert]
-            y[token] += weight * (out if down_bias is None else out + down_bias[expert])
-    return y.astype(np.float32)
-
-
-def _activate(x: NDArray[np.float64], activation: str, alpha: float) -> NDArray[np.float64]:
-    positive: NDArray[np.float64] = np.maximum(x, 0)
-    cubic = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)  # ONNX Gelu-20's approximation
-    known: Mapping[str, NDArray[np.float64]] = {
-        "silu": x * (1 + np.tanh(alpha * x / 2)) / 2,  # x·sigmoid(alpha·x), without overflow
-        "gelu": np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x]),
-        "gelu_tanh": 0.5 * x * (1 + np.tanh(cubic)),
-        "relu": positive,
-        "relu2": positive * positive,
-    }
-    return known[activation]
-
-
-def expand(model: ir.Model, experts: canonical.MoE, prefix: str) -> ir.Value:
+def expand(model: ir.Model, experts: canonical.MoE) -> ir.Value:
     """Write one `llmforge::MoE` in front of itself as a Loop over the experts that a step chooses; return its result.
 
     An iteration takes one expert's matrices and the tokens that chose it, and adds what it makes of them: memory is
-    that of one expert, and a decode step reads no more than top_k experts a row. `prefix` names constants.
+    that of one expert, and a decode step reads no more than top_k experts a row.
     """
-    return Expansion(model, experts, prefix).result()
+    return Expansion(model, experts).result()
 
 
 @dataclass
-class Expansion:
+class Expansion(Builder):
     """One expansion; comments give shapes: T tokens, of which one expert gets n."""
 
-    model: ir.Model
     experts: canonical.MoE
-    prefix: str
     body: list[ir.Node] = field(default_factory=list)
 
     def result(self) -> ir.Value:
@@ -184,13 +131,13 @@ class Expansion:
 
     def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
-        own = f"{self.prefix}.moe_{name}"
+        own = f"{PREFIX}.moe_{name}"
         return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes
 
     def _outer(
         self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
     ) -> ir.Value:
-        return g.insert(self.experts.node, op_type, inputs, attributes)[0]
+        return self._add(self.experts.node, op_type, inputs, attributes)
 
     def _inner(
         self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None

@@ -1,4 +1,4 @@
-"""Layers that carry a state of fixed size from token to token: references, and how they are written in standard ONNX.
+"""Layers that carry a state of fixed size from token to token, written in standard ONNX.
 
 `llmforge::CausalConv` becomes one depthwise Conv over the state and the step's tokens; `llmforge::LinearAttention`
 becomes a Scan over tokens, in which a padded token has a decay of exp(0) and an update rate of 0 and so changes
@@ -12,78 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
 from llmforge.ir import interface
 from llmforge.ir.builder import Builder
 from llmforge.ir.operators import canonical, contrib
-
-_Floats = NDArray[np.float32]
-_Lengths = NDArray[np.int32]
-
-
-def causal_conv(
-    x: _Floats,
-    weight: _Floats,
-    past: _Floats,
-    past_lengths: _Lengths,
-    lengths: _Lengths,
-    bias: _Floats | None = None,
-    *,
-    activation: str,
-) -> tuple[_Floats, _Floats]:
-    """Compute `llmforge::CausalConv` token by token, as docs/dialect.md defines it; the reference of tests.
-
-    x [B, S, C], weight [C, 1, K], past [B, K-1, C], past_lengths and lengths int32 [B], bias [C] → y [B, S, C], of
-    which rows beyond `lengths` are zeros here, and present [B, K-1, C].
-    """
-    y, present = np.zeros_like(x), past.copy()
-    for b in range(len(x)):
-        if past_lengths[b] == 0:
-            present[b] = 0
-        for s in range(lengths[b]):
-            window = np.concatenate([present[b], x[b, s : s + 1]])  # [K, C]
-            total = (window * weight[:, 0].T).sum(0) + (0 if bias is None else bias)
-            y[b, s] = total / (1 + np.exp(-total)) if activation == "silu" else total
-            present[b] = window[1:]
-    return y, present
-
-
-def linear_attention(
-    q: _Floats,
-    k: _Floats,
-    v: _Floats,
-    decay: _Floats,
-    beta: _Floats,
-    past: _Floats,
-    past_lengths: _Lengths,
-    lengths: _Lengths,
-    *,
-    num_heads: int,
-    scale: float,
-) -> tuple[_Floats, _Floats]:
-    """Compute `llmforge::LinearAttention` token by token, as docs/dialect.md defines it; the reference of tests.
-
-    q, k [B, S, num_heads·D], v [B, S, H·Dv], decay, beta [B, S, H], past [B, H, D, Dv], past_lengths and lengths
-    int32 [B] → y [B, S, H·Dv], of which rows beyond `lengths` are zeros here, and present [B, H, D, Dv].
-    """
-    batch, heads, width, value_width = past.shape
-    present = past.astype(np.float64)
-    y = np.zeros(v.shape, np.float64)
-    for b in range(batch):
-        if past_lengths[b] == 0:
-            present[b] = 0
-        for s in range(lengths[b]):
-            for h in range(heads):
-                at = h // (heads // num_heads)
-                query, key = (x[b, s, at * width : (at + 1) * width].astype(np.float64) for x in (q, k))
-                columns = slice(h * value_width, (h + 1) * value_width)
-                state = present[b, h] * np.exp(decay[b, s, h])
-                state += np.outer(key, beta[b, s, h] * (v[b, s, columns] - key @ state))
-                present[b, h] = state
-                y[b, s, columns] = scale * (query @ state)
-    return y.astype(np.float32), present.astype(np.float32)
 
 
 @dataclass

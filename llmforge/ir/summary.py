@@ -48,8 +48,13 @@ def facts(model: ir.Model) -> GraphFacts:
 
 def operators(model: ir.Model) -> dict[str, int]:
     """Count the nodes of each operator, most frequent first."""
-    counts = Counter(f"{node.domain}::{node.op_type}".removeprefix("::") for node in model.graph.all_nodes())
+    counts = Counter(map(operator_name, model.graph.all_nodes()))
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
+
+
+def operator_name(node: ir.Node) -> str:
+    """Name the operator of `node`, with its domain unless that is ONNX's: "MatMul", "llmforge::Attention"."""
+    return f"{node.domain}::{node.op_type}".removeprefix("::")
 
 
 def rotary_switches(model: ir.Model) -> set[int]:

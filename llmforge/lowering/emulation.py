@@ -78,7 +78,7 @@ def widened(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
 
 def origin(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     """Return what was `widened` to `tensor`, or `tensor` itself: one object however often a graph is emulated."""
-    return tensor.parts[0] if isinstance(tensor, Derived) and tensor.function is to_fp32 else tensor
+    return tensor.operands[0] if isinstance(tensor, Derived) and tensor.function is to_fp32 else tensor
 
 
 def _casts_down(node: ir.Node) -> bool:

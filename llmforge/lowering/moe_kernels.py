@@ -1,6 +1,6 @@
 """`llmforge::MoE` in the words of ONNX Runtime's kernels, com.microsoft::MoE (fp32) and QMoE (4 and 8 bits).
 
-What the CPU kernels of onnxruntime 1.31.1 compute, found by running them beside `llmforge.ir.moe.moe`:
+What the CPU kernels of onnxruntime 1.31.1 compute, found by running them beside `moe` of `tests/references.py`:
 
 - Gates: `swiglu` alone, even columns the gate and odd ones the rest (`swiglu_fusion` 1), with alpha, beta and limit as
   `llmforge::MoE` means them. A third matrix for the gate (fc3) is refused when it runs. Without gates: `relu`, `silu`

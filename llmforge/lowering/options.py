@@ -34,18 +34,16 @@ def make(cls: type[Pass], options: Mapping[str, Any]) -> Pass:
         for name, value in options.items()
         if name not in names(cls)
     ]
-    instance: Pass | None = None
     try:
         # As JSON, so that a list may become a tuple and a string a path while all else stays strict.
         instance = TypeAdapter(cls).validate_json(json.dumps(options), strict=True)
+        if not problems:
+            return instance
     except ValidationError as error:
         for detail in error.errors():
             known = InitErrorDetails(type=detail["type"], loc=detail["loc"], input=detail["input"])
             problems.append({**known, "ctx": detail["ctx"]} if "ctx" in detail else known)
-    if problems:
-        raise ValidationError.from_exception_data(cls.name, problems)
-    assert instance is not None
-    return instance
+    raise ValidationError.from_exception_data(cls.name, problems)
 
 
 def values(instance: Pass) -> dict[str, Any]:

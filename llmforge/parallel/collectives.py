@@ -8,9 +8,8 @@ from fractions import Fraction
 import onnx_ir as ir
 
 from llmforge.ir import graph
+from llmforge.ir.operators.canonical import AllGather, AllReduce
 from llmforge.parallel.shard_plan import ShardPlan
-
-ALL_REDUCE, ALL_GATHER = "AllReduce", "AllGather"
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,9 @@ class Collective:
     def bytes_sent(self, degree: int, element_bytes: int) -> Fraction:
         """Bytes that one rank sends for one token or row, in a ring.
 
-        A ring sends every part `degree - 1` times, twice where it sums first (Patarasuk and Yuan 2009, section 3).
+        A ring sends every share `degree - 1` times, twice where it sums first (Patarasuk and Yuan 2009, section 3).
         """
-        rounds = 2 if self.kind == ALL_REDUCE else 1
+        rounds = 2 if self.kind == AllReduce.op_type else 1
         return Fraction(rounds * (degree - 1) * self.elements * element_bytes, degree)
 
 
@@ -37,12 +36,11 @@ def meetings(made: ShardPlan) -> tuple[Collective, ...]:
     nodes = [*made.rows, *made.experts, *filter(None, (made.head, made.embedding))]
     if not nodes or made.degree == 1:
         return ()
-    owner = nodes[0].graph
-    for node in owner if owner is not None else ():
+    for node in graph.owner(nodes[0]):
         if node is made.head:
-            found.append(Collective(str(node.name), ALL_GATHER, _width(node), by_row=True))
+            found.append(Collective(str(node.name), AllGather.op_type, _width(node), by_row=True))
         elif node in made.rows or node in made.experts or node is made.embedding:
-            found.append(Collective(str(node.name), ALL_REDUCE, _width(node), by_row=False))
+            found.append(Collective(str(node.name), AllReduce.op_type, _width(node), by_row=False))
     return tuple(found)
 
 
@@ -51,8 +49,8 @@ def traffic(layers: int, hidden: int, vocabulary: int, degree: int, element_byte
 
     `element_bytes` are those of activations; `tied`: the embedding is divided with the head.
     """
-    reduce = Collective("", ALL_REDUCE, hidden, by_row=False).bytes_sent(degree, element_bytes)
-    gather = Collective("", ALL_GATHER, vocabulary, by_row=True).bytes_sent(degree, element_bytes)
+    reduce = Collective("", AllReduce.op_type, hidden, by_row=False).bytes_sent(degree, element_bytes)
+    gather = Collective("", AllGather.op_type, vocabulary, by_row=True).bytes_sent(degree, element_bytes)
     return (2 * layers + tied) * reduce + gather
 
 

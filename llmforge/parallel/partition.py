@@ -1,7 +1,7 @@
 """How tensors are divided among ranks: ranges of one axis, and lazy tensors that hold them.
 
-A `Cut` says for every rank which ranges of an axis it holds, in their order. A packed tensor has one range a section:
-with query, key and value side by side a rank holds a range of each.
+A `Partition` says for every rank which ranges of an axis it holds, in their order. A packed tensor has one range a
+section: with query, key and value side by side a rank holds a range of each.
 """
 
 from __future__ import annotations
@@ -21,58 +21,68 @@ Ranges = tuple[Range, ...]  # what one rank holds
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """Which ranges of `axis` each rank holds."""
 
     axis: int  # counted from the front
     ranks: tuple[Ranges, ...]
 
-    def scaled(self, factor: int, axis: int | None = None) -> Cut:
+    def scaled(self, factor: int, axis: int | None = None) -> Partition:
         """Say the same of an axis whose every element became `factor` neighbours."""
         ranks = tuple(tuple((a * factor, b * factor) for a, b in ranges) for ranges in self.ranks)
-        return Cut(self.axis if axis is None else axis, ranks)
+        return Partition(self.axis if axis is None else axis, ranks)
 
-    def divided(self, factor: int, axis: int | None = None) -> Cut | None:
+    def divided(self, factor: int, axis: int | None = None) -> Partition | None:
         """Say the same of an axis whose every `factor` neighbours became one; None where a range parts some."""
         if any(bound % factor for ranges in self.ranks for item in ranges for bound in item):
             return None
         ranks = tuple(tuple((a // factor, b // factor) for a, b in ranges) for ranges in self.ranks)
-        return Cut(self.axis if axis is None else axis, ranks)
+        return Partition(self.axis if axis is None else axis, ranks)
 
-    def shifted(self, offset: int) -> Cut:
+    def in_blocks(self, size: int) -> Partition:
+        """Say the same of blocks of `size` neighbours.
+
+        Raises:
+            ValueError: a range ends within one.
+        """
+        if (blocks := self.divided(size)) is None:
+            raise ValueError(f"a range of {self} ends within a block of {size}")
+        return blocks
+
+    def shifted(self, offset: int) -> Partition:
         """Say the same of an axis that has `offset` elements in front."""
-        return Cut(self.axis, tuple(tuple((a + offset, b + offset) for a, b in ranges) for ranges in self.ranks))
+        return Partition(self.axis, tuple(tuple((a + offset, b + offset) for a, b in ranges) for ranges in self.ranks))
 
-    def beside(self, other: Cut) -> Cut:
+    def beside(self, other: Partition) -> Partition:
         """Let each rank hold what `other` says behind what this one says."""
         assert self.axis == other.axis
-        return Cut(self.axis, tuple(a + b for a, b in zip(self.ranks, other.ranks, strict=True)))
+        return Partition(self.axis, tuple(a + b for a, b in zip(self.ranks, other.ranks, strict=True)))
 
-    def on(self, axis: int) -> Cut:
+    def on(self, axis: int) -> Partition:
         """Say the same of another axis."""
-        return Cut(axis, self.ranks)
+        return Partition(axis, self.ranks)
 
     def size(self, rank: int) -> int:
         """Count what one rank holds."""
         return sum(stop - start for start, stop in self.ranks[rank])
 
 
-def even(size: int, degree: int, axis: int) -> Cut:
+def even(size: int, degree: int, axis: int) -> Partition:
     """Give each rank its part of `size` elements in turn; sizes differ by one where `degree` does not divide `size`."""
     bounds = [size * rank // degree for rank in range(degree + 1)]
-    return Cut(axis, tuple(((bounds[rank], bounds[rank + 1]),) for rank in range(degree)))
+    return Partition(axis, tuple(((bounds[rank], bounds[rank + 1]),) for rank in range(degree)))
 
 
-def spread(size: int, degree: int, axis: int) -> Cut:
+def spread(size: int, degree: int, axis: int) -> Partition:
     """Give each rank one of `size` elements, of which `degree` is a multiple: neighbours share one."""
-    return Cut(axis, tuple(((rank * size // degree, rank * size // degree + 1),) for rank in range(degree)))
+    return Partition(axis, tuple(((rank * size // degree, rank * size // degree + 1),) for rank in range(degree)))
 
 
 def take(array: NDArray[Any], axis: int, ranges: Ranges) -> NDArray[Any]:
-    """Cut `ranges` of one axis out of `array`, side by side; one range alone is not copied."""
+    """Take `ranges` of one axis out of `array`, side by side; one range alone is not copied."""
     places = (slice(None),) * axis
-    parts = [array[(*places, slice(start, stop))] for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+    taken = [array[(*places, slice(start, stop))] for start, stop in ranges]
+    return taken[0] if len(taken) == 1 else np.concatenate(taken, axis)
 
 
 def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir.TensorProtocol:
@@ -88,10 +98,10 @@ def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir
     if isinstance(tensor, Stored):
         return _of_stored(tensor, axis, ranges, shape, name)
     if isinstance(tensor, Derived) and tensor.function in CASTS.values():
-        parts = [shard(part, axis, ranges, name) for part in tensor.parts]
-        return Derived(tensor.function, parts, tensor.dtype, shape, name)
+        operands = [shard(each, axis, ranges, name) for each in tensor.operands]
+        return Derived(tensor.function, operands, tensor.dtype, shape, name)
     if isinstance(tensor, Derived) and tensor.function is side_by_side:
-        return Derived(side_by_side, list(_of_parts(tensor.parts, axis, ranges)), tensor.dtype, shape, name)
+        return Derived(side_by_side, _of_side_by_side(tensor.operands, axis, ranges), tensor.dtype, shape, name)
 
     def read() -> ir.TensorProtocol:
         return ir.Tensor(np.ascontiguousarray(take(tensor.numpy(), axis, ranges)), dtype=tensor.dtype, name=name)
@@ -100,7 +110,7 @@ def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir
 
 
 def _of_stored(tensor: Stored, axis: int, ranges: Ranges, shape: ir.Shape, name: str) -> Stored:
-    """Cut a matrix where it is stored: along the other axis where it is stored transposed."""
+    """Take ranges of a matrix where it is stored: along the other axis where it is stored transposed."""
     place = 1 - axis if tensor.transposed else axis
     dtype = tensor.dtype.numpy()
 
@@ -115,22 +125,22 @@ def _of_stored(tensor: Stored, axis: int, ranges: Ranges, shape: ir.Shape, name:
     return Stored(read, stored, tensor.dtype, shape, name, transposed=tensor.transposed)
 
 
-def _of_parts(parts: Sequence[ir.TensorProtocol], axis: int, ranges: Ranges) -> list[ir.TensorProtocol]:
-    """Cut tensors that stand side by side along their last axis."""
-    if axis != len(parts[0].shape) - 1:
-        return [shard(part, axis, ranges, str(part.name)) for part in parts]
-    begins = np.cumsum([0, *(part.shape.numpy()[-1] for part in parts)]).tolist()
+def _of_side_by_side(tensors: Sequence[ir.TensorProtocol], axis: int, ranges: Ranges) -> list[ir.TensorProtocol]:
+    """Take ranges of tensors that stand side by side along their last axis."""
+    if axis != len(tensors[0].shape) - 1:
+        return [shard(tensor, axis, ranges, str(tensor.name)) for tensor in tensors]
+    begins = np.cumsum([0, *(tensor.shape.numpy()[-1] for tensor in tensors)]).tolist()
     made = []
     for start, stop in ranges:
-        for part, begin, end in zip(parts, begins[:-1], begins[1:], strict=True):
+        for tensor, begin, end in zip(tensors, begins[:-1], begins[1:], strict=True):
             a, b = max(start, begin), min(stop, end)
             if a < b:
-                made.append(shard(part, axis, ((a - begin, b - begin),), str(part.name)))
+                made.append(shard(tensor, axis, ((a - begin, b - begin),), str(tensor.name)))
     return made
 
 
 def nibbles(tensor: ir.TensorProtocol, ranges: Ranges, name: str) -> ir.TensorProtocol:
-    """Cut blocks `ranges` out of 4-bit zero points, uint8 [..., ceil(blocks / 2)], the first block in the low half."""
+    """Take blocks `ranges` out of 4-bit zero points, uint8 [..., ceil(blocks / 2)], the first block in the low half."""
     count = sum(stop - start for start, stop in ranges)
     shape = ir.Shape([*tensor.shape.numpy()[:-1], -(-count // 2)])
 

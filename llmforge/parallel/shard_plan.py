@@ -16,22 +16,32 @@ holds. What nothing divides (norms, routers, an untied embedding) stays whole on
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dtype_inference, graph, interface, operators
-from llmforge.parallel.partition import Cut, even, spread
-from llmforge.parallel.partition_shapes import Undivided, axis_of, size_of, static, through_reshape
-
-MATMUL, NBITS = ("", "MatMul"), ("com.microsoft", "MatMulNBits")
-ATTENTION = {("llmforge", "Attention"), ("com.microsoft", "GroupQueryAttention")}
-MOE = ("llmforge", "MoE")
-PACKED_QUERY_SECTIONS = 3
-_NORMS = {"RMSNormalization", "LayerNormalization"}
-_BESIDE = {"Split", "Concat", "Slice", "Expand"}  # which must work along another axis than the one that is cut
+from llmforge.ir.operators import canonical
+from llmforge.ir.operators.contrib import GroupQueryAttention, MatMulNBits
+from llmforge.ir.operators.record import CachedAttention, Operator
+from llmforge.ir.operators.standard import (
+    Concat,
+    Expand,
+    Gather,
+    LayerNormalization,
+    MatMul,
+    Reshape,
+    RMSNormalization,
+    RotaryEmbedding,
+    Slice,
+    Split,
+    Transpose,
+)
+from llmforge.parallel.partition import Partition, even, spread
+from llmforge.parallel.partition_shapes import Undivided, axis_of, size_of, through_reshape
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +49,10 @@ class ShardPlan:
     """What each rank holds of a graph; nodes and values are of the graph that the plan was made of."""
 
     degree: int
-    cuts: Mapping[ir.Value, Cut]  # of values that are not whole, caches included
-    columns: Mapping[ir.Node, Cut]  # linear layers by their output features
-    rows: Mapping[ir.Node, Cut]  # linear layers by their input features
-    experts: Mapping[ir.Node, Cut]  # `llmforge::MoE`, by the inner width of every expert
+    partitions: Mapping[ir.Value, Partition]  # of values that are not whole, caches included
+    columns: Mapping[ir.Node, Partition]  # linear layers by their output features
+    rows: Mapping[ir.Node, Partition]  # linear layers by their input features
+    experts: Mapping[ir.Node, Partition]  # `llmforge::MoE`, by the inner width of every expert
     head: ir.Node | None  # the linear layer that is divided by the vocabulary; it is in `columns`
     embedding: ir.Node | None  # the lookup in the table that the head is tied to
     whole: Mapping[str, str]  # linear layers that every rank has, and why
@@ -71,32 +81,37 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
     _complete_shapes(model)
     planner = _Planner(model, degree)
     for node in model.graph:
-        if (node.domain, node.op_type) in ATTENTION:
-            planner.attention(node)
-    for node in model.graph:
-        if (node.domain, node.op_type) == MOE:
-            planner.moe(node)
+        if isinstance(view := operators.view(node), CachedAttention):
+            planner.attention(view)
+    for experts in canonical.MoE.all(model):
+        planner.moe(experts)
     planner.vocabulary()
     head = _head(model)
     for node in list(model.graph):
-        if is_linear(node) and node is not head:
-            planner.row(node)
+        if node is not head and (layer := features(node)) is not None:
+            planner.row(node, layer)
     return planner.result()
 
 
-def is_linear(node: ir.Node) -> bool:
+@dataclass(frozen=True)
+class Features:
+    """What a linear layer reads, and how many features go in and out."""
+
+    x: ir.Value
+    k: int
+    n: int
+    block: int  # input features that share a scale; 1 where no codes are
+
+
+def features(node: ir.Node) -> Features | None:
     """Recognize a product with a matrix that is an initializer, perhaps quantized."""
-    key = (node.domain, node.op_type)
-    weight = node.inputs[1] if key in (MATMUL, NBITS) else None
-    return weight is not None and weight.is_initializer() and (key == NBITS or len(graph.dims(weight) or ()) == 2)
-
-
-def features(node: ir.Node) -> tuple[int, int]:
-    """Return the input and output features of a linear layer."""
-    if node.op_type == "MatMulNBits":
-        return node.attributes.get_int("K"), node.attributes.get_int("N")
-    k, n = static(node.inputs[1])
-    return k, n
+    if (quantized := MatMulNBits.of(node)) is not None:
+        known = Features(quantized.a, quantized.K, quantized.N, quantized.block_size)
+        return known if quantized.b.is_initializer() else None
+    product = MatMul.of(node)
+    if product is None or not product.w.is_initializer() or len(sizes := graph.static(product.w)) != 2:
+        return None
+    return Features(product.x, sizes[0], sizes[1], 1)
 
 
 def allowed(fits: Callable[[int], bool], most: int) -> str:
@@ -108,10 +123,10 @@ def allowed(fits: Callable[[int], bool], most: int) -> str:
 class _Planner:
     model: ir.Model
     degree: int
-    cuts: dict[ir.Value, Cut] = field(default_factory=dict)
-    columns: dict[ir.Node, Cut] = field(default_factory=dict)
-    rows: dict[ir.Node, Cut] = field(default_factory=dict)
-    experts: dict[ir.Node, Cut] = field(default_factory=dict)
+    partitions: dict[ir.Value, Partition] = field(default_factory=dict)
+    columns: dict[ir.Node, Partition] = field(default_factory=dict)
+    rows: dict[ir.Node, Partition] = field(default_factory=dict)
+    experts: dict[ir.Node, Partition] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     head: ir.Node | None = None
     embedding: ir.Node | None = None
@@ -124,7 +139,7 @@ class _Planner:
         divided = {str(node.name) for node in (*self.columns, *self.rows)}
         return ShardPlan(
             self.degree,
-            self.cuts,
+            self.partitions,
             self.columns,
             self.rows,
             self.experts,
@@ -135,67 +150,62 @@ class _Planner:
 
     # what is divided by nature
 
-    def attention(self, node: ir.Node) -> None:
+    def attention(self, layer: CachedAttention) -> None:
         """Divide one attention by heads, what it reads, and the linear layer behind it."""
-        heads, kv_heads = node.attributes.get_int("num_heads"), node.attributes.get_int("kv_num_heads")
-        n = self.degree
+        heads, kv_heads, n = layer.num_heads, layer.kv_num_heads, self.degree
 
         def fits(degree: int) -> bool:
             return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
         if not fits(n):
             raise UnsupportedError(
-                f"tensor_parallel is {n}: attention {node.name} has {heads} query heads and {kv_heads} KV heads, which "
-                f"{n} ranks cannot share evenly",
+                f"tensor_parallel is {n}: attention {layer.name} has {heads} query heads and {kv_heads} KV heads, "
+                f"which {n} ranks cannot share evenly",
                 hint=f"allowed are {allowed(fits, heads)}",
             )
         own = even(heads, n, 2)
         own_kv = even(kv_heads, n, 2) if kv_heads % n == 0 else spread(kv_heads, n, 2)
-        key, value = static(node.inputs[3])[3], static(node.inputs[4])[3]
+        key, value = graph.width(layer.past_key), graph.width(layer.past_value)
         try:
             q, k, v = own.scaled(key), own_kv.scaled(key), own_kv.scaled(value)
-            if node.inputs[1] is None:  # query, key and value side by side
-                width = heads * key
-                self._demand(node.inputs[0], q.beside(k.shifted(width)).beside(v.shifted(width + kv_heads * key)))
-            else:
-                for given, cut in zip(node.inputs[:3], (q, k, v), strict=True):
-                    self._demand(given, cut)
-            for held in (*node.inputs[3:5], *node.outputs[1:]):
-                assert held is not None
-                self.cuts[held] = own_kv.on(1)
-            bias = graph.operand(node, 10) if node.domain else None
-            if bias is not None:
+            beside = q.beside(k.shifted(heads * key)).beside(v.shifted((heads + kv_heads) * key))
+            given = layer.projections
+            for projection, wanted in zip(given, (beside,) if len(given) == 1 else (q, k, v), strict=True):
+                self._demand(projection, wanted)
+            for cache in (layer.past_key, layer.past_value, *layer.node.outputs[1:]):
+                self.partitions[cache] = own_kv.on(1)
+            if isinstance(layer, GroupQueryAttention) and layer.attention_bias is not None:
                 raise Undivided("it has a bias by position")
-            self._behind(node.outputs[0], own.scaled(value))
+            self._behind(layer.output, own.scaled(value))
             self._resolve()
-            self._check_readers(self.cuts)
+            self._check_readers(self.partitions)
         except Undivided as reason:
             unit = reason.unit if isinstance(reason, _PartsBlocks) else 0
             degrees = (
                 allowed(lambda degree: fits(degree) and heads // degree * value % unit == 0, heads) if unit else ""
             )
             raise UnsupportedError(
-                f"tensor_parallel is {n}: attention {node.name} cannot be divided: {reason}",
+                f"tensor_parallel is {n}: attention {layer.name} cannot be divided: {reason}",
                 hint=f"allowed are {degrees}" if unit else None,
             ) from None
 
-    def moe(self, node: ir.Node) -> None:
+    def moe(self, layer: canonical.MoE) -> None:
         """Divide the inner width of every expert of a layer."""
-        inner = static(node.inputs[4])[1]
+        _, inner, _ = graph.static(layer.down)
         if inner % self.degree:
             raise UnsupportedError(
-                f"tensor_parallel is {self.degree}: the experts of {node.name} are {inner} wide, no multiple of it",
+                f"tensor_parallel is {self.degree}: the experts of {layer.name} are {inner} wide, no multiple of it",
                 hint=f"allowed are {allowed(lambda degree: inner % degree == 0, min(inner, 64))}",
             )
-        self.experts[node] = even(inner, self.degree, 1)
+        self.experts[layer.node] = even(inner, self.degree, 1)
 
     def vocabulary(self) -> None:
         """Divide the head, and a tied embedding, by the vocabulary; else say why not."""
         node = _head(self.model)
         if node is None:
             return
-        table = self._tied_table(node)
-        size = static(table)[0] if table is not None else features(node)[1] if is_linear(node) else 0
+        table, known = _tied_table(node), features(node)
+        size = graph.static(table)[0] if table is not None else known.n if known is not None else 0
         if not size:
             self.whole[str(node.name)] = "its weight is none of its own"
             return
@@ -203,40 +213,33 @@ class _Planner:
             self.whole[str(node.name)] = f"the vocabulary has {size} entries, no multiple of {self.degree}"
             return
         if table is not None:
-            lookups = [reader for reader, index in table.uses() if reader.op_type == "Gather" and index == 0]
+            lookups = [view for reader, _ in table.uses() if (view := Gather.of(reader)) and view.data is table]
             others = len(table.uses()) - len(lookups)
-            if len(lookups) != 1 or others != 1 or static(lookups[0].outputs[0])[-1:] == (0,):
+            if len(lookups) != 1 or others != 1 or graph.static(lookups[0].output)[-1:] == (0,):
                 self.whole[str(node.name)] = f"the table {table.name} has other readers than the embedding and the head"
                 return
-            self.embedding = lookups[0]
-        elif any(len(value.uses()) > 1 for value in node.inputs[1:4] if value is not None):
+            self.embedding = lookups[0].node
+        elif any(len(value.uses()) > 1 for value in node.inputs if value is not None and value.is_initializer()):
             self.whole[str(node.name)] = "it is tied to a quantized embedding"
             return
         self.head = node
         self.columns[node] = even(size, self.degree, 1)
 
-    def _tied_table(self, head: ir.Node) -> ir.Value | None:
-        maker = head.inputs[1].producer() if len(head.inputs) > 1 and head.inputs[1] is not None else None
-        table = maker.inputs[0] if maker is not None and maker.op_type == "Transpose" else None
-        return table if table is not None and table.is_initializer() else None
-
-    def row(self, node: ir.Node) -> None:
+    def row(self, node: ir.Node, layer: Features) -> None:
         """Divide a linear layer by its inputs, where these come from layers that can be divided by their outputs."""
         if node in self.rows or node in self.columns:
             return
-        x, (k, _) = node.inputs[0], features(node)
-        assert x is not None
-        unit = node.attributes.get_int("block_size") if node.op_type == "MatMulNBits" else 1
-        before = dict(self.cuts), dict(self.columns)
+        x, k, unit = layer.x, layer.k, layer.block
+        before = dict(self.partitions), dict(self.columns)
         try:
             axis = len(graph.dims(x) or ()) - 1
             self._demand(x, even(k // unit, self.degree, axis).scaled(unit))
             self._resolve()
-            self.rows[node] = self.cuts[x]
-            self._check_readers({value: cut for value, cut in self.cuts.items() if value not in before[0]})
+            self.rows[node] = self.partitions[x]
+            self._check_readers(value for value in self.partitions if value not in before[0])
         except Undivided as reason:
             self.pending.clear()
-            self.cuts, self.columns = before
+            self.partitions, self.columns = before
             self.rows.pop(node, None)
             self.whole[str(node.name)] = str(reason)
             return
@@ -251,138 +254,144 @@ class _Planner:
 
     # the walks
 
-    def _demand(self, value: ir.Value | None, cut: Cut) -> None:
-        """Let each rank hold its part of `value`."""
-        assert value is not None
-        if value in self.cuts:
-            if self.cuts[value] != cut:
+    def _demand(self, value: ir.Value, partition: Partition) -> None:
+        """Let each rank hold its share of `value`."""
+        if value in self.partitions:
+            if self.partitions[value] != partition:
                 raise Undivided(f"{value.name} would be divided in two ways")
             return
         maker = value.producer()
         if maker is None:
             raise Undivided(f"{value.name} is given from outside")
-        self.cuts[value] = cut
+        self.partitions[value] = partition
         heapq.heappush(self.pending, (-self.position[maker], maker))
 
     def _resolve(self) -> None:
         """Walk up from what was demanded, the last node first, until linear layers make all of it."""
         while self.pending:
             _, node = heapq.heappop(self.pending)
-            if is_linear(node):
+            if features(node) is not None:
                 self._column(node)
-            elif (node.domain, node.op_type) not in ATTENTION:
-                for value, cut in self._inputs(node):
-                    self._demand(value, cut)
+            elif not isinstance(view := operators.view(node), CachedAttention):
+                for value, partition in self._inputs(view):
+                    self._demand(value, partition)
 
     def _column(self, node: ir.Node) -> None:
-        cut = self.cuts[node.outputs[0]]
+        y = node.outputs[0]
         if node in self.rows:
             raise Undivided(f"{node.name} is divided by its inputs already")
-        if cut.axis != len(graph.dims(node.outputs[0]) or ()) - 1:
+        if self.partitions[y].axis != len(graph.dims(y) or ()) - 1:
             raise Undivided(f"{node.name} would be divided along another axis than its features")
-        self.columns[node] = cut.on(1)
+        self.columns[node] = self.partitions[y].on(1)
 
-    def _behind(self, value: ir.Value, cut: Cut) -> None:
+    def _behind(self, value: ir.Value, partition: Partition) -> None:
         """Walk down from what attention made to the linear layer that reads it."""
-        self.cuts[value] = cut
-        for reader, index in value.uses():
-            if is_linear(reader):
-                unit = reader.attributes.get_int("block_size") if reader.op_type == "MatMulNBits" else 1
-                if index:
+        self.partitions[value] = partition
+        for reader, _ in value.uses():
+            if (layer := features(reader)) is not None:
+                if layer.x is not value:
                     raise Undivided(f"{reader.name} multiplies by {value.name}")
-                if cut.divided(unit) is None:
-                    raise _PartsBlocks(reader, unit)
-                self.rows[reader] = cut
+                if partition.divided(layer.block) is None:
+                    raise _PartsBlocks(reader, layer.block)
+                self.rows[reader] = partition
                 continue
-            made = reader.outputs[0]
-            passed = self._output(reader, cut)
-            if made in self.cuts:
+            view = operators.view(reader)
+            passed = self._output(view, partition)
+            if view.output in self.partitions:
                 continue
-            self._behind(made, passed)
-            for other, wanted in self._inputs(reader):
-                self._demand(other, wanted) if other not in self.cuts else None
+            self._behind(view.output, passed)
+            for other, wanted in self._inputs(view):
+                self._demand(other, wanted) if other not in self.partitions else None
 
-    def _output(self, node: ir.Node, cut: Cut) -> Cut:
-        """Say how what `node` makes is divided where its input is: of nodes behind attention."""
-        if operators.view(node).pointwise:
-            return cut
-        if not node.domain and node.op_type == "Reshape":
-            if (passed := through_reshape(node.inputs[0], node.outputs[0], cut)) is not None:
+    def _output(self, view: Operator, partition: Partition) -> Partition:
+        """Say how what `view` makes is divided where its input is: of nodes behind attention."""
+        if view.pointwise:
+            return partition
+        if isinstance(view, Reshape):
+            if (passed := through_reshape(view.x, view.output, partition)) is not None:
                 return passed
-        elif not node.domain and node.op_type in _NORMS and cut.axis != len(graph.dims(node.outputs[0]) or ()) - 1:
-            return cut
-        raise Undivided(f"{node.op_type} {node.name} reads what it made")
+        elif _normalizes(view) and partition.axis != len(graph.dims(view.output) or ()) - 1:
+            return partition
+        raise Undivided(f"{view.op_type} {view.name} reads what it made")
 
-    def _inputs(self, node: ir.Node) -> Iterator[tuple[ir.Value, Cut]]:
-        """Say how the inputs of `node` must be divided for its outputs to be as `cuts` say; constants are not named."""
-        held = [self.cuts.get(value) for value in node.outputs]
-        cut = next(found for found in held if found is not None)
-        last, first = len(graph.dims(node.outputs[0]) or ()) - 1, node.inputs[0]
-        assert first is not None
-        kind = node.op_type if not node.domain else ""
-        if operators.view(node).pointwise:
-            size = static(node.outputs[held.index(cut)])[cut.axis]
+    def _inputs(self, view: Operator) -> Iterator[tuple[ir.Value, Partition]]:
+        """Say how the inputs of a node must be divided for its outputs to be as planned; constants are not named."""
+        node = view.node
+        made = [self.partitions.get(value) for value in node.outputs]
+        partition = next(found for found in made if found is not None)
+        axis, last = partition.axis, len(graph.dims(view.output) or ()) - 1
+        if view.pointwise:
+            size = graph.static(node.outputs[made.index(partition)])[axis]
             for value in node.inputs:
-                if value is not None and not value.is_initializer() and size_of(value, cut.axis, last) == size:
-                    yield value, cut
-        elif (kind == "RotaryEmbedding" and cut.axis == last) or (kind in _NORMS and cut.axis != last):
-            yield first, cut
-        elif kind == "Transpose":
-            yield first, cut.on(node.attributes["perm"].as_ints()[cut.axis])
-        elif kind == "Reshape" and (passed := through_reshape(node.outputs[0], first, cut)) is not None:
-            yield first, passed
-        elif kind == "Split" and axis_of(node, last) == cut.axis:
-            yield first, self._sections(node, held, cut.axis)
-        elif kind in _BESIDE and axis_of(node, last) != cut.axis:
-            for value in node.inputs if kind == "Concat" else [first]:
-                if value is not None and size_of(value, cut.axis, last) != 1:
-                    yield value, cut
+                if value is not None and not value.is_initializer() and size_of(value, axis, last) == size:
+                    yield value, partition
+        elif (isinstance(view, RotaryEmbedding) and axis == last) or (_normalizes(view) and axis != last):
+            yield view.first_input, partition
+        elif isinstance(view, Transpose):
+            yield view.x, partition.on(view.perm[axis])
+        elif isinstance(view, Reshape) and (passed := through_reshape(view.output, view.x, partition)) is not None:
+            yield view.x, passed
+        elif isinstance(view, Split) and axis_of(view, last) == axis:
+            yield view.x, self._sections(view, made, axis)
+        elif isinstance(view, Split | Concat | Slice | Expand) and axis_of(view, last) != axis:
+            for value in node.inputs if isinstance(view, Concat) else [view.x]:
+                if value is not None and size_of(value, axis, last) != 1:
+                    yield value, partition
         else:
             raise Undivided(f"what it reads comes whole from {node.op_type} {node.name}")
 
-    def _sections(self, split: ir.Node, held: Sequence[Cut | None], axis: int) -> Cut:
-        """Put the cuts of all outputs of a Split behind one another."""
-        whole: Cut | None = None
+    def _sections(self, split: Split, made: Sequence[Partition | None], axis: int) -> Partition:
+        """Put the partitions of all outputs of a Split behind one another."""
+        whole: list[Partition] = []
         offset = 0
-        for value, cut in zip(split.outputs, held, strict=True):
-            if cut is None or cut.axis != axis:
+        for value, partition in zip(split.node.outputs, made, strict=True):
+            if partition is None or partition.axis != axis:
                 raise Undivided(f"{value.name}, a part of {split.name}, is not divided")
-            section = cut.shifted(offset)
-            whole = section if whole is None else whole.beside(section)
-            offset += static(value)[axis]
-        assert whole is not None
-        return whole
+            whole.append(partition.shifted(offset))
+            offset += graph.static(value)[axis]
+        return reduce(Partition.beside, whole)
 
-    def _check_readers(self, cuts: Mapping[ir.Value, Cut]) -> None:
-        """Return if everything that reads a divided value knows of it."""
-        for value in cuts:
-            for reader, index in value.uses():
-                known = (reader in self.rows and index == 0) or any(made in self.cuts for made in reader.outputs)
-                if not known:
+    def _check_readers(self, values: Iterable[ir.Value]) -> None:
+        """Return if everything that reads one of `values`, which are divided, knows of it."""
+        for value in values:
+            for reader, _ in value.uses():
+                layer = features(reader)
+                divided = reader in self.rows and layer is not None and layer.x is value
+                if not divided and not any(made in self.partitions for made in reader.outputs):
                     raise Undivided(f"{reader.op_type} {reader.name} reads {value.name} whole")
             if value.is_graph_output() and interface.past_of(str(value.name)) == value.name:
                 raise Undivided(f"{value.name} is an output of the graph")
 
 
+def _normalizes(view: Operator) -> bool:
+    return isinstance(view, RMSNormalization | LayerNormalization)
+
+
 def _head(model: ir.Model) -> ir.Node | None:
     """Walk up from the logits to the product that makes them."""
-    value = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
-    node = value.producer()
-    while node is not None and (node.domain, node.op_type) not in (MATMUL, NBITS):
+    node = graph.output_named(model, interface.LOGITS).producer()
+    while node is not None and not operators.is_a(node, MatMul, MatMulNBits):
         if not operators.view(node).pointwise:
             return None
         node = next((x.producer() for x in node.inputs if x is not None and x.producer() is not None), None)
     return node
 
 
+def _tied_table(head: ir.Node) -> ir.Value | None:
+    """Return the table of which the product `head` reads the transpose."""
+    product = MatMul.of(head)
+    transpose = None if product is None else Transpose.made(product.w)
+    return transpose.x if transpose is not None and transpose.x.is_initializer() else None
+
+
 def _complete_shapes(model: ir.Model) -> None:
     """Give what linear layers and pointwise operators make its shape, where that is not recorded, and its dtype."""
     dtype_inference.complete(model)
     for node in model.graph:
-        value, first = node.outputs[0], node.inputs[0] if node.inputs else None
+        value, first = node.outputs[0], next(iter(node.inputs), None)
         if value.shape is not None or first is None or first.shape is None:
             continue
-        if is_linear(node):
-            value.shape = ir.Shape([*first.shape[:-1], features(node)[1]])
+        if (layer := features(node)) is not None:
+            value.shape = ir.Shape([*first.shape[:-1], layer.n])
         elif operators.view(node).pointwise:
             value.shape = first.shape.copy()

@@ -25,15 +25,32 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir import operators
-from llmforge.parallel.collectives import ALL_GATHER, ALL_REDUCE, Collective, meetings
-from llmforge.parallel.partition import Cut, nibbles, shard
-from llmforge.parallel.shard_plan import ATTENTION, ShardPlan, is_linear, plan
+from llmforge.ir.operators import canonical
+from llmforge.ir.operators.canonical import AllGather, AllReduce
+from llmforge.ir.operators.contrib import MatMulNBits
+from llmforge.ir.operators.record import CANONICAL, OPSETS, CachedAttention, Operator
+from llmforge.ir.operators.standard import (
+    Concat,
+    Expand,
+    Gather,
+    LayerNormalization,
+    MatMul,
+    Reshape,
+    RMSNormalization,
+    RotaryEmbedding,
+    Slice,
+    Split,
+    Transpose,
+)
+from llmforge.parallel.collectives import Collective, meetings
+from llmforge.parallel.partition import Partition, Ranges, nibbles, shard
+from llmforge.parallel.shard_plan import ShardPlan, features, plan
 
 RANK = "llmforge.rank"  # metadata_props key of a rank's graph: "1/4" is the second of four
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class RankGraphs:
     """The graphs of all ranks, and where they meet."""
 
     ranks: tuple[ir.Model, ...]
@@ -41,7 +58,7 @@ class Split:
     whole: Mapping[str, str]  # linear layers that every rank has, and why
 
 
-def split(model: ir.Model, degree: int) -> Split:
+def split(model: ir.Model, degree: int) -> RankGraphs:
     """Split `model`, canonical or fused, fp32 or half precision, which stays as it is.
 
     Raises:
@@ -51,9 +68,9 @@ def split(model: ir.Model, degree: int) -> Split:
     source = model.clone()
     made = plan(source, degree)
     if degree == 1:
-        return Split((source,), (), made.whole)
+        return RankGraphs((source,), (), made.whole)
     ranks = tuple(_Rank(source, made, rank).write() for rank in range(degree))
-    return Split(ranks, meetings(made), made.whole)
+    return RankGraphs(ranks, meetings(made), made.whole)
 
 
 class _Rank:
@@ -65,30 +82,33 @@ class _Rank:
         nodes = {node.name: node for node in self.model.graph}
         values = [*self.model.graph.inputs, *(value for node in self.model.graph for value in node.outputs)]
         named = {value.name: value for value in values}
-        self.cuts = {named[value.name]: cut for value, cut in made.cuts.items()}
+        self.partitions = {named[value.name]: partition for value, partition in made.partitions.items()}
         self.columns, self.rows, self.experts = (
-            {nodes[node.name]: cut for node, cut in part.items()} for part in (made.columns, made.rows, made.experts)
+            {nodes[node.name]: partition for node, partition in each.items()}
+            for each in (made.columns, made.rows, made.experts)
         )
         self.head = None if made.head is None else nodes[made.head.name]
+        self.vocabulary: Ranges = () if made.head is None else made.columns[made.head].ranks[rank]
         self.embedding = None if made.embedding is None else nodes[made.embedding.name]
-        self.shards: dict[str, tuple[int, Cut]] = {}  # initializers that were cut in place
+        self.shards: dict[str, tuple[int, Partition]] = {}  # initializers that hold a share
 
     def write(self) -> ir.Model:
         for node in list(self.model.graph):
+            view = operators.view(node)
             if node is self.embedding:
-                self._look_up(node)
+                self._look_up(Gather(node))
             if node in self.columns:
                 self._columns(node)
             elif node in self.rows:
                 self._rows(node)
             elif node in self.experts:
-                self._experts(node)
-            elif (node.domain, node.op_type) in ATTENTION:
-                self._attention(node)
-            elif any(value in self.cuts for value in node.outputs):
-                self._between(node)
-        for value, cut in self.cuts.items():
-            self._resize(value, cut.axis, cut)
+                self._experts(canonical.MoE(node))
+            elif isinstance(view, CachedAttention):
+                self._attention(view)
+            elif any(value in self.partitions for value in node.outputs):
+                self._between(view)
+        for value, partition in self.partitions.items():
+            self._resize(value, partition.axis, partition)
         self.model.metadata_props[RANK] = f"{self.rank}/{self.degree}"
         g.drop_unused(self.model)
         return self.model
@@ -96,247 +116,178 @@ class _Rank:
     # linear layers
 
     def _columns(self, node: ir.Node) -> None:
-        cut = self.columns[node]
-        if node is self.head and not is_linear(node):  # MatMul(x, Transpose(table)), whose table is cut
-            turned = node.inputs[1]
-            assert turned is not None
-            maker = turned.producer()
-            assert maker is not None
-            self._cut_input(maker, 0, 0, cut)
-            self._resize(turned, 1, cut)
-        elif node.op_type == "MatMulNBits":
-            for index in (1, 2, 3, 5):  # codes, scales, zero points, bias: output features in front
-                self._cut_input(node, index, 0, cut)
-            node.attributes["N"] = ir.AttrInt64("N", cut.size(self.rank))
-        else:
-            self._cut_input(node, 1, 1, cut)
+        partition, y = self.columns[node], node.outputs[0]
+        if (quantized := MatMulNBits.of(node)) is not None:
+            for value in (quantized.b, quantized.scales, quantized.zero_points, quantized.bias):
+                self._shard(node, value, 0, partition)  # output features in front
+            quantized.N = partition.size(self.rank)
+        elif features(node) is not None:
+            self._shard(node, MatMul(node).w, 1, partition)
+        else:  # the head, MatMul(x, Transpose(table))
+            turned = MatMul(node).w
+            transpose = Transpose(g.producer(turned))
+            self._shard(transpose.node, transpose.x, 0, partition)
+            self._resize(turned, 1, partition)
         if node is self.head:
-            self._resize(node.outputs[0], len(g.dims(node.outputs[0]) or ()) - 1, cut)
-            self._meet(node.outputs[0], ALL_GATHER, {"axis": -1}, _width_of(self.degree, cut))
+            self._resize(y, len(g.dims(y) or ()) - 1, partition)
+            whole = sum(partition.size(rank) for rank in range(self.degree))
+            self._meet(y, AllGather, {"axis": -1}, whole)
 
     def _rows(self, node: ir.Node) -> None:
-        cut = self.rows[node].on(0)
-        if node.op_type == "MatMulNBits":
-            self._rows_of_blocks(node, cut)
+        partition = self.rows[node].on(0)
+        quantized = MatMulNBits.of(node)
+        bias = None
+        if quantized is None:
+            self._shard(node, MatMul(node).w, 0, partition)
         else:
-            self._cut_input(node, 1, 0, cut)
-        bias = g.operand(node, 5) if node.op_type == "MatMulNBits" else None
-        if bias is not None:
-            node.replace_input_with(5, None)
-        total = self._meet(node.outputs[0], ALL_REDUCE, {})
-        if bias is not None:
-            self._add_bias(total, bias)
+            self._rows_of_blocks(quantized, partition)
+            bias, quantized.bias = quantized.bias, None
+        total = self._meet(node.outputs[0], AllReduce)
+        if bias is not None:  # added once, behind the sum over ranks
+            g.insert_behind(total, [ir.Node("", "Add", [total, bias], name=f"{total.name}/bias")], "sum")
 
-    def _rows_of_blocks(self, node: ir.Node, cut: Cut) -> None:
-        """Cut the input features of a MatMulNBits: whole blocks of codes and scales, and their zero points."""
-        size = node.attributes.get_int("block_size")
-        blocks = cut.divided(size)
-        assert blocks is not None, f"{node.name}: a part does not end with a block"
-        for index in (1, 2):
-            self._cut_input(node, index, 1, blocks)
-        zeros = g.operand(node, 3)
-        if zeros is not None:
-            if node.attributes.get_int("bits") == 4:
-                name = str(zeros.name)
-                assert zeros.const_value is not None
-                self._hold(zeros, nibbles(zeros.const_value, blocks.ranks[self.rank], name))
-            else:
-                self._cut_input(node, 3, 1, blocks)
-        node.attributes["K"] = ir.AttrInt64("K", cut.size(self.rank))
-
-    def _add_bias(self, total: ir.Value, bias: ir.Value) -> None:
-        """Add a bias once, behind the sum over ranks."""
-        maker = total.producer()
-        assert maker is not None
-        owner = maker.graph
-        assert owner is not None
-        name = str(total.name)
-        added = ir.Node("", "Add", [total, bias], name=f"{name}/bias")
-        owner.insert_after(maker, added)
-        for reader, index in [(reader, index) for reader, index in total.uses() if reader is not added]:
-            reader.replace_input_with(index, added.outputs[0])
-        added.outputs[0].type, added.outputs[0].shape = total.type, total.shape
-        total.name, added.outputs[0].name = f"{name}.sum", name
+    def _rows_of_blocks(self, layer: MatMulNBits, partition: Partition) -> None:
+        """Divide the input features of a layer: whole blocks of codes and scales, and their zero points."""
+        blocks, zeros = partition.in_blocks(layer.block_size), layer.zero_points
+        for value in (layer.b, layer.scales):
+            self._shard(layer.node, value, 1, blocks)
+        if zeros is not None and layer.bits == 4:
+            self._hold(zeros, nibbles(g.tensor(zeros), blocks.ranks[self.rank], str(zeros.name)))
+        else:
+            self._shard(layer.node, zeros, 1, blocks)
+        layer.K = partition.size(self.rank)
 
     # attention, experts, embedding
 
-    def _attention(self, node: ir.Node) -> None:
-        own = self.cuts[node.outputs[0]]
-        kv = self.cuts[next(value for value in node.outputs[1:] if value in self.cuts)]
-        channels = (g.dims(node.inputs[4]) or (0,))[-1] if node.inputs[4] is not None else 0
-        assert isinstance(channels, int)
-        heads = own.divided(channels)
-        assert heads is not None
-        view = operators.view(node)
-        for field in view.inputs:
-            value = view.operand(field)
+    def _attention(self, layer: CachedAttention) -> None:
+        own = self.partitions[layer.output]
+        kv = next(self.partitions[value] for value in layer.node.outputs[1:] if value in self.partitions)
+        heads = own.in_blocks(g.width(layer.past_value))
+        for field in layer.inputs:
+            value = layer.operand(field)
             if field.heads is not None:
-                self._cut_input(node, field.index, field.heads, heads)
+                self._shard(layer.node, value, field.heads, heads)
             elif field.kv_heads is not None and value is not None and len(g.dims(value) or ()) == 4:
-                self._cut_input(node, field.index, field.kv_heads, kv)
-        node.attributes["num_heads"] = ir.AttrInt64("num_heads", heads.size(self.rank))
-        node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", kv.size(self.rank))
+                self._shard(layer.node, value, field.kv_heads, kv)
+        layer.num_heads, layer.kv_num_heads = heads.size(self.rank), kv.size(self.rank)
 
-    def _experts(self, node: ir.Node) -> None:
-        inner = self.experts[node]
+    def _experts(self, layer: canonical.MoE) -> None:
+        inner = up = self.experts[layer.node]
         width = max(stop for ranges in inner.ranks for _, stop in ranges)
-        up = inner
-        if node.attributes.get_int("gated"):
-            paired = node.attributes.get_int("interleaved")
-            up = inner.scaled(2) if paired else inner.beside(inner.shifted(width))
-        self._cut_input(node, 3, 2, up)
-        self._cut_input(node, 4, 1, inner)
-        self._cut_input(node, 5, 1, up)
-        if (bias := g.operand(node, 6)) is not None and self.rank:  # added once, by the first rank
-            assert bias.const_value is not None
-            zeros = np.zeros(bias.const_value.shape.numpy(), bias.const_value.dtype.numpy())
-            self._hold(bias, ir.Tensor(zeros, dtype=bias.const_value.dtype, name=str(bias.name)))
-        self._meet(node.outputs[0], ALL_REDUCE, {})
+        if layer.gated:
+            up = inner.scaled(2) if layer.interleaved else inner.beside(inner.shifted(width))
+        self._shard(layer.node, layer.up, 2, up)
+        self._shard(layer.node, layer.down, 1, inner)
+        self._shard(layer.node, layer.up_bias, 1, up)
+        if (bias := layer.down_bias) is not None and self.rank:  # added once, by the first rank
+            held = g.tensor(bias)
+            zeros = np.zeros(held.shape.numpy(), held.dtype.numpy())
+            self._hold(bias, ir.Tensor(zeros, dtype=held.dtype, name=str(bias.name)))
+        self._meet(layer.output, AllReduce)
 
-    def _look_up(self, node: ir.Node) -> None:
+    def _look_up(self, lookup: Gather) -> None:
         """Look up the rows that this rank holds, and zeros for others."""
-        assert self.head is not None
-        ids, [(first, stop)] = node.inputs[1], self.columns[self.head].ranks[self.rank]
-        assert ids is not None
-        table = node.inputs[0]
-        assert table is not None
-        assert table.dtype is not None
+        node, ids, dtype, [(first, stop)] = lookup.node, lookup.indices, g.dtype(lookup.data), self.vocabulary
         begin, size = self._constant(first), self._constant(stop - first)
         zero, last = self._constant(0), g.initializer(self.model, "rank.axis_-1", np.array([-1]))
         none = g.initializer(
-            self.model,
-            f"rank.none_{table.dtype.name.lower()}",
-            ir.Tensor(np.zeros((), table.dtype.numpy()), dtype=table.dtype),
+            self.model, f"rank.none_{dtype.name.lower()}", ir.Tensor(np.zeros((), dtype.numpy()), dtype=dtype)
         )
-        [local] = self._before(node, "Sub", [ids, begin], like=ids)
-        [above] = self._before(node, "GreaterOrEqual", [local, zero], ir.DataType.BOOL, like=ids)
-        [below] = self._before(node, "Less", [local, size], ir.DataType.BOOL, like=ids)
-        [inside] = self._before(node, "And", [above, below], ir.DataType.BOOL, like=ids)
-        [safe] = self._before(node, "Where", [inside, local, zero], like=ids)
-        [marks] = self._before(node, "Unsqueeze", [inside, last], ir.DataType.BOOL)
+        local = self._before(node, "Sub", [ids, begin], like=ids)
+        above = self._before(node, "GreaterOrEqual", [local, zero], ir.DataType.BOOL, like=ids)
+        below = self._before(node, "Less", [local, size], ir.DataType.BOOL, like=ids)
+        inside = self._before(node, "And", [above, below], ir.DataType.BOOL, like=ids)
+        safe = self._before(node, "Where", [inside, local, zero], like=ids)
+        marks = self._before(node, "Unsqueeze", [inside, last], ir.DataType.BOOL)
         marks.shape = ir.Shape([*(ids.shape or ()), 1])
-        node.replace_input_with(1, safe)
-        rows, owner = node.outputs[0], node.graph
-        assert owner is not None
-        kept = ir.Node("", "Where", [marks, rows, none], name=f"{node.name}/own")
-        owner.insert_after(node, kept)
-        for reader, index in [(reader, index) for reader, index in rows.uses() if reader is not kept]:
-            reader.replace_input_with(index, kept.outputs[0])
-        name = str(rows.name)
-        kept.outputs[0].type, kept.outputs[0].shape = rows.type, rows.shape
-        rows.name, kept.outputs[0].name = f"{name}.rows", name
-        self._meet(kept.outputs[0], ALL_REDUCE, {})
+        lookup.indices = safe
+        own = ir.Node("", "Where", [marks, lookup.output, none], name=f"{lookup.name}/own")
+        self._meet(g.insert_behind(lookup.output, [own], "rows"), AllReduce)
 
     # what stands between
 
-    def _between(self, node: ir.Node) -> None:
-        """Fit constants and attributes of a node to the part that this rank holds."""
-        value = next(value for value in node.outputs if value in self.cuts)
-        cut = self.cuts[value]
-        dims = [*(g.dims(value) or ())]
-        kind = node.op_type
-        if kind == "RotaryEmbedding":
-            whole = dims[cut.axis]
-            assert isinstance(whole, int)
-            heads = node.attributes.get_int("num_heads") * cut.size(self.rank) // whole
-            node.attributes["num_heads"] = ir.AttrInt64("num_heads", heads)
-        elif kind == "Reshape" or kind == "Expand":
-            self._fit_shape(node, dims[cut.axis], cut)
-        elif kind == "Split":
-            self._fit_split(node)
-        elif kind not in ("Transpose", "Concat", "Slice", "RMSNormalization", "LayerNormalization"):
-            for index, read in enumerate(node.inputs):
+    def _between(self, view: Operator) -> None:
+        """Fit constants and attributes of a node to the share that this rank holds."""
+        value = next(value for value in view.node.outputs if value in self.partitions)
+        partition, dims = self.partitions[value], g.dims(value) or ()
+        if isinstance(view, RotaryEmbedding):
+            view.num_heads = view.num_heads * partition.size(self.rank) // g.static(value)[partition.axis]
+        elif isinstance(view, Reshape | Expand):
+            self._fit_shape(view, dims[partition.axis], partition)
+        elif isinstance(view, Split):
+            self._fit_split(view)
+        elif not isinstance(view, Transpose | Concat | Slice | RMSNormalization | LayerNormalization):
+            for read in view.node.inputs:
                 held = None if read is None else g.dims(read)
                 if read is None or held is None or not read.is_initializer():
                     continue
-                axis = cut.axis - (len(dims) - len(held))
-                if axis >= 0 and held[axis] == dims[cut.axis]:
-                    self._cut_input(node, index, axis, cut)
+                axis = partition.axis - (len(dims) - len(held))
+                if axis >= 0 and held[axis] == dims[partition.axis]:
+                    self._shard(view.node, read, axis, partition)
 
-    def _fit_shape(self, node: ir.Node, whole: object, cut: Cut) -> None:
-        """Name the size of a rank's part where the target of Reshape or Expand names the whole."""
-        target = node.inputs[1]
-        assert target is not None
-        assert target.const_value is not None
-        sizes = target.const_value.numpy().tolist()
-        if sizes[cut.axis] == whole:
-            sizes[cut.axis] = cut.size(self.rank)
-            name = f"rank.shape_{'_'.join(map(str, sizes))}"
-            node.replace_input_with(1, g.initializer(self.model, name, np.array(sizes)))
+    def _fit_shape(self, view: Reshape | Expand, whole: object, partition: Partition) -> None:
+        """Name the size of a rank's share where the target of Reshape or Expand names the whole."""
+        sizes = g.tensor(view.shape).numpy().tolist()
+        if sizes[partition.axis] == whole:
+            sizes[partition.axis] = partition.size(self.rank)
+            view.shape = g.initializer(self.model, f"rank.shape_{'_'.join(map(str, sizes))}", np.array(sizes))
 
-    def _fit_split(self, node: ir.Node) -> None:
-        last = len(g.dims(node.outputs[0]) or ()) - 1
-        axis = node.attributes.get_int("axis", 0)
-        axis = axis + last + 1 if axis < 0 else axis
-        cuts = [self.cuts[value] for value in node.outputs]
-        if any(cut.axis != axis for cut in cuts):
+    def _fit_split(self, split: Split) -> None:
+        axis = split.axis + len(g.dims(split.output) or ()) if split.axis < 0 else split.axis
+        partitions = [self.partitions[value] for value in split.node.outputs]
+        if any(partition.axis != axis for partition in partitions):
             return
-        sizes = [cut.size(self.rank) for cut in cuts]
-        node.attributes.pop("num_outputs", None)
-        node.resize_inputs(2)
-        name = f"rank.split_{'_'.join(map(str, sizes))}"
-        node.replace_input_with(1, g.initializer(self.model, name, np.array(sizes)))
+        sizes = [partition.size(self.rank) for partition in partitions]
+        split.node.attributes.pop("num_outputs", None)
+        split.split = g.initializer(self.model, f"rank.split_{'_'.join(map(str, sizes))}", np.array(sizes))
 
     # moves
 
-    def _cut_input(self, node: ir.Node, index: int, axis: int, cut: Cut) -> None:
-        """Let initializer `index` of `node`, where there is one, hold this rank's part of `axis`."""
-        value = g.operand(node, index)
+    def _shard(self, node: ir.Node, value: ir.Value | None, axis: int, partition: Partition) -> None:
+        """Let the initializer `value`, which `node` reads, hold this rank's share of `axis`; None: there is none."""
         if value is None:
             return
-        tensor, name = value.const_value, str(value.name)
-        assert tensor is not None, f"{node.name}: input {index} is no initializer"
+        tensor, name, ranges = g.tensor(value), str(value.name), partition.ranks[self.rank]
         if name in self.shards:
-            assert self.shards[name] == (axis, cut), f"{name} is divided in two ways"
+            assert self.shards[name] == (axis, partition), f"{name} is divided in two ways"
             return
-        alike = all(self._is_cut_alike(reader, node) for reader, _ in value.uses())
-        if alike:
-            self.shards[name] = (axis, cut)
-            self._hold(value, shard(tensor, axis, cut.ranks[self.rank], name))
+        if all(reader in (node, self.embedding) for reader, _ in value.uses()):  # of a tied head, the table
+            self.shards[name] = (axis, partition)
+            self._hold(value, shard(tensor, axis, ranges, name))
             return
         own = f"{name}.{node.name}"
-        made = g.initializer(self.model, own, shard(tensor, axis, cut.ranks[self.rank], own))
+        made = g.initializer(self.model, own, shard(tensor, axis, ranges, own))
         if sources := g.sources(value):
             g.set_sources(made, sources)
-        node.replace_input_with(index, made)
-
-    def _is_cut_alike(self, reader: ir.Node, node: ir.Node) -> bool:
-        """Say whether `reader` reads what `node` reads of a shared initializer: itself, or the table of a tied head."""
-        return reader is node or reader is self.embedding
+        for index, read in enumerate(node.inputs):
+            if read is value:
+                node.replace_input_with(index, made)
 
     def _hold(self, value: ir.Value, tensor: ir.TensorProtocol) -> None:
         value.const_value, value.shape = tensor, ir.Shape(tensor.shape.numpy())
 
-    def _resize(self, value: ir.Value, axis: int, cut: Cut) -> None:
+    def _resize(self, value: ir.Value, axis: int, partition: Partition) -> None:
         if value.shape is not None:
             dims = [*value.shape]
-            dims[axis] = cut.size(self.rank)
+            dims[axis] = partition.size(self.rank)
             value.shape = ir.Shape(dims)
 
     def _meet(
-        self, value: ir.Value, kind: str, attributes: Mapping[str, g.Attribute], width: int | None = None
+        self,
+        value: ir.Value,
+        operator: type[Operator],
+        attributes: Mapping[str, g.Attribute] | None = None,
+        width: int | None = None,
     ) -> ir.Value:
         """Put a collective behind `value`; what it makes takes over readers and name. Return it."""
-        maker, name = value.producer(), str(value.name)
-        assert maker is not None
-        owner = maker.graph
-        assert owner is not None
-        given = ir.convenience.convert_attributes({"ranks": self.degree, **attributes})
-        node = ir.Node("llmforge", kind, [value], given, name=f"{maker.name}/{kind}")
+        given = ir.convenience.convert_attributes({"ranks": self.degree, **(attributes or {})})
+        name = f"{g.producer(value).name}/{operator.op_type}"
+        node = ir.Node(CANONICAL, operator.op_type, [value], given, name=name)
         made = node.outputs[0]
-        for reader, index in list(value.uses()):
-            if reader is not node:
-                reader.replace_input_with(index, made)
-        for index, output in enumerate(owner.outputs):
-            if output is value:
-                owner.outputs[index] = made
-        owner.insert_after(maker, node)
-        made.type = value.type
         if value.shape is not None:
             made.shape = ir.Shape([*value.shape[:-1], width]) if width is not None else value.shape.copy()
-        value.name, made.name = f"{name}.part", name
-        self.model.opset_imports["llmforge"] = 1
-        return made
+        self.model.opset_imports[CANONICAL] = OPSETS[CANONICAL]
+        return g.insert_behind(value, [node], "part")
 
     def _constant(self, number: int) -> ir.Value:
         name = f"rank.number_{number}"
@@ -349,14 +300,9 @@ class _Rank:
         inputs: Sequence[ir.Value],
         dtype: ir.DataType = ir.DataType.INT64,
         like: ir.Value | None = None,
-    ) -> list[ir.Value]:
+    ) -> ir.Value:
         name = f"{node.name}/{op_type}"
-        made = g.insert(node, op_type, inputs, name=name)
-        made[0].name, made[0].type = name, ir.TensorType(dtype)
-        made[0].shape = None if like is None else like.shape
+        [made] = g.insert(node, op_type, inputs, name=name)
+        made.name, made.type = name, ir.TensorType(dtype)
+        made.shape = None if like is None else like.shape
         return made
-
-
-def _width_of(degree: int, cut: Cut) -> int:
-    """Count the features of all ranks together."""
-    return sum(cut.size(rank) for rank in range(degree))

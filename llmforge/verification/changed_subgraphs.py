@@ -1,14 +1,14 @@
-"""Where two graphs differ, as small regions that can be proven one by one, whatever the size of the model.
+"""Where two graphs differ, as small subgraphs that can be proven one by one, whatever the size of the model.
 
-Both graphs name values. A value that both name, with one type and shape, is a place where both can be cut: if every
+Both graphs name values. A value that both name, with one type and shape, is a place where both can be divided: if every
 such value and every output follows in both graphs in the same way from the values in front of it, the graphs are
 equal, by induction along the order of the nodes. A value whose node is the same in both graphs, down to its tensors,
-needs no proof; the others are the edges of regions. Cuts are at floating-point values only: any number may be fed
-there, where an index or a mask could be out of range.
+needs no proof; the others bound the changed subgraphs. The boundary is at floating-point values only: any number may be
+fed there, where an index or a mask could be out of range.
 
-Regions of one `kind` are the same pair of functions of their weights: equal nodes, attributes and constants in both
+Subgraphs of one `kind` are the same pair of functions of their weights: equal nodes, attributes and constants in both
 graphs, and weights that correspond, of which the graph after the pass reads those that the graph before it reads, as
-they are or derived by the same function. One proof holds for all of them. A region that reads a tensor of its own (a
+they are or derived by the same function. One proof holds for all of them. A subgraph that reads a tensor of its own (a
 pass made a new one) is of no kind but its own.
 """
 
@@ -23,32 +23,33 @@ import onnx_ir as ir
 
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived
-from llmforge.verification.subgraph import Index, behind, cut_out, is_fixed
+from llmforge.ir.graph import is_constant
+from llmforge.ir.subgraph import Index, behind, extract
 
-# Names of dimensions whose size is that of a step: what is fed at a cut can then be made.
+# Names of dimensions whose size is that of a step: what is fed at a boundary can then be made.
 DIMENSIONS = frozenset({"batch", "sequence", "rows", "capacity"})
 _INLINE_BYTES = 1024  # constants up to this size are compared by content: shapes, axes, scalars
 _LAYER = "layer"  # attribute of an operator: the number of its cache
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
-    """A place where two graphs differ: both make the values `gives` from the values `takes`."""
+class ChangedSubgraph:
+    """A place where two graphs differ: both make the values `outputs` from the values `inputs`."""
 
     before: Index
     after: Index
-    gives: tuple[str, ...]
-    stops: frozenset[str]
+    outputs: tuple[str, ...]
+    boundary: frozenset[str]
 
     @cached_property
-    def takes(self) -> dict[str, ir.Value]:
-        """What either graph reads at the edge, by name."""
-        return {str(value.name): value for side in self._sides for value in side.takes}
+    def inputs(self) -> dict[str, ir.Value]:
+        """What either graph reads at the boundary, by name."""
+        return {str(value.name): value for side in self._sides for value in side.inputs}
 
     @cached_property
     def kind(self) -> str | None:
-        """Hash what the region computes, as a function of its weights; None where it is like no other."""
-        return _Description(tuple(self.takes)).hash(*self._sides)
+        """Hash what the subgraph computes, as a function of its weights; None where it is like no other."""
+        return _Description(tuple(self.inputs)).hash(*self._sides)
 
     @property
     def size_bytes(self) -> int:
@@ -56,40 +57,40 @@ class Region:
         tensors = {id(tensor): tensor for side in self._sides for tensor in side.tensors()}
         return sum(tensor.nbytes for tensor in tensors.values())
 
-    def cut(self) -> tuple[ir.Model, ir.Model]:
-        """Make models of the region, before and after."""
-        return cut_out(self.before, self.gives, self.stops), cut_out(self.after, self.gives, self.stops)
+    def extract(self) -> tuple[ir.Model, ir.Model]:
+        """Make models of the subgraph, before and after."""
+        before, after = (extract(index, self.outputs, self.boundary) for index in (self.before, self.after))
+        return before, after
 
-    def widened(self) -> Region:
-        """Let the region begin further up: what it takes now, it makes itself."""
-        return replace(self, stops=self.stops - self.takes.keys())
+    def widened(self) -> ChangedSubgraph:
+        """Let the subgraph begin further up: what it takes now, it makes itself."""
+        return replace(self, boundary=self.boundary - self.inputs.keys())
 
     @cached_property
     def _sides(self) -> tuple[_Side, _Side]:
         return _Side.of(self.before, self), _Side.of(self.after, self)
 
 
-def differences(before: Index, after: Index) -> list[Region]:
-    """List the regions that prove `after` to be `before`; none where the graphs are the same.
+def differences(before: Index, after: Index) -> list[ChangedSubgraph]:
+    """List the subgraphs that prove `after` to be `before`; none where the graphs are the same.
 
     Every output of `after` must be one of `before`.
     """
-    stops = frozenset(
-        name for name, value in after.values.items() if name in before.values and _cuts(value, before, after)
+    boundary = frozenset(
+        name for name, value in after.values.items() if name in before.values and _divides(value, before, after)
     )
-    same = _unchanged(before, after, stops)
-    outputs = {str(value.name) for value in after.model.graph.outputs}
-    targets = stops | outputs
-    regions = []
+    same = _unchanged(before, after, boundary)
+    targets = boundary | {str(value.name) for value in after.model.graph.outputs}
+    found = []
     for node in after.model.graph:
-        gives = tuple(str(value.name) for value in node.outputs if value.name in targets)
-        if gives and node not in same:
-            regions.append(Region(before, after, gives, stops))
-    return regions
+        outputs = tuple(str(value.name) for value in node.outputs if value.name in targets)
+        if outputs and node not in same:
+            found.append(ChangedSubgraph(before, after, outputs, boundary))
+    return found
 
 
-def _cuts(value: ir.Value, before: Index, after: Index) -> bool:
-    """Say whether both graphs can be cut at `value` of the graph after."""
+def _divides(value: ir.Value, before: Index, after: Index) -> bool:
+    """Say whether both graphs can be divided at `value` of the graph after."""
     other = before.values[str(value.name)]
     dims = graph.dims(value)
     if dims is None or dims != graph.dims(other) or value.dtype is None or value.dtype != other.dtype:
@@ -99,7 +100,7 @@ def _cuts(value: ir.Value, before: Index, after: Index) -> bool:
     return all(isinstance(dim, int) or dim in DIMENSIONS for dim in dims)
 
 
-def _unchanged(before: Index, after: Index, stops: Collection[str]) -> set[ir.Node]:
+def _unchanged(before: Index, after: Index, boundary: Collection[str]) -> set[ir.Node]:
     """Return the nodes of `after` that make what the nodes of the same outputs make in `before`."""
     same: set[ir.Node] = set()
     inputs = {value.name: value for value in before.model.graph.inputs}
@@ -107,12 +108,12 @@ def _unchanged(before: Index, after: Index, stops: Collection[str]) -> set[ir.No
     def alike(a: ir.Value | None, b: ir.Value | None) -> bool:
         if a is None or b is None:
             return a is b
-        if is_fixed(a) or is_fixed(b):
-            return is_fixed(a) and is_fixed(b) and _same_tensor(a.const_value, b.const_value)
+        if is_constant(a) or is_constant(b):
+            return is_constant(a) and is_constant(b) and _same_tensor(a.const_value, b.const_value)
         maker = a.producer()
         if maker is None or b.producer() is None:
             return a.is_graph_input() and inputs.get(a.name) is b and _typed(a) == _typed(b)
-        return a.name == b.name and (a.name in stops or maker in same)
+        return a.name == b.name and (a.name in boundary or maker in same)
 
     for node in after.model.graph:
         names = [value.name for value in node.outputs]
@@ -130,9 +131,7 @@ def _typed(value: ir.Value) -> tuple[object, object]:
 
 
 def _same_operator(a: ir.Node, b: ir.Node) -> bool:
-    if (a.domain, a.op_type, a.overload) != (b.domain, b.op_type, b.overload):
-        return False
-    return _attributes(a) == _attributes(b)
+    return a.op_identifier() == b.op_identifier() and _attributes(a) == _attributes(b)
 
 
 def _attributes(node: ir.Node) -> list[tuple[str, object, object]]:
@@ -155,65 +154,64 @@ def _content(tensor: ir.TensorProtocol) -> tuple[object, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """A region in one graph: its nodes in order, and what it takes and gives there."""
+    """A changed subgraph in one graph: its nodes in order, its inputs and outputs there."""
 
     nodes: tuple[ir.Node, ...]
-    takes: tuple[ir.Value, ...]  # in the order in which nodes read them
-    gives: tuple[ir.Value, ...]
+    inputs: tuple[ir.Value, ...]  # in the order in which nodes read them
+    outputs: tuple[ir.Value, ...]
 
     @classmethod
-    def of(cls, index: Index, region: Region) -> _Side:
-        gives = tuple(index.values[name] for name in region.gives)
-        found, taken = behind(gives, region.stops - set(region.gives))
+    def of(cls, index: Index, changed: ChangedSubgraph) -> _Side:
+        outputs = tuple(index.values[name] for name in changed.outputs)
+        stops = changed.boundary - set(changed.outputs)
+        found, edge = behind(outputs, lambda value: value.name in stops and value.producer() is not None)
         nodes = tuple(sorted(found, key=index.position.__getitem__))
-        edge = set(taken)
-        takes = dict.fromkeys(value for node in nodes for value in node.inputs if value in edge and value is not None)
-        return cls(nodes, tuple(takes), gives)
+        read = (value for node in nodes for value in node.inputs if value is not None and value in edge)
+        return cls(nodes, tuple(dict.fromkeys(value for value in read if value.producer() is not None)), outputs)
 
     def tensors(self) -> Iterator[ir.TensorProtocol]:
         for node in self.nodes:
             for value in node.inputs:
-                if value is not None and is_fixed(value) and value.const_value is not None:
+                if value is not None and is_constant(value) and value.const_value is not None:
                     yield value.const_value
 
 
 @dataclass
 class _Description:
-    """Writes a region down with numbers in the place of names."""
+    """Writes a changed subgraph down with numbers in the place of names."""
 
-    takes: Sequence[str]
+    inputs: Sequence[str]
     _tensors: dict[int, int] = field(default_factory=dict)  # id of a tensor → its number
-    _layers: dict[int, int] = field(default_factory=dict)  # number of a cache → its number in the region
+    _layers: dict[int, int] = field(default_factory=dict)  # number of a cache → its number in the subgraph
     _read: set[int] = field(default_factory=set)  # tensors that the side at hand comes down to
     _opaque: bool = False
 
     def hash(self, before: _Side, after: _Side) -> str | None:
-        parts, read = [], []
+        written, read = [], []
         for side in (before, after):
             self._read = set()
-            parts.append(self._side(side))
+            written.append(self._side(side))
             read.append(self._read)
         if self._opaque or read[0] != read[1]:
             return None
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return hashlib.sha256(repr(written).encode()).hexdigest()
 
     def _side(self, side: _Side) -> list[object]:
         places: dict[ir.Value, str] = {}
         written: list[object] = []
         for number, node in enumerate(side.nodes):
             reads = [None if value is None else self._place(value, places) for value in node.inputs]
-            written.append((node.domain, node.op_type, node.overload, reads, list(self._numbers(node))))
+            written.append((node.op_identifier(), reads, list(self._numbers(node))))
             places |= {value: f"value {number}:{i}" for i, value in enumerate(node.outputs)}
-        return [written, [(places[value], self._type(value)) for value in side.gives]]
+        return [written, [(places[value], self._type(value)) for value in side.outputs]]
 
     def _place(self, value: ir.Value, places: dict[ir.Value, str]) -> object:
         if value in places:
             return places[value]
-        if is_fixed(value):
-            assert value.const_value is not None
-            return self._tensor(value.const_value)
-        if value.name in self.takes:
-            return "take", self.takes.index(str(value.name)), self._type(value)
+        if is_constant(value):
+            return self._tensor(graph.tensor(value))
+        if value.name in self.inputs:
+            return "take", self.inputs.index(str(value.name)), self._type(value)
         cache = interface.PAST.fullmatch(str(value.name))
         name = f"cache {self._layer(int(cache[1]))} {cache[2]}" if cache else str(value.name)
         return "input", name, self._type(value)
@@ -226,7 +224,7 @@ class _Description:
             return "constant", _content(tensor)
         kind = (tensor.dtype.name, tensor.shape.numpy())
         if isinstance(tensor, Derived):
-            return "derived", id(tensor.function), kind, [self._tensor(part) for part in tensor.parts]
+            return "derived", id(tensor.function), kind, [self._tensor(each) for each in tensor.operands]
         self._read.add(id(tensor))
         return "tensor", self._tensors.setdefault(id(tensor), len(self._tensors)), kind
 

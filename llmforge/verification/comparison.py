@@ -39,7 +39,7 @@ def deviation(before: NDArray[Any], after: NDArray[Any], unit: float | None = No
     return difference / spread
 
 
-def valid(array: NDArray[Any], step: probe.Step, cache: str | None = None) -> NDArray[Any] | None:
+def valid(array: NDArray[Any], step: probe.ProbeStep, cache: str | None = None) -> NDArray[Any] | None:
     """Take the real tokens of an intermediate value; None where its layout does not tell them from padding.
 
     `cache` names it where it is an output that continues a cache.

@@ -26,7 +26,7 @@ _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ProbeStep:
     """One call of a graph.
 
     ids: int64 [B, S], padded on the right.  lengths: int64 [B], the real tokens of each row.  past: int32 [B].
@@ -50,7 +50,7 @@ class Run:
     """Steps that continue one another over one cache."""
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[ProbeStep, ...]
 
     @property
     def batch(self) -> int:
@@ -81,8 +81,8 @@ class Outcome:
     caches: Mapping[str, tuple[NDArray[Any], ...]]
 
 
-def cut(name: str, rows: Sequence[NDArray[np.int64]], counts: Sequence[Sequence[int]]) -> Run:
-    """Cut rows of tokens into the steps of a run: step `i` takes the next `counts[i][b]` tokens of row `b`."""
+def schedule(name: str, rows: Sequence[NDArray[np.int64]], counts: Sequence[Sequence[int]]) -> Run:
+    """Divide rows of tokens among the steps of a run: step `i` takes the next `counts[i][b]` tokens of row `b`."""
     past = np.zeros(len(rows), np.int32)
     totals = np.sum(np.array(counts, np.int64), axis=0)
     steps = []
@@ -91,21 +91,24 @@ def cut(name: str, rows: Sequence[NDArray[np.int64]], counts: Sequence[Sequence[
         ids = np.zeros((len(rows), int(lengths.max())), np.int64)
         for b, row in enumerate(rows):
             ids[b, : lengths[b]] = row[past[b] : past[b] + lengths[b]]
-        steps.append(Step(ids, lengths, past, totals))
+        steps.append(ProbeStep(ids, lengths, past, totals))
         past = (past + lengths).astype(np.int32)
     return Run(name, tuple(steps))
 
 
-def random_runs(vocabulary: int) -> tuple[Run, ...]:
-    """Make the probes of every pass: one row through prefill, decode and continuation, and a ragged batch of two."""
-    rng = np.random.default_rng(_SEED)
+def random_runs(vocabulary: int, rng: np.random.Generator | None = None) -> tuple[Run, ...]:
+    """Make the probes of every pass: one row through prefill, decode and continuation, and a ragged batch of two.
+
+    Tokens are drawn with `rng`; None: the same in every build.
+    """
+    rng = np.random.default_rng(_SEED) if rng is None else rng
 
     def draw(length: int) -> NDArray[np.int64]:
         return rng.integers(0, vocabulary, length, np.int64)
 
     return (
-        cut("one row", [draw(20)], [(12,), *[(1,)] * 5, (3,)]),
-        cut("ragged batch", [draw(11), draw(14)], [(9, 12), (1, 1), (1, 1)]),
+        schedule("one row", [draw(20)], [(12,), *[(1,)] * 5, (3,)]),
+        schedule("ragged batch", [draw(11), draw(14)], [(9, 12), (1, 1), (1, 1)]),
     )
 
 
@@ -119,13 +122,13 @@ def text_runs(texts: Sequence[NDArray[np.int64]]) -> tuple[Run, ...]:
         decoded = min(_DECODED_OF_WINDOW, len(window) // 4)
         continued = len(window) // 4
         counts = [(len(window) - continued - decoded,), (continued,), *[(1,)] * decoded]
-        runs.append(cut(f"window {index}", [window], [count for count in counts if count[0]]))
+        runs.append(schedule(f"window {index}", [window], [count for count in counts if count[0]]))
     if len(texts) > 1:
         first, second = texts[:2]
         decoded = min(_DECODED_OF_WINDOW, len(first) // 2, len(second) // 4)
         prefill = (len(first) - decoded, len(second) // 2)
         if prefill[1] > 0:
-            runs.append(cut("windows 0 and 1, ragged", [first, second], [prefill, *[(1, 1)] * decoded]))
+            runs.append(schedule("windows 0 and 1, ragged", [first, second], [prefill, *[(1, 1)] * decoded]))
     return tuple(runs)
 
 
@@ -206,5 +209,5 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     return session.read(names, step.ids, step.past, cache, _all_rows(step), step.lengths, step.text_lengths)
 
 
-def _all_rows(step: Step) -> NDArray[np.int64]:
+def _all_rows(step: ProbeStep) -> NDArray[np.int64]:
     return np.arange(step.ids.shape[1])

@@ -1,7 +1,7 @@
-"""Run a graph from its inputs to its logits piece by piece, with the weights of one piece in memory at a time.
+"""Run a graph from its inputs to its logits block by block, with the weights of one block in memory at a time.
 
-A piece is a run of consecutive nodes whose weights stay below a size (one node's weights may exceed it). It runs for
-all steps of all runs before the next piece is loaded; what later pieces read is kept in between.
+A block is a run of consecutive nodes whose weights stay below a size (one node's weights may exceed it). It runs for
+all steps of all runs before the next block is loaded; what later blocks read is kept in between.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Stored, by_output, is_stored
-from llmforge.ir.operators.record import MICROSOFT
+from llmforge.ir.graph import is_constant
+from llmforge.ir.operators.contrib import FusedMatMul
+from llmforge.ir.operators.standard import Cast, Gather, MatMul, Transpose
+from llmforge.ir.subgraph import Index, behind, extract
 from llmforge.verification import probe
-from llmforge.verification.subgraph import Arrays, Index, Part, behind, cut_out, is_fixed
+from llmforge.verification.subgraph_session import Arrays, SubgraphSession
 
-PIECE_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
+BLOCK_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
 
 Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [B, R, V], padding included
-_TABLES = ([("", "Gather")], [("", "MatMul")], [("", "Transpose"), ("", "MatMul")])  # pieces that are one table
-Rows = Callable[[probe.Step], NDArray[np.int64]]  # positions of a step that get logits, [R]
+Rows = Callable[[probe.ProbeStep], NDArray[np.int64]]  # positions of a step that get logits, [R]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some nodes of a graph: the values that later pieces, or the graph's outputs, want of them."""
+class Block:
+    """Some nodes of a graph: the values that later blocks, or the graph's outputs, want of them."""
 
-    gives: tuple[str, ...]
-    stops: frozenset[str]  # what earlier pieces gave
+    outputs: tuple[str, ...]
+    inputs: frozenset[str]  # what earlier blocks made
 
 
 def drive(
@@ -43,25 +45,26 @@ def drive(
     rows: Rows | None = None,
     capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
     fill: float = 0.0,
-    piece_bytes: int = PIECE_BYTES,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Logits:
     """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
 
     Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it.
 
-    Memory: the weights of one piece, what crosses from one to the next for every step, the caches of one piece, and
+    Memory: the weights of one block, what crosses from one to the next for every step, the caches of one block, and
     the logits. Linear layers multiply by their weights as these are stored, without a transposed copy; an embedding or
-    a head that is larger than a piece is read in blocks.
+    a head that is larger than a block is read in tiles.
 
     Raises:
-        UnsupportedError: ONNX Runtime refuses a piece.
+        UnsupportedError: ONNX Runtime refuses a block.
     """
     index = Index.of(model)
     live: list[list[Arrays]] = [[{} for _ in run.steps] for run in runs]
-    pieces = list(cut(index, piece_bytes))
-    for number, piece in enumerate(pieces):
-        session = _open(cut_out(index, piece.gives, piece.stops), threads, piece_bytes)
-        later = {name for other in pieces[number + 1 :] for name in other.stops}
+    ahead = list(blocks(index, block_bytes))
+    while ahead:
+        block = ahead.pop(0)
+        session = _open(extract(index, block.outputs, block.inputs), threads, block_bytes)
+        later = {name for other in ahead for name in other.inputs}
         for run, values in zip(runs, live, strict=True):
             caches = session.allocate(run.batch, capacity(run), fill)
             for step, given in zip(run.steps, values, strict=True):
@@ -72,91 +75,87 @@ def drive(
 
 
 class _Runs(Protocol):
-    """What runs a piece."""
+    """What runs a block."""
 
     def allocate(self, batch: int, capacity: int, fill: float) -> Arrays: ...
 
     def run(
-        self, step: probe.Step, given: Mapping[str, NDArray[Any]], caches: Arrays, rows: NDArray[np.int64] | None
+        self, step: probe.ProbeStep, given: Mapping[str, NDArray[Any]], caches: Arrays, rows: NDArray[np.int64] | None
     ) -> Arrays: ...
 
 
 @dataclass(frozen=True, eq=False)
-class _Blocks:
-    """A piece that is one stored table, larger than a piece should be: looked up in, or multiplied by, in blocks."""
+class _LargeTable:
+    """A block that is one stored table, larger than a block should be: looked up in, or multiplied by, in tiles."""
 
-    name: str  # of what it gives
+    name: str  # of what it makes
     table: NDArray[Any]  # [V, K], as it is stored
     reads: str | None  # the value that is multiplied, fp32 [..., K]; None: rows of the step's ids are looked up
-    block_bytes: int
+    tile_bytes: int
     dtype: ir.DataType  # what the graph computes in; results are held in fp32
 
     def allocate(self, batch: int, capacity: int, fill: float) -> Arrays:
         return {}
 
     def run(
-        self, step: probe.Step, given: Mapping[str, NDArray[Any]], caches: Arrays, rows: NDArray[np.int64] | None
+        self, step: probe.ProbeStep, given: Mapping[str, NDArray[Any]], caches: Arrays, rows: NDArray[np.int64] | None
     ) -> Arrays:
         if self.reads is None:
             return {self.name: self.table[step.ids].astype(np.float32)}
         x, (v, k) = given[self.reads], self.table.shape
         product = np.empty((*x.shape[:-1], v), np.float32)
-        size = max(1, self.block_bytes // (4 * k))
+        size = max(1, self.tile_bytes // (4 * k))
         for at in range(0, v, size):
-            block = x @ self.table[at : at + size].astype(np.float32).T
-            product[..., at : at + size] = block.astype(self.dtype.numpy())
+            tile = x @ self.table[at : at + size].astype(np.float32).T
+            product[..., at : at + size] = tile.astype(self.dtype.numpy())
         return {self.name: product}
 
 
-def _open(part: ir.Model, threads: int, piece_bytes: int) -> _Runs:
-    """Load a piece in ONNX Runtime, or read it in blocks where it is one large table."""
-    if graph.weight_bytes(part) > piece_bytes and (blocks := _blocks(part, piece_bytes)) is not None:
-        return blocks
-    _multiply_as_stored(part)
-    return Part(part, probe.Weights(), threads)
+def _open(block: ir.Model, threads: int, block_bytes: int) -> _Runs:
+    """Load a block in ONNX Runtime, or read it in tiles where it is one large table."""
+    if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, block_bytes)) is not None:
+        return table
+    _multiply_as_stored(block)
+    return SubgraphSession(block, probe.Weights(), threads)
 
 
-def _blocks(part: ir.Model, block_bytes: int) -> _Blocks | None:
+def _large_table(block: ir.Model, tile_bytes: int) -> _LargeTable | None:
     """Recognize `Gather(W, input_ids)`, `MatMul(x, Transpose(W))` and `MatMul(x, W)` of a stored matrix W."""
-    body = list(part.graph)
-    if len(body) > 1 and body[-1].op_type == "Cast":  # of a result in half precision, which is held in fp32 anyway
+    body = list(block.graph)
+    if len(body) > 1 and Cast.matches(body[-1]):  # of a result in half precision, which is held in fp32 anyway
         body.pop()
-    nodes = [(node.domain, node.op_type) for node in body]
-    last = body[-1]
-    first, second = (*last.inputs, None)[:2]
-    if first is None or second is None or nodes not in _TABLES:
-        return None
-    if last.op_type == "Gather":
-        weight, transposed, looked_up = first, False, second.name == interface.INPUT_IDS
-        if last.attributes.get_int("axis", 0) != 0 or not looked_up:
+    *before, last = body
+    product = MatMul.of(last)
+    if (lookup := Gather.of(last)) is not None and not before:
+        weight, reads, transposed = lookup.data, None, False
+        if lookup.axis != 0 or lookup.indices.name != interface.INPUT_IDS:
             return None
+    elif product is not None and [node.outputs[0] for node in before] == [product.w]:
+        if (transpose := Transpose.of(before[0])) is None:
+            return None
+        weight, reads, transposed = transpose.x, product.x, False
+    elif product is not None and not before:
+        weight, reads, transposed = product.w, product.x, True
     else:
-        maker = second.producer()
-        weight, transposed = (second, True) if maker is None or maker.inputs[0] is None else (maker.inputs[0], False)
-        looked_up = False
-    tensor = weight.const_value
-    if not is_fixed(weight) or not isinstance(tensor, Stored) or tensor.transposed != transposed:
         return None
-    name, dtype = str(part.graph[-1].outputs[0].name), last.outputs[0].dtype or ir.DataType.FLOAT
-    return _Blocks(name, tensor.stored(), None if looked_up else str(first.name), block_bytes, dtype)
+    tensor = weight.const_value
+    if not is_constant(weight) or not isinstance(tensor, Stored) or tensor.transposed != transposed:
+        return None
+    name, dtype = str(block.graph[-1].outputs[0].name), last.outputs[0].dtype or ir.DataType.FLOAT
+    return _LargeTable(name, tensor.stored(), None if reads is None else str(reads.name), tile_bytes, dtype)
 
 
 def _multiply_as_stored(model: ir.Model) -> None:
     """Make `MatMul(x, W)` with W [K, N], stored as [N, K], one FusedMatMul that reads it so, in place."""
-    owner = model.graph
-    for node in [node for node in owner if node.op_type == "MatMul" and not node.domain]:
-        x, weight = node.inputs
-        if x is None or weight is None or not is_fixed(weight) or len(weight.uses()) > 1:
+    for product in MatMul.all(model):
+        weight, tensor = product.w, product.w.const_value
+        if not is_constant(weight) or len(weight.uses()) > 1 or tensor is None or not is_stored(tensor):
             continue
-        if weight.const_value is None or not is_stored(weight.const_value) or weight.shape is None:
-            continue
-        stored = _as_stored(weight.const_value)
-        del owner.initializers[str(weight.name)]
-        turned = graph.initializer(owner, str(weight.name), stored)
-        [product] = graph.insert(node, "FusedMatMul", [x, turned], {"transB": 1}, domain=MICROSOFT, name=node.name)
-        graph.replace_value(node.outputs[0], product)
-        owner.remove(node, safe=True)
-        model.opset_imports.setdefault(MICROSOFT, 1)
+        del model.graph.initializers[str(weight.name)]
+        turned = graph.initializer(model, str(weight.name), _as_stored(tensor))
+        fused = FusedMatMul.insert(product.node, {"a": product.x, "b": turned}, {"transB": 1}, name=product.name)
+        graph.replace_value(product.output, fused.output)
+        model.graph.remove(product.node, safe=True)
 
 
 def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
@@ -169,10 +168,10 @@ def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)
 
 
-def cut(index: Index, piece_bytes: int) -> Iterator[Piece]:
-    """Cut a graph into pieces whose weights take about `piece_bytes` each.
+def blocks(index: Index, block_bytes: int) -> Iterator[Block]:
+    """Divide a graph into blocks whose weights take about `block_bytes` each.
 
-    A cut is made where the type of everything that crosses it is known.
+    It is divided where the type of everything that crosses is known.
     """
     nodes = list(index.model.graph)
     last_read = {value: at for at, node in enumerate(nodes) for value in node.inputs if value is not None}
@@ -186,12 +185,12 @@ def cut(index: Index, piece_bytes: int) -> Iterator[Piece]:
         crossing |= {value: None for value in node.outputs if value not in index.constant}
         ahead = {value: None for value in crossing if last_read.get(value, -1) > at}
         whole = at == len(nodes) - 1
-        if not whole and (size + _new_bytes(nodes[at + 1], index, set(seen)) <= piece_bytes or not _typed(ahead)):
+        if not whole and (size + _new_bytes(nodes[at + 1], index, set(seen)) <= block_bytes or not _typed(ahead)):
             continue
         made = [value for other in nodes[begin : at + 1] for value in other.outputs]
-        gives = tuple(str(value.name) for value in made if value in ahead or value in outputs)
-        if gives:
-            yield Piece(gives, given)
+        wanted = tuple(str(value.name) for value in made if value in ahead or value in outputs)
+        if wanted:
+            yield Block(wanted, given)
         given = frozenset(str(value.name) for value in ahead)
         crossing, size, begin = ahead, 0, at + 1
         seen.clear()
@@ -203,12 +202,8 @@ def _new_bytes(node: ir.Node, index: Index, seen: set[int]) -> int:
     for value in node.inputs if node.outputs[0] not in index.constant else ():
         if value is None:
             continue
-        if value in index.constant:
-            made_of = behind([value], ())[0]
-            tensors = [x.const_value for maker in made_of for x in maker.inputs if x is not None]
-        else:
-            tensors = [value.const_value] if is_fixed(value) else []
-        for tensor in tensors:
+        leaves = behind([value], lambda _: False)[1] if value in index.constant else [value]
+        for tensor in (leaf.const_value for leaf in leaves if is_constant(leaf)):
             if tensor is not None and id(tensor) not in seen:
                 size += tensor.nbytes
                 seen.add(id(tensor))

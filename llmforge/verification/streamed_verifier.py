@@ -1,13 +1,13 @@
-"""Prove a pass on a model that is too large to run whole: on the regions that it changed, and its loss piece by piece.
+"""Prove a pass on a model that is too large to run whole: on the subgraphs that it changed, and its loss streamed.
 
-A pass that is exact, or exact but for rounding, is proven on each region where its graph differs from the one before
-(`changed_subgraphs`): both get the same random numbers at the region's edge and must make the same of them, in prefill,
-decode, continuation and a ragged batch. Regions of one kind are proven once with the real weights of the first of them,
-and once with random weights, of which no norm is 1 and no bias 0; every other region is proven with its own weights.
-Where that fails, what stands in front of a region may never make such numbers (weights of a router are not negative):
-the region, and each of its kind, is made larger, and proven with what it then computes itself.
+A pass that is exact, or exact but for rounding, is proven on each subgraph where its graph differs from the one before
+(`changed_subgraphs`): both get the same random numbers at its boundary and must make the same of them, in prefill,
+decode, continuation and a ragged batch. Subgraphs of one kind are proven once with the real weights of the first, and
+once with random weights, of which no norm is 1 and no bias 0; every other subgraph is proven with its own weights.
+Where that fails, what stands in front of a subgraph may never make such numbers (weights of a router are not negative):
+the subgraph, and each of its kind, is made larger, and proven with what it then computes itself.
 
-A lossy pass is measured whole: both graphs run on text piece by piece (`streamed_execution`), so that its budget is
+A lossy pass is measured whole: both graphs run on text block by block (`streamed_execution`), so that its budget is
 held against the divergence of the logits, as for a small model, but on fewer tokens.
 """
 
@@ -23,14 +23,15 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived
+from llmforge.ir.subgraph import Index
 from llmforge.lowering import emulation
 from llmforge.metrics.tokens import mean_kld
 from llmforge.verification import changed_subgraphs, comparison, probe, streamed_execution
-from llmforge.verification.changed_subgraphs import Region
-from llmforge.verification.subgraph import Index, Part
+from llmforge.verification.changed_subgraphs import ChangedSubgraph
+from llmforge.verification.subgraph_session import SubgraphSession
 
 _SEED = 20_240_301  # any fixed number
-# How often a region that differs is made larger: a router's weights are made of its matrix in seven steps.
+# How often a subgraph that differs is made larger: a router's weights are made of its matrix in seven steps.
 WIDENED = 8
 TEXT_ROWS, TEXT_TOKENS, TEXT_DECODED = 4, 48, 4  # windows side by side, tokens of each, how many of them one by one
 
@@ -45,9 +46,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Proof:
-    """What a proof in parts ran, and the largest difference, in standard deviations of the tensor that differs."""
+    """What a proof of subgraphs ran, and the largest difference, in standard deviations of the tensor that differs."""
 
-    places: int  # regions that the pass changed
+    places: int  # subgraphs that the pass changed
     run: int  # of these, those that ran with their own weights
     largest: float
 
@@ -60,15 +61,17 @@ class Proof:
 
 
 def prove(before: ir.Model, after: ir.Model, *, tolerance: float, threads: int) -> Proof | Difference:
-    """Hold every region where `after` differs from `before` to `tolerance`, in standard deviations; 0: to the bit.
+    """Hold every subgraph where `after` differs from `before` to `tolerance`, in standard deviations; 0: to the bit.
 
     Raises:
-        UnsupportedError: ONNX Runtime refuses a region.
+        UnsupportedError: ONNX Runtime refuses a subgraph.
     """
     found = changed_subgraphs.differences(Index.of(before), Index.of(after))
     runs = probe.random_runs(vocabulary(before))
     largest, ran = 0.0, 0
-    pending: list[tuple[list[Region], int, Difference | None]] = [(alike, 0, None) for alike in _by_kind(found)]
+    pending: list[tuple[list[ChangedSubgraph], int, Difference | None]] = [
+        (alike, 0, None) for alike in _by_kind(found)
+    ]
     while pending:
         alike, level, first = pending.pop(0)
         outcome = _compare(alike[0], probe.Weights(), runs, tolerance, threads)
@@ -76,18 +79,18 @@ def prove(before: ir.Model, after: ir.Model, *, tolerance: float, threads: int) 
             outcome = max(outcome, _compare(alike[0], RandomWeights(), runs, tolerance, threads), key=_severity)
         if isinstance(outcome, float):
             largest, ran = max(largest, outcome), ran + 1
-        elif level == WIDENED or not alike[0].takes:
+        elif level == WIDENED or not alike[0].inputs:
             return first or outcome
         else:  # unless they differ, random numbers are outside the domain of what they compute
             pending += [(wider, level + 1, first or outcome) for wider in _by_kind([x.widened() for x in alike])]
     return Proof(len(found), ran, largest)
 
 
-def _by_kind(found: Sequence[Region]) -> list[list[Region]]:
-    """Group regions of which one proof holds for all; a region like no other is a group of its own."""
-    kinds: dict[str, list[Region]] = {}
-    for number, region in enumerate(found):
-        kinds.setdefault(region.kind or f"alone {number}", []).append(region)
+def _by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
+    """Group subgraphs of which one proof holds for all; one like no other is a group of its own."""
+    kinds: dict[str, list[ChangedSubgraph]] = {}
+    for number, changed in enumerate(found):
+        kinds.setdefault(changed.kind or f"alone {number}", []).append(changed)
     return list(kinds.values())
 
 
@@ -96,15 +99,15 @@ def _severity(outcome: float | Difference) -> float:
 
 
 def _compare(
-    region: Region, weights: probe.Weights, runs: Sequence[probe.Run], tolerance: float, threads: int
+    changed: ChangedSubgraph, weights: probe.Weights, runs: Sequence[probe.Run], tolerance: float, threads: int
 ) -> float | Difference:
-    """Run a region before and after; return the largest difference, or the first that is too large."""
-    before, after = (Part(model, weights, threads) for model in region.cut())
-    compared = list(_outputs(region, before, after, runs))
+    """Run a subgraph before and after; return the largest difference, or the first that is too large."""
+    before, after = (SubgraphSession(model, weights, threads) for model in changed.extract())
+    compared = list(_outputs(changed, before, after, runs))
     made: dict[str, list[NDArray[Any]]] = {}
     for name, where, b, _ in compared:
         made.setdefault(name, []).append(b.ravel())
-        if region.takes and not np.isfinite(b).all():
+        if changed.inputs and not np.isfinite(b).all():
             return Difference(f"{name} is not finite,", where)
     spreads = {name: float(np.concatenate(arrays).std()) for name, arrays in made.items()}
     largest = 0.0
@@ -118,17 +121,17 @@ def _compare(
 
 
 def _outputs(
-    region: Region, before: Part, after: Part, runs: Sequence[probe.Run]
+    changed: ChangedSubgraph, before: SubgraphSession, after: SubgraphSession, runs: Sequence[probe.Run]
 ) -> Iterator[tuple[str, str, NDArray[Any], NDArray[Any]]]:
-    """Run both sides of a region: the name of each value that it gives, the step, and the two arrays."""
+    """Run both sides of a subgraph: the name of each of its outputs, the step, and the two arrays."""
     rng = np.random.default_rng(_SEED)
     for run in runs:
         caches = before.allocate(run.batch, run.capacity), after.allocate(run.batch, run.capacity)
         for number, step in enumerate(run.steps):
-            given = {name: _random(value, run, step, rng) for name, value in region.takes.items()}
+            given = {name: _random(value, run, step, rng) for name, value in changed.inputs.items()}
             results = before.run(step, given, caches[0]), after.run(step, given, caches[1])
             filled = step.past + step.lengths
-            for name in region.gives:
+            for name in changed.outputs:
                 past = interface.past_of(name)
                 if past in caches[0]:
                     pair = [comparison.joined(probe.real(past, cache[past], filled)) for cache in caches]
@@ -140,14 +143,11 @@ def _outputs(
                 yield name, run.where(number), pair[0], pair[1]
 
 
-def _random(value: ir.Value, run: probe.Run, step: probe.Step, rng: np.random.Generator) -> NDArray[Any]:
-    """Draw normal numbers for a value at the edge of a region."""
+def _random(value: ir.Value, run: probe.Run, step: probe.ProbeStep, rng: np.random.Generator) -> NDArray[Any]:
+    """Draw normal numbers for a value at the boundary of a subgraph."""
     sizes = {"batch": run.batch, "sequence": step.ids.shape[1], "rows": step.ids.shape[1], "capacity": run.capacity}
-    dims = graph.dims(value)
-    assert dims is not None
-    assert value.dtype is not None
-    dtype = np.dtype(np.float32) if value.dtype in emulation.HALVES else value.dtype.numpy()
-    shape = [dim if isinstance(dim, int) else sizes[str(dim)] for dim in dims]
+    dtype = np.dtype(np.float32) if value.dtype in emulation.HALVES else graph.dtype(value).numpy()
+    shape = [dim if isinstance(dim, int) else sizes[str(dim)] for dim in graph.dims(value) or ()]
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
@@ -155,7 +155,7 @@ def _random(value: ir.Value, run: probe.Run, step: probe.Step, rng: np.random.Ge
 class RandomWeights(probe.Weights):
     """Weights that are drawn, not read: what holds for them holds for all weights of their shapes.
 
-    Tensors in memory keep their numbers: tables and constants. Derived tensors are derived, from drawn parts.
+    Tensors in memory keep their numbers: tables and constants. Derived tensors are derived, from drawn operands.
     """
 
     _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
@@ -163,7 +163,7 @@ class RandomWeights(probe.Weights):
     def values(self, tensor: ir.TensorProtocol) -> NDArray[Any]:
         """Draw a tensor that is not in memory."""
         if isinstance(tensor, Derived):
-            return np.ascontiguousarray(tensor.function([self.array(part) for part in tensor.parts]))
+            return np.ascontiguousarray(tensor.function([self.array(each) for each in tensor.operands]))
         if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
             return tensor.numpy()
         shape, dtype = tensor.shape.numpy(), tensor.dtype.numpy()
@@ -188,7 +188,7 @@ class Cost:
 
 @dataclass
 class Loss:
-    """The budgets of lossy passes, measured on whole graphs that run piece by piece on a few windows of text."""
+    """The budgets of lossy passes, measured on whole graphs that run block by block on a few windows of text."""
 
     texts: Sequence[NDArray[np.int64]]
     threads: int
@@ -199,7 +199,7 @@ class Loss:
         """The text: windows side by side, of unequal lengths, most of each in a prefill, then decode."""
         rows = [window[: TEXT_TOKENS - index] for index, window in enumerate(self.texts[:TEXT_ROWS])]
         decoded = min(TEXT_DECODED, min(len(row) for row in rows) - 1)
-        return probe.cut("text", rows, [[len(row) - decoded for row in rows], *[[1] * len(rows)] * decoded])
+        return probe.schedule("text", rows, [[len(row) - decoded for row in rows], *[[1] * len(rows)] * decoded])
 
     def measure(self, before: ir.Model, after: ir.Model) -> Cost:
         """Measure the divergence of `after` from `before`.
@@ -228,7 +228,4 @@ class Loss:
 
 def vocabulary(model: ir.Model) -> int:
     """Read the number of logits of a row off the graph."""
-    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
-    size = (graph.dims(logits) or (None,))[-1]
-    assert isinstance(size, int), "the vocabulary of the graph is not fixed"
-    return size
+    return graph.width(graph.output_named(model, interface.LOGITS))

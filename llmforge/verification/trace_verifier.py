@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from llmforge.base.errors import NotADecoder, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph, interface, summary
+from llmforge.ir.operators import canonical
 from llmforge.runtime.backends.session import Session
 from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
@@ -103,8 +104,7 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
             f"it is only compiled where it can be proved by running it, up to {whole_bytes:,} bytes of weights in "
             f"fp32; it has {graph.weight_bytes(model):,}, and its layers do not repeat"
         )
-    attention = [node for node in model.graph if node.op_type == "Attention"]
-    of_attention = {node.attributes.get_int("window", 0) for node in attention} - {0}
+    of_attention = {layer.window for layer in canonical.Attention.all(model)} - {0}
     windows = sorted(of_attention | summary.rotary_switches(model))
     beyond = [LONGEST - TAIL] if own else windows  # its windows are not in the graph's nodes
     context = checkpoint.geometry.context
@@ -164,18 +164,13 @@ def prove_candidate(checkpoint: Checkpoint, model: ir.Model) -> None:
 def _runs(vocabulary: int, windows: Sequence[int], context: int | None) -> list[probe.Run]:
     """Make the runs: one row in all kinds of step, a ragged batch, and a prompt beyond the windows."""
     rng = np.random.default_rng(SEED)
-
-    def draw(length: int) -> NDArray[np.int64]:
-        return rng.integers(0, vocabulary, length, np.int64)
-
-    runs = [
-        probe.cut("one row", [draw(20)], [(12,), *[(1,)] * 5, (3,)]),
-        probe.cut("a ragged batch", [draw(11), draw(14)], [(9, 12), (1, 1), (1, 1)]),
-    ]
+    one, ragged = probe.random_runs(vocabulary, rng)
+    runs = [one, replace(ragged, name="a ragged batch")]
     within = [window for window in windows if window <= LONGEST - TAIL]
     if within:
         length = min(within[-1] + TAIL, (context or LONGEST) - 2)
-        runs.append(probe.cut("a prompt longer than the windows", [draw(length + 2)], [(length,), (1,), (1,)]))
+        prompt = rng.integers(0, vocabulary, length + 2, np.int64)
+        runs.append(probe.schedule("a prompt longer than the windows", [prompt], [(length,), (1,), (1,)]))
     return [run for run in runs if context is None or run.capacity <= context]
 
 
@@ -184,7 +179,7 @@ def _rows(run: probe.Run) -> list[NDArray[np.int64]]:
     return [np.concatenate([step.ids[b, : step.lengths[b]] for step in run.steps]) for b in range(run.batch)]
 
 
-def _selected(step: probe.Step) -> NDArray[np.int64]:
+def _selected(step: probe.ProbeStep) -> NDArray[np.int64]:
     """Choose the rows of a step that are compared: all, or the tail of a long one."""
     count = step.ids.shape[1]
     return np.arange(0 if count <= 2 * TAIL else count - TAIL, count)

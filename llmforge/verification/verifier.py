@@ -16,7 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.ir import dialect, graph, interface
-from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
+from llmforge.ir.operators.contrib import INT8_ACTIVATIONS, MatMulNBits, QMoE
 from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass
 from llmforge.metrics.tokens import mean_kld
 from llmforge.runtime.backends.session import Session
@@ -48,7 +48,7 @@ class Verification:
     """What the check of one pass found, against the graph before the pass."""
 
     numerics: Numerics
-    max_abs_difference: float  # of any logit of the probes; in parts: of any value at their edges, in its deviation
+    max_abs_difference: float  # of a logit; of subgraphs: of a value at their boundary, in its deviation
     allowed: float | None  # largest max_abs_difference that the numerics allow; None where the budget decides
     kld_mean: float | None  # nats a token, on text; None where it was not measured
     budget: float | None  # largest kld_mean that the recipe allows
@@ -125,7 +125,7 @@ class Verifier:
         folder: where the graphs before and after a failed pass are saved, without weights.
         texts: windows of token ids, int64 [length], that budgets of lossy passes are measured on.
         threads: of ONNX Runtime.
-        whole_bytes: of weights; a graph with more is never run whole, but proven in parts (`verify_parts`).
+        whole_bytes: of weights; a graph with more is never run whole, but streamed (`streamed_verifier`).
 
     Raises:
         UnsupportedError: no tolerance is known for the dtype of the logits, or ONNX Runtime refuses the graph.
@@ -153,7 +153,7 @@ class Verifier:
         self._outcomes = self._drive(session)
 
     @property
-    def in_parts(self) -> bool:
+    def streams(self) -> bool:
         """Whether the model is too large to run whole."""
         return self._loss is not None
 
@@ -191,19 +191,19 @@ class Verifier:
                 session = probe.open_session(model, self._weights, self._threads)
                 result = self._prove_whole(step, model, session, self._drive(session))
             else:
-                result = self._in_parts(step, model, self._loss)
+                result = self._prove_streamed(step, model, self._loss)
         except (UnsupportedError, *_RUN_FAILURES) as error:
             raise VerificationError(f"pass {step.name} wrote a graph that does not run: {error}") from error
         self._before = Snapshot.of(model)
         return result
 
-    def _in_parts(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
+    def _prove_streamed(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
         if step.numerics is Numerics.LOSSY and _other_interface(self._before.model, model) is None:
-            return self._measure_in_pieces(step, model, loss)
-        return self._prove_in_parts(step, model)
+            return self._measure_loss(step, model, loss)
+        return self._prove_subgraphs(step, model)
 
-    def _prove_in_parts(self, step: Pass, model: ir.Model) -> Verification:
-        """Prove a pass on the regions that it changed."""
+    def _prove_subgraphs(self, step: Pass, model: ir.Model) -> Verification:
+        """Prove a pass on the subgraphs that it changed."""
         difference = _other_interface(self._before.model, model)
         tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
         found = difference or streamed_verifier.prove(
@@ -213,7 +213,7 @@ class Verifier:
             raise VerificationError(f"pass {step.name} declares {step.numerics.value}: {found.what} in {found.where}")
         return Verification(step.numerics, found.largest, tolerance, None, None, found.names, 0.0)
 
-    def _measure_in_pieces(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
+    def _measure_loss(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
         if not loss.texts:
             raise _no_text(step)
         budget = _budget(step).kld_mean
@@ -243,7 +243,7 @@ class Verifier:
             allowed = tolerance * _spread(self._outcomes)
             if tolerance and _rounds_activations(self._before.model):
                 # a rounding error may move a number to the next step of int8, and logits by far more than itself
-                proof = self._prove_in_parts(step, model)
+                proof = self._prove_subgraphs(step, model)
                 allowed, names = proof.allowed, [*proof.probes]
             else:
                 failure = self._too_different(outcomes, tolerance)
@@ -388,7 +388,8 @@ def _end_of_range(model: ir.Model) -> str:
 
 def _rounds_activations(model: ir.Model) -> bool:
     """Say whether a kernel of `model` rounds what it reads to int8."""
-    return any(node.attributes.get_int("accuracy_level", 0) == INT8_ACTIVATIONS for node in model.graph)
+    levels = {layer.accuracy_level for layer in MatMulNBits.all(model)}
+    return INT8_ACTIVATIONS in levels | {layer.accuracy_level for layer in QMoE.all(model)}
 
 
 def _no_text(step: Pass) -> UsageError:
@@ -430,7 +431,7 @@ def _budget(step: Pass) -> Budget:
 
 def _tolerance(model: ir.Model) -> float:
     """Look up the tolerance of the dtype that `model` computes its logits in."""
-    logits = next(value for value in model.graph.outputs if value.name == interface.LOGITS)
+    logits = graph.output_named(model, interface.LOGITS)
     tolerance = None if logits.dtype is None else TOLERANCE.get(logits.dtype)
     if tolerance is None:
         raise UnsupportedError(

@@ -62,7 +62,7 @@ def test_expected_kernels(changes: dict[str, int], sm: int, prefill: set[str], d
     attention = dataclasses.replace(PLAIN, **changes)
     assert cuda_attention.expected(attention, sm, decode=False) == prefill
     assert cuda_attention.expected(attention, sm, decode=True) == decode
-    assert cuda_attention.refusal_reason(attention, sm) is None
+    assert cuda_attention.reason_against(attention, sm) is None
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_expected_kernels(changes: dict[str, int], sm: int, prefill: set[str], d
     ],
 )
 def test_what_no_kernel_computes(changes: dict[str, int], sm: int, reason: str) -> None:
-    assert reason in (cuda_attention.refusal_reason(dataclasses.replace(PLAIN, **changes), sm) or "")
+    assert reason in (cuda_attention.reason_against(dataclasses.replace(PLAIN, **changes), sm) or "")
 
 
 def test_a_log_is_held_against_a_graph() -> None:

@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[], ir.Model], str]] = {
 def test_what_has_no_way_through_is_refused_by_name(name: str) -> None:
     make, reason = REFUSED[name]
     model = make()
-    assert any(reason in each.reason for each in lower.refused(model))
+    assert any(reason in each.reason for each in lower.unsupported(model))
     with pytest.raises(UnsupportedError, match="TensorRT for target rtx-4090 does not take") as caught:
         lower.lower(model, RTX.target, SPEC)
     assert caught.value.hint
@@ -311,9 +311,9 @@ def _experts(count: int, top_k: int) -> canonical.MoE:
 
 
 def test_experts_are_all_computed_up_to_a_measure() -> None:
-    assert experts.refusal_reason(_experts(8, 2)) is None
+    assert experts.reason_against(_experts(8, 2)) is None
     assert "2 of 16 experts; the lowering computes all of them, and reads 8 times" in str(
-        experts.refusal_reason(_experts(16, 2))
+        experts.reason_against(_experts(16, 2))
     )
 
 
@@ -329,8 +329,7 @@ def test_experts_are_all_computed_up_to_a_measure() -> None:
     ],
 )
 def test_refusals_of_a_compute_capability(target: str, steps: tuple[Pass, ...], feature: Feature | None) -> None:
-    model = after(graphs.llama(graphs.Llama(hidden=64, mlp=64)), *steps)
-    lowered, _ = lower.lower(model, targets.load(target), SPEC)
+    lowered, _ = lower.rewrite(after(graphs.llama(graphs.Llama(hidden=64, mlp=64)), *steps), CAPACITY)
     sm = targets.load(target).require_gpu().sm
     found = {each for each, _ in refusals.features(lowered) if refusals.TABLE[each].refuses(sm)}
     assert found == ({feature} if feature else set())

@@ -10,9 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge.base.errors import VerificationError
-from llmforge.ir import dialect, graph, moe
+from llmforge.ir import dialect, graph
 from llmforge.ir.operators.canonical import MOE_ACTIVATIONS
 
+from .. import references
 from ..ir.test_dialect import decoder, node
 
 BATCH, SEQUENCE, HIDDEN, INNER, EXPERTS, TOP = 2, 3, 32, 6, 5, 2
@@ -81,7 +82,7 @@ def test_the_expansion_computes_what_the_reference_does(form: dict[str, Any], bi
     run = session(expanded)
     for batch, sequence in ((BATCH, SEQUENCE), (1, 1), (1, 7)):
         feeds = step(batch, sequence)
-        expected = moe.moe(*feeds.values(), *weights.values(), **form)
+        expected = references.moe(*feeds.values(), *weights.values(), **form)
         (got,) = run.run(None, feeds)
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -91,7 +92,7 @@ def test_limits_hold_far_beyond_them() -> None:
     weights = matrices(gated=1, biases=False)
     feeds = step(1, 2, scale=1e4)
     (got,) = session(dialect.expand(model(form, weights))).run(None, feeds)
-    np.testing.assert_allclose(got, moe.moe(*feeds.values(), *weights.values(), **form), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got, references.moe(*feeds.values(), *weights.values(), **form), rtol=0, atol=1e-4)
     assert np.abs(got).max() < 100  # at most 2·I·top_k times a weight
 
 
@@ -101,7 +102,7 @@ def test_an_expert_chosen_twice_counts_twice() -> None:
     feeds["ids"][:] = 3
     (got,) = session(dialect.expand(model(FORM, weights))).run(None, feeds)
     once = {**feeds, "ids": feeds["ids"][..., :1], "mixing": feeds["mixing"].sum(-1, keepdims=True)}
-    np.testing.assert_allclose(got, moe.moe(*once.values(), *weights.values(), **FORM), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got, references.moe(*once.values(), *weights.values(), **FORM), rtol=0, atol=1e-4)
 
 
 def test_the_expansion_survives_cloning_and_keeps_names_apart() -> None:

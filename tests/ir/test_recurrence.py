@@ -16,8 +16,10 @@ from llmforge.ir import dialect, graph
 from llmforge.ir.operators.canonical import LinearAttention
 from llmforge.ir.recurrence import Recurrence
 
+from .. import references
+
 BATCH, CHANNELS, TAPS = 4, 6, 4
-FEW, HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3, 5
+NUM_HEADS, HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3, 5
 DTYPES = {"past_lengths": ir.DataType.INT32, "lengths": ir.DataType.INT32, "input_ids": ir.DataType.INT64}
 CONV = {
     "x": ["batch", "sequence", CHANNELS],
@@ -28,8 +30,8 @@ CONV = {
     "bias": [CHANNELS],
 }
 LINEAR = {
-    "q": ["batch", "sequence", FEW * WIDTH],
-    "k": ["batch", "sequence", FEW * WIDTH],
+    "q": ["batch", "sequence", NUM_HEADS * WIDTH],
+    "k": ["batch", "sequence", NUM_HEADS * WIDTH],
     "v": ["batch", "sequence", HEADS * VALUE_WIDTH],
     "decay": ["batch", "sequence", HEADS],
     "beta": ["batch", "sequence", HEADS],
@@ -68,9 +70,9 @@ def conv(activation: str = "silu", *, bias: bool = True) -> ir.Model:
     return single("CausalConv", shapes, "conv", activation=activation)
 
 
-def linear(few: int = FEW) -> ir.Model:
-    shapes = {**LINEAR, "q": ["batch", "sequence", few * WIDTH], "k": ["batch", "sequence", few * WIDTH]}
-    return single("LinearAttention", shapes, "recurrent", num_heads=few, scale=0.4)
+def linear(num_heads: int = NUM_HEADS) -> ir.Model:
+    shapes = {**LINEAR, "q": ["batch", "sequence", num_heads * WIDTH], "k": ["batch", "sequence", num_heads * WIDTH]}
+    return single("LinearAttention", shapes, "recurrent", num_heads=num_heads, scale=0.4)
 
 
 def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, kernel: bool = False) -> list[NDArray[Any]]:
@@ -116,7 +118,7 @@ def test_an_expanded_convolution_computes_what_the_reference_does(
     feeds = draw(model, sequence, lengths)
     feeds["past_key_values.0.conv"][0] = np.nan  # a fresh row must not read its state
     y, present = run(model, feeds)
-    expected_y, expected = dialect.causal_conv(*operands(model, feeds), activation=activation)
+    expected_y, expected = references.causal_conv(*operands(model, feeds), activation=activation)
     for row, count in enumerate(lengths):
         np.testing.assert_allclose(y[row, :count], expected_y[row, :count], atol=1e-6)
     np.testing.assert_allclose(present, expected, atol=1e-6)
@@ -124,19 +126,19 @@ def test_an_expanded_convolution_computes_what_the_reference_does(
 
 
 @pytest.mark.parametrize(("sequence", "lengths"), STEPS)
-@pytest.mark.parametrize("few", [2, 4])
+@pytest.mark.parametrize("num_heads", [2, 4])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_linear_attention_that_is_lowered_computes_what_the_reference_does(
-    sequence: int, lengths: tuple[int, ...], few: int, kernel: bool
+    sequence: int, lengths: tuple[int, ...], num_heads: int, kernel: bool
 ) -> None:
-    model = linear(few)
+    model = linear(num_heads)
     feeds = draw(model, sequence, lengths)
     feeds["past_key_values.0.recurrent"][0] = np.nan
     for name in ("q", "k", "v", "decay", "beta"):  # what stands in padded places is not read
         for row, count in enumerate(lengths):
             feeds[name][row, count:] = np.where(name == "decay", 1e4, 1.0)
     y, present = run(model, feeds, kernel=kernel)
-    expected_y, expected = dialect.linear_attention(*operands(model, feeds), num_heads=few, scale=0.4)
+    expected_y, expected = references.linear_attention(*operands(model, feeds), num_heads=num_heads, scale=0.4)
     for row, count in enumerate(lengths):
         np.testing.assert_allclose(y[row, :count], expected_y[row, :count], atol=1e-5)
     np.testing.assert_allclose(present, expected, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Cuts: ranges of ranks, and the lazy tensors that hold them, against plain slices of numpy."""
+"""Partitions: ranges of ranks, and the lazy tensors that hold them, against plain slices of numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmforge.ir.derived import Derived, Stored, cast, side_by_side
-from llmforge.parallel.partition import Cut, even, nibbles, shard, spread, take
+from llmforge.parallel.partition import Partition, even, nibbles, shard, spread, take
 from llmforge.quantization import Grid, pack
 from llmforge.quantization import round_to_nearest as rtn
 
@@ -47,14 +47,14 @@ def test_even_parts_cover_an_axis_once(size: int, degree: int) -> None:
 
 
 def test_neighbours_share_what_is_spread() -> None:
-    assert spread(2, 4, 1) == Cut(1, (((0, 1),), ((0, 1),), ((1, 2),), ((1, 2),)))
+    assert spread(2, 4, 1) == Partition(1, (((0, 1),), ((0, 1),), ((1, 2),), ((1, 2),)))
 
 
-def test_cuts_of_packed_sections() -> None:
+def test_partitions_of_packed_sections() -> None:
     q, k = even(4, 2, 2).scaled(3), even(2, 2, 2).scaled(3)
     packed = q.beside(k.shifted(12))
     assert packed.ranks == (((0, 6), (12, 15)), ((6, 12), (15, 18)))
-    assert packed.divided(3) == Cut(2, (((0, 2), (4, 5)), ((2, 4), (5, 6))))
+    assert packed.divided(3) == Partition(2, (((0, 2), (4, 5)), ((2, 4), (5, 6))))
     assert packed.divided(2) is None
     assert packed.size(1) == 9
     assert packed.on(0).axis == 0

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from llmforge import targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import dialect, graph, moe
+from llmforge.ir import dialect, graph
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.trace import trace
 
-from .. import graphs, zoo
+from .. import graphs, references, zoo
 from ..ir.test_moe import EXPERTS, FORM, HIDDEN, INNER, TOP, Weights, matrices, model, step
 
 FUSED = [
@@ -71,7 +71,7 @@ def test_the_kernel_computes_what_the_reference_does(form: dict[str, Any], biase
     made = fused(form, weights)
     for batch, sequence in ((2, 3), (1, 1), (1, 40)):
         feeds = step(batch, sequence)
-        expected = moe.moe(*feeds.values(), *weights.values(), **form)
+        expected = references.moe(*feeds.values(), *weights.values(), **form)
         for threads in (1, 2):
             got = run(made, feeds, optimize=optimize, threads=threads)
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
@@ -82,7 +82,7 @@ def test_weights_need_not_add_up_to_one_and_may_be_tiny_or_zero() -> None:
     made = fused(FORM, weights)
     feeds = step(1, 4)
     feeds["mixing"] = np.array([[[3.0, 2.0], [1e-6, 1.0], [0.0, 0.5], [0.0, 0.0]]], np.float32)
-    expected = moe.moe(*feeds.values(), *weights.values(), **FORM)
+    expected = references.moe(*feeds.values(), *weights.values(), **FORM)
     np.testing.assert_allclose(run(made, feeds), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     assert not run(made, feeds)[0, 3].any()
 
@@ -91,14 +91,14 @@ def test_an_expert_chosen_twice_counts_twice() -> None:
     weights = matrices(gated=1, biases=True)
     feeds = step(1, 2)
     feeds["ids"][:] = 3
-    expected = moe.moe(*feeds.values(), *weights.values(), **FORM)
+    expected = references.moe(*feeds.values(), *weights.values(), **FORM)
     np.testing.assert_allclose(run(fused(FORM, weights), feeds), expected, rtol=0, atol=1e-4)
 
 
 def test_limits_hold_far_beyond_them() -> None:
     form = {**FORM, "interleaved": 1, "limit": 1.0, "beta": 1.0}
     weights, feeds = matrices(gated=1, biases=False), step(1, 2, scale=1e4)
-    expected = moe.moe(*feeds.values(), *weights.values(), **form)
+    expected = references.moe(*feeds.values(), *weights.values(), **form)
     np.testing.assert_allclose(run(fused(form, weights), feeds), expected, rtol=0, atol=1e-4)
 
 

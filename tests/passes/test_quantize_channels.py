@@ -183,7 +183,7 @@ def measured(model: ir.Model, text: NDArray[np.int64]) -> dict[str, float]:
         for node in graphs.find(model, "MatMul")
         if node.inputs[0] is not None and node.inputs[1] is not None and graph.sources(node.inputs[1])
     }
-    run = probe.cut("text", [text], [(len(text),)])
+    run = probe.schedule("text", [text], [(len(text),)])
     session = probe.open_session(model, probe.Weights(), 1, expose=list(linears.values()))
     read = probe.observe(session, run, 0, sorted(set(linears.values())))
     return {parameter: float(np.abs(read[x]).max()) for parameter, x in linears.items()}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import graph, moe
+from llmforge.ir import graph
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.quantize_weights import QuantizeWeights
@@ -21,7 +21,7 @@ from llmforge.quantization import round_to_nearest as rtn
 from llmforge.quantization.statistics import Statistics
 from llmforge.trace import trace
 
-from .. import graphs, zoo
+from .. import graphs, references, zoo
 from ..ir import test_moe as test_moe
 from ..ir.test_moe import FORM, Weights
 from ..passes.test_fuse_experts import routed, run
@@ -74,8 +74,8 @@ def test_4_bits_compute_with_the_rounded_weights(form: dict[str, Any], biases: b
     rounded = dequantized(weights, Grid(4, 16, symmetric))
     for batch, sequence in ((2, 3), (1, 1), (1, 40)):
         feeds = test_moe.step(batch, sequence)
-        expected = moe.moe(*feeds.values(), *rounded.values(), **form)
-        plain = moe.moe(*feeds.values(), *weights.values(), **form)
+        expected = references.moe(*feeds.values(), *rounded.values(), **form)
+        plain = references.moe(*feeds.values(), *weights.values(), **form)
         for threads in (1, 2):
             got = run(model, feeds, threads=threads)
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
@@ -89,7 +89,7 @@ def test_int8_activations_stay_near(bits: int) -> None:
     model = routed(INTERLEAVED, weights)
     assert QuantizeWeights(BUDGET, bits=bits, method="rtn").run(model, graphs.CPU)
     feeds = test_moe.step(1, 40)
-    expected = moe.moe(*feeds.values(), *dequantized(weights, Grid(bits, 16, False)).values(), **INTERLEAVED)
+    expected = references.moe(*feeds.values(), *dequantized(weights, Grid(bits, 16, False)).values(), **INTERLEAVED)
     difference = run(model, feeds) - expected
     assert 0 < difference.std() < 0.02 * expected.std()
 
@@ -153,7 +153,7 @@ def test_calibrated_matrices_are_put_in_the_kernels_order() -> None:
     changes = QuantizeWeights(BUDGET, accuracy_level=0, embedding_bits=16).run(model, context)
     assert changes.rewritten[0].what.startswith("gptq, 4 bits")
     feeds = test_moe.step(1, 6)
-    expected = moe.moe(*feeds.values(), *moved.values(), **FORM)
+    expected = references.moe(*feeds.values(), *moved.values(), **FORM)
     np.testing.assert_allclose(run(model, feeds), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Stored
+from llmforge.ir.subgraph import Index
 from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass, Rewritten
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
@@ -25,7 +26,6 @@ from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.verification import changed_subgraphs, probe, streamed_execution
-from llmforge.verification.subgraph import Index
 from llmforge.verification.verifier import Verification, Verifier
 
 from .. import graphs
@@ -116,12 +116,12 @@ def test_caches_that_grow_are_proven_too(logits: str, tmp_path: Path) -> None:
 
 def test_the_loss_on_text_is_that_of_the_whole_graph(tmp_path: Path) -> None:
     step = QuantizeWeights(budget=Budget(kld_mean=1.0), bits=4, block_size=32, method="rtn")
-    run = probe.cut("text", TEXTS, [[40, 35, 30], [1, 1, 1], [1, 1, 1]])
+    run = probe.schedule("text", TEXTS, [[40, 35, 30], [1, 1, 1], [1, 1, 1]])
     model = model_with_lazy_weights()
     weights = probe.Weights()
     whole = [list(probe.drive(probe.open_session(model, weights, 1), run, caches=False))]
-    parts = streamed_execution.drive(model, [run], threads=1, piece_bytes=1 << 12)
-    assert len(list(streamed_execution.cut(Index.of(model), 1 << 12))) > LAYERS
+    parts = streamed_execution.drive(model, [run], threads=1, block_bytes=1 << 12)
+    assert len(list(streamed_execution.blocks(Index.of(model), 1 << 12))) > LAYERS
     for expected, got, each in zip(whole[0], parts[0], run.steps, strict=True):
         np.testing.assert_allclose(got[each.valid], expected.logits, atol=1e-5)
     result = check(step, model, tmp_path)
@@ -132,7 +132,7 @@ def test_the_loss_on_text_is_that_of_the_whole_graph(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) -> None:
-    """A checkpoint stores [N, K] in bf16: what a piece computes with is what the graph says it is."""
+    """A checkpoint stores [N, K] in bf16: what a block computes with is what the graph says it is."""
     model = graphs.llama()
     if not tied:
         head = graphs.find(model, "Transpose")[0]
@@ -163,15 +163,15 @@ def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) ->
             transposed=transposed,
         )
     PackQkv().run(model, graphs.CPU)
-    run = probe.cut("text", TEXTS, [[40, 35, 30], [1, 1, 1]])
-    [got] = streamed_execution.drive(model, [run], threads=1, piece_bytes=1 << 13)
+    run = probe.schedule("text", TEXTS, [[40, 35, 30], [1, 1, 1]])
+    [got] = streamed_execution.drive(model, [run], threads=1, block_bytes=1 << 13)
     assert whole_reads.names == []  # neither transposed nor, where it is a table, whole
     expected = list(probe.drive(probe.open_session(model, probe.Weights(), 1), run, caches=False))
     for step, logits, wanted in zip(run.steps, got, expected, strict=True):
         np.testing.assert_allclose(logits[step.valid], wanted.logits, atol=2e-5)
 
 
-def test_a_lossy_pass_over_its_budget_fails_in_parts(tmp_path: Path) -> None:
+def test_a_lossy_pass_over_its_budget_fails_where_graphs_are_streamed(tmp_path: Path) -> None:
     step = QuantizeWeights(budget=Budget(kld_mean=1e-6), bits=4, block_size=32, method="rtn")
     with pytest.raises(VerificationError, match=r"mean KLD is .* nats over 121 tokens, its budget 1e-06"):
         check(step, model_with_lazy_weights(), tmp_path)
@@ -180,7 +180,7 @@ def test_a_lossy_pass_over_its_budget_fails_in_parts(tmp_path: Path) -> None:
 # Passes that lie
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "in parts"])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "streamed"])
 @pytest.mark.parametrize("numerics", [Numerics.EXACT, Numerics.ROUNDING])
 @pytest.mark.parametrize("how", LieDeep.WAYS)
 def test_a_pass_that_lies_about_one_deep_layer(how: str, numerics: Numerics, whole: bool, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_lie_in_every_layer_that_the_first_layer_does_not_show(tmp_path: Path)
         check(DropBiases(), model, tmp_path)
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "in parts"])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "streamed"])
 def test_numbers_that_are_changed_in_place(whole: bool, tmp_path: Path) -> None:
     """Both graphs share the tensor: no comparison of them shows it."""
 
@@ -243,29 +243,29 @@ def test_numbers_that_are_changed_in_place(whole: bool, tmp_path: Path) -> None:
         check(Overwrite(), model_with_lazy_weights(), tmp_path, whole=whole)
 
 
-def test_equal_graphs_have_no_regions() -> None:
+def test_equal_graphs_have_no_changed_subgraphs() -> None:
     model = model_with_lazy_weights()
     assert changed_subgraphs.differences(Index.of(model), Index.of(model.clone())) == []
 
 
-def test_a_region_ends_where_both_graphs_name_a_value() -> None:
+def test_a_changed_subgraph_ends_where_both_graphs_name_a_value() -> None:
     model = model_with_lazy_weights()
     before = Index.of(model.clone())
     PackQkv().run(model, graphs.CPU)
     first, *others = changed_subgraphs.differences(before, Index.of(model))
-    assert first.gives == ("l0_q", "l0_k", "l0_v")
-    assert list(first.takes) == ["l0_normed"]
-    assert {region.kind for region in others} == {first.kind}
+    assert first.outputs == ("l0_q", "l0_k", "l0_v")
+    assert list(first.inputs) == ["l0_normed"]
+    assert {changed.kind for changed in others} == {first.kind}
     assert first.size_bytes == 2 * sum(48 * n * 4 for n in (64, 32, 32)) + 3 * 8  # and the sizes of a Split
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 1 << 16))
-def test_pieces_make_every_value_that_later_ones_read(piece_bytes: int) -> None:
+def test_blocks_make_every_value_that_later_ones_read(block_bytes: int) -> None:
     index = Index.of(model_with_lazy_weights())
     made: set[str] = set()
-    for piece in streamed_execution.cut(index, piece_bytes):
-        assert piece.stops <= made
-        made |= set(piece.gives)
+    for block in streamed_execution.blocks(index, block_bytes):
+        assert block.inputs <= made
+        made |= set(block.outputs)
     assert interface.LOGITS in made
     assert {interface.present_key(layer) for layer in range(LAYERS)} <= made

@@ -18,7 +18,7 @@ from llmforge.ir.operators.canonical import AllGather, AllReduce
 _TO_FRONT, _TO_BACK = [2, 0, 1], [1, 2, 0]
 
 
-def refusal_reason(view: AllReduce | AllGather) -> str | None:
+def reason_against(view: AllReduce | AllGather) -> str | None:
     """Say why a collective has no way to TensorRT; None where it has one."""
     if isinstance(view, AllGather) and (view.axis != -1 or len(graph.dims(view.output) or ()) != len(_TO_FRONT)):
         return "only the last axis of three is gathered"

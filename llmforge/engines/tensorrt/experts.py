@@ -25,7 +25,7 @@ from llmforge.ir.operators import canonical
 MOST_READ = 4  # a Mixtral has 8 experts, of which a token chooses 2
 
 
-def refusal_reason(layer: canonical.MoE) -> str | None:
+def reason_against(layer: canonical.MoE) -> str | None:
     """Say why the experts of `layer` are not computed all; None where they are."""
     experts, top_k = g.static(layer.up)[0], g.width(layer.expert_ids)
     if experts > MOST_READ * top_k:
@@ -38,7 +38,7 @@ def refusal_reason(layer: canonical.MoE) -> str | None:
 
 def lower(model: ir.Model, layer: canonical.MoE) -> str:
     """Replace one `llmforge::MoE`; say what it became."""
-    g.replace_value(layer.output, _Dense(model, layer, "expand").result())
+    g.replace_value(layer.output, _Dense(model, layer).result())
     return f"MoE to products with all {g.static(layer.up)[0]} experts"
 
 

@@ -1,7 +1,7 @@
 """From the canonical dialect to the ONNX that TensorRT's parser builds: opset 24, no operator of another domain.
 
 `rewrite` knows no target, so that ONNX Runtime can run what it writes on a CPU and prove it equal. `lower` refuses by
-name what has no way through (`refused` lists it), and holds what it writes against what was seen to build
+name what has no way through (`unsupported` lists it), and holds what it writes against what was seen to build
 (`support`); what compute capabilities lack stands in `refusals`. No weight is read for any of it.
 
 The graph keeps the names of `llmforge.ir.interface`. Batch and sequence stay open, the capacity of caches is a number.
@@ -32,7 +32,7 @@ _OTHER_ENGINE = "choose `engine: {backend: onnxruntime}`"
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Unsupported:
     """One thing of a graph that TensorRT has no way for."""
 
     node: str  # name of a node, or of an input of the graph
@@ -49,7 +49,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     Raises:
         UnsupportedError: the graph has what TensorRT does not take.
     """
-    if found := refused(model):
+    if found := unsupported(model):
         listed = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise UnsupportedError(f"TensorRT for target {target.name} does not take {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
@@ -57,20 +57,20 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return lowered, changes
 
 
-def refused(model: ir.Model) -> list[Refusal]:
+def unsupported(model: ir.Model) -> list[Unsupported]:
     """List what of `model` no engine of TensorRT has, whatever the device; reads no weight, and changes nothing."""
     found = []
     if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
-        found.append(Refusal("the model", f"its own attention was traced, because: {reason}", _OTHER_ENGINE))
+        found.append(Unsupported("the model", f"its own attention was traced, because: {reason}", _OTHER_ENGINE))
     for value in model.graph.inputs:
         if value.name in (interface.ATTENTION_MASK, interface.SEQLENS_K):
             what = "only canonical attention over past_lengths is lowered to TensorRT"
             hint = "leave flash-attention, genai-interface and optimum-interface out of the recipe"
-            found.append(Refusal(value.name, what, hint))
+            found.append(Unsupported(value.name, what, hint))
     for view in map(operators.view, model.graph.all_nodes()):
         reason, hint = _reason(view)
         if reason is not None:
-            found.append(Refusal(view.name, reason, hint))
+            found.append(Unsupported(view.name, reason, hint))
     return found
 
 
@@ -82,14 +82,14 @@ def _reason(view: Operator) -> tuple[str | None, str]:
             reason = "IAttention has kernels for fp16 and bf16, and this one is fp32" if fp32 else None
             return reason, "put `lower-precision` into the recipe"
         case canonical.MoE():
-            return experts.refusal_reason(view), _OTHER_ENGINE
+            return experts.reason_against(view), _OTHER_ENGINE
         case canonical.AllReduce() | canonical.AllGather():
-            return collectives.refusal_reason(view), "split the graph along its last axis"
+            return collectives.reason_against(view), "split the graph along its last axis"
         case canonical.CausalConv() | canonical.LinearAttention():
             return "layers with a recurrent state are not lowered", _OTHER_ENGINE
         case contrib.MatMulNBits() | contrib.GatherBlockQuantized():
             hint = "set `bits: 4`, `symmetric: true` and `embedding_bits: 4` or 16 in quantize-weights"
-            return weights.refusal_reason(view), hint
+            return weights.reason_against(view), hint
         case contrib.SkipSimplifiedLayerNormalization() | contrib.SkipLayerNormalization():
             return None, ""
         case contrib.GroupQueryAttention():
@@ -110,7 +110,7 @@ def _reason(view: Operator) -> tuple[str | None, str]:
 
 
 def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
-    """Write a clone of `model`, of which nothing is refused, as standard ONNX whose caches have `capacity` slots."""
+    """Write a clone of `model`, with nothing unsupported in it, as standard ONNX whose caches have `capacity` slots."""
     lowered = model.clone()
     dtype_inference.complete(lowered)
     writing = _Rewriting(lowered, capacity)

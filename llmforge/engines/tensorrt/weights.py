@@ -33,7 +33,7 @@ BLOCK_SIZES = (32, 64, 128)  # those that were seen to build
 _UPPER_BITS = 0x88  # of the two codes of a byte: turns 0 … 15 around 8 into int4, -8 … 7
 
 
-def refusal_reason(view: MatMulNBits | GatherBlockQuantized) -> str | None:
+def reason_against(view: MatMulNBits | GatherBlockQuantized) -> str | None:
     """Say why TensorRT does not read the weights of `view`; None where it does."""
     if view.bits != BITS:
         return (

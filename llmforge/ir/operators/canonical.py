@@ -15,6 +15,7 @@ from llmforge.ir.operators.record import (
     I64,
     INT32,
     INT64,
+    CachedAttention,
     Experts,
     Input,
     Operator,
@@ -33,7 +34,7 @@ CONV_ACTIVATIONS = ("none", "silu")
 _INTERFACE = "split the graph before the pass that wrote it"
 
 
-class _Attention(Operator, domain=CANONICAL):
+class _Attention(CachedAttention, domain=CANONICAL):
     """q [B, S, num_heads·D], k [B, S, kv_num_heads·D], v [B, S, kv_num_heads·Dv], caches [B, kv_num_heads, C, …]."""
 
     q = Input(FLOATS, 3)
@@ -51,6 +52,11 @@ class _Attention(Operator, domain=CANONICAL):
     present_key = Output(like="past_key")
     present_value = Output(like="past_value")
     precision = Precision.HALF
+
+    @property
+    def projections(self) -> tuple[ir.Value, ...]:
+        """Query, key and value."""
+        return self.q, self.k, self.v
 
     @property
     def tokens(self) -> ir.Value:

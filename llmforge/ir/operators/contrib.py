@@ -17,6 +17,7 @@ from llmforge.ir.operators.record import (
     INT8,
     MICROSOFT,
     UINT8,
+    CachedAttention,
     Experts,
     Input,
     Operator,
@@ -36,7 +37,7 @@ _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 _BYTES = frozenset({UINT8})
 
 
-class GroupQueryAttention(Operator, domain=MICROSOFT):
+class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
     """Attention over a KV buffer that past and present share; key and value are absent where the query is packed."""
 
     query = Input(FLOATS, 3)
@@ -73,6 +74,11 @@ class GroupQueryAttention(Operator, domain=MICROSOFT):
     present_key = Output(like="past_key")
     present_value = Output(like="past_value")
     precision = Precision.HALF
+
+    @property
+    def projections(self) -> tuple[ir.Value, ...]:
+        """Query, key and value; one where the query holds all three side by side."""
+        return (self.query,) if self.key is None or self.value is None else (self.query, self.key, self.value)
 
 
 class MatMulNBits(Operator, domain=MICROSOFT):

@@ -363,7 +363,9 @@ class Operator:
     @property
     def first_input(self) -> ir.Value:
         """The first input: of operators of any kind, what they work on."""
-        return self.required(self.inputs[0])
+        if (value := graph.operand(self.node, 0)) is None:
+            raise self.malformed("it reads nothing")
+        return value
 
     def operand(self, field: Operand) -> ir.Value | None:
         """Return the value of an input; None where it is left out."""
@@ -407,6 +409,20 @@ class Operator:
         """Raise what `malformed` returns unless `condition` holds."""
         if not condition:
             raise self.malformed(reason)
+
+
+class CachedAttention(Operator):
+    """Attention by heads over a KV cache; not an operator itself."""
+
+    past_key: Input
+    past_value: Input
+    num_heads: Attribute[int]
+    kv_num_heads: Attribute[int]
+
+    @property
+    def projections(self) -> tuple[ir.Value, ...]:
+        """Query, key and value; one where the query holds all three side by side."""
+        raise NotImplementedError
 
 
 class Experts(Operator):

@@ -1,0 +1,129 @@
+"""What operators of llmforge compute, token by token in numpy, as docs/dialect.md defines it.
+
+That of `llmforge::Attention` is `llmforge.ir.dialect.attention`: the frontend holds code of models against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Floats = NDArray[np.float32]
+_Lengths = NDArray[np.int32]
+
+
+def causal_conv(
+    x: _Floats,
+    weight: _Floats,
+    past: _Floats,
+    past_lengths: _Lengths,
+    lengths: _Lengths,
+    bias: _Floats | None = None,
+    *,
+    activation: str,
+) -> tuple[_Floats, _Floats]:
+    """Compute `llmforge::CausalConv` token by token.
+
+    x [B, S, C], weight [C, 1, K], past [B, K-1, C], past_lengths and lengths int32 [B], bias [C] → y [B, S, C], of
+    which rows beyond `lengths` are zeros here, and present [B, K-1, C].
+    """
+    y, present = np.zeros_like(x), past.copy()
+    for b in range(len(x)):
+        if past_lengths[b] == 0:
+            present[b] = 0
+        for s in range(lengths[b]):
+            window = np.concatenate([present[b], x[b, s : s + 1]])  # [K, C]
+            total = (window * weight[:, 0].T).sum(0) + (0 if bias is None else bias)
+            y[b, s] = total / (1 + np.exp(-total)) if activation == "silu" else total
+            present[b] = window[1:]
+    return y, present
+
+
+def linear_attention(
+    q: _Floats,
+    k: _Floats,
+    v: _Floats,
+    decay: _Floats,
+    beta: _Floats,
+    past: _Floats,
+    past_lengths: _Lengths,
+    lengths: _Lengths,
+    *,
+    num_heads: int,
+    scale: float,
+) -> tuple[_Floats, _Floats]:
+    """Compute `llmforge::LinearAttention` token by token.
+
+    q, k [B, S, num_heads·D], v [B, S, H·Dv], decay, beta [B, S, H], past [B, H, D, Dv], past_lengths and lengths
+    int32 [B] → y [B, S, H·Dv], of which rows beyond `lengths` are zeros here, and present [B, H, D, Dv].
+    """
+    batch, heads, width, value_width = past.shape
+    present = past.astype(np.float64)
+    y = np.zeros(v.shape, np.float64)
+    for b in range(batch):
+        if past_lengths[b] == 0:
+            present[b] = 0
+        for s in range(lengths[b]):
+            for h in range(heads):
+                at = h // (heads // num_heads)
+                query, key = (x[b, s, at * width : (at + 1) * width].astype(np.float64) for x in (q, k))
+                columns = slice(h * value_width, (h + 1) * value_width)
+                state = present[b, h] * np.exp(decay[b, s, h])
+                state += np.outer(key, beta[b, s, h] * (v[b, s, columns] - key @ state))
+                present[b, h] = state
+                y[b, s, columns] = scale * (query @ state)
+    return y.astype(np.float32), present.astype(np.float32)
+
+
+def moe(
+    x: NDArray[np.float32],
+    expert_ids: NDArray[np.int64],
+    expert_weights: NDArray[np.float32],
+    up: NDArray[np.float32],
+    down: NDArray[np.float32],
+    up_bias: NDArray[np.float32] | None = None,
+    down_bias: NDArray[np.float32] | None = None,
+    *,
+    activation: str,
+    gated: int,
+    interleaved: int,
+    alpha: float,
+    beta: float,
+    limit: float,
+) -> NDArray[np.float32]:
+    """Compute `llmforge::MoE` token by token in fp64.
+
+    x [..., H], expert_ids and expert_weights [..., top_k], up [E, H, 2·I] (I where not gated), down [E, I, H],
+    up_bias [E, 2·I or I], down_bias [E, H] → y [..., H].
+    """
+    y = np.zeros(x.shape, np.float64)
+    for token in np.ndindex(x.shape[:-1]):
+        for expert, weight in zip(expert_ids[token], expert_weights[token], strict=True):
+            h = x[token].astype(np.float64) @ up[expert]
+            h = h if up_bias is None else h + up_bias[expert]
+            if gated:
+                gate, linear = (h[0::2], h[1::2]) if interleaved else np.split(h, 2)
+                if limit:
+                    gate, linear = np.minimum(gate, limit), np.clip(linear, -limit, limit)
+                h = _activate(gate, activation, alpha) * (linear + beta)
+            else:
+                h = _activate(h, activation, alpha)
+            out = h @ down[expert]
+            y[token] += weight * (out if down_bias is None else out + down_bias[expert])
+    return y.astype(np.float32)
+
+
+def _activate(x: NDArray[np.float64], activation: str, alpha: float) -> NDArray[np.float64]:
+    positive: NDArray[np.float64] = np.maximum(x, 0)
+    cubic = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)  # ONNX Gelu-20's approximation
+    known: Mapping[str, NDArray[np.float64]] = {
+        "silu": x * (1 + np.tanh(alpha * x / 2)) / 2,  # x·sigmoid(alpha·x), without overflow
+        "gelu": np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x]),
+        "gelu_tanh": 0.5 * x * (1 + np.tanh(cubic)),
+        "relu": positive,
+        "relu2": positive * positive,
+    }
+    return known[activation]
