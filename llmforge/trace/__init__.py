@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.base.errors import NotADecoder, UnsupportedError, VerificationError
+from llmforge.base.errors import ForgeError, NotADecoder, UnsupportedError, VerificationError
 from llmforge.ir import dialect, interface
 from llmforge.trace.export.pattern import Irregular
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
+
+REFUSALS = (UnsupportedError, VerificationError)  # the latter of a graph that the dialect or its operators refuse
 
 
 def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
@@ -44,10 +46,11 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
             return _substituted(checkpoint, irregular)
         except NotADecoder:
             raise
-        except UnsupportedError as error:
+        except REFUSALS as error:
             return _fallen_back(checkpoint, irregular, error)
-    except UnsupportedError as error:
-        raise type(error)(
+    except REFUSALS as error:
+        kind = type(error) if isinstance(error, UnsupportedError) else UnsupportedError
+        raise kind(
             f"architecture {checkpoint.architecture!r} cannot be compiled: {error.message}", hint=error.hint
         ) from error
 
@@ -60,7 +63,7 @@ def _substituted(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Mode
     return _checked(strategy.export(checkpoint, lambda: strategy.substituted(checkpoint.config, context), irregular))
 
 
-def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: UnsupportedError) -> ir.Model:
+def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: ForgeError) -> ir.Model:
     """Trace the model's own attention, because of `reason`.
 
     Raises:
@@ -74,7 +77,7 @@ def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: Un
         return _checked(strategy.export(checkpoint, lambda: strategy.own(context, reason.message), irregular))
     except NotADecoder:
         raise
-    except UnsupportedError as error:
+    except REFUSALS as error:
         fallback.refuse_encoders(checkpoint)
         if error.message == reason.message:
             raise reason from error
@@ -88,8 +91,5 @@ def _checked(graph: ir.Model) -> ir.Model:
     rows = next(value for value in graph.graph.inputs if value.name == interface.LOGITS_ROWS)
     rows.const_value = ir.Tensor(np.array([-1], np.int64), name=interface.LOGITS_ROWS)
     graph.graph.register_initializer(rows)
-    try:
-        dialect.check(graph)
-    except VerificationError as error:
-        raise UnsupportedError(error.message) from error
+    dialect.check(graph)
     return graph

@@ -22,7 +22,7 @@ from llmforge.quantization import round_to_nearest as rtn
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.trace import trace
-from llmforge.trace.hooks.experts import Form, Weights, compute, probe, weights
+from llmforge.trace.hooks.experts import ExpertActivation, ExpertWeights, compute, probe, weights
 from llmforge.verification.verifier import Verifier
 
 from .. import graphs, zoo
@@ -95,8 +95,10 @@ def seen(tokens: int, count: int, *, unseen: int | None = None) -> experts.Route
     return experts.RoutedInputs(x, ids, mixing, x + 0.02 * torch.randn(x.shape, generator=generator))
 
 
-def output(form: Form, held: Weights, matrices: list[torch.Tensor], given: experts.RoutedInputs) -> torch.Tensor:
-    changed = Weights(matrices[0], matrices[1], held.up_bias, held.down_bias)
+def output(
+    form: ExpertActivation, held: ExpertWeights, matrices: list[torch.Tensor], given: experts.RoutedInputs
+) -> torch.Tensor:
+    changed = ExpertWeights(matrices[0], matrices[1], held.up_bias, held.down_bias)
     return compute(form, changed, given.tokens, given.ids, given.mixing)
 
 

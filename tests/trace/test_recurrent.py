@@ -203,7 +203,7 @@ class Gated(nn.Module):
     ],
 )
 def test_a_gated_norm_is_recognized_by_what_it_computes(norm: Gated, expected: Any) -> None:
-    found = gated_norms.probe(norm, 16, [1e-5])
+    found = gated_norms.probe(norm, (16,), [1e-5])
     assert found == (None if expected is None else (0.0, 1e-5, expected))
 
 

@@ -550,7 +550,7 @@ class Norm(torch.nn.Module):
     ],
 )
 def test_a_norm_is_recognized_by_what_it_computes(norm: Norm, expected: tuple[float, float] | None) -> None:
-    assert norms.probe(norm, 16, [norm.variance_epsilon, norm.other_epsilon]) == expected
+    assert norms.probe(norm, (16,), [norm.variance_epsilon, norm.other_epsilon]) == expected
 
 
 def test_bfloat16_survives_the_way_to_torch_and_back() -> None:

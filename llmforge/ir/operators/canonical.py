@@ -9,6 +9,7 @@ from llmforge.ir import interface
 from llmforge.ir.graph import dims
 from llmforge.ir.operators.record import (
     CANONICAL,
+    FLOAT,
     FLOATS,
     FP32,
     I32,
@@ -22,6 +23,7 @@ from llmforge.ir.operators.record import (
     OptionalInput,
     Output,
     Precision,
+    Stage,
     integer,
     listed,
     real,
@@ -105,6 +107,15 @@ class GrowingAttention(_Attention):
     sinks = OptionalInput(FLOATS, 1, heads=0)
     alibi_slopes = OptionalInput(FP32, 1, fp32=True, heads=0)
     indivisible = _INTERFACE
+
+
+class CausalMask(Operator, domain=CANONICAL):
+    """What a model adds to scores in attention code of its own, fp32 [batch, 1, queries, keys]; of a raw graph."""
+
+    past_lengths = Input(I32, 1)
+    window = integer()
+    y = Output(dtype=FLOAT)
+    stage = Stage.LOWERED
 
 
 class MoE(Experts, domain=CANONICAL):

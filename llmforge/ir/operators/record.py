@@ -336,19 +336,21 @@ class Operator:
 
         The graph imports the operator's domain afterwards.
         """
-        unknown = set(inputs) - {field.name for field in cls.inputs}
-        assert not unknown, f"{cls.op_type} has no input {', '.join(sorted(unknown))}"
         made = graph.insert(
-            before,
-            cls.op_type,
-            [inputs.get(field.name) for field in cls.inputs],
-            attributes,
-            domain=cls.domain,
-            outputs=outputs,
-            name=name,
+            before, cls.op_type, cls.ordered(inputs), attributes, domain=cls.domain, outputs=outputs, name=name
         )
         graph.owner(before).opset_imports.setdefault(cls.domain, OPSETS[cls.domain])
         return cls(graph.producer(made[0]))
+
+    @classmethod
+    def ordered(cls, inputs: Mapping[str, T | None]) -> list[T | None]:
+        """Lay out `inputs` by name in the operator's order; absent ones at the end are left out."""
+        unknown = set(inputs) - {field.name for field in cls.inputs}
+        assert not unknown, f"{cls.op_type} has no input {', '.join(sorted(unknown))}"
+        given = [inputs.get(field.name) for field in cls.inputs]
+        while given and given[-1] is None:
+            given.pop()
+        return given
 
     @property
     def name(self) -> str:
@@ -409,6 +411,15 @@ class Operator:
         """Raise what `malformed` returns unless `condition` holds."""
         if not condition:
             raise self.malformed(reason)
+
+
+class Reduction(Operator):
+    """A number of all that stand along some axes; not an operator itself."""
+
+    x = Input(NUMBERS | BOOLS)
+    axes = Input(I64, 1)
+    keepdims = integer(1)
+    noop_with_empty_axes = integer(0)
 
 
 class CachedAttention(Operator):

@@ -29,6 +29,7 @@ from llmforge.ir.operators.record import (
     OptionalInput,
     Output,
     Precision,
+    Reduction,
     Seen,
     Sign,
     Stage,
@@ -558,31 +559,24 @@ class ArgMax(Operator):
     tensorrt = Seen(_SEEN, I64)
 
 
-class _Reduction(Operator):
-    x = Input(NUMBERS | BOOLS)
-    axes = Input(I64, 1)
-    keepdims = integer(1)
-    noop_with_empty_axes = integer(0)
-    tensorrt: ClassVar[Seen | None] = Seen(_SEEN, I64)
-
-
-class ReduceSum(_Reduction):
+class ReduceSum(Reduction):
     precision = Precision.FP32
     sign = Sign.AS_FIRST
+    tensorrt = Seen(_SEEN, I64)
 
 
-class ReduceMax(_Reduction):
+class ReduceMax(Reduction):
     moves = True
     sign = Sign.AS_FIRST
+    tensorrt = Seen(_SEEN, I64)
 
 
-class ReduceMin(_Reduction):
+class ReduceMin(Reduction):
     stage = Stage.LOWERED
     moves = True
-    tensorrt = None
 
 
-class ReduceMean(_Reduction):
+class ReduceMean(Reduction):
     precision = Precision.FP32
     tensorrt = Seen(FLOATS, I64)
 

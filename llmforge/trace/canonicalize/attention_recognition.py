@@ -1,7 +1,7 @@
 """Attention that a model writes out in primitive operators, recognized by what it computes.
 
 Models that predate transformers' attention interface multiply, mask and normalize scores in their own code. Their
-cache hands out past and new keys and values joined (`OpenLayer`), their mask is a node `llmforge::CausalMask`
+cache hands out past and new keys and values joined (`JoinedCacheLayer`), their mask is a node `llmforge::CausalMask`
 (`OpenAttention`), and the nodes between these and the sum over the values are one attention (`recognize`). That part
 of the graph is run on made-up numbers: probabilities tell its scale, its window and the slopes of its position bias
 (ALiBi); it is then replaced by `llmforge::Attention` if, and only if, both agree on random input.
@@ -21,10 +21,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import dialect, interface
+from llmforge.ir import dialect, interface, operators
 from llmforge.ir import graph as g
-from llmforge.trace.canonicalize.evaluation import MASK, Origins, Part
-from llmforge.trace.hooks.attention import Attention, Layer
+from llmforge.ir.operators import canonical, standard
+from llmforge.trace.canonicalize.evaluation import Evaluation, Origins
+from llmforge.trace.canonicalize.rewriting import lay_out, swap_heads
+from llmforge.trace.hooks.attention import Attention, CacheLayer
+from llmforge.trace.hooks.symbolic import emit
 
 Floats = NDArray[np.float32]
 
@@ -38,7 +41,7 @@ EXPONENT = 12.0  # largest difference of two scores from which a slope is read: 
 ABSENT = 1e-6  # a slope below this, over the positions probed, is no slope
 
 
-class OpenLayer(Layer):  # type: ignore[no-untyped-call]  # as its base
+class JoinedCacheLayer(CacheLayer):  # type: ignore[no-untyped-call]  # as its base
     """The cache of one layer for code of its own: hands out past and new keys and values joined, as transformers'."""
 
     def update(
@@ -71,27 +74,21 @@ class OpenAttention(Attention):
     def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
         super().step(past, past_lengths, lengths)
-        self.layers = [OpenLayer(parts, self) for parts in past]
+        self.layers = [JoinedCacheLayer(parts, self) for parts in past]
         return Cache(layers=[*self.layers])
 
     def describe(  # type: ignore[override]  # transformers names its arguments
         self, *, batch_size: int, q_length: int, kv_length: int, **kwargs: object
     ) -> Tensor:
         """Emit the mask that transformers asks for: fp32 [batch, 1, queries, keys], 0 or the lowest number."""
-        mask = self.mask(**kwargs)  # type: ignore[arg-type]
-        assert self.past_lengths is not None
-        return torch.onnx.ops.symbolic(
-            f"llmforge::{MASK}",
-            (self.past_lengths,),
-            {"window": mask.window},
-            dtype=torch.float32,
-            shape=(batch_size, 1, q_length, kv_length),
-            version=1,
-        )
+        window = self.mask(**kwargs).window  # type: ignore[arg-type]
+        made = [(torch.float32, (batch_size, 1, q_length, kv_length))]
+        (mask,) = emit(canonical.CausalMask, {"past_lengths": self.past_lengths}, {"window": window}, made)
+        return mask
 
 
 @dataclass(frozen=True)
-class Found:
+class AttentionParameters:
     """What an attention in primitives computes."""
 
     scale: float
@@ -100,18 +97,20 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Core:
+class AttentionSubgraph:
     """The part of a raw graph that is one attention."""
 
     layer: int
-    query: ir.Value  # [batch, heads, sequence, D], or with heads last
+    query: ir.Value  # [batch, heads, sequence, width], or with heads last
     heads_last: bool
     heads: int
-    keys: ir.Value  # [batch, kv_heads, capacity + sequence, D]: the layer's cache joined with its new keys
+    kv_heads: int
+    width: int
+    value_width: int
+    keys: ir.Value  # [batch, kv_heads, capacity + sequence, width]: the layer's cache joined with its new keys
     values: ir.Value
-    masks: tuple[ir.Value, ...]  # outputs of CausalMask
-    output: ir.Value  # the sum over the values
-    by_head: ir.Value  # the same, as [batch, heads, sequence, Dv]
+    masks: tuple[canonical.CausalMask, ...]
+    output: ir.Value  # the sum over the values [batch, heads, sequence, value_width]
 
 
 def recognize(model: ir.Model, weights: Collection[str], positions: int) -> None:
@@ -126,13 +125,12 @@ def recognize(model: ir.Model, weights: Collection[str], positions: int) -> None
     shared: dict[bytes, ir.Value] = {}
     outputs = {value.name for value in model.graph.outputs}
     for layer in itertools.takewhile(lambda index: interface.present_key(index) in outputs, itertools.count()):
-        core = find(model, layer, origins)
-        found = probe(model, core, positions)
-        _replace(model, core, found, shared)
+        subgraph = find(model, layer, origins)
+        _replace(model, subgraph, probe(model, subgraph, positions), shared)
     g.drop_unused(model)
 
 
-def find(model: ir.Model, layer: int, origins: Origins) -> Core:
+def find(model: ir.Model, layer: int, origins: Origins) -> AttentionSubgraph:
     """Find the attention of `layer`: what lies between its cache and the first value that keys and values both reach.
 
     Raises:
@@ -145,162 +143,148 @@ def find(model: ir.Model, layer: int, origins: Origins) -> Core:
     output: ir.Value | None = None
     for node in model.graph:
         from_keys, from_values = (not reached.isdisjoint(node.inputs) for reached in (of_keys, of_values))
-        if node.op_type == "Shape":
+        if standard.Shape.matches(node):
             continue
         if from_keys and from_values:
-            output = node.outputs[0]
+            output = operators.view(node).output
             break
         of_keys.update(node.outputs if from_keys else ())
         of_values.update(node.outputs if from_values else ())
     if output is None:
         raise UnsupportedError(f"{where} caches keys and values that no attention reads")
-    bounds: set[ir.Value] = {keys, values}
-    causal: dict[ir.Value, None] = {}
+    masks: list[canonical.CausalMask] = []
     queries: dict[ir.Value, None] = {}
-    visited: set[ir.Value] = set()
+    visited: set[ir.Value] = {keys, values}
     pending = [output]
     while pending:
         value = pending.pop()
         made_by = value.producer()
-        if value in bounds or value in visited:
+        if value in visited:
             continue
         visited.add(value)
-        if made_by is not None and (made_by.domain, made_by.op_type) == ("llmforge", MASK):
-            causal[value] = None
+        if (mask := canonical.CausalMask.made(value)) is not None:
+            masks.append(mask)
         elif origins.is_data(value) and value not in of_keys and value not in of_values and value is not output:
             queries[value] = None
-        elif made_by is not None and made_by.op_type != "Shape":
+        elif made_by is not None and not standard.Shape.matches(made_by):
             pending.extend(x for x in made_by.inputs if x is not None)
     if len(queries) != 1:
         listed = ", ".join(str(value.name) for value in queries) or "nothing"
         raise UnsupportedError(f"{where} computes attention from {listed} besides keys and values, wanted one query")
-    query, heads_last, heads = _by_head(next(iter(queries)), keys, where)
-    return Core(layer, query, heads_last, heads, keys, values, tuple(causal), output, _readable(output, heads, where))
+    (query,) = queries
+    (_, kv_heads, _, width), (*_, value_width) = g.dims(keys) or (None,) * 4, g.dims(values) or (None,)
+    if not isinstance(kv_heads, int) or not isinstance(width, int) or not isinstance(value_width, int):
+        raise UnsupportedError(f"{where} caches keys of shape {keys.shape} and values of shape {values.shape}")
+    query, heads_last, heads = _by_head(query, kv_heads, width, where)
+    by_head = _output_by_head(output, heads, where)
+    return AttentionSubgraph(
+        layer, query, heads_last, heads, kv_heads, width, value_width, keys, values, tuple(masks), by_head
+    )
 
 
-def _by_head(query: ir.Value, keys: ir.Value, where: str) -> tuple[ir.Value, bool, int]:
+def _by_head(query: ir.Value, kv_heads: int, width: int, where: str) -> tuple[ir.Value, bool, int]:
     """Walk up from a query to where it is [batch, heads, sequence, D] or [batch, sequence, heads, D]."""
-    width = (g.dims(keys) or ())[-1]
-    kv_heads = (g.dims(keys) or ())[1]
     value: ir.Value | None = query
     while value is not None:
         dims = g.dims(value) or ()
-        if len(dims) == 4 and dims[3] == width and isinstance(kv_heads, int):
+        if len(dims) == 4 and dims[3] == width:
             for heads_last, (heads, sequence) in ((False, (dims[1], dims[2])), (True, (dims[2], dims[1]))):
                 if isinstance(heads, int) and sequence == "sequence" and heads % kv_heads == 0:
                     return value, heads_last, heads
-        node = value.producer()
-        value = node.inputs[0] if node is not None and node.op_type in ("Reshape", "Transpose") else None
+        moved = standard.Reshape.made(value) or standard.Transpose.made(value)
+        value = None if moved is None else moved.x
     raise UnsupportedError(f"{where} has a query of shape {query.shape}, which shows no heads")
 
 
-def _readable(output: ir.Value, heads: int, where: str) -> ir.Value:
+def _output_by_head(output: ir.Value, heads: int, where: str) -> ir.Value:
     """Return the sum over the values as [batch, heads, sequence, Dv]: it, or the reshape that reads it."""
     value = output
     while True:
         dims = g.dims(value) or ()
         if len(dims) == 4 and dims[:3] == ("batch", heads, "sequence"):
             return value
-        readers = [node for node, _ in value.uses() if node.op_type != "Shape"]
-        if len(readers) != 1 or readers[0].op_type != "Reshape":
+        readers = [node for node, _ in value.uses() if not standard.Shape.matches(node)]
+        reshape = standard.Reshape.of(readers[0]) if len(readers) == 1 else None
+        if reshape is None:
             raise UnsupportedError(f"{where} ends its attention with shape {value.shape}, which shows no heads")
-        value = readers[0].outputs[0]
+        value = reshape.output
 
 
 class _Probe:
     """One attention, run on numbers."""
 
-    def __init__(self, model: ir.Model, core: Core) -> None:
-        self.core = core
-        self.part = Part(model, [core.query, core.keys, core.values, *core.masks], [core.by_head])
-        self.model = model
-        self.kv_heads, self.width, self.value_width = (
-            _int(dims[axis])
-            for dims, axis in (
-                (g.dims(core.keys) or (), 1),
-                (g.dims(core.keys) or (), 3),
-                (g.dims(core.values) or (), 3),
-            )
-        )
+    def __init__(self, model: ir.Model, subgraph: AttentionSubgraph) -> None:
+        self.subgraph = subgraph
+        inputs = [subgraph.query, subgraph.keys, subgraph.values, *(mask.output for mask in subgraph.masks)]
+        self.evaluation = Evaluation(model, inputs, [subgraph.output])
 
     def run(self, query: Floats, keys: Floats, values: Floats) -> Floats:
         """Run on query [B, H, S, D], keys and values [B, kv_heads, T, D]; return [B, H, S, Dv]."""
-        core = self.core
+        subgraph = self.subgraph
         batch, _, sequence, _ = query.shape
         total = keys.shape[2]
         feeds: dict[ir.Value, NDArray[np.generic]] = {
-            core.query: np.ascontiguousarray(query.transpose(0, 2, 1, 3)) if core.heads_last else query,
-            core.keys: keys,
-            core.values: values,
+            subgraph.query: np.ascontiguousarray(query.transpose(0, 2, 1, 3)) if subgraph.heads_last else query,
+            subgraph.keys: keys,
+            subgraph.values: values,
         }
         slots, own = np.arange(total)[None], np.arange(total - sequence, total)[:, None]
-        for mask in core.masks:
-            node = mask.producer()
-            assert node is not None
-            window = node.attributes.get_int("window")
-            seen = (slots <= own) & ((slots > own - window) if window else True)
+        for mask in subgraph.masks:
+            seen = (slots <= own) & ((slots > own - mask.window) if mask.window else True)
             added = np.where(seen, np.float32(0), HIDDEN).astype(np.float32)
-            feeds[mask] = np.broadcast_to(added, (batch, 1, sequence, total)).copy()
+            feeds[mask.output] = np.broadcast_to(added, (batch, 1, sequence, total)).copy()
         sizes = {"batch": batch, "sequence": sequence, "capacity": total - sequence}
-        for value in self.part.extra:  # graph inputs of which only sizes are read
+        for value in self.evaluation.extra:  # graph inputs of which only sizes are read
             dims = [dim if isinstance(dim, int) else sizes.get(str(dim), 1) for dim in g.dims(value) or ()]
-            assert value.dtype is not None
-            feeds[value] = np.zeros(dims, value.dtype.numpy())
-        (result,) = self.part.run(feeds)
+            feeds[value] = np.zeros(dims, (value.dtype or ir.DataType.FLOAT).numpy())
+        (result,) = self.evaluation.run(feeds)
         return result.astype(np.float32)
 
 
-def probe(model: ir.Model, core: Core, positions: int) -> Found:
-    """Find what the attention `core` computes.
+def probe(model: ir.Model, subgraph: AttentionSubgraph, positions: int) -> AttentionParameters:
+    """Find what the attention `subgraph` computes.
 
     Raises:
         UnsupportedError: something that `llmforge::Attention` cannot say.
     """
-    instance = _Probe(model, core)
-    where = f"layer {core.layer}"
-    declared = {node.attributes.get_int("window") for mask in core.masks if (node := mask.producer()) is not None}
+    probed = _Probe(model, subgraph)
+    where = f"layer {subgraph.layer}"
+    declared = {mask.window for mask in subgraph.masks}
     if len(declared) > 1:
         raise UnsupportedError(f"{where} adds masks of different windows")
-    total = max(SHORT, min(positions, ELEMENTS // (core.heads * max(instance.width, instance.value_width))))
-    slopes = _slopes(instance, total, where)
-    window = next(iter(declared), 0)
-    if slopes is None:
-        window = _window(instance, total) or window
-    elif total < positions:
-        window = next(iter(declared), 0)
-    found = Found(_scale(instance, slopes, where), window, slopes)
+    total = max(SHORT, min(positions, ELEMENTS // (subgraph.heads * max(subgraph.width, subgraph.value_width))))
+    slopes = _slopes(probed, total, where)
+    window = (0 if slopes is not None else _window(probed, total)) or next(iter(declared), 0)
+    found = AttentionParameters(_scale(probed, slopes, where), window, slopes)
     for keys in (QUERIES, SHORT, total):
-        if not _agrees(instance, found, keys):
+        if not _agrees(probed, found, keys):
             raise UnsupportedError(
                 f"{where} computes attention in code of its own, which is not softmax(scale·q·kᵀ) over a causal window"
             )
-    if total < positions and _masks_by_itself(instance):
+    if total < positions and any(map(standard.Where.matches, probed.evaluation.nodes)):
         raise UnsupportedError(f"{where} masks scores in code of its own, further than {total} tokens can be told")
     return found
 
 
-def _masks_by_itself(instance: _Probe) -> bool:
-    return any(node.op_type == "Where" for node in instance.part.nodes)
-
-
-def _zeros(instance: _Probe, total: int, queries: int) -> tuple[Floats, Floats, Floats]:
+def _zeros(probed: _Probe, total: int, queries: int) -> tuple[Floats, Floats, Floats]:
+    subgraph = probed.subgraph
     return (
-        np.zeros((1, instance.core.heads, queries, instance.width), np.float32),
-        np.zeros((1, instance.kv_heads, total, instance.width), np.float32),
-        np.zeros((1, instance.kv_heads, total, instance.value_width), np.float32),
+        np.zeros((1, subgraph.heads, queries, subgraph.width), np.float32),
+        np.zeros((1, subgraph.kv_heads, total, subgraph.width), np.float32),
+        np.zeros((1, subgraph.kv_heads, total, subgraph.value_width), np.float32),
     )
 
 
-def _slopes(instance: _Probe, total: int, where: str) -> Floats | None:
+def _slopes(probed: _Probe, total: int, where: str) -> Floats | None:
     """Read each head's bias per position off the probabilities of keys at distances 1, 2, 4, … from the query.
 
     Scores are 0 but for the bias; one value channel a key shows its probability.
     """
-    query, keys, values = _zeros(instance, total, 1)
-    distances = [0] + [1 << n for n in range(instance.value_width - 1) if (1 << n) < total]
+    query, keys, values = _zeros(probed, total, 1)
+    distances = [0] + [1 << n for n in range(probed.subgraph.value_width - 1) if (1 << n) < total]
     for channel, distance in enumerate(distances):
         values[0, :, total - 1 - distance, channel] = 1
-    shown = instance.run(query, keys, values)[0, :, 0, : len(distances)].astype(np.float64)  # [H, distances]
+    shown = probed.run(query, keys, values)[0, :, 0, : len(distances)].astype(np.float64)  # [H, distances]
     slopes = np.zeros(len(shown), np.float64)
     for head, row in enumerate(shown):
         if not row[0] > 0:
@@ -313,27 +297,27 @@ def _slopes(instance: _Probe, total: int, where: str) -> Floats | None:
     return slopes.astype(np.float32)
 
 
-def _window(instance: _Probe, total: int) -> int:
+def _window(probed: _Probe, total: int) -> int:
     """Read the window off the mean of the positions that a query sees, all of one probability."""
-    query, keys, values = _zeros(instance, total, 1)
+    query, keys, values = _zeros(probed, total, 1)
     values[0, :, :, 0] = np.arange(total, dtype=np.float32) - (total - 1)
-    mean = float(instance.run(query, keys, values)[0, 0, 0, 0])
+    mean = float(probed.run(query, keys, values)[0, 0, 0, 0])
     window = round(1 - 2 * mean)
     return 0 if window >= total else window
 
 
-def _scale(instance: _Probe, slopes: Floats | None, where: str) -> float:
+def _scale(probed: _Probe, slopes: Floats | None, where: str) -> float:
     """Fit the scale of q·k on two keys, and take the exact number that it stands for.
 
     That number is 1/√D, 1, or a constant of the code or its inverse: a fit is not exact enough.
     """
     rng = np.random.default_rng(1)
-    query, keys, values = _zeros(instance, 2, 1)
+    query, keys, values = _zeros(probed, 2, 1)
     query[:] = rng.standard_normal(query.shape)
     keys[:] = rng.standard_normal(keys.shape)
     values[0, :, 0, 0] = values[0, :, 1, 1] = 1
-    first, second = instance.run(query, keys, values)[0, :, 0, :2].astype(np.float64).T  # [H]
-    group = instance.core.heads // instance.kv_heads
+    first, second = probed.run(query, keys, values)[0, :, 0, :2].astype(np.float64).T  # [H]
+    group = probed.subgraph.heads // probed.subgraph.kv_heads
     products = np.einsum("hd,htd->ht", query[0, :, 0], keys[0].repeat(group, 0).astype(np.float64))
     if not ((first > 0) & (second > 0)).all():
         raise UnsupportedError(f"{where}: the scale of its attention cannot be read off its probabilities")
@@ -342,31 +326,31 @@ def _scale(instance: _Probe, slopes: Floats | None, where: str) -> float:
     fitted = float((logits * difference).sum() / (difference**2).sum())
     constants = [
         float(value.const_value.numpy())
-        for node in instance.part.nodes
+        for node in probed.evaluation.nodes
         for value in node.inputs
         if value is not None
         and value.const_value is not None
         and value.const_value.size == 1
         and value.dtype == ir.DataType.FLOAT
     ]
-    candidates = [1.0, instance.width**-0.5]
+    candidates = [1.0, probed.subgraph.width**-0.5]
     for constant in constants:
         if constant and np.isfinite(constant):
-            candidates += [constant, 1 / constant, constant * instance.width**-0.5]
+            candidates += [constant, 1 / constant, constant * probed.subgraph.width**-0.5]
     nearest: float = min(candidates, key=lambda candidate: abs(candidate - fitted))
     if abs(nearest - fitted) > 1e-4 * abs(fitted):
         raise UnsupportedError(f"{where}: its attention scales scores by about {fitted:.6g}, a number it does not hold")
     return nearest
 
 
-def _agrees(instance: _Probe, found: Found, total: int) -> bool:
+def _agrees(probed: _Probe, found: AttentionParameters, total: int) -> bool:
     """Compare with the dialect's reference on random input: the last queries of `total` positions, two rows."""
-    core, rng = instance.core, np.random.default_rng(2)
+    subgraph, rng = probed.subgraph, np.random.default_rng(2)
     batch, sequence = 2, min(QUERIES, total)
     past = total - sequence
-    query = rng.standard_normal((batch, core.heads, sequence, instance.width)).astype(np.float32)
-    keys = rng.standard_normal((batch, instance.kv_heads, total, instance.width)).astype(np.float32)
-    values = rng.standard_normal((batch, instance.kv_heads, total, instance.value_width)).astype(np.float32)
+    query = rng.standard_normal((batch, subgraph.heads, sequence, subgraph.width)).astype(np.float32)
+    keys = rng.standard_normal((batch, subgraph.kv_heads, total, subgraph.width)).astype(np.float32)
+    values = rng.standard_normal((batch, subgraph.kv_heads, total, subgraph.value_width)).astype(np.float32)
 
     def rows(x: Floats) -> Floats:
         return np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(batch, sequence, -1)
@@ -379,93 +363,67 @@ def _agrees(instance: _Probe, found: Found, total: int) -> bool:
         values,
         np.full(batch, past, np.int32),
         alibi_slopes=found.slopes,
-        num_heads=core.heads,
-        kv_num_heads=instance.kv_heads,
+        num_heads=subgraph.heads,
+        kv_num_heads=subgraph.kv_heads,
         scale=found.scale,
         softcap=0.0,
         window=found.window,
     )
-    actual = rows(instance.run(query, keys, values))
+    actual = rows(probed.run(query, keys, values))
     # A bias by position is as large as the positions; models add it in fp32, by absolute positions.
     steepest = 0.0 if found.slopes is None else float(np.abs(found.slopes).max())
     rounding = BIAS_ROUNDINGS * float(np.finfo(np.float32).eps) * steepest * total
     return bool(np.allclose(actual, expected, rtol=0, atol=TOLERANCE + rounding))
 
 
-def _replace(model: ir.Model, core: Core, found: Found, shared: dict[bytes, ir.Value]) -> None:
-    """Put `llmforge::Attention` in the place of `core`."""
+def _replace(
+    model: ir.Model, subgraph: AttentionSubgraph, parameters: AttentionParameters, shared: dict[bytes, ir.Value]
+) -> None:
+    """Put `llmforge::Attention` in the place of `subgraph`."""
+    layer, y, at = subgraph.layer, subgraph.output, subgraph.output.producer()
+    joined = [standard.Concat.made(cache) for cache in (subgraph.keys, subgraph.values)]
+    parts = [part for concat in joined if concat is not None for part in concat.node.inputs if part is not None]
+    if at is None or len(parts) != 4:
+        raise UnsupportedError(f"layer {layer} caches something else than past and new keys and values joined")
+    _, key, _, value = parts
     inputs = {str(value.name): value for value in model.graph.inputs}
-    past = [inputs[interface.past_key(core.layer)], inputs[interface.past_value(core.layer)]]
-    at = core.by_head.producer()
-    assert at is not None
+    past_key, past_value = inputs[interface.past_key(layer)], inputs[interface.past_value(layer)]
+    if parameters.slopes is not None and parameters.slopes.tobytes() not in shared:
+        name = "alibi.slopes" + (f"_{len(shared)}" if shared else "")
+        shared[parameters.slopes.tobytes()] = g.initializer(model, name, parameters.slopes)
 
-    def rows(x: ir.Value, heads_last: bool = False) -> ir.Value:
-        batch, heads, sequence, width = (
-            ((dims[0], dims[2], dims[1], dims[3]) if heads_last else dims)
-            if (dims := g.dims(x))
-            else (None, None, None, None)
-        )
-        assert isinstance(heads, int)
-        assert isinstance(width, int)
-        if not heads_last:
-            x = _typed(g.insert(at, "Transpose", [x], {"perm": [0, 2, 1, 3]})[0], x, (batch, sequence, heads, width))
-        target = g.initializer(model, f"shape_0_0_{heads * width}", np.array([0, 0, heads * width], np.int64))
-        return _typed(g.insert(at, "Reshape", [x, target])[0], x, (batch, sequence, heads * width))
+    def rows(x: ir.Value, heads: int, width: int, *, heads_last: bool = False) -> ir.Value:
+        """Lay heads side by side: [B, H, S, D] → [B, S, H·D]."""
+        return lay_out(model, at, x if heads_last else swap_heads(at, x), heads * width)
 
-    new = []
-    for joined in (core.keys, core.values):
-        node = joined.producer()
-        assert node is not None
-        assert node.op_type == "Concat"
-        new.append(node.inputs[1])
-    slopes: list[ir.Value | None] = []
-    if found.slopes is not None:
-        key = found.slopes.tobytes()
-        if key not in shared:
-            name = "alibi.slopes" + (f"_{len(shared)}" if shared else "")
-            shared[key] = g.initializer(model, name, found.slopes)
-        slopes = [None, shared[key]]  # None: no sinks
-    (_, kv_heads, _, _) = g.dims(core.keys) or (None, None, None, None)
-    assert isinstance(kv_heads, int)
-    operands = [rows(core.query, core.heads_last), *(rows(x) for x in new if x is not None)]
-    y, present_key, present_value = g.insert(
+    attention = canonical.Attention.insert(
         at,
-        "Attention",
-        [*operands, *past, inputs[interface.PAST_LENGTHS], *slopes],
         {
-            "num_heads": core.heads,
-            "kv_num_heads": kv_heads,
-            "scale": found.scale,
-            "softcap": 0.0,
-            "window": found.window,
-            "layer": core.layer,
+            "q": rows(subgraph.query, subgraph.heads, subgraph.width, heads_last=subgraph.heads_last),
+            "k": rows(key, subgraph.kv_heads, subgraph.width),
+            "v": rows(value, subgraph.kv_heads, subgraph.value_width),
+            "past_key": past_key,
+            "past_value": past_value,
+            "past_lengths": inputs[interface.PAST_LENGTHS],
+            "alibi_slopes": None if parameters.slopes is None else shared[parameters.slopes.tobytes()],
         },
-        domain="llmforge",
+        {
+            "num_heads": subgraph.heads,
+            "kv_num_heads": subgraph.kv_heads,
+            "scale": parameters.scale,
+            "softcap": 0.0,
+            "window": parameters.window,
+            "layer": layer,
+        },
         outputs=3,
     )
-    scopes = at.metadata_props
-    dims = g.dims(core.by_head) or ()
-    batch, heads, sequence, width = dims
-    assert isinstance(width, int)
-    _typed(y, core.by_head, (batch, sequence, core.heads * width))
-    target = g.initializer(model, f"shape_0_0_{core.heads}_{width}", np.array([0, 0, core.heads, width], np.int64))
-    split = _typed(g.insert(at, "Reshape", [y, target])[0], y, (batch, sequence, heads, width))
-    by_head = _typed(g.insert(at, "Transpose", [split], {"perm": [0, 2, 1, 3]})[0], y, dims)
-    for node in (y.producer(), split.producer(), by_head.producer(), *(x.producer() for x in operands)):
-        assert node is not None
-        node.metadata_props.update(scopes)
-    g.replace_uses(core.by_head, by_head)
-    for joined, present, buffer in zip((core.keys, core.values), (present_key, present_value), past, strict=True):
-        _typed(present, buffer, g.dims(buffer) or ())
-        g.replace_uses(joined, present)
-    model.opset_imports["llmforge"] = 1
-
-
-def _int(dim: int | str | None) -> int:
-    assert isinstance(dim, int)
-    return dim
-
-
-def _typed(value: ir.Value, like: ir.Value, dims: Sequence[int | str | None]) -> ir.Value:
-    value.type, value.shape = like.type, ir.Shape(dims)
-    return value
+    attention.node.metadata_props.update(at.metadata_props)
+    batch, _, sequence, _ = g.dims(y) or (None,) * 4
+    attention.y.type, attention.y.shape = y.type, ir.Shape([batch, sequence, subgraph.heads * subgraph.value_width])
+    g.replace_uses(y, swap_heads(at, lay_out(model, at, attention.y, subgraph.heads, subgraph.value_width)))
+    for cache, present, past in (
+        (subgraph.keys, attention.present_key, past_key),
+        (subgraph.values, attention.present_value, past_value),
+    ):
+        present.type, present.shape = past.type, ir.Shape(g.dims(past) or ())
+        g.replace_uses(cache, present)

@@ -1,8 +1,9 @@
-"""Numbers of a raw graph: any part of it, evaluated on values that the caller makes up."""
+"""Numbers of a raw graph: any subgraph of it, evaluated on values that the caller makes up."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,10 +13,11 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as refused
 
 from llmforge.base.errors import UnsupportedError
+from llmforge.ir import operators
+from llmforge.ir.operators import canonical, standard
 
 Array = NDArray[np.generic]
 
-MASK = "CausalMask"  # llmforge's, in a raw graph: the mask that a model adds to scores in code of its own
 REFUSED = (
     refused.Fail,
     refused.InvalidArgument,
@@ -46,7 +48,7 @@ class Origins:
             node = current.producer()
             if node is None:
                 self._data[current] = current.is_graph_input() or current.name in self.weights
-            elif node.op_type in ("Shape", MASK):
+            elif operators.is_a(node, standard.Shape, canonical.CausalMask):
                 self._data[current] = False
             else:
                 read = [x for x in node.inputs if x is not None]
@@ -74,8 +76,8 @@ def behind(outputs: Sequence[ir.Value], bounds: Collection[ir.Value]) -> tuple[l
     return list(nodes), list(roots)
 
 
-class Part:
-    """The part of a graph between `inputs` and `outputs`, ready to run on numbers."""
+class Evaluation:
+    """The subgraph between `inputs` and `outputs`, ready to run on numbers."""
 
     def __init__(self, model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> None:
         nodes, roots = behind(outputs, inputs)
@@ -123,24 +125,26 @@ class Part:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
-        part = ir.Model(graph, ir_version=model.ir_version)
-        try:
-            self._session = ort.InferenceSession(
-                ir.to_proto(part).SerializeToString(), options, ["CPUExecutionProvider"]
-            )
-        except REFUSED as error:
-            raise UnsupportedError(f"a part of the graph cannot be evaluated: {str(error).splitlines()[0]}") from error
+        proto = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
+        with _refusals():
+            self._session = ort.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
         self._names = {value: str(copies[value].name) for value in fed}
 
     def run(self, feeds: Mapping[ir.Value, Array]) -> list[Array]:
         """Evaluate the outputs."""
-        try:
-            results: list[Array] = self._session.run(
-                None, {self._names[value]: array for value, array in feeds.items()}
-            )
-        except REFUSED as error:
-            raise UnsupportedError(f"a part of the graph cannot be evaluated: {str(error).splitlines()[0]}") from error
+        named = {self._names[value]: array for value, array in feeds.items()}
+        with _refusals():
+            results: list[Array] = self._session.run(None, named)
         return results
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Say of what ONNX Runtime refuses that it cannot be evaluated."""
+    try:
+        yield
+    except REFUSED as error:
+        raise UnsupportedError(f"a part of the graph cannot be evaluated: {str(error).splitlines()[0]}") from error
 
 
 def _rank_only(value: ir.Value) -> ir.Shape | None:

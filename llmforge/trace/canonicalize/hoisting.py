@@ -13,9 +13,11 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir import interface
+from llmforge.ir.operators import standard
+from llmforge.ir.operators.record import STANDARD
 
 
-def gather(model: ir.Model, weights: Collection[str], scope: str) -> None:
+def hoist(model: ir.Model, weights: Collection[str], scope: str) -> None:
     """Move to the front, in order, every node of `model` that no weight, token or state of a layer has a part in.
 
     Tables that each layer keeps for itself, all of one content, become one.
@@ -28,8 +30,9 @@ def gather(model: ir.Model, weights: Collection[str], scope: str) -> None:
     free |= {value for value in model.graph.initializers.values() if value.name not in weights}
     moved: list[ir.Node] = []
     for node in model.graph:
-        sized = node.op_type == "Shape" and node.inputs[0] in model.graph.inputs
-        if node.domain == "" and (sized or all(value is None or value in free for value in node.inputs)):
+        shape = standard.Shape.of(node)
+        sized = shape is not None and shape.x in model.graph.inputs
+        if node.domain == STANDARD and (sized or all(value is None or value in free for value in node.inputs)):
             free.update(node.outputs)
             moved.append(node)
     if not moved:

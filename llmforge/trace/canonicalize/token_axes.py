@@ -7,53 +7,22 @@ operator that does not act on each token alone is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph as g
+from llmforge.ir import operators
+from llmforge.ir.operators import canonical, standard
+from llmforge.ir.operators.record import Operator, Reduction
+from llmforge.trace.canonicalize import rewriting
+from llmforge.trace.canonicalize.rewriting import Dims, insert, integers
 
 BATCH, SEQUENCE = "batch", "sequence"
-Rule = Callable[[ir.Model, ir.Node, str], None]
-
-POINTWISE = frozenset(
-    {
-        "Abs",
-        "Add",
-        "And",
-        "Cast",
-        "Clip",
-        "Div",
-        "Equal",
-        "Erf",
-        "Exp",
-        "Gelu",
-        "Greater",
-        "GreaterOrEqual",
-        "Identity",
-        "Less",
-        "LessOrEqual",
-        "Log",
-        "Max",
-        "Min",
-        "Mul",
-        "Neg",
-        "Not",
-        "Or",
-        "Pow",
-        "Relu",
-        "Sigmoid",
-        "Softplus",
-        "Sqrt",
-        "Sub",
-        "Tanh",
-        "Where",
-    }
-)
-TRUTHS = frozenset({"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or"})
-REDUCTIONS = frozenset(["ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum"])
+Rule = Callable[[ir.Model, Any, str], None]  # takes a node that it is listed for, and the name of the flattened axis
 
 
 def restore(model: ir.Model) -> None:
@@ -67,261 +36,257 @@ def restore(model: ir.Model) -> None:
     if tokens is None:
         return
     for node in list(model.graph):
-        if node.op_type == "ScatterElements" and node.domain == "":
-            _mark(model, node)
-        elif node.op_type == "Gemm" and node.domain == "":
-            _matmul(node)
-        elif node.op_type == "Squeeze" and node.domain == "":
-            _name_axes(model, node)
+        match operators.view(node):
+            case standard.ScatterElements() as scatter:
+                _compare(model, scatter)
+            case standard.Gemm() as gemm:
+                _multiply(gemm)
+            case standard.Squeeze() as squeeze:
+                _name_axes(model, squeeze)
     g.drop_unused(model)
     for node in model.graph:
         if any(_flat(value, tokens) for value in (*node.inputs, *node.outputs)):
-            rule = _keep if node.domain == "llmforge" else RULES.get(node.op_type)
+            operator = operators.view(node)
+            rule = _pointwise if operator.pointwise else RULES.get(type(operator))
             if rule is None:
-                raise _refused(node, "whose operator is not known to act on each token alone")
-            rule(model, node, tokens)
-            _check_outputs(node, tokens)
+                raise _refused(operator, "whose operator is not known to act on each token alone")
+            rule(model, operator, tokens)
+            _check_outputs(operator, tokens)
     for node in model.graph:
         for value in node.outputs:
             if _flat(value, tokens):
-                value.shape = ir.Shape([BATCH, SEQUENCE, *_dims(node, value)[1:]])
+                value.shape = ir.Shape([BATCH, SEQUENCE, *(g.dims(value) or ())[1:]])
 
 
-def _check_outputs(node: ir.Node, tokens: str) -> None:
+def _check_outputs(operator: Operator, tokens: str) -> None:
     """Refuse a result that is not known to have the tokens in front: what reads it would be left as it is."""
-    for value in node.outputs:
-        if value.uses() and not _flat(value, tokens) and _dims(node, value)[:2] != (BATCH, SEQUENCE):
-            raise _refused(node, "which moves the axis of tokens")
+    for value in operator.node.outputs:
+        if value.uses() and not _flat(value, tokens) and _dims(operator, value)[:2] != (BATCH, SEQUENCE):
+            raise _refused(operator, "which moves the axis of tokens")
 
 
 def _know_shapes(model: ir.Model) -> None:
     """Note the shapes and dtypes of pointwise results for which the translation to ONNX left none."""
     for node in model.graph:
-        (*_, y) = node.outputs
-        if node.op_type in (*POINTWISE, "Softmax") and node.domain == "" and y.shape is None:
+        operator = operators.view(node)
+        if not operator.pointwise and not isinstance(operator, standard.Softmax):
+            continue
+        y = operator.output
+        if y.shape is None:
             known = [value.shape for value in node.inputs if value is not None]
             longest = max((tuple(shape) for shape in known if shape is not None), key=len, default=())
             full = [tuple(shape) for shape in known if shape is not None and len(shape) == len(longest)]
             if None not in known and all(1 not in shape for shape in full):
                 y.shape = ir.Shape(longest)
-        if y.dtype is None and y.shape is not None and node.op_type in TRUTHS:
-            y.dtype = ir.DataType.BOOL
-        elif y.dtype is None and y.shape is not None and node.op_type in (*POINTWISE, "Softmax"):
-            operand = node.inputs[-1]  # the last: the first of Where is bool
-            if node.op_type != "Cast" and operand is not None and operand.dtype is not None:
-                y.dtype = operand.dtype
+        dtype = operator.output_dtype(0)
+        if y.dtype is None and y.shape is not None and dtype is not None:
+            y.dtype = dtype
 
 
 def _flattened(model: ir.Model) -> str | None:
     """Find the name of the flattened axis: the first of what a reshape makes of [batch, sequence, …]."""
-    for node in model.graph:
-        if (node.domain, node.op_type) == ("", "Reshape") and node.inputs[0] is not None:
-            before, after = g.dims(node.inputs[0]) or (), g.dims(node.outputs[0]) or ()
-            if before[:2] == (BATCH, SEQUENCE) and before[2:] == after[1:] and after and isinstance(after[0], str):
-                return after[0]
+    for reshape in standard.Reshape.all(model):
+        before, after = g.dims(reshape.x) or (), g.dims(reshape.output) or ()
+        if before[:2] == (BATCH, SEQUENCE) and before[2:] == after[1:] and after and isinstance(after[0], str):
+            return after[0]
     return None
 
 
-def _matmul(node: ir.Node) -> None:
-    """Write x·Wᵀ + b as the dialect writes a linear layer."""
-    numbers = {name: attribute.value for name, attribute in node.attributes.items()}
-    if numbers.get("transA", 0) or numbers.get("alpha", 1.0) != 1.0 or numbers.get("beta", 1.0) != 1.0:
-        raise _refused(node, "which is no linear layer")
-    x, weight, *bias = node.inputs
-    if numbers.get("transB", 0):
-        assert weight is not None
-        weight = _insert(node, "Transpose", [weight], {"perm": [1, 0]}, None, weight.dtype)
-    (y,) = node.outputs
-    product = _insert(node, "MatMul", [x, weight], {}, y.shape, y.dtype)
-    if bias and bias[0] is not None:
-        product = _insert(node, "Add", [product, bias[0]], {}, y.shape, y.dtype)
+def _multiply(gemm: standard.Gemm) -> None:
+    """Gemm(x, W, b) → Add(MatMul(x, Wᵀ), b), as the dialect writes a linear layer."""
+    if gemm.transA or gemm.alpha != 1.0 or gemm.beta != 1.0:
+        raise _refused(gemm, "which is no linear layer")
+    at, y, weight = gemm.node, gemm.output, gemm.b
+    if gemm.transB:
+        weight = insert(at, standard.Transpose, {"x": weight}, {"perm": [1, 0]}, dims=None, dtype=weight.dtype)
+    product = insert(at, standard.MatMul, {"x": gemm.a, "w": weight}, dims=g.dims(y), dtype=y.dtype)
+    if gemm.c is not None:
+        product = insert(at, standard.Add, {"a": product, "b": gemm.c}, dims=g.dims(y), dtype=y.dtype)
     g.replace_uses(y, product)
 
 
-def _name_axes(model: ir.Model, node: ir.Node) -> None:
+def _name_axes(model: ir.Model, squeeze: standard.Squeeze) -> None:
     """Say which axes a Squeeze without axes removes, where all are of known size."""
-    dims = None if node.inputs[0] is None else g.dims(node.inputs[0])
-    if len(node.inputs) == 1 and dims is not None and all(isinstance(dim, int) for dim in dims):
-        axes = [axis for axis, dim in enumerate(dims) if dim == 1]
-        name = "experts.axes_" + "_".join(map(str, axes))
-        node.resize_inputs(2)
-        node.replace_input_with(1, g.initializer(model, name, np.array(axes, np.int64)))
+    dims = g.dims(squeeze.x)
+    if squeeze.axes is None and dims is not None and all(isinstance(dim, int) for dim in dims):
+        squeeze.axes = _axes_constant(model, [axis for axis, dim in enumerate(dims) if dim == 1])
 
 
-def _mark(model: ir.Model, node: ir.Node) -> None:
+def _compare(model: ir.Model, scatter: standard.ScatterElements) -> None:
     """Write a scatter of one number into the last axis [n] as a comparison with 0 … n - 1: [.., k] → [.., n].
 
     Scatters into a filled tensor, as masks of chosen groups are made, have a shape to compute; this has none.
     """
-    data, index, updates = node.inputs
-    (y,) = node.outputs
-    dims = _dims(node, y)
-    new, old, width = _filling(updates), _filling(data), dims[-1]
-    last = node.attributes.get_int("axis", 0) in (-1, len(dims) - 1)
-    if (
-        new is None
-        or not last
-        or node.attributes.get_string("reduction", "none") != "none"
-        or index is None
-        or not isinstance(width, int)
-    ):
+    y, at, index, data = scatter.output, scatter.node, scatter.indices, scatter.data
+    dims = _dims(scatter, y)
+    new, old, width = _filling(scatter.updates), _filling(data), dims[-1]
+    last = scatter.axis in (-1, len(dims) - 1)
+    if new is None or not last or scatter.reduction != "none" or not isinstance(width, int):
         return  # refused where it touches tokens
     numbers = g.initializer(model, f"experts.range_{width}", np.arange(width, dtype=np.int64))
     axis = g.initializer(model, "experts.axis_last", np.array([-1], np.int64))
     across = g.initializer(model, "experts.axis_before_last", np.array([-2], np.int64))
-    chosen = _dims(node, index)
-    boolean = ir.DataType.BOOL
-    each = _insert(node, "Unsqueeze", [index, axis], {}, ir.Shape([*chosen, 1]), index.dtype)
-    equal = _insert(node, "Equal", [each, numbers], {}, ir.Shape([*chosen, dims[-1]]), boolean)
-    hit = _insert(node, "ReduceMax", [equal, across], {"keepdims": 0}, ir.Shape(dims), boolean)
+    chosen, boolean = _dims(scatter, index), ir.DataType.BOOL
+    each = insert(at, standard.Unsqueeze, {"x": index, "axes": axis}, dims=[*chosen, 1], dtype=index.dtype)
+    equal = insert(at, standard.Equal, {"a": each, "b": numbers}, dims=[*chosen, width], dtype=boolean)
+    hit = insert(at, standard.ReduceMax, {"x": equal, "axes": across}, {"keepdims": 0}, dims=dims, dtype=boolean)
     if old is not None:
         data = g.initializer(model, f"experts.fill_{old}", np.array(old, np.float32))
     value = g.initializer(model, f"experts.fill_{new}", np.array(new, np.float32))
-    g.replace_uses(y, _insert(node, "Where", [hit, value, data], {}, ir.Shape(dims), y.dtype))
+    g.replace_uses(y, insert(at, standard.Where, {"condition": hit, "x": value, "y": data}, dims=dims, dtype=y.dtype))
 
 
-def _filling(value: ir.Value | None) -> float | None:
+def _filling(value: ir.Value) -> float | None:
     """Return the number that `value`, fp32, holds everywhere; None: it is not known to hold one."""
-    node = None if value is None else value.producer()
-    if node is None or value is None or value.dtype not in (None, ir.DataType.FLOAT):
+    if value.dtype not in (None, ir.DataType.FLOAT):
         return None
-    if node.op_type == "ConstantOfShape":
-        attribute = node.attributes.get("value")
-        tensor = None if attribute is None else attribute.as_tensor()
-    elif node.op_type == "Expand" and node.inputs[0] is not None:
-        tensor = ir.convenience.get_const_tensor(node.inputs[0])
-        if tensor is None:
-            return None
-    else:
-        return None
-    if tensor is None:
+    fill, expand = standard.ConstantOfShape.made(value), standard.Expand.made(value)
+    if fill is not None and fill.value is None:
         return 0.0  # the default of ConstantOfShape
-    return float(tensor.numpy().item()) if tensor.dtype == ir.DataType.FLOAT and tensor.size == 1 else None
+    tensor = fill.value if fill is not None else None
+    if expand is not None:
+        tensor = ir.convenience.get_const_tensor(expand.x)
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size != 1:
+        return None
+    return float(tensor.numpy().item())
 
 
 # Rules: each puts one more axis in front of a node's tokens, or refuses ----------------------------------------------
 
 
-def _keep(model: ir.Model, node: ir.Node, tokens: str) -> None:
+def _keep(model: ir.Model, operator: Operator, tokens: str) -> None:
     """Leave as it is what reads its last axes only."""
 
 
-def _pointwise(model: ir.Model, node: ir.Node, tokens: str) -> None:
-    rank = len(_dims(node, node.outputs[0]))
-    for value in node.inputs:
+def _pointwise(model: ir.Model, operator: Operator, tokens: str) -> None:
+    rank = len(_dims(operator, operator.output))
+    for value in operator.node.inputs:
         if value is None:
             continue
-        dims = _dims(node, value)
+        dims = _dims(operator, value)
         if len(dims) == rank and dims[0] not in (tokens, 1):
-            raise _refused(node, f"which aligns tokens with an axis of {dims[0]}")
+            raise _refused(operator, f"which aligns tokens with an axis of {dims[0]}")
         if len(dims) < rank and _flat(value, tokens):
-            raise _refused(node, "which aligns tokens with another axis")
+            raise _refused(operator, "which aligns tokens with another axis")
 
 
-def _normalization(model: ir.Model, node: ir.Node, tokens: str) -> None:
-    if node.attributes.get_int("axis", -1) != -1:
-        raise _refused(node, "which normalizes more than the last axis")
+def _normalization(model: ir.Model, norm: standard.RMSNormalization | standard.LayerNormalization, tokens: str) -> None:
+    if norm.axis != -1:
+        raise _refused(norm, "which normalizes more than the last axis")
 
 
-def _matrix(model: ir.Model, node: ir.Node, tokens: str) -> None:
-    x, w = node.inputs
-    assert w is not None
-    if _flat(w, tokens) or not _flat(x, tokens) or len(_dims(node, node.outputs[0])) < 2:
-        raise _refused(node, "which multiplies tokens with each other")
+def _matrix(model: ir.Model, product: standard.MatMul, tokens: str) -> None:
+    if _flat(product.w, tokens) or not _flat(product.x, tokens) or len(_dims(product, product.output)) < 2:
+        raise _refused(product, "which multiplies tokens with each other")
 
 
-def _axis(default: int, *, all_inputs: bool = True) -> Rule:
-    def rule(model: ir.Model, node: ir.Node, tokens: str) -> None:
-        data = node.inputs[0]
-        if not all_inputs and not _flat(data, tokens):
-            return  # rows chosen by tokens
-        given = node.inputs if all_inputs and node.op_type != "TopK" else node.inputs[:1]
-        if any(value is not None and not _flat(value, tokens) for value in given):
-            raise _refused(node, "which reads tokens and something else along one axis")
-        if not all_inputs and _flat(node.inputs[1], tokens):
-            raise _refused(node, "which chooses tokens by tokens")
-        assert data is not None
-        axis = _shifted(node, node.attributes.get_int("axis", default), len(_dims(node, data)))
-        node.attributes["axis"] = ir.AttrInt64("axis", axis)
-
-    return rule
+def _along_axis(model: ir.Model, operator: standard.Softmax | standard.ArgMax | standard.TopK, tokens: str) -> None:
+    _require_tokens(operator, [operator.x], tokens)
+    operator.axis = _shifted(operator, operator.axis, operator.x)
 
 
-def _split(model: ir.Model, node: ir.Node, tokens: str) -> None:
-    axis = _shifted(node, node.attributes.get_int("axis", 0), len(_dims(node, node.inputs[0])))
-    node.attributes["axis"] = ir.AttrInt64("axis", axis)
+def _concat(model: ir.Model, join: standard.Concat, tokens: str) -> None:
+    _require_tokens(join, join.node.inputs, tokens)
+    join.axis = _shifted(join, join.axis, join.x)
 
 
-def _axes(position: int, *, of_output: bool = False) -> Rule:
-    def rule(model: ir.Model, node: ir.Node, tokens: str) -> None:
-        given = node.inputs[position] if len(node.inputs) > position else None
-        constant = None if given is None else ir.convenience.get_const_tensor(given)
-        if constant is None:
-            raise _refused(node, "whose axes are not constant")
-        rank = len(_dims(node, node.outputs[0] if of_output else node.inputs[0]))
-        axes = [_shifted(node, int(axis), rank) for axis in constant.numpy().reshape(-1)]
-        name = "axes_" + "_".join(str(axis) for axis in axes)
-        node.replace_input_with(position, g.initializer(model, f"experts.{name}", np.array(axes, np.int64)))
-
-    return rule
+def _gather_elements(model: ir.Model, lookup: standard.GatherElements, tokens: str) -> None:
+    _require_tokens(lookup, [lookup.data, lookup.indices], tokens)
+    lookup.axis = _shifted(lookup, lookup.axis, lookup.data)
 
 
-def _transpose(model: ir.Model, node: ir.Node, tokens: str) -> None:
-    first, *rest = node.attributes["perm"].as_ints()
+def _gather(model: ir.Model, lookup: standard.Gather, tokens: str) -> None:
+    if not _flat(lookup.data, tokens):
+        return  # rows chosen by tokens
+    if _flat(lookup.indices, tokens):
+        raise _refused(lookup, "which chooses tokens by tokens")
+    lookup.axis = _shifted(lookup, lookup.axis, lookup.data)
+
+
+def _split(model: ir.Model, split: standard.Split, tokens: str) -> None:
+    split.axis = _shifted(split, split.axis, split.x)
+
+
+def _axes(
+    model: ir.Model, operator: Reduction | standard.Slice | standard.Squeeze | standard.Unsqueeze, tokens: str
+) -> None:
+    axes = integers(operator.operand(type(operator).axes))
+    if axes is None:
+        raise _refused(operator, "whose axes are not constant")
+    counted = operator.output if isinstance(operator, standard.Unsqueeze) else operator.x
+    operator.axes = _axes_constant(model, [_shifted(operator, axis, counted) for axis in axes])
+
+
+def _transpose(model: ir.Model, transpose: standard.Transpose, tokens: str) -> None:
+    first, *rest = transpose.perm
     if first != 0:
-        raise _refused(node, "which moves the axis of tokens")
-    node.attributes["perm"] = ir.AttrInt64s("perm", [0, 1, *(axis + 1 for axis in rest)])
+        raise _refused(transpose, "which moves the axis of tokens")
+    transpose.perm = [0, 1, *(axis + 1 for axis in rest)]
 
 
-def _reshape(model: ir.Model, node: ir.Node, tokens: str) -> None:
-    (y,) = node.outputs
-    for value in (node.inputs[0], y):
-        if not _flat(value, tokens) and _dims(node, value)[:2] != (BATCH, SEQUENCE):
-            raise _refused(node, "which lays tokens out anew")
-    rest = _dims(node, y)[1 if _flat(y, tokens) else 2 :]
-    if not all(isinstance(dim, int) for dim in rest):
-        raise _refused(node, "which lays tokens out anew")
-    name = "shape_" + "_".join(map(str, (0, 0, *rest)))
-    node.replace_input_with(1, g.initializer(model, name, np.array([0, 0, *rest], np.int64)))
-    node.attributes.pop("allowzero", None)
+def _reshape(model: ir.Model, reshape: standard.Reshape, tokens: str) -> None:
+    y = reshape.output
+    for value in (reshape.x, y):
+        if not _flat(value, tokens) and _dims(reshape, value)[:2] != (BATCH, SEQUENCE):
+            raise _refused(reshape, "which lays tokens out anew")
+    rest = _sizes(reshape, _dims(reshape, y)[1 if _flat(y, tokens) else 2 :], "which lays tokens out anew")
+    rewriting.set_target(reshape, rewriting.target(model, [0, 0, *rest]))
 
 
-def _expand(model: ir.Model, node: ir.Node, tokens: str) -> None:
-    if not _flat(node.inputs[0], tokens):
-        raise _refused(node, "which makes tokens of a constant")
-    target = [1, 1, *_dims(node, node.outputs[0])[1:]]
-    if not all(isinstance(dim, int) for dim in target):
-        raise _refused(node, "which repeats tokens")
+def _expand(model: ir.Model, expand: standard.Expand, tokens: str) -> None:
+    if not _flat(expand.x, tokens):
+        raise _refused(expand, "which makes tokens of a constant")
+    target = [1, 1, *_sizes(expand, _dims(expand, expand.output)[1:], "which repeats tokens")]
     name = "experts.expanded_" + "_".join(map(str, target))
-    node.replace_input_with(1, g.initializer(model, name, np.array(target, np.int64)))
+    expand.shape = g.initializer(model, name, np.array(target, np.int64))
 
 
-RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(POINTWISE, _pointwise),
-    **dict.fromkeys(REDUCTIONS, _axes(1)),
-    "RMSNormalization": _normalization,
-    "LayerNormalization": _normalization,
-    "MatMul": _matrix,
-    "Softmax": _axis(-1),
-    "ArgMax": _axis(0),
-    "TopK": _axis(-1),
-    "GatherElements": _axis(0),
-    "Concat": _axis(0),
-    "Gather": _axis(0, all_inputs=False),
-    "Split": _split,
-    "Slice": _axes(3),
-    "Squeeze": _axes(1),
-    "Unsqueeze": _axes(1, of_output=True),
-    "Transpose": _transpose,
-    "Reshape": _reshape,
-    "Expand": _expand,
+RULES: Mapping[type[Operator], Rule] = {  # besides what is pointwise
+    canonical.MoE: _keep,
+    standard.ArgMax: _along_axis,
+    standard.Concat: _concat,
+    standard.Expand: _expand,
+    standard.Gather: _gather,
+    standard.GatherElements: _gather_elements,
+    standard.LayerNormalization: _normalization,
+    standard.MatMul: _matrix,
+    standard.RMSNormalization: _normalization,
+    standard.ReduceMax: _axes,
+    standard.ReduceMean: _axes,
+    standard.ReduceMin: _axes,
+    standard.ReduceSum: _axes,
+    standard.Reshape: _reshape,
+    standard.Slice: _axes,
+    standard.Softmax: _along_axis,
+    standard.Split: _split,
+    standard.Squeeze: _axes,
+    standard.TopK: _along_axis,
+    standard.Transpose: _transpose,
+    standard.Unsqueeze: _axes,
 }
 
 
-def _shifted(node: ir.Node, axis: int, rank: int) -> int:
-    """Move an axis one back, and refuse the axis of tokens; an axis counted from the end stays."""
-    if axis in (0, -rank):
-        raise _refused(node, "which mixes the tokens of a batch")
+def _axes_constant(model: ir.Model, axes: list[int]) -> ir.Value:
+    return g.initializer(model, "experts.axes_" + "_".join(map(str, axes)), np.array(axes, np.int64))
+
+
+def _sizes(operator: Operator, dims: Dims, reason: str) -> list[int]:
+    """Return `dims` where all are numbers; refuse `operator` otherwise."""
+    sizes = [dim for dim in dims if isinstance(dim, int)]
+    if len(sizes) != len(dims):
+        raise _refused(operator, reason)
+    return sizes
+
+
+def _require_tokens(operator: Operator, values: Iterable[ir.Value | None], tokens: str) -> None:
+    if any(value is not None and not _flat(value, tokens) for value in values):
+        raise _refused(operator, "which reads tokens and something else along one axis")
+
+
+def _shifted(operator: Operator, axis: int, counted: ir.Value) -> int:
+    """Move an axis of `counted` one back, and refuse the axis of tokens; an axis counted from the end stays."""
+    if axis in (0, -len(_dims(operator, counted))):
+        raise _refused(operator, "which mixes the tokens of a batch")
     return axis + 1 if axis > 0 else axis
 
 
@@ -330,30 +295,13 @@ def _flat(value: ir.Value | None, tokens: str) -> bool:
     return bool(dims) and dims is not None and dims[0] == tokens
 
 
-def _dims(node: ir.Node, value: ir.Value | None) -> tuple[int | str | None, ...]:
-    dims = None if value is None else g.dims(value)
+def _dims(operator: Operator, value: ir.Value) -> tuple[int | str | None, ...]:
+    dims = g.dims(value)
     if dims is None:
-        raise _refused(node, f"whose {'input' if value is None else value.name!r} has no known shape")
+        raise _refused(operator, f"whose {value.name!r} has no known shape")
     return dims
 
 
-def _insert(
-    before: ir.Node,
-    op_type: str,
-    inputs: list[ir.Value | None],
-    attributes: Mapping[str, g.Attribute],
-    shape: ir.Shape | None,
-    dtype: ir.DataType | None,
-) -> ir.Value:
-    (y,) = g.insert(before, op_type, inputs, attributes)
-    y.shape = shape
-    if dtype is not None:
-        y.dtype = dtype
-    node = y.producer()
-    assert node is not None
-    node.metadata_props.update(before.metadata_props)  # the module that it comes from
-    return y
-
-
-def _refused(node: ir.Node, reason: str) -> UnsupportedError:
-    return UnsupportedError(f"tokens of all rows are laid in one axis and go through a {node.op_type}, {reason}")
+def _refused(operator: Operator, reason: str) -> UnsupportedError:
+    name = operator.node.op_type
+    return UnsupportedError(f"tokens of all rows are laid in one axis and go through a {name}, {reason}")

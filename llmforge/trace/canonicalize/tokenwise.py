@@ -7,12 +7,16 @@ would cache, when the one is computed from the other.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph as g
-from llmforge.ir import interface
+from llmforge.ir import interface, operators
+from llmforge.ir.operators import standard
+from llmforge.ir.operators.record import STANDARD, Operator, Reduction
+from llmforge.trace.canonicalize.rewriting import integers
 
 SEQUENCE = "sequence"
 OF_ITS_OWN = frozenset({"batch", "capacity", "rows"})  # dynamic dimensions that do not hold the tokens of the step
@@ -27,49 +31,47 @@ def check(model: ir.Model) -> None:
         UnsupportedError: names the node.
     """
     for node in model.graph:
-        if node.domain == "" and _mixes(node):
+        if node.domain == STANDARD and _mixes(operators.view(node)):
             raise UnsupportedError(f"node {node.name!r} computes with several tokens outside attention")
 
 
-def _mixes(node: ir.Node) -> bool:
-    inputs = [() if value is None else g.dims(value) or () for value in node.inputs]
-    match node.op_type:
-        case "Split" | "Concat":
-            axis = node.attributes.get_int("axis", 0)
-            moved = inputs if node.op_type == "Concat" else inputs[:1]
-            return any(dims and _holds_tokens(dims[axis]) for dims in moved)
-        case "Reshape":
-            before, after = _in_front(inputs[0]), _in_front(g.dims(node.outputs[0]) or ())
+def _mixes(operator: Operator) -> bool:
+    match operator:
+        case standard.Concat():
+            return any(_axis_holds_tokens(value, [operator.axis]) for value in operator.node.inputs)
+        case standard.Reshape():
+            before, after = _in_front(operator.x), _in_front(operator.output)
             return before is not None and after is not None and before != after
-        case "Gather":
-            rows = node.inputs[1] is not None and node.inputs[1].name == interface.LOGITS_ROWS
-            return not rows and bool(inputs[0]) and _holds_tokens(inputs[0][node.attributes.get_int("axis", 0)])
-        case "Slice":
-            axes = node.inputs[3] if len(node.inputs) > 3 else None
-            constant = None if axes is None else ir.convenience.get_const_tensor(axes)
-            cut = range(len(inputs[0])) if constant is None else [int(axis) for axis in constant.numpy().ravel()]
-            return bool(inputs[0]) and any(_holds_tokens(inputs[0][axis]) for axis in cut)
-        case "MatMul":
-            left, right = inputs
-            return any(map(_holds_tokens, (*left[-1:], *right[-2:-1]))) or _pairs(node)
-        case "Softmax" | "ArgMax" | "TopK" | "GatherElements":
-            return bool(inputs[0]) and _holds_tokens(inputs[0][node.attributes.get_int("axis", -1)])
-        case "ReduceMax" | "ReduceMean" | "ReduceSum":
-            axes = node.inputs[1] if len(node.inputs) > 1 else None
-            constant = None if axes is None else ir.convenience.get_const_tensor(axes)
-            taken = range(len(inputs[0])) if constant is None else [int(axis) for axis in constant.numpy().ravel()]
-            return bool(inputs[0]) and any(_holds_tokens(inputs[0][axis]) for axis in taken)
+        case standard.Gather():
+            rows = operator.indices.name == interface.LOGITS_ROWS
+            return not rows and _axis_holds_tokens(operator.data, [operator.axis])
+        case standard.GatherElements():
+            return _axis_holds_tokens(operator.data, [operator.axis])
+        case standard.Split() | standard.Softmax() | standard.ArgMax() | standard.TopK():
+            return _axis_holds_tokens(operator.x, [operator.axis])
+        case standard.Slice() | Reduction():
+            return _axis_holds_tokens(operator.x, integers(operator.operand(type(operator).axes)))
+        case standard.MatMul():
+            left, right = g.dims(operator.x) or (), g.dims(operator.w) or ()
+            return any(map(_holds_tokens, (*left[-1:], *right[-2:-1]))) or _pairs(operator)
         case _:  # pointwise, or of the last axis
-            return _pairs(node)
+            return _pairs(operator)
 
 
-def _pairs(node: ir.Node) -> bool:
-    """Say whether what `node` makes has the axis of the tokens twice: a product of tokens with tokens."""
-    return any(sum(map(_holds_tokens, g.dims(value) or ())) > 1 for value in node.outputs)
+def _axis_holds_tokens(value: ir.Value | None, axes: Sequence[int] | None) -> bool:
+    """Say whether one of `axes` of `value` (None: of all) holds tokens; no axis of unknown rank does."""
+    dims = () if value is None else g.dims(value) or ()
+    return bool(dims) and any(_holds_tokens(dims[axis]) for axis in (range(len(dims)) if axes is None else axes))
 
 
-def _in_front(dims: tuple[int | str | None, ...]) -> tuple[list[str], int] | None:
+def _pairs(operator: Operator) -> bool:
+    """Say whether a node makes something that has the axis of tokens twice: a product of tokens with tokens."""
+    return any(sum(map(_holds_tokens, g.dims(value) or ())) > 1 for value in operator.node.outputs)
+
+
+def _in_front(value: ir.Value) -> tuple[list[str], int] | None:
     """Multiply what stands in front of the sequence: symbols, number; None where there is no axis of just tokens."""
+    dims = g.dims(value) or ()
     if dims.count(SEQUENCE) != 1 or None in dims:
         return None
     front = dims[: dims.index(SEQUENCE)]

@@ -19,7 +19,7 @@ from llmforge.ir import interface
 from llmforge.trace.export import concatenations, depth
 from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.trace.hooks import gated_norms, internals, modules, norms, recurrent, rotary
-from llmforge.trace.hooks.attention import Attention, Layer
+from llmforge.trace.hooks.attention import Attention, CacheLayer
 
 Substitution = Callable[[nn.Module, int], AbstractContextManager[rotary.Tables]]
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
@@ -76,10 +76,10 @@ class Traced(nn.Module):
         lengths: Tensor,
         text_lengths: Tensor,
         past: Sequence[Any],
-    ) -> tuple[Tensor, Sequence[Layer]]:
+    ) -> tuple[Tensor, Sequence[CacheLayer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths, lengths)
-        self.rotary.given.position_ids, self.rotary.given.text_lengths = position_ids, text_lengths
+        self.rotary.step.position_ids, self.rotary.step.text_lengths = position_ids, text_lengths
         with self._attention.ones:
             output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
         for layer in self._attention.layers:

@@ -30,7 +30,7 @@ READ_AHEAD = 24  # tokens of which that is asked
 FP32_BYTES = 4
 
 
-class OwnCache(attention.Layer):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
+class OwnCache(attention.CacheLayer):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
     """The cache of one layer: hands on the whole buffer, with new keys and values written into it."""
 
     def __init__(self, past: Mapping[str, Tensor] | None, run: OwnAttention) -> None:

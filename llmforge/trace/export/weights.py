@@ -19,6 +19,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph as g
 from llmforge.ir.derived import Stored
+from llmforge.ir.operators import standard
 from llmforge.trace.hooks import internals
 
 UNUSED = "llmforge.unused_tensors"  # metadata_props key of a model: JSON list of the checkpoint's tensors without a use
@@ -101,10 +102,10 @@ def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
 
 def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> None:
     """Give one initializer its tensor: the file's bytes where dtype and layout match, else a lazy cast."""
-    readers = [node for node, _ in value.uses()]
-    transposed = bool(readers) and all(
-        node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) in ([1, 0], [0, 2, 1])
-        for node in readers
+    uses = value.uses()
+    readers = [view for node, _ in uses if (view := standard.Transpose.of(node)) is not None]
+    transposed = 0 < len(readers) == len(uses) and all(
+        list(transpose.perm) in ([1, 0], [0, 2, 1]) for transpose in readers
     )
     name, dtype, dims = value.name or "", value.dtype, g.dims(value)
     if dtype is None or dims is None:
@@ -123,8 +124,8 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
     value.const_value = tensor
     value.shape = shape
     if transposed:
-        for node in readers:
-            g.replace_uses(node.outputs[0], value)
+        for transpose in readers:
+            g.replace_uses(transpose.output, value)
 
 
 def _reader(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from llmforge.base.errors import UnsupportedError
+from llmforge.ir.operators import canonical
 from llmforge.trace.hooks import masks
 from llmforge.trace.hooks.ones import Ones
+from llmforge.trace.hooks.symbolic import emit
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
 INERT = frozenset(
@@ -28,7 +29,7 @@ INERT = frozenset(
 )
 
 
-class Layer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
+class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
     """The cache of one layer: hands on what a step adds to it, and remembers which tensors they were.
 
     Parts have the names that they have in the graph: key and value [B, kv_heads, C, D], conv [B, K-1, C], recurrent
@@ -123,14 +124,14 @@ class Attention:
     NAME = "llmforge"
     bounded = False  # code that indexes tables by its sizes is right up to the longest context, and torch says so
 
+    past_lengths: Tensor  # int32 [B], of the run under way
+    lengths: Tensor  # int32 [B]
+
     def __init__(self, positions: int) -> None:
         self._positions = positions
         self.ones = Ones()
-        self.layers: Sequence[Layer] = []
-        self.past_lengths: Tensor | None = None
-        self.lengths: Tensor | None = None
+        self.layers: Sequence[CacheLayer] = []
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
-        self.ones = Ones()
 
     @property
     def dry(self) -> bool:
@@ -139,7 +140,7 @@ class Attention:
 
     def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
-        self.layers = [Layer(parts, self) for parts in past]
+        self.layers = [CacheLayer(parts, self) for parts in past]
         self.past_lengths, self.lengths = past_lengths, lengths
         return Cache(layers=[*self.layers])
 
@@ -196,12 +197,20 @@ class Attention:
         layer.read = (key, value)
         (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
         layer.shapes |= {"key": (key.shape[1], key_dim), "value": (key.shape[1], value_dim)}
-        if layer.past is None or self.past_lengths is None:
+        if layer.past is None:
             return query.new_zeros(batch, sequence, num_heads, value_dim), None
-        inputs = [_rows(query), _rows(key), _rows(value), layer.past["key"], layer.past["value"], self.past_lengths]
-        y, layer.present["key"], layer.present["value"] = torch.onnx.ops.symbolic_multi_out(
-            "llmforge::Attention",
-            inputs if s_aux is None else [*inputs, s_aux],
+        past_key, past_value = layer.past["key"], layer.past["value"]
+        y, layer.present["key"], layer.present["value"] = emit(
+            canonical.Attention,
+            {
+                "q": _rows(query),
+                "k": _rows(key),
+                "v": _rows(value),
+                "past_key": past_key,
+                "past_value": past_value,
+                "past_lengths": self.past_lengths,
+                "sinks": s_aux,
+            },
             {
                 "num_heads": num_heads,
                 "kv_num_heads": key.shape[1],
@@ -210,9 +219,11 @@ class Attention:
                 "window": attention_mask.window,
                 "layer": index,
             },
-            dtypes=[query.dtype, key.dtype, value.dtype],
-            shapes=[(batch, sequence, num_heads * value_dim), layer.past["key"].shape, layer.past["value"].shape],
-            version=1,
+            [
+                (query.dtype, (batch, sequence, num_heads * value_dim)),
+                (key.dtype, past_key.shape),
+                (value.dtype, past_value.shape),
+            ],
         )
         return y.view(batch, sequence, num_heads, value_dim), None
 
@@ -223,19 +234,16 @@ class Attention:
         it); the expanded keys and values are what the graph caches. They are of the one layer that was updated and
         has not been read.
         """
-        open_layers = [index for index, layer in enumerate(self.layers) if layer.new is not None and layer.read is None]
-        for index in open_layers:
-            new = self.layers[index].new
-            if new is not None and key is new[0] and value is new[1]:
+        unread = {index: layer.new for index, layer in enumerate(self.layers) if layer.new and layer.read is None}
+        for index, (new_key, new_value) in unread.items():
+            if key is new_key and value is new_value:
                 return index
-        if len(open_layers) != 1:
+        if len(unread) != 1:
             raise UnsupportedError(
                 "attention reads other keys and values than its layer caches (a shared cache, or one read twice)"
             )
-        (index,) = open_layers
-        new = self.layers[index].new
-        assert new is not None
-        if key.shape[2] != new[0].shape[2] or value.shape[2] != new[0].shape[2] or key.shape[1] != value.shape[1]:
+        ((index, (new_key, _)),) = unread.items()
+        if key.shape[2] != new_key.shape[2] or value.shape[2] != new_key.shape[2] or key.shape[1] != value.shape[1]:
             raise UnsupportedError("attention reads another number of keys and values than its layer caches")
         return index
 

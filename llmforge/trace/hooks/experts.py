@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmforge.base.errors import UnsupportedError
+from llmforge.ir.operators import canonical
 from llmforge.trace.hooks import internals
+from llmforge.trace.hooks.symbolic import emit
 
 NAME = "llmforge"  # in the registry
 EAGER = "eager"  # transformers' name of a module's own forward
@@ -39,7 +41,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Form:
+class ExpertActivation:
     """What an experts module computes between its two products: the attributes of `llmforge::MoE`."""
 
     activation: str
@@ -61,7 +63,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Weights:
+class ExpertWeights:
     """The parameters of an experts module: E experts, `up` [E, H, 2·I or I], `down` [E, I, H], biases or none."""
 
     up: Tensor
@@ -74,7 +76,7 @@ class Experts:
     """The implementation that transformers calls; remembers what it found for each kind of module."""
 
     def __init__(self) -> None:
-        self._forms: dict[tuple[object, ...], Form] = {}
+        self._activations: dict[tuple[object, ...], ExpertActivation] = {}
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Emit `llmforge::MoE`: x [..., H], expert_ids and expert_weights [..., top_k] → [..., H].
@@ -87,26 +89,23 @@ class Experts:
         if len(bound.arguments) != len(ARGUMENTS):
             raise UnsupportedError(f"{where} takes {', '.join(bound.arguments)}: more than tokens and their experts")
         _, x, ids, mixing = bound.arguments.values()
-        form = self._form(module)
-        held = weights(module)
-        inputs = [x, ids, mixing.to(x.dtype), held.up, held.down]
-        if held.up_bias is not None and held.down_bias is not None:
-            inputs += [held.up_bias, held.down_bias]
-        return torch.onnx.ops.symbolic("llmforge::MoE", inputs, asdict(form), dtype=x.dtype, shape=x.shape, version=1)
+        inputs = {"x": x, "expert_ids": ids, "expert_weights": mixing.to(x.dtype), **vars(weights(module))}
+        (y,) = emit(canonical.MoE, inputs, asdict(self._activation(module)), [(x.dtype, x.shape)])
+        return y
 
-    def _form(self, module: nn.Module) -> Form:
+    def _activation(self, module: nn.Module) -> ExpertActivation:
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())
         key = (type(module), str(module), shapes, *_numbers(module))
-        if key not in self._forms:
-            self._forms[key] = probe(module)
-        return self._forms[key]
+        if key not in self._activations:
+            self._activations[key] = probe(module)
+        return self._activations[key]
 
 
-def probe(module: nn.Module) -> Form:
-    """Find the form of an experts module by running its own forward on three small experts.
+def probe(module: nn.Module) -> ExpertActivation:
+    """Find the activation of an experts module by running its own forward on three small experts.
 
     Raises:
-        UnsupportedError: no form that `llmforge::MoE` knows computes the same.
+        UnsupportedError: none that `llmforge::MoE` knows computes the same.
     """
     where = type(module).__name__
     if module.has_post_expert_norm:
@@ -115,29 +114,31 @@ def probe(module: nn.Module) -> Form:
     with internals.real_tensors():
         generator = torch.Generator().manual_seed(0)
         small = _shrunk(module, generator)
-        held = weights(small)
+        parameters = weights(small)
         ids = torch.stack(
-            [torch.randperm(len(held.up), generator=generator)[:PROBED_TOP] for _ in range(PROBED_TOKENS)]
+            [torch.randperm(len(parameters.up), generator=generator)[:PROBED_TOP] for _ in range(PROBED_TOKENS)]
         )
         mixing = torch.rand(ids.shape, generator=generator) + 0.1
-        noise = torch.randn(PROBED_TOKENS, held.up.shape[1], generator=generator)
+        noise = torch.randn(PROBED_TOKENS, parameters.up.shape[1], generator=generator)
         inputs = [noise * scale for scale in (*SCALES, *_numbers(module))]
         try:
             outputs = [small(x, ids, mixing) for x in inputs]
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedError(f"{where} cannot be probed: {type(error).__name__}: {error}") from error
-        for form in _candidates(module):
-            if all(_close(y, compute(form, held, x, ids, mixing)) for x, y in zip(inputs, outputs, strict=True)):
-                return form
+        for activation in _candidates(module):
+            if all(
+                _close(y, compute(activation, parameters, x, ids, mixing)) for x, y in zip(inputs, outputs, strict=True)
+            ):
+                return activation
     raise UnsupportedError(f"{where} computes with its experts something that llmforge::MoE does not know")
 
 
-def compute(form: Form, held: Weights, x: Tensor, ids: Tensor, mixing: Tensor) -> Tensor:
+def compute(activation: ExpertActivation, parameters: ExpertWeights, x: Tensor, ids: Tensor, mixing: Tensor) -> Tensor:
     """Compute `llmforge::MoE` for tokens x [T, H], their experts `ids` and weights `mixing` [T, top_k] → [T, H]."""
-    h = torch.einsum("th,tkhn->tkn", x, held.up[ids])
-    h = h if held.up_bias is None else h + held.up_bias[ids]
-    y = torch.einsum("tki,tkih->tkh", form.inner(h), held.down[ids])
-    y = y if held.down_bias is None else y + held.down_bias[ids]
+    h = torch.einsum("th,tkhn->tkn", x, parameters.up[ids])
+    h = h if parameters.up_bias is None else h + parameters.up_bias[ids]
+    y = torch.einsum("tki,tkih->tkh", activation.inner(h), parameters.down[ids])
+    y = y if parameters.down_bias is None else y + parameters.down_bias[ids]
     return (y * mixing[..., None]).sum(1)
 
 
@@ -146,15 +147,15 @@ def _close(y: object, expected: Tensor) -> bool:
     return isinstance(y, Tensor) and y.shape == expected.shape and bool(((y - expected).abs() <= limit).all())
 
 
-def _candidates(module: nn.Module) -> Iterator[Form]:
-    """List the forms that a module may have; its own numbers are candidates for limits and slopes."""
+def _candidates(module: nn.Module) -> Iterator[ExpertActivation]:
+    """List the activations that a module may have; its own numbers are candidates for limits and slopes."""
     gated, interleaved = int(bool(module.has_gate)), int(bool(module.has_gate) and not module.is_concatenated)
     own = _numbers(module)
     for limit in (0.0, *own) if gated else (0.0,):
         for beta in (0.0, 1.0) if gated else (0.0,):
             for activation in ACTIVATIONS:
                 for alpha in (1.0, QUICK_GELU, *own) if activation == "silu" else (1.0,):
-                    yield Form(activation, gated, interleaved, alpha, beta, limit)
+                    yield ExpertActivation(activation, gated, interleaved, alpha, beta, limit)
 
 
 def _numbers(module: nn.Module) -> list[float]:
@@ -167,7 +168,7 @@ def marked(module: nn.Module) -> bool:
     return all(hasattr(module, mark) for mark in MARKS)
 
 
-def weights(module: nn.Module) -> Weights:
+def weights(module: nn.Module) -> ExpertWeights:
     """Collect the parameters of a module that transformers' decorator marks, laid out as `llmforge::MoE` takes them.
 
     Raises:
@@ -180,7 +181,7 @@ def weights(module: nn.Module) -> Weights:
         )
     tensors: list[Tensor] = [found[name] for name in taken]
     matrices = [tensor if module.is_transposed else tensor.transpose(1, 2) for tensor in tensors[:2]]
-    return Weights(*matrices, *(tensors[2:] or (None, None)))
+    return ExpertWeights(*matrices, *(tensors[2:] or (None, None)))
 
 
 def names(module: nn.Module) -> list[str]:
@@ -191,8 +192,8 @@ def names(module: nn.Module) -> list[str]:
 
 def _shrunk(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """Copy `module` with a few small experts of random numbers, set to run its own forward."""
-    held = weights(module)
-    experts, hidden = min(PROBED_EXPERTS, len(held.up)), PROBED_HIDDEN
+    parameters = weights(module)
+    experts, hidden = min(PROBED_EXPERTS, len(parameters.up)), PROBED_HIDDEN
     wide = PROBED_INNER * (2 if module.has_gate else 1)
     shapes: list[tuple[int, ...]] = [(experts, hidden, wide), (experts, PROBED_INNER, hidden)]
     shapes = shapes if module.is_transposed else [(count, n, k) for count, k, n in shapes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,20 @@ def substitute(model: nn.Module) -> None:
     A module with other arithmetic is left alone, and traced as it is.
     """
     for module in model.modules():
-        weight = dict(module.named_parameters()).get("weight")
-        if weight is None or weight.dim() != 1 or len(list(module.named_parameters())) > 1:
+        key = norms.norm_like(module)
+        if key is None or len(inspect.signature(module.forward).parameters) != 2:
             continue
-        if len(inspect.signature(module.forward).parameters) != 2:
-            continue
-        epsilons = sorted({x for x in vars(module).values() if isinstance(x, float) and 0 < x < norms.EPSILON_LIMIT})
-        found = probe(module, len(weight), epsilons)
+        found = probe(module, *key[1:])
         if found is not None:
             module.forward = _emitter(module, *found)
 
 
 def probe(
-    module: nn.Module, width: int, epsilons: list[float]
+    module: nn.Module, shape: tuple[int, ...], epsilons: Sequence[float]
 ) -> tuple[float, float, Callable[[Tensor], Tensor]] | None:
     """Find (offset, ε, activation) for which `module` is a gated norm; None: it computes something else."""
     for activation in ACTIVATIONS:
-        constants = norms.probe(_AtGate(module, activation), width, epsilons)
+        constants = norms.probe(_AtGate(module, activation), shape, epsilons)
         if constants is not None:
             return *constants, activation
     return None
@@ -62,7 +59,7 @@ class _AtGate(nn.Module):
 def _emitter(
     module: nn.Module, offset: float, epsilon: float, activation: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    plain = norms._emitter(module, offset, epsilon)
+    plain = norms.emitter(module, offset, epsilon)
 
     def forward(x: Tensor, gate: Tensor) -> Tensor:
         return plain(x) * activation(gate)

@@ -5,13 +5,16 @@ Everything else that `llmforge.trace` calls is public. A test checks that each o
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
@@ -32,10 +35,15 @@ from transformers.utils.generic import GeneralInterface
 
 from llmforge.base.errors import ForgeError, UnsupportedError
 
+Function = Callable[..., Any]
+Replacement = Callable[[str, Function], Function | None]  # a function and its name → what stands for it, if anything
+
 __all__ = [
     "FakeTensorMode",
+    "Function",
     "Group",
     "fake_mode",
+    "functions_replaced",
     "is_fake",
     "mask_replaced",
     "mode_of",
@@ -118,41 +126,71 @@ def parameters_on_meta() -> Iterator[None]:
     Replaces a method of `torch.nn.Module`: `torch.device("meta")` would take the buffers too, and what a model
     computes for them in its constructor (frequencies, scales) would be lost.
     """
-    original = torch.nn.Module.register_parameter
+    original = nn.Module.register_parameter
 
-    def register(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
         if param is not None and not param.is_meta:  # a tied parameter is on meta already: keep it shared
-            self._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=False)
+            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
 
-    torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 @contextmanager
-def registered(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
-    """Register an attention implementation and its mask in transformers' public registries, and undo it after.
+def _registered(registry: type[GeneralInterface], name: str, function: Function) -> Iterator[None]:
+    """Register `function` in a public registry of transformers, and undo it after.
 
-    Private: the registries can be added to, not removed from.
+    Private: the registries can be added to, not removed from, and give what was added precedence over their own.
     """
-    registries: list[tuple[type[GeneralInterface], Callable[..., Any]]] = [
-        (AttentionInterface, attention),
-        (AttentionMaskInterface, mask),
-    ]
-    before = [registry._global_mapping.get(name) for registry, _ in registries]
-    for registry, function in registries:
-        registry.register(name, function)
+    before = registry._global_mapping.get(name)
+    registry.register(name, function)
     try:
         yield
     finally:
-        for (registry, _), function_before in zip(registries, before, strict=True):
-            if function_before is None:
-                del registry._global_mapping[name]
-            else:
-                registry.register(name, function_before)
+        if before is None:
+            del registry._global_mapping[name]
+        else:
+            registry.register(name, before)
+
+
+@contextmanager
+def registered(name: str, attention: Function, mask: Function) -> Iterator[None]:
+    """Register an attention implementation and its mask for a while."""
+    with _registered(AttentionInterface, name, attention), mask_replaced(name, mask):
+        yield
+
+
+def mask_replaced(name: str, mask: Function) -> AbstractContextManager[None]:
+    """Let `mask` make the masks of attention implementation `name` for a while."""
+    return _registered(AttentionMaskInterface, name, mask)
+
+
+def registered_experts(name: str, experts: Function) -> AbstractContextManager[None]:
+    """Register an implementation of experts for a while."""
+    return _registered(ExpertsInterface, name, experts)
+
+
+@contextmanager
+def functions_replaced(model: nn.Module, replacement: Replacement) -> Iterator[None]:
+    """Replace functions of the source files of `model` for a while, by what `replacement` makes of them."""
+    files = {type(module).__module__: sys.modules[type(module).__module__] for module in model.modules()}
+    originals = [
+        (file, name, function, new)
+        for file in files.values()
+        for name, function in vars(file).items()
+        if inspect.isfunction(function) and (new := replacement(name, function)) is not None
+    ]
+    for file, name, _, new in originals:
+        setattr(file, name, new)
+    try:
+        yield
+    finally:
+        for file, name, function, _ in originals:
+            setattr(file, name, function)
 
 
 def takes_attention(config: PretrainedConfig) -> bool:
@@ -162,34 +200,6 @@ def takes_attention(config: PretrainedConfig) -> bool:
     """
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return model is None or bool(model._can_set_attn_implementation())
-
-
-@contextmanager
-def mask_replaced(name: str, mask: Callable[..., Any]) -> Iterator[None]:
-    """Let `mask` make the masks of attention implementation `name`, which transformers has.
-
-    Private: the registry gives what was added precedence over its own, and offers no way back.
-    """
-    mapping = AttentionMaskInterface._global_mapping
-    before = mapping[name]
-    AttentionMaskInterface.register(name, mask)
-    try:
-        yield
-    finally:
-        mapping[name] = before
-
-
-@contextmanager
-def registered_experts(name: str, experts: Callable[..., Any]) -> Iterator[None]:
-    """Register an implementation of experts in transformers' public registry, and remove it after.
-
-    Private: the registry can be added to, not removed from.
-    """
-    ExpertsInterface.register(name, experts)
-    try:
-        yield
-    finally:
-        del ExpertsInterface._global_mapping[name]
 
 
 def mode_of(tensor: torch.Tensor) -> FakeTensorMode:

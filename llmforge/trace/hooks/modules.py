@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from llmforge.trace.hooks import internals
-from llmforge.trace.hooks.norms import EPSILON_LIMIT
+from llmforge.ir.operators import standard
+from llmforge.trace.hooks import internals, norms
+from llmforge.trace.hooks.symbolic import emit
 
 ONES = "llmforge_ones"  # buffer of a norm of each head: the scale of its LayerNormalization, whose weight is a Mul
-TOLERANCE = 1e-5  # fp32, on outputs of order one
 ACTIVATION_TOLERANCE = 1e-6  # the two forms of GELU differ by 5e-4
 
 
@@ -22,13 +20,12 @@ def substitute(model: nn.Module) -> None:
 
     A module with other arithmetic is left alone, and traced as it is.
     """
-    norms: dict[tuple[type[nn.Module], tuple[int, ...], tuple[float, ...]], float | None] = {}
+    found: dict[norms.Key, float | None] = {}
     activations: dict[type[nn.Module], str | None] = {}
     for module in model.modules():
         if "forward" in vars(module):  # substituted already
             continue
-        parameters = dict(module.named_parameters())
-        if not parameters and not list(module.children()) and not list(module.buffers()):
+        if not [*module.parameters(), *module.children(), *module.buffers()]:
             if any(not name.startswith("_") and name != "training" for name in vars(module)):
                 continue  # with settings, two modules of a class may differ
             kind = type(module)
@@ -36,39 +33,24 @@ def substitute(model: nn.Module) -> None:
                 activations[kind] = gelu(module)
             if (approximate := activations[kind]) is not None:
                 module.forward = _gelu_emitter(approximate)
-        elif parameters.keys() == {"weight"} and parameters["weight"].dim() in (1, 2):
-            shape = tuple(parameters["weight"].shape)
-            epsilons = tuple(
-                sorted({x for x in vars(module).values() if isinstance(x, float) and 0 < x < EPSILON_LIMIT})
-            )
-            if not epsilons or isinstance(module, nn.LayerNorm):  # no norm, or one that torch translates itself
-                continue
-            key = (type(module), shape, epsilons)
-            if key not in norms:
-                norms[key] = layer_norm(module, shape, epsilons)
-            if (epsilon := norms[key]) is not None:
-                module.forward = _norm_emitter(module, epsilon)
+            continue
+        key = norms.norm_like(module, ranks=(1, 2))
+        if key is None or isinstance(module, nn.LayerNorm):  # no norm, or one that torch translates itself
+            continue
+        if key not in found:
+            found[key] = layer_norm(module, *key[1:])
+        if (epsilon := found[key]) is not None:
+            module.forward = _norm_emitter(module, epsilon)
 
 
-def layer_norm(module: nn.Module, shape: tuple[int, ...], epsilons: tuple[float, ...]) -> float | None:
+def layer_norm(module: nn.Module, shape: tuple[int, ...], epsilons: Sequence[float]) -> float | None:
     """Find ε for which `module` computes (x - mean) / √(variance + ε) · w over the last axis; None: something else."""
     with internals.real_tensors():
-        weight = torch.linspace(0.5, 1.5, math.prod(shape))
-        weight = weight.reshape(shape)
-        instance = copy.copy(module)
-        instance._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
-        noise = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-        inputs = [noise * scale + 0.5 * scale for scale in (3.0, 1e-2, 1e-3)]
-        try:
-            outputs = [instance(x) for x in inputs]
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # not a function of one such tensor
-            return None
+        weight, inputs = norms.probes(shape, mean=0.5)
+        outputs = norms.run(module, weight, inputs) if epsilons else []
         for epsilon in epsilons:
             expected = [nn.functional.layer_norm(x, shape[-1:], None, None, epsilon) * weight for x in inputs]
-            if all(
-                isinstance(y, Tensor) and y.shape == e.shape and torch.allclose(y, e, rtol=TOLERANCE, atol=TOLERANCE)
-                for y, e in zip(outputs, expected, strict=True)
-            ):
+            if norms.close(outputs, expected):
                 return epsilon
     return None
 
@@ -103,14 +85,9 @@ def _norm_emitter(module: nn.Module, epsilon: float) -> Callable[[Tensor], Tenso
         weight = module.get_parameter("weight")
         one_axis = weight.dim() == 1
         scale = weight if one_axis else module.get_buffer(ONES)
-        y: Tensor = torch.onnx.ops.symbolic(
-            "LayerNormalization",
-            (x, scale),
-            {"axis": -1, "epsilon": epsilon},
-            dtype=x.dtype,
-            shape=x.shape,
-            version=17,
-        )
+        attributes = {"axis": -1, "epsilon": epsilon}
+        inputs = {"x": x, "scale": scale}
+        (y,) = emit(standard.LayerNormalization, inputs, attributes, [(x.dtype, x.shape)], version=17)
         return y if one_axis else y * weight
 
     return forward

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from llmforge.ir.operators import standard
 from llmforge.trace.hooks import internals
+from llmforge.trace.hooks.symbolic import emit
 
 TOLERANCE = 1e-5  # fp32, on outputs of order one
 EPSILON_LIMIT = 0.1  # no norm adds more than this to a variance
+
+
+Key = tuple[type[nn.Module], tuple[int, ...], tuple[float, ...]]  # a module's class, its weight's shape, its epsilons
 
 
 def substitute(model: nn.Module) -> None:
@@ -19,57 +25,80 @@ def substitute(model: nn.Module) -> None:
 
     A module with other arithmetic is left alone, and traced as it is.
     """
-    found: dict[tuple[type[nn.Module], int, tuple[float, ...]], tuple[float, float] | None] = {}
+    found: dict[Key, tuple[float, float] | None] = {}
     for module in model.modules():
-        weight = dict(module.named_parameters()).get("weight")
-        if weight is None or weight.dim() != 1 or len(list(module.named_parameters())) > 1:
+        if (key := norm_like(module)) is None:
             continue
-        epsilons = sorted({x for x in vars(module).values() if isinstance(x, float) and 0 < x < EPSILON_LIMIT})
-        key = (type(module), len(weight), tuple(epsilons))
         if key not in found:
-            found[key] = probe(module, len(weight), epsilons)
+            found[key] = probe(module, *key[1:])
         if (constants := found[key]) is not None:
-            module.forward = _emitter(module, *constants)
+            module.forward = emitter(module, *constants)
 
 
-def probe(module: nn.Module, width: int, epsilons: list[float]) -> tuple[float, float] | None:
-    """Find (offset, ε) for which `module` computes x̂·(offset + w); None: it computes something else.
+def norm_like(module: nn.Module, ranks: tuple[int, ...] = (1,)) -> Key | None:
+    """Tell what makes a module that may be a norm like others of its class; None: it has not `weight` alone."""
+    parameters = dict(module.named_parameters())
+    if parameters.keys() != {"weight"} or parameters["weight"].dim() not in ranks:
+        return None
+    epsilons = {x for x in vars(module).values() if isinstance(x, float) and 0 < x < EPSILON_LIMIT}
+    return type(module), tuple(parameters["weight"].shape), tuple(sorted(epsilons))
 
-    Small inputs tell ε; the weight is not constant, so that a norm that ignores it is not taken for one that reads it.
-    """
+
+def probe(module: nn.Module, shape: tuple[int, ...], epsilons: Sequence[float]) -> tuple[float, float] | None:
+    """Find (offset, ε) for which `module` computes x̂·(offset + w); None: it computes something else."""
     with internals.real_tensors():
-        weight = torch.linspace(0.5, 1.5, width)
-        instance = copy.copy(module)
-        instance._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
-        noise = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
-        inputs = [noise * scale for scale in (3.0, 1e-2, 1e-3)]
-        try:
-            outputs = [instance(x) for x in inputs]
-        except (AttributeError, RuntimeError, TypeError, ValueError):  # not a function of one tensor of this width
-            return None
+        weight, inputs = probes(shape)
+        outputs = run(module, weight, inputs)
         for offset in (0.0, 1.0):
             for epsilon in epsilons:
                 expected = [
                     x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (offset + weight) for x in inputs
                 ]
-                if all(
-                    isinstance(y, Tensor) and torch.allclose(y, e, rtol=TOLERANCE, atol=TOLERANCE)
-                    for y, e in zip(outputs, expected, strict=True)
-                ):
+                if close(outputs, expected):
                     return offset, epsilon
     return None
 
 
-def _emitter(module: nn.Module, offset: float, epsilon: float) -> Callable[[Tensor], Tensor]:
+def probes(shape: tuple[int, ...], mean: float = 0.0) -> tuple[Tensor, list[Tensor]]:
+    """Make a weight and inputs, whose mean is `mean` of their deviation, that tell norms apart.
+
+    Small inputs tell ε; the weight is not constant, so that a norm that ignores it is not taken for one that reads it.
+    """
+    weight = torch.linspace(0.5, 1.5, math.prod(shape)).reshape(shape)
+    noise = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    return weight, [noise * scale + mean * scale for scale in (3.0, 1e-2, 1e-3)]
+
+
+def run(module: nn.Module, weight: Tensor, inputs: Sequence[Tensor]) -> list[object]:
+    """Call a copy of `module` with another weight; nothing where it is no function of one tensor like these."""
+    instance = copy.copy(module)
+    instance._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    try:
+        return [instance(x) for x in inputs]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return []
+
+
+def close(outputs: Sequence[object], expected: Sequence[Tensor], tolerance: float = TOLERANCE) -> bool:
+    """Say whether `outputs` are `expected`, all of them."""
+    return len(outputs) == len(expected) and all(
+        isinstance(y, Tensor) and y.shape == e.shape and torch.allclose(y, e, rtol=tolerance, atol=tolerance)
+        for y, e in zip(outputs, expected, strict=True)
+    )
+
+
+def emitter(module: nn.Module, offset: float, epsilon: float) -> Callable[[Tensor], Tensor]:
+    """Make the forward of a module that computes x̂·(offset + w)."""
+
     def forward(x: Tensor) -> Tensor:
         weight = module.get_parameter("weight")
-        return torch.onnx.ops.symbolic(
-            "RMSNormalization",
-            (x, weight if offset == 0 else weight + offset),
-            {"axis": -1, "epsilon": epsilon},
-            dtype=x.dtype,
-            shape=x.shape,
-            version=23,
-        )
+        return rms_norm(x, weight if offset == 0 else weight + offset, epsilon)
 
     return forward
+
+
+def rms_norm(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """Emit RMSNormalization of the last axis."""
+    attributes = {"axis": -1, "epsilon": epsilon}
+    (y,) = emit(standard.RMSNormalization, {"x": x, "scale": scale}, attributes, [(x.dtype, x.shape)], version=23)
+    return y

@@ -7,10 +7,8 @@ fallback would hold its chunks. They are called with what a layer's cache handed
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,8 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmforge.base.errors import UnsupportedError
+from llmforge.ir.operators import canonical
 from llmforge.trace.hooks import internals
-from llmforge.trace.hooks.attention import INERT, Attention, Layer
+from llmforge.trace.hooks.attention import INERT, Attention, CacheLayer
+from llmforge.trace.hooks.norms import rms_norm
+from llmforge.trace.hooks.symbolic import emit
 
 TOLERANCE = 1e-4  # fp32, on values of order one; the chunked delta rule solves a triangular system
 PROBED = 5  # tokens on which a function is probed
@@ -31,23 +32,13 @@ DELTA_RULE = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
 @contextmanager
 def substituted(model: nn.Module, attention: Attention) -> Iterator[None]:
     """Make the recurrent layers of `model` arrive as operators while the context lasts."""
-    files: dict[str, ModuleType] = {}
-    for module in model.modules():
-        files[type(module).__module__] = sys.modules[type(module).__module__]
     makers = dict.fromkeys(CONVOLUTION, _convolution) | dict.fromkeys(DELTA_RULE, _delta_rule)
-    originals = [
-        (file, name, function)
-        for file in files.values()
-        for name, function in vars(file).items()
-        if name in makers and inspect.isfunction(function)
-    ]
-    for file, name, function in originals:
-        setattr(file, name, makers[name](function, attention))
-    try:
+
+    def replacement(name: str, function: internals.Function) -> internals.Function | None:
+        return makers[name](function, attention) if name in makers else None
+
+    with internals.functions_replaced(model, replacement):
         yield
-    finally:
-        for file, name, function in originals:
-            setattr(file, name, function)
 
 
 def _bind(original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
@@ -75,17 +66,19 @@ def _convolution(original: Callable[..., Any], attention: Attention) -> Callable
             with internals.real_tensors():
                 known[key] = probe_convolution(original, taps, bias is not None, activation)
         layer.shapes["conv"] = (taps - 1, channels)
-        if layer.past is None or attention.past_lengths is None or attention.lengths is None:
+        if layer.past is None:
             return torch.zeros_like(x)
-        inputs = [x.transpose(1, 2), weight[:, None], layer.past["conv"], attention.past_lengths, attention.lengths]
-        y, layer.present["conv"] = torch.onnx.ops.symbolic_multi_out(
-            "llmforge::CausalConv",
-            inputs if bias is None else [*inputs, bias],
-            {"activation": known[key], "layer": index},
-            dtypes=[x.dtype, x.dtype],
-            shapes=[(batch, sequence, channels), layer.past["conv"].shape],
-            version=1,
-        )
+        past = layer.past["conv"]
+        inputs = {
+            "x": x.transpose(1, 2),
+            "weight": weight[:, None],
+            "past": past,
+            "past_lengths": attention.past_lengths,
+            "lengths": attention.lengths,
+            "bias": bias,
+        }
+        made = [(x.dtype, (batch, sequence, channels)), (x.dtype, past.shape)]
+        y, layer.present["conv"] = emit(canonical.CausalConv, inputs, {"activation": known[key], "layer": index}, made)
         return y.transpose(1, 2)
 
     return causal_conv
@@ -98,47 +91,40 @@ def _delta_rule(original: Callable[..., Any], attention: Attention) -> Callable[
         given = _bind(original, args, kwargs)
         q, k, v, decay, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
         normalized, past = bool(given["use_qk_l2norm_in_kernel"]), given["initial_state"]
-        (batch, sequence, few, width), (heads, value_width) = k.shape, v.shape[2:]
+        (batch, sequence, num_heads, width), (heads, value_width) = k.shape, v.shape[2:]
         if q.shape != k.shape or decay.shape != v.shape[:3] or beta.shape != v.shape[:3]:
             raise UnsupportedError(f"{original.__name__} is called with a decay or rate for each channel")
-        if (key := (few, heads, width, value_width, normalized)) not in known:
+        if (key := (num_heads, heads, width, value_width, normalized)) not in known:
             with internals.real_tensors():
-                probe_delta_rule(original, few, heads, width, value_width, normalized=normalized)
+                probe_delta_rule(original, num_heads, heads, width, value_width, normalized=normalized)
             known.add(key)
         if attention.dry:
             # A dry run has no states yet; the cache takes this one back under the index of its layer.
             attention.unclaimed = torch.zeros(batch, heads, width, value_width)
             return torch.zeros_like(v), attention.unclaimed
-        layer, index = _owner(attention, lambda layer: past is not None and (layer.past or {}).get("recurrent") is past)
-        assert layer.past is not None
-        assert attention.past_lengths is not None
-        assert attention.lengths is not None
+        _, index = _owner(attention, lambda layer: past is not None and (layer.past or {}).get("recurrent") is past)
         if normalized:
             q, k = _normalize(q), _normalize(k)
-        y, state = torch.onnx.ops.symbolic_multi_out(
-            "llmforge::LinearAttention",
-            [
-                q.reshape(batch, sequence, few * width),
-                k.reshape(batch, sequence, few * width),
-                v.reshape(batch, sequence, heads * value_width),
-                decay,
-                beta,
-                layer.past["recurrent"],
-                attention.past_lengths,
-                attention.lengths,
-            ],
-            {"num_heads": few, "scale": width**-0.5, "layer": index},
-            dtypes=[v.dtype, layer.past["recurrent"].dtype],
-            shapes=[(batch, sequence, heads * value_width), layer.past["recurrent"].shape],
-            version=1,
-        )
+        inputs = {
+            "q": q.reshape(batch, sequence, num_heads * width),
+            "k": k.reshape(batch, sequence, num_heads * width),
+            "v": v.reshape(batch, sequence, heads * value_width),
+            "decay": decay,
+            "beta": beta,
+            "past": past,
+            "past_lengths": attention.past_lengths,
+            "lengths": attention.lengths,
+        }
+        attributes = {"num_heads": num_heads, "scale": width**-0.5, "layer": index}
+        made = [(v.dtype, (batch, sequence, heads * value_width)), (past.dtype, past.shape)]
+        y, state = emit(canonical.LinearAttention, inputs, attributes, made)
         attention.unclaimed = state
         return y.view(batch, sequence, heads, value_width), state
 
     return linear_attention
 
 
-def _owner(attention: Attention, owns: Callable[[Layer], bool]) -> tuple[Layer, int]:
+def _owner(attention: Attention, owns: Callable[[CacheLayer], bool]) -> tuple[CacheLayer, int]:
     found = [(layer, index) for index, layer in enumerate(attention.layers) if owns(layer)]
     if len(found) != 1:
         raise UnsupportedError("a recurrent layer computes with something else than its own cache handed out")
@@ -148,14 +134,7 @@ def _owner(attention: Attention, owns: Callable[[Layer], bool]) -> tuple[Layer, 
 def _normalize(x: Tensor) -> Tensor:
     """Divide x [B, S, H, D] by √(Σx² + ε), written as an RMS norm: √(Σx² + ε) = √D · √(mean(x²) + ε/D)."""
     width = x.shape[3]
-    return torch.onnx.ops.symbolic(
-        "RMSNormalization",
-        (x, torch.full((width,), width**-0.5)),
-        {"axis": -1, "epsilon": L2_EPSILON / width},
-        dtype=x.dtype,
-        shape=x.shape,
-        version=23,
-    )
+    return rms_norm(x, torch.full((width,), width**-0.5), L2_EPSILON / width)
 
 
 def probe_convolution(original: Callable[..., Any], taps: int, biased: bool, activation: str | None) -> str:
@@ -176,7 +155,7 @@ def probe_convolution(original: Callable[..., Any], taps: int, biased: bool, act
 
 
 def probe_delta_rule(
-    original: Callable[..., Any], few: int, heads: int, width: int, value_width: int, *, normalized: bool
+    original: Callable[..., Any], num_heads: int, heads: int, width: int, value_width: int, *, normalized: bool
 ) -> None:
     """Return if `original` computes the gated delta rule as `llmforge::LinearAttention` does.
 
@@ -188,7 +167,7 @@ def probe_delta_rule(
     def draw(*dims: int) -> Tensor:
         return torch.randn(*dims, generator=generator)
 
-    q, k = draw(2, PROBED, few, width), draw(2, PROBED, few, width)
+    q, k = draw(2, PROBED, num_heads, width), draw(2, PROBED, num_heads, width)
     if not normalized:  # keys of unit length, or the state grows without bound
         k = k / k.norm(dim=-1, keepdim=True)
     v, state = draw(2, PROBED, heads, value_width), draw(2, heads, width, value_width)
@@ -205,7 +184,7 @@ def probe_delta_rule(
     )
     if normalized:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON) for x in (q, k))
-    q, k = (x.repeat_interleave(heads // few, 2) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // num_heads, 2) for x in (q, k))
     rows = []
     for s in range(PROBED):
         state = state * decay[:, s, :, None, None].exp()

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llmforge.base.errors import UnsupportedError
+from llmforge.ir.operators import standard
 from llmforge.trace.hooks import internals, longrope
+from llmforge.trace.hooks.symbolic import emit
 
 CHUNK = 8192  # positions computed at a time: bounds the memory of long contexts
 TOLERANCE = 1e-5  # fp32, on values of order one
 
 
-@dataclass
-class Given:
+class StepInputs:
     """What the run under way was given; apart from modules, whose attributes torch.export does not let a trace set."""
 
-    position_ids: Tensor | None = None  # the graph's own [B, S]
-    text_lengths: Tensor | None = None  # [B]
+    position_ids: Tensor  # the graph's own [B, S]
+    text_lengths: Tensor  # [B]
 
 
 class Tables(nn.Module):
@@ -34,7 +33,7 @@ class Tables(nn.Module):
     def __init__(self, positions: int) -> None:
         super().__init__()
         self.positions = positions
-        self.given = Given()
+        self.step = StepInputs()
         self.samples: list[tuple[Tensor, Tensor]] = []  # [1, longrope.PROBED, width], as the model's module has them
         self.as_complex: list[bool] = []  # whether the model's module gives cos + i·sin as one tensor
         self.switches: list[int] = []  # positions from which the long half of a table counts; 0: there is one half
@@ -110,24 +109,15 @@ def substituted(model: nn.Module, positions: int) -> Iterator[Tables]:
     their source files that transformers calls `apply_rotary*` take them.
     """
     tables = Tables(positions)
-    files: dict[str, ModuleType] = {}
     for module in model.modules():
-        files[type(module).__module__] = sys.modules[type(module).__module__]
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
             module.forward = _angles(module, module.forward, tables)
-    originals = [
-        (file, name, function)
-        for file in files.values()
-        for name, function in vars(file).items()
-        if name.startswith("apply_rotary") and inspect.isfunction(function)
-    ]
-    for file, name, function in originals:
-        setattr(file, name, _applier(function, tables))
-    try:
+
+    def applier(name: str, function: internals.Function) -> internals.Function | None:
+        return _applier(function, tables) if name.startswith("apply_rotary") else None
+
+    with internals.functions_replaced(model, applier):
         yield tables
-    finally:
-        for file, name, function in originals:
-            setattr(file, name, function)
 
 
 @contextmanager
@@ -143,7 +133,7 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
     def forward(x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Angles | tuple[Angles, Angles]:
         axes = position_ids.shape[:-2]
         if axes:
-            position_ids = _one_axis(module, position_ids, tables.given.position_ids)
+            position_ids = _one_axis(module, position_ids, tables.step.position_ids)
         key = (*args, *sorted(kwargs.items()))
         if key not in known:
             with internals.real_tensors():
@@ -152,8 +142,7 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
                 )
         places = position_ids
         if switch := tables.switches[known[key]]:
-            assert tables.given.text_lengths is not None
-            places = longrope.places(position_ids, tables.given.text_lengths, switch)
+            places = longrope.places(position_ids, tables.step.text_lengths, switch)
         if tables.as_complex[known[key]]:
             return Angles(known[key], 2, places)
         return Angles(known[key], 0, places), Angles(known[key], 1, places)
@@ -161,17 +150,13 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
     return forward
 
 
-def _one_axis(module: nn.Module, position_ids: Tensor, given: Tensor | None) -> Tensor:
+def _one_axis(module: nn.Module, position_ids: Tensor, given: Tensor) -> Tensor:
     """Take positions [axes, B, S] (time, height, width) for the text's own [B, S] where all axes are views of it.
 
     Raises:
         UnsupportedError: they are something else.
     """
-    if (
-        position_ids.dim() == 3
-        and given is not None
-        and _place(position_ids) == (*_place(given)[:2], (0, *given.stride()))
-    ):
+    if position_ids.dim() == 3 and _place(position_ids) == (*_place(given)[:2], (0, *given.stride())):
         return given
     raise UnsupportedError(f"{type(module).__name__} takes positions of more than one axis")
 
@@ -272,9 +257,10 @@ def _emit(x: Tensor, position_ids: Tensor, table: tuple[Tensor, Tensor], layout:
             raise UnsupportedError("rotary embedding regroups the pairs of a part of each head")
         by_row = by_row.reshape(batch, sequence, count, dim // 2, 2).transpose(3, 4)
     flat = by_row.reshape(batch, sequence, count * dim)
-    y = torch.onnx.ops.symbolic(
-        "RotaryEmbedding", (flat, *table, position_ids), attributes, dtype=x.dtype, shape=flat.shape, version=23
-    ).view(batch, sequence, count, dim)
+    cos, sin = table
+    inputs = {"x": flat, "cos": cos, "sin": sin, "position_ids": position_ids}
+    (y,) = emit(standard.RotaryEmbedding, inputs, attributes, [(x.dtype, flat.shape)], version=23)
+    y = y.view(batch, sequence, count, dim)
     return y if layout.heads_last else y.transpose(1, 2)
 
 
