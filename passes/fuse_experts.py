@@ -48,13 +48,13 @@ class FuseExperts(Pass):
         """
         context.require_onnxruntime(self.name, "MoE is an operator of ONNX Runtime")
         changes = Changes()
-        for node in [experts.node for experts in canonical.MoE.all(model)]:
-            reason = moe_kernels.reason(node)
+        for layer in canonical.MoE.all(model):
+            reason = moe_kernels.reason(layer)
             if reason is not None:
-                changes.skipped.append(Skipped(str(node.name), f"{reason}; the experts stay a loop"))
+                changes.skipped.append(Skipped(layer.name, f"{reason}; the experts stay a loop"))
                 continue
-            experts = moe_kernels.of(node)
-            changes.rewritten.append(Rewritten(str(node.name), f"{experts.count} experts are one com.microsoft::MoE"))
+            experts = moe_kernels.of(layer)
+            changes.rewritten.append(Rewritten(layer.name, f"{experts.count} experts are one com.microsoft::MoE"))
             moe_kernels.fuse(model, experts)
         if changes:
             graph.drop_unused(model)

@@ -34,6 +34,7 @@ from pydantic.dataclasses import dataclass
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.ir import graph, logits_rows, routing
 from llmforge.ir.derived import Derived, swapped
+from llmforge.ir.operators.standard import MatMul, Transpose
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import channels
 from llmforge.quantization.exclusion import exclusion
@@ -82,10 +83,11 @@ class QuantizeChannels(Pass):
         left_alone = {} if self.routers else routing.routers(model)
         heads = logits_rows.readers(model)
         changes = Changes()
-        for node in list(model.graph):
-            if node.domain or node.op_type != "MatMul" or (weight := _weight(node)) is None:
+        for product in MatMul.all(model):
+            node, weight = product.node, _weight(product)
+            if weight is None:
                 continue
-            transposed = weight is not node.inputs[1]
+            transposed = weight is not product.w
             parameters = graph.sources(weight) or [str(weight.name)]
             reason = _reason(weight, transposed) or exclusion(parameters, self.exclude)
             if node in left_alone:
@@ -95,19 +97,19 @@ class QuantizeChannels(Pass):
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), reason))
                 continue
-            rounded = self._round(model, node, weight, context.statistics)
-            self._store(model, node, weight, transposed)
+            rounded = self._round(model, product, weight, context.statistics)
+            self._store(model, product, weight, transposed)
             what = f"{self.dtype}, one scale an output feature" + (", and what it reads" if rounded else "")
             changes.rewritten.append(Rewritten(str(node.name), what))
         if changes:
             graph.drop_unused(model)
         return changes
 
-    def _round(self, model: ir.Model, node: ir.Node, weight: ir.Value, statistics: Statistics | None) -> bool:
-        """Let `node` read its input rounded to the dtype, where calibration has a range for it; say whether it does."""
-        x, ranges = node.inputs[0], {} if statistics is None else statistics.inputs
+    def _round(self, model: ir.Model, product: MatMul, weight: ir.Value, statistics: Statistics | None) -> bool:
+        """Let `product` read its input rounded to the dtype, where calibration ranged it; say whether it does."""
+        x, node, ranges = product.x, product.node, {} if statistics is None else statistics.inputs
         peaks = [ranges[name] for name in graph.sources(weight) if name in ranges]
-        if self.activations == "none" or x is None or not peaks:
+        if self.activations == "none" or not peaks:
             return False
         if not 0 < max(peaks) < math.inf:
             raise DataError(
@@ -126,13 +128,12 @@ class QuantizeChannels(Pass):
             codes.name, codes.type, codes.shape = f"{name}.codes", ir.TensorType(dtype), x.shape
             [rounded] = graph.insert(node, "DequantizeLinear", [codes, scale], name=f"{name}/values")
             rounded.name, rounded.type, rounded.shape = name, x.type, x.shape
-        node.replace_input_with(0, rounded)
+        product.x = rounded
         return True
 
-    def _store(self, model: ir.Model, node: ir.Node, weight: ir.Value, transposed: bool) -> None:
-        """Let `node` multiply by dequantized codes of `weight`, [K, N], or [N, K] where `transposed`."""
-        dtype, tensor = _DTYPES[self.dtype], weight.const_value
-        assert tensor is not None
+    def _store(self, model: ir.Model, product: MatMul, weight: ir.Value, transposed: bool) -> None:
+        """Let `product` multiply by dequantized codes of `weight`, [K, N], or [N, K] where `transposed`."""
+        dtype, tensor = _DTYPES[self.dtype], graph.tensor(weight)
         rows, columns = (int(dim) for dim in tensor.shape.numpy())
         if transposed:
             rows, columns = columns, rows
@@ -148,20 +149,17 @@ class QuantizeChannels(Pass):
         )
         if (sources := graph.sources(weight)) and not transposed:  # a tied head's are those of the embedding
             graph.set_sources(codes, sources)
-        [wide] = graph.insert(node, "DequantizeLinear", [codes, scales], {"axis": 1}, name=f"{node.name}/weight")
+        place = product.node
+        [wide] = graph.insert(place, "DequantizeLinear", [codes, scales], {"axis": 1}, name=f"{product.name}/weight")
         wide.name, wide.type, wide.shape = f"{name}.dequantized", ir.TensorType(ir.DataType.FLOAT), codes.shape
-        node.replace_input_with(1, wide)
+        product.w = wide
 
 
-def _weight(node: ir.Node) -> ir.Value | None:
-    """Return the matrix that `node` multiplies by, an initializer or the transpose of one; None where it is neither."""
-    weight = node.inputs[1]
-    maker = None if weight is None else weight.producer()
-    if maker is not None and not maker.domain and maker.op_type == "Transpose":
-        weight = maker.inputs[0]
-    if weight is None or not weight.is_initializer() or weight.shape is None or weight.shape.rank() != 2:
-        return None
-    return weight
+def _weight(product: MatMul) -> ir.Value | None:
+    """Return the matrix of `product`, an initializer or the transpose of one; None where it is neither."""
+    turned = Transpose.made(product.w)
+    weight = product.w if turned is None else turned.x
+    return weight if weight.is_initializer() and len(graph.dims(weight) or ()) == 2 else None
 
 
 def _reason(weight: ir.Value, transposed: bool) -> str | None:

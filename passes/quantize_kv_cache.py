@@ -25,13 +25,11 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import DataError
 from llmforge.ir import graph, interface
+from llmforge.ir.operators import canonical
+from llmforge.ir.operators.contrib import GroupQueryAttention
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization.formats import INT8_KV
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
-
-_PAST = (3, 4)  # inputs of GroupQueryAttention: past_key, past_value
-_PRESENT = (1, 2)  # outputs: present_key, present_value
-_SCALES = 12  # inputs from here on: k_scale, v_scale
 
 
 @dataclass(frozen=True)
@@ -65,33 +63,30 @@ class QuantizeKvCache(Pass):
         layers = {interface.past_key(layer): layer for layer in ranges}
         changes = Changes()
         for node in model.graph:
-            if (node.domain, node.op_type) == ("llmforge", "Attention"):
+            if canonical.Attention.matches(node):
                 changes.skipped.append(Skipped(str(node.name), "it was not lowered to GroupQueryAttention"))
-            if (node.domain, node.op_type) != ("com.microsoft", "GroupQueryAttention"):
+            if (attention := GroupQueryAttention.of(node)) is None:
                 continue
-            reason = _reason(node, layers)
+            reason = _reason(attention, layers)
             if reason is not None:
-                changes.skipped.append(Skipped(str(node.name), reason))
+                changes.skipped.append(Skipped(attention.name, reason))
                 continue
-            layer = layers[str(_past(node)[0].name)]
-            self._rewrite(model, node, layer, ranges[layer])
+            layer = layers[str(attention.past_key.name)]
+            self._rewrite(model, attention, layer, ranges[layer])
             what = f"int8 keys and values, {self.granularity.replace('_', ' ')}"
-            changes.rewritten.append(Rewritten(str(node.name), what))
+            changes.rewritten.append(Rewritten(attention.name, what))
         return changes
 
-    def _rewrite(self, model: ir.Model, node: ir.Node, layer: int, peaks: KvRange) -> None:
+    def _rewrite(self, model: ir.Model, attention: GroupQueryAttention, layer: int, peaks: KvRange) -> None:
         """Quantize the caches of one attention."""
-        node.resize_inputs(max(len(node.inputs), _SCALES + 2))
-        both = zip(("key", "value"), (peaks.key, peaks.value), _past(node), strict=True)
-        for index, (what, peak, cache) in enumerate(both):
-            scales = self._scales(peak, f"layer {layer}, {what}")
-            value = graph.initializer(model, f"{getattr(interface, f'past_{what}')(layer)}.scale", scales)
-            node.replace_input_with(_SCALES + index, value)
-            for end in (cache, node.outputs[_PRESENT[index]]):
-                end.type = ir.TensorType(ir.DataType.INT8)
-        node.attributes["k_quant_type"] = ir.AttrString("k_quant_type", self.granularity.upper())
-        node.attributes["v_quant_type"] = ir.AttrString("v_quant_type", self.granularity.upper())
-        node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", self.bits)
+        keys = self._scales(peaks.key, f"layer {layer}, key")
+        values = self._scales(peaks.value, f"layer {layer}, value")
+        attention.k_scale = graph.initializer(model, f"{interface.past_key(layer)}.scale", keys)
+        attention.v_scale = graph.initializer(model, f"{interface.past_value(layer)}.scale", values)
+        for cache in (attention.past_key, attention.past_value, attention.present_key, attention.present_value):
+            cache.type = ir.TensorType(ir.DataType.INT8)
+        attention.k_quant_type = attention.v_quant_type = self.granularity.upper()
+        attention.kv_cache_bit_width = self.bits
 
     def _scales(self, peak: NDArray[np.float32], where: str) -> NDArray[np.float32]:
         """Turn largest magnitudes [kv_heads, head_dim] into scales, [1, kv_heads, 1, head_dim] or [1]."""
@@ -107,24 +102,14 @@ class QuantizeKvCache(Pass):
         return (scales / np.float32(INT8_KV.largest)).astype(np.float32)
 
 
-def _past(node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """Return the cache inputs of an attention."""
-    key, value = (node.inputs[index] for index in _PAST)
-    assert key is not None
-    assert value is not None
-    return key, value
-
-
-def _reason(node: ir.Node, layers: dict[str, int]) -> str | None:
-    """Say why the caches of `node` stay as they are; None where they can be quantized."""
-    if len(node.inputs) <= max(_PAST) or any(node.inputs[index] is None for index in _PAST):
-        return "it has no cache"
-    for cache in _past(node):
+def _reason(attention: GroupQueryAttention, layers: dict[str, int]) -> str | None:
+    """Say why the caches of `attention` stay as they are; None where they can be quantized."""
+    key, value = attention.past_key, attention.past_value
+    for cache in (key, value):
         if cache.dtype != ir.DataType.FLOAT:
             return f"cache {cache.name} is {cache.dtype}, not fp32"
         if not cache.is_graph_input() or len(cache.uses()) > 1:
             return f"cache {cache.name} is not an input of the graph that nothing else reads"
-    key, value = _past(node)
     if key.name not in layers:
         return f"calibration has no ranges for cache {key.name}"
     if value.name != interface.past_value(layers[str(key.name)]):

@@ -53,9 +53,10 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge.ir import graph, interface, logits_rows, routing
-from llmforge.ir.operators import canonical
+from llmforge.ir import graph, interface, logits_rows, operators, routing
+from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
+from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
@@ -138,13 +139,12 @@ class QuantizeWeights(Pass):
         )
         changes = rewriting.changes
         for tables in (True, False):  # the embedding first, with which a tied head goes
-            for node in [node for node in model.graph if _is(node, "Gather") is tables]:
+            for node in [node for node in model.graph if Gather.matches(node) is tables]:
                 try:
                     rewriting.rewrite(node)
                 except _Skip as reason:
                     changes.skipped.append(Skipped(str(node.name), str(reason)))
         if changes:
-            model.opset_imports["com.microsoft"] = 1
             graph.drop_unused(model)
         return changes
 
@@ -166,14 +166,15 @@ class _Rewriting:
 
     def rewrite(self, node: ir.Node) -> None:
         """Rewrite what `node` stands for."""
-        if _is(node, "Gather"):
-            self.embedding(node)
-        elif _is(node, "MatMul"):
-            self.head(node) if node in self.on_rows else self.decoder(node)
-        elif canonical.MoE.matches(node):
-            self.experts(node)
-        elif (node.domain, node.op_type) == (moe_kernels.DOMAIN, "MoE"):
-            raise _Skip("its experts were fused in fp32; quantize-weights must come before fuse-experts")
+        match operators.view(node):
+            case Gather() as lookup:
+                self.embedding(lookup)
+            case MatMul():
+                self.head(node) if node in self.on_rows else self.decoder(node)
+            case canonical.MoE() as layer:
+                self.experts(layer)
+            case contrib.MoE():
+                raise _Skip("its experts were fused in fp32; quantize-weights must come before fuse-experts")
 
     def decoder(self, node: ir.Node) -> None:
         """Rewrite a linear layer of the decoder."""
@@ -204,42 +205,42 @@ class _Rewriting:
         self._multiply(layer, matrix, self._register(layer.weight, matrix))
         self._note(node, f"head, {_TABLES.name}, {_summary(matrix)}")
 
-    def embedding(self, node: ir.Node) -> None:
+    def embedding(self, lookup: Gather) -> None:
         """Rewrite the embedding, and the head that is tied to it."""
-        table, ids = node.inputs[:2]
-        if table is None or ids is None or ids.name != interface.INPUT_IDS or not table.is_initializer():
+        table = lookup.data
+        if lookup.indices.name != interface.INPUT_IDS or not table.is_initializer():
             return
         _, k = _shape(table)
         self._refuse_excluded(_names(table))
         grid = self._embedding_grid(k)
-        tied = _tied_head(table, node, self.on_rows)
+        tied = _tied_head(table, lookup.node, self.on_rows)
         matrix = initializers.quantized(table, _TABLES, grid, transposed=False)
         parts = self._register(table, matrix, flat=tied is None)
-        self._gather(node, matrix, parts, tied is not None)
-        self._note(node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
+        self._gather(lookup, matrix, parts, tied is not None)
+        self._note(lookup.node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
         if tied is not None:
             self._multiply(tied, matrix, parts)
             self._note(tied.matmul, "head, reads the codes of the embedding")
 
-    def experts(self, node: ir.Node) -> None:
+    def experts(self, layer: canonical.MoE) -> None:
         """Rewrite the experts of a layer."""
-        if reason := moe_kernels.reason(node):
+        if reason := moe_kernels.reason(layer):
             raise _Skip(f"{reason}; its matrices stay fp32")
-        experts = moe_kernels.of(node)
+        experts = moe_kernels.of(layer)
         grid = self.step.grid.fitting(experts.hidden, experts.inner)
         if grid is None:
             widths = f"{experts.hidden} and {experts.inner}"
             raise _Skip(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
-        self._refuse_excluded(_names(experts.up) + _names(experts.down))
-        up = self._of_experts(experts.up, experts.order, grid)
-        down = self._of_experts(experts.down, np.arange(experts.hidden), grid)
+        self._refuse_excluded(_names(layer.up) + _names(layer.down))
+        up = self._of_experts(layer.up, experts.order, grid)
+        down = self._of_experts(layer.down, np.arange(experts.hidden), grid)
         parts = [
             initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), experts=experts.count)
-            for weight, matrix in ((experts.up, up), (experts.down, down))
+            for weight, matrix in ((layer.up, up), (layer.down, down))
         ]
         moe_kernels.fuse_quantized(self.model, experts, parts[0], parts[1], self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
-        self._note(node, f"{self.step.method}, {_grid(grid)}, {shape}")
+        self._note(layer.node, f"{self.step.method}, {_grid(grid)}, {shape}")
 
     def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> LazyMatrix:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
@@ -288,39 +289,38 @@ class _Rewriting:
             "block_size": matrix.grid.block_size,
             "accuracy_level": self.step.accuracy_level,
         }
-        inputs = [layer.input, parts.codes, parts.scales, parts.zero_points, None, layer.bias]
-        [output] = graph.insert(
-            layer.matmul, "MatMulNBits", inputs, attributes, domain="com.microsoft", name=layer.matmul.name
-        )
-        graph.replace_value(layer.output, output)
+        inputs = {
+            "a": layer.input,
+            "b": parts.codes,
+            "scales": parts.scales,
+            "zero_points": parts.zero_points,
+            "bias": layer.bias,
+        }
+        product = contrib.MatMulNBits.insert(layer.matmul, inputs, attributes, name=layer.matmul.name)
+        graph.replace_value(layer.output, product.output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
-    def _gather(self, node: ir.Node, matrix: LazyMatrix, parts: PackedInitializers, tied: bool) -> None:
+    def _gather(self, lookup: Gather, matrix: LazyMatrix, parts: PackedInitializers, tied: bool) -> None:
         """Put GatherBlockQuantized in the place of the embedding."""
         v, k, grid = matrix.n, matrix.k, matrix.grid
         attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": grid.block_size, "bits": grid.bits}
-        ids, scales, name = node.inputs[1], parts.scales, str(node.name)
+        node, scales, name = lookup.node, parts.scales, lookup.name
         if tied:
             attributes["quantize_axis"] = 2
             shape = graph.initializer(self.model, f"{parts.scales.name}.shape", np.array([v, grid.blocks(k), 1]))
             [scales] = graph.insert(node, "Reshape", [scales, shape], name=f"{name}/scales")
             scales.name = f"{name}/scales"
-        [rows] = graph.insert(
-            node, "GatherBlockQuantized", [parts.codes, ids, scales], attributes, domain="com.microsoft", name=name
-        )
+        inputs = {"data": parts.codes, "indices": lookup.indices, "scales": scales}
+        rows = contrib.GatherBlockQuantized.insert(node, inputs, attributes, name=name).output
         if tied:
             rows.name = f"{name}/blocks"
             shape = graph.initializer(self.model, f"{parts.codes.name}.row_shape", np.array([0, 0, k]))  # 0: as it is
             [rows] = graph.insert(node, "Reshape", [rows, shape], name=f"{name}/rows")
-        graph.replace_value(node.outputs[0], rows)
+        graph.replace_value(lookup.output, rows)
         self.model.graph.remove(node, safe=True)
 
     def _note(self, node: ir.Node, what: str) -> None:
         self.changes.rewritten.append(Rewritten(str(node.name), what))
-
-
-def _is(node: ir.Node, op_type: str) -> bool:
-    return node.op_type == op_type and not node.domain
 
 
 def _names(weight: ir.Value) -> list[str]:
@@ -338,7 +338,7 @@ def _grid(grid: Grid) -> str:
 
 def _layer(matmul: ir.Node) -> linears.Linear | None:
     """Recognize the linear layer of `matmul`, with the bias that is added next; None where it has no weight."""
-    adding = [node for node in matmul.outputs[0].consumers() if _is(node, "Add")]
+    adding = [node for node in matmul.outputs[0].consumers() if Add.matches(node)]
     layer = linears.of(adding[0].outputs[0]) if len(adding) == 1 else None
     return layer if layer is not None and layer.matmul is matmul else linears.of(matmul.outputs[0])
 
@@ -358,10 +358,8 @@ def _require_own(weight: ir.Value) -> None:
 
 
 def _reads_transposed_initializer(matmul: ir.Node) -> bool:
-    producer = None if matmul.inputs[1] is None else matmul.inputs[1].producer()
-    if producer is None or not _is(producer, "Transpose") or producer.inputs[0] is None:
-        return False
-    return producer.inputs[0].is_initializer()
+    turned = Transpose.made(MatMul(matmul).w)
+    return turned is not None and turned.x.is_initializer()
 
 
 def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linears.Linear | None:
@@ -372,12 +370,13 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     if not others:
         return None
     heads = others[0].outputs[0].consumers()
-    if len(others) > 1 or not _is(others[0], "Transpose") or len(heads) != 1 or heads[0] not in on_rows:
+    if len(others) > 1 or not Transpose.matches(others[0]) or len(heads) != 1 or heads[0] not in on_rows:
         raise _Skip(
             f"{table.name} is read by {', '.join(str(other.name) for other in others)}; only the embedding and a tied "
             "head may"
         )
     [matmul] = heads
-    if not _is(matmul, "MatMul") or matmul.inputs[1] is not others[0].outputs[0]:
+    product = MatMul.of(matmul)
+    if product is None or product.w is not others[0].outputs[0]:
         raise _Skip(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
     return linears.Linear(matmul, table, None, None)

@@ -20,7 +20,10 @@ from numpy.typing import NDArray
 
 from llmforge import native
 from llmforge.evaluation.machine import read_bandwidth
-from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
+from llmforge.ir import graph
+from llmforge.ir.operators.contrib import INT8_ACTIVATIONS, MatMulNBits
+from llmforge.ir.operators.record import OPSETS, STANDARD, Operator
+from llmforge.ir.operators.standard import MatMul
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.targets import local
@@ -102,8 +105,8 @@ def _best(run: Callable[[], object]) -> float:
 def _session(model: ir.Model, threads: int, providers: list[Any]) -> ort.InferenceSession:
     """Load `model`, whose weights may be lazy."""
     for name, value in model.graph.initializers.items():
-        assert value.const_value is not None
-        value.const_value = ir.Tensor(value.const_value.numpy(), name=name, dtype=value.const_value.dtype)
+        tensor = graph.tensor(value)
+        value.const_value = ir.Tensor(tensor.numpy(), name=name, dtype=tensor.dtype)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     native.register(options)
@@ -118,7 +121,7 @@ def _held(dtype: ir.DataType) -> Any:
 def _dense(dtype: ir.DataType, rows: int, inner: int, columns: int) -> ir.Model:
     """Make y = x·W with random W, in `dtype`."""
     weight: NDArray[Any] = np.random.default_rng(1).standard_normal((inner, columns), np.float32).astype(_held(dtype))
-    return _model(dtype, "", "MatMul", rows, inner, columns, {"w": ir.Tensor(weight, dtype=dtype)}, {})
+    return _model(dtype, MatMul, rows, inner, columns, {"w": ir.Tensor(weight, dtype=dtype)}, {})
 
 
 def _quantized() -> ir.Model:
@@ -129,13 +132,12 @@ def _quantized() -> ir.Model:
     scales = np.full((COLUMNS, blocks), 0.01, np.float32)
     attributes = {"K": INNER, "N": COLUMNS, "bits": 8, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
     weights = {"w": ir.Tensor(codes), "s": ir.Tensor(scales)}
-    return _model(ir.DataType.FLOAT, "com.microsoft", "MatMulNBits", ROWS, INNER, COLUMNS, weights, attributes)
+    return _model(ir.DataType.FLOAT, MatMulNBits, ROWS, INNER, COLUMNS, weights, attributes)
 
 
 def _model(
     dtype: ir.DataType,
-    domain: str,
-    operator: str,
+    operator: type[Operator],
     rows: int,
     inner: int,
     columns: int,
@@ -148,9 +150,10 @@ def _model(
     for name, tensor in weights.items():
         tensor.name = name
         values.append(ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor))
-    node = ir.node(operator, [x, *values], attributes=dict(attributes), domain=domain, name="product")
+    inputs = [x, *values]
+    node = ir.node(operator.op_type, inputs, attributes=dict(attributes), domain=operator.domain, name="product")
     y = node.outputs[0]
     y.name, y.type, y.shape = "y", ir.TensorType(dtype), ir.Shape([1, rows, columns])
-    opsets = {"": 21, "com.microsoft": 1, native.DOMAIN: native.VERSION}
-    graph = ir.Graph([x], [y], nodes=[node], initializers=values, opset_imports=opsets, name="product")
-    return ir.Model(graph, ir_version=10)
+    opsets = {**OPSETS, STANDARD: 21}
+    product = ir.Graph([x], [y], nodes=[node], initializers=values, opset_imports=opsets, name="product")
+    return ir.Model(product, ir_version=10)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Progress
+from llmforge.ir import graph
 from llmforge.runtime.backends.config import DATA_FILE, MODEL_FILE
 
 # Tensors below this size stay in model.onnx: scales, row defaults, shapes, which shape inference must see as constants.
@@ -36,7 +37,7 @@ def write(model: ir.Model, folder: Path, progress: Progress) -> None:
     written = model.clone()
     _strip(written)
     initializers = written.graph.initializers
-    tensors = {name: _tensor(initializers[name]) for name in sorted(initializers)}
+    tensors = {name: graph.tensor(initializers[name]) for name in sorted(initializers)}
     large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= INLINE_BELOW_BYTES}
     for name in tensors.keys() - large.keys():  # inlined: what is in the checkpoint's file would be a path of this host
         tensor = tensors[name]
@@ -84,12 +85,6 @@ def _strip(model: ir.Model) -> None:
     for value in values:
         value.doc_string = None
         value.metadata_props.clear()
-
-
-def _tensor(value: ir.Value) -> ir.TensorProtocol:
-    if value.const_value is None:
-        raise ValueError(f"initializer {value.name} has no value")
-    return value.const_value
 
 
 def _align(offset: int, alignment: int) -> int:

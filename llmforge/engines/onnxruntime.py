@@ -118,7 +118,7 @@ def check_operators(model: ir.Model) -> None:
         if node.domain == native.DOMAIN and native.library() is not None:
             continue
         version = kernels.since(node, opset)
-        runs = any(kernel.covers(version) for kernel in table.get((node.domain, node.op_type), ()))
+        runs = any(kernel.covers(version) for kernel in table.get(operators.identity(node), ()))
         if not runs and not _decomposes(node, opset) and node.op_identifier() not in model.functions:
             missing.setdefault(f"{operators.qualified(node)} (opset {opset})", str(node.name))
     if missing:

@@ -155,7 +155,7 @@ def _check_node(node: ir.Node, defined: set[int], *, own_attention: bool) -> Non
     where, view = f"node {node.name!r}", operators.view(node)
     known = {Stage.DIALECT, Stage.OWN_ATTENTION} if own_attention else {Stage.DIALECT}
     if not view.op_type or view.stage not in known:
-        raise VerificationError(f"{where}: operator {node.domain or 'ai.onnx'}::{node.op_type} is not in the dialect")
+        raise VerificationError(f"{where}: operator {operators.qualified(node)} is not in the dialect")
     _require(node.overload == "", where, "has an overload")
     most = len(view.inputs)
     _require(view.variadic or len(node.inputs) <= most, where, f"has {len(node.inputs)} inputs, at most {most}")

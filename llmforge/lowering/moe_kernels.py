@@ -29,10 +29,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
+from llmforge.ir.operators import contrib
+from llmforge.ir.operators.canonical import MoE
+from llmforge.ir.operators.record import Operator
 from llmforge.ir.routing import never_negative
 from llmforge.quantization.initializers import PackedInitializers
 
-DOMAIN = "com.microsoft"
 UNGATED = {"relu": "relu", "silu": "silu", "gelu_tanh": "gelu"}  # activation → activation_type
 _PREFIX = "moe"  # of the names of constants made here
 _TINY = np.float32(
@@ -44,61 +46,43 @@ _TINY = np.float32(
 class Experts:
     """One `llmforge::MoE` that a kernel computes; E experts, H features, I inner ones, top_k experts a token."""
 
-    node: ir.Node
+    layer: MoE
     count: int
     hidden: int
     inner: int
     top_k: int
 
     @property
-    def up(self) -> ir.Value:
-        """[E, H, 2·I or I]."""
-        return _input(self.node, 3)
-
-    @property
-    def down(self) -> ir.Value:
-        """[E, I, H]."""
-        return _input(self.node, 4)
-
-    @property
-    def gated(self) -> bool:
-        """Whether `up` makes gates."""
-        return bool(self.node.attributes.get_int("gated"))
-
-    @property
     def order(self) -> NDArray[np.intp]:
         """The columns of `up` in the order in which the kernels want them: int [2·I or I]."""
-        if not self.gated or self.node.attributes.get_int("interleaved"):
-            return np.arange(self.inner * (1 + self.gated))
+        if not self.layer.gated or self.layer.interleaved:
+            return np.arange(self.inner * (1 + self.layer.gated))
         return np.arange(2 * self.inner).reshape(2, self.inner).T.reshape(-1)
 
 
-def reason(node: ir.Node) -> str | None:
-    """Say why the kernels cannot compute the `llmforge::MoE` `node`; None where they can."""
-    activation, gated = node.attributes.get_string("activation"), node.attributes.get_int("gated")
-    alpha = node.attributes.get_float("alpha")
+def reason(layer: MoE) -> str | None:
+    """Say why the kernels cannot compute `layer`; None where they can."""
+    activation, gated, alpha = layer.activation, layer.gated, layer.alpha
     if gated and activation != "silu":
         return f"its gates are {activation}, and the kernel's are SiLU"
     if not gated and (activation not in UNGATED or (activation == "silu" and alpha != 1)):
         return f"its activation is {activation}, alpha {alpha:g}; the kernel has {', '.join(UNGATED)} with alpha 1"
-    for index in (3, 4):
-        value = _input(node, index)
+    for value in (layer.up, layer.down):
         if not value.is_initializer() or value.is_graph_output() or len(value.uses()) > 1:
             return f"{value.name} is no initializer that it alone reads"
         if value.dtype != ir.DataType.FLOAT:
             return f"{value.name} is {value.dtype}, not fp32"
-    dims = g.dims(_input(node, 1))
-    if not dims or not isinstance(dims[-1], int):
+    if layer.chosen is None:
         return "how many experts a token has is not known"
-    if not never_negative(_input(node, 2)):
+    if not never_negative(layer.expert_weights):
         return "a weight of its router may be negative, and the kernel leaves such experts out"
     return None
 
 
-def of(node: ir.Node) -> Experts:
-    """Read the sizes of a node for which `reason` finds none."""
-    count, inner, hidden = (int(str(dim)) for dim in g.dims(_input(node, 4)) or ())
-    return Experts(node, count, hidden, inner, int(str((g.dims(_input(node, 1)) or ())[-1])))
+def of(layer: MoE) -> Experts:
+    """Read the sizes of a layer for which `reason` finds none."""
+    count, inner, hidden = g.static(layer.down)
+    return Experts(layer, count, hidden, inner, g.width(layer.expert_ids))
 
 
 def fuse(model: ir.Model, experts: Experts) -> None:
@@ -106,15 +90,21 @@ def fuse(model: ir.Model, experts: Experts) -> None:
 
     What nothing reads any more stays: see `graph.drop_unused`.
     """
-    x, writer = _input(experts.node, 0), _KernelWriter(model, experts)
+    layer, writer = experts.layer, _KernelWriter(model, experts)
     weights, last = writer.routing(), writer.constant("last", [-1])
-    total = writer.add("ReduceSum", [_input(experts.node, 2), last], {"keepdims": 1}, name="total")
+    total = writer.add("ReduceSum", [layer.expert_weights, last], {"keepdims": 1}, name="total")
     logs = writer.add("Log", [writer.add("Max", [weights, writer.constant("tiny", _TINY)])])
-    first, second = writer.rows(experts.up, experts.order), writer.rows(experts.down, None)
-    inputs = [x, logs, first, writer.up_bias(), second, writer.down_bias()]
-    y = writer.add("MoE", inputs, writer.attributes(), domain=DOMAIN)
-    kept = writer.add("Where", [writer.constant("always", np.bool_(True)), y, x], name="keep")
-    writer.finish(writer.add("Mul", [kept, total]))
+    inputs = {
+        "input": layer.x,
+        "router_probs": logs,
+        "fc1_experts_weights": writer.rows(layer.up, experts.order),
+        "fc2_experts_weights": writer.rows(layer.down, None),
+        "fc1_experts_bias": writer.up_bias(),
+        "fc2_experts_bias": layer.down_bias,
+    }
+    y = writer.kernel(contrib.MoE, inputs, writer.attributes())
+    alive = writer.add("Where", [writer.constant("always", np.bool_(True)), y, layer.x], name="keep")
+    writer.finish(writer.add("Mul", [alive, total]))
 
 
 def fuse_quantized(
@@ -132,21 +122,20 @@ def fuse_quantized(
         "accuracy_level": accuracy_level,
         **writer.attributes(),
     }
-    first = [up.codes, up.scales, writer.up_bias()]
-    second = [down.codes, down.scales, writer.down_bias()]
-    third = [None, None, None]
-    inputs = [
-        _input(experts.node, 0),
-        weights,
-        *first,
-        *second,
-        *third,
-        up.zero_points,
-        down.zero_points,
-        None,
-        weights,
-    ]
-    writer.finish(writer.add("QMoE", inputs, attributes, domain=DOMAIN))
+    inputs = {
+        "input": experts.layer.x,
+        "router_probs": weights,
+        "fc1_experts_weights": up.codes,
+        "fc1_scales": up.scales,
+        "fc1_experts_bias": writer.up_bias(),
+        "fc1_zero_points": up.zero_points,
+        "fc2_experts_weights": down.codes,
+        "fc2_scales": down.scales,
+        "fc2_experts_bias": experts.layer.down_bias,
+        "fc2_zero_points": down.zero_points,
+        "router_weights": weights,
+    }
+    writer.finish(writer.kernel(contrib.QMoE, inputs, attributes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +149,8 @@ class _KernelWriter:
         """Spread the weights of the chosen experts over all: [tokens, E], 0 where an expert is not chosen."""
         count, last = self.experts.count, self.constant("last", [-1])
         all_experts = self.constant(f"of_{count}", list(range(count)))
-        ids = self.add("Unsqueeze", [_input(self.experts.node, 1), last], name="ids")
-        weights = self.add("Unsqueeze", [_input(self.experts.node, 2), last], name="weights")
+        ids = self.add("Unsqueeze", [self.experts.layer.expert_ids, last], name="ids")
+        weights = self.add("Unsqueeze", [self.experts.layer.expert_weights, last], name="weights")
         chosen = self.add("Equal", [ids, all_experts])
         placed = self.add("Where", [chosen, weights, self.constant("zero", np.float32(0))])  # [..., top_k, E]
         spread = self.add("ReduceSum", [placed, self.constant("top_k", [-2])], {"keepdims": 0})
@@ -169,17 +158,16 @@ class _KernelWriter:
 
     def attributes(self) -> dict[str, g.Attribute]:
         """Say the activation, the gates and top_k."""
-        given = {name: attribute.value for name, attribute in self.experts.node.attributes.items()}
-        if not self.experts.gated:
-            return {"k": self.experts.top_k, "activation_type": UNGATED[given["activation"]]}
-        gates = {"swiglu_fusion": 1, "activation_alpha": given["alpha"], "activation_beta": given["beta"]}
-        limit = {"swiglu_limit": given["limit"]} if given["limit"] else {}
+        layer = self.experts.layer
+        if not layer.gated:
+            return {"k": self.experts.top_k, "activation_type": UNGATED[layer.activation]}
+        gates = {"swiglu_fusion": 1, "activation_alpha": layer.alpha, "activation_beta": layer.beta}
+        limit = {"swiglu_limit": layer.limit} if layer.limit else {}
         return {"k": self.experts.top_k, "activation_type": "swiglu", **gates, **limit}
 
     def rows(self, value: ir.Value, order: NDArray[np.intp] | None) -> ir.Value:
         """Register the transposes of matrices [E, K, N], their rows in `order`: fp32 [E, N, K], lazy."""
-        tensor, name = value.const_value, f"{value.name}.rows"
-        assert tensor is not None
+        tensor, name = g.tensor(value), f"{value.name}.rows"
         count, k, n = (int(dim) for dim in tensor.shape.numpy())
         own = slice(None) if order is None else order
 
@@ -193,24 +181,15 @@ class _KernelWriter:
 
     def up_bias(self) -> ir.Value | None:
         """Register the biases of `up` in the order of the kernels, [E, 2·I or I]; None where there are none."""
-        value, order = self._bias(5), self.experts.order
+        value, order = self.experts.layer.up_bias, self.experts.order
         if value is None or (order == np.arange(len(order))).all():
             return value
-        tensor, name = value.const_value, f"{value.name}.rows"
-        assert tensor is not None
+        tensor, name = g.tensor(value), f"{value.name}.rows"
 
         def read() -> ir.TensorProtocol:
             return ir.Tensor(np.ascontiguousarray(tensor.numpy()[:, order]), name=name)
 
         return self._register(value, name, ir.LazyTensor(read, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name))
-
-    def down_bias(self) -> ir.Value | None:
-        """Return the biases of `down`, [E, H]; None where there are none."""
-        return self._bias(6)
-
-    def _bias(self, index: int) -> ir.Value | None:
-        inputs = self.experts.node.inputs
-        return inputs[index] if len(inputs) > index else None
 
     def _register(self, value: ir.Value, name: str, tensor: ir.LazyTensor) -> ir.Value:
         registered = g.initializer(self.model, name, tensor)
@@ -226,26 +205,27 @@ class _KernelWriter:
     def add(
         self,
         op_type: str,
-        inputs: Sequence[ir.Value | None],
+        inputs: Sequence[ir.Value],
         attributes: Mapping[str, g.Attribute] | None = None,
         *,
-        domain: str = "",
         name: str | None = None,
     ) -> ir.Value:
-        """Add a node, named by the node it stands for and `name`, or its operator."""
-        name = f"{self.experts.node.name}/{name or op_type}"
-        [value] = g.insert(self.experts.node, op_type, inputs, attributes, domain=domain, name=name)
+        """Add a node of ONNX, named by the layer it stands for and `name`, or its operator."""
+        name = f"{self.experts.layer.name}/{name or op_type}"
+        [value] = g.insert(self.experts.layer.node, op_type, inputs, attributes, name=name)
         value.name = name
         return value
 
+    def kernel(
+        self, operator: type[Operator], inputs: Mapping[str, ir.Value | None], attributes: Mapping[str, g.Attribute]
+    ) -> ir.Value:
+        """Add the node of the kernel."""
+        name = f"{self.experts.layer.name}/{operator.op_type}"
+        output = operator.insert(self.experts.layer.node, inputs, attributes, name=name).output
+        output.name = name
+        return output
+
     def finish(self, y: ir.Value) -> None:
         """Let `y` stand for the node's result."""
-        g.replace_value(self.experts.node.outputs[0], y)
-        self.model.graph.remove(self.experts.node, safe=True)
-        self.model.opset_imports[DOMAIN] = 1
-
-
-def _input(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None, f"{node.name}: input {index} of MoE is absent"
-    return value
+        g.replace_value(self.experts.layer.output, y)
+        self.model.graph.remove(self.experts.layer.node, safe=True)

@@ -112,8 +112,7 @@ def _of_tensor(
     weight: ir.Value, calculate: Callable[[ir.TensorProtocol], QuantizedMatrix]
 ) -> Callable[[], QuantizedMatrix]:
     """Return what reads `weight` and quantizes it."""
-    tensor, name = weight.const_value, weight.name
-    assert tensor is not None
+    tensor, name = graph.tensor(weight), weight.name
 
     def read() -> QuantizedMatrix:
         try:

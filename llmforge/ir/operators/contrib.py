@@ -31,7 +31,7 @@ from llmforge.ir.operators.record import (
     text,
 )
 
-INT8_ACTIVATIONS: Final = 4  # `accuracy_level` of MatMulNBits: the kernel rounds activations to int8
+INT8_ACTIVATIONS: Final = 4  # `accuracy_level` of MatMulNBits and QMoE: activations are rounded to int8
 CACHE = FLOATS | {INT8, UINT8}  # uint8: two 4-bit values
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 _BYTES = frozenset({UINT8})

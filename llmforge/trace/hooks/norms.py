@@ -36,12 +36,12 @@ def substitute(model: nn.Module) -> None:
 
 
 def norm_like(module: nn.Module, ranks: tuple[int, ...] = (1,)) -> Key | None:
-    """Tell what makes a module that may be a norm like others of its class; None: it has not `weight` alone."""
+    """Tell what makes a module that may be a norm like others of its class; None: it has no ε, or more than `weight`."""
     parameters = dict(module.named_parameters())
     if parameters.keys() != {"weight"} or parameters["weight"].dim() not in ranks:
         return None
     epsilons = {x for x in vars(module).values() if isinstance(x, float) and 0 < x < EPSILON_LIMIT}
-    return type(module), tuple(parameters["weight"].shape), tuple(sorted(epsilons))
+    return (type(module), tuple(parameters["weight"].shape), tuple(sorted(epsilons))) if epsilons else None
 
 
 def probe(module: nn.Module, shape: tuple[int, ...], epsilons: Sequence[float]) -> tuple[float, float] | None:
