@@ -102,12 +102,6 @@ HOOKS = [
         ),
     ),
     Hook(
-        "torch.onnx.ops:symbolic",
-        "trace.export.fallback",
-        "one node for what was recognized",
-        ("domain_op", "inputs", "attrs", "dtype", "shape", "version"),
-    ),
-    Hook(
         "torch.onnx.ops:symbolic_multi_out",
         "trace.hooks.symbolic",
         "one node for what was recognized",

@@ -21,9 +21,11 @@ from transformers.cache_utils import Cache
 
 from llmforge.base.errors import NotADecoder, UnsupportedError
 from llmforge.checkpoint import Checkpoint
+from llmforge.ir.operators import standard
 from llmforge.trace.export import limits
 from llmforge.trace.export.reference import EAGER, Reference
 from llmforge.trace.hooks import attention, internals, masks
+from llmforge.trace.hooks.symbolic import emit
 
 LOOK_AHEAD = 1e-3  # of a logit, in standard deviations, when what follows its token is left out: beyond rounding
 READ_AHEAD = 24  # tokens of which that is asked
@@ -63,9 +65,9 @@ class OwnCache(attention.CacheLayer):  # type: ignore[no-untyped-call]  # transf
 def _written(past: Tensor, new: Tensor, slots: Tensor) -> Tensor:
     if new.dtype != past.dtype:
         raise UnsupportedError(f"a layer caches {new.dtype}")
-    return torch.onnx.ops.symbolic(
-        "TensorScatter", (past, new.contiguous(), slots), {"axis": 2}, dtype=past.dtype, shape=past.shape, version=24
-    )
+    inputs = {"past": past, "new": new.contiguous(), "past_lengths": slots}
+    (present,) = emit(standard.TensorScatter, inputs, {"axis": 2}, [(past.dtype, past.shape)], version=24)
+    return present
 
 
 class OwnAttention(attention.Attention):
