@@ -657,6 +657,7 @@ class Scan(_Body):
     """A body that is run for each token of a recurrent layer (`llmforge.ir.recurrence`)."""
 
     initial = OptionalInput(ANY)
+    num_scan_inputs = integer()
 
 
 class Attention(Operator):
