@@ -40,6 +40,7 @@ LAUNCHES_A_NODE = 2  # GroupQueryAttention has up to four, pointwise operators o
 # Operators that no graph can hold, and why.
 REASONS: Mapping[type[operators.Operator] | None, str] = {
     standard.Loop: "control flow: ONNX Runtime captures no graph that has any",
+    standard.Scan: "control flow: ONNX Runtime captures no graph that has any",
     standard.NonZero: "the shape of its result depends on numbers, which the host waits for",
     standard.Unique: "the shape of its result depends on numbers, which the host waits for",
 }

@@ -297,6 +297,14 @@ def test_what_cannot_be_captured_is_refused_or_left() -> None:
         assert cuda_graphs.plan(lowered, spec) == GraphPlan("off", ())
 
 
+@pytest.mark.parametrize("op_type", ["Loop", "Scan"])
+def test_control_flow_is_never_captured(op_type: str) -> None:
+    lowered, _ = lower(prepared())
+    lowered.graph.append(ir.Node("", op_type, [lowered.graph.inputs[0]], name="body"))
+    with pytest.raises(UnsupportedError, match=f"{op_type} body: control flow"):
+        cuda_graphs.require(lowered, SPEC)
+
+
 def test_memory_counts_weights_and_caches() -> None:
     lowered, _ = lower(prepared())
     spec = EngineSpec(max_context=64, max_batch=4)

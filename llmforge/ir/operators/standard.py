@@ -637,17 +637,27 @@ class Constant(Operator):
 # What lowerings write --------------------------------------------------------------------------------------------
 
 
-class Loop(Operator):
-    """A body that is run for each expert that a step chooses (`llmforge.ir.moe`)."""
-
-    trip_count = OptionalInput(I64)
-    condition = OptionalInput(BOOLS)
-    initial = OptionalInput(ANY)
+class _Body(Operator):
     variadic = True
     stage = Stage.LOWERED
 
     def output_dtype(self, index: int) -> ir.DataType | None:
         return None  # the body's
+
+
+class Loop(_Body):
+    """A body that is run for each expert that a step chooses (`llmforge.ir.moe`)."""
+
+    trip_count = OptionalInput(I64)
+    condition = OptionalInput(BOOLS)
+    initial = OptionalInput(ANY)
+
+
+class Scan(_Body):
+    """A body that is run for each token of a recurrent layer (`llmforge.ir.recurrence`)."""
+
+    initial = OptionalInput(ANY)
+    num_scan_inputs = integer()
 
 
 class Attention(Operator):

@@ -15,6 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as refused
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import operators
 from llmforge.ir.operators import canonical, standard
+from llmforge.ir.subgraph import behind, copy_nodes
 
 Array = NDArray[np.generic]
 
@@ -60,27 +61,12 @@ class Origins:
         return self._data[value]
 
 
-def behind(outputs: Sequence[ir.Value], bounds: Collection[ir.Value]) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Collect the nodes that `outputs` are computed by from `bounds`, and the other values without a node they read."""
-    nodes: dict[ir.Node, None] = {}
-    roots: dict[ir.Value, None] = {}
-    pending = [value for value in outputs if value not in bounds]
-    while pending:
-        value = pending.pop()
-        node = value.producer()
-        if node is None:
-            roots[value] = None
-        elif node not in nodes:
-            nodes[node] = None
-            pending.extend(x for x in node.inputs if x is not None and x not in bounds)
-    return list(nodes), list(roots)
-
-
 class Evaluation:
     """The subgraph between `inputs` and `outputs`, ready to run on numbers."""
 
     def __init__(self, model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> None:
-        nodes, roots = behind(outputs, inputs)
+        nodes, edge = behind(outputs, lambda value: value in inputs)
+        roots = [value for value in edge if value not in inputs]
         order = {node: index for index, node in enumerate(model.graph)}
         constants = [value for value in roots if value.is_initializer() and not value.is_graph_input()]
         fed = [*inputs, *(value for value in roots if value.is_graph_input())]
@@ -98,29 +84,19 @@ class Evaluation:
                 shape=ir.Shape(tensor.shape.numpy()),
                 const_value=tensor,
             )
-        cloned: list[ir.Node] = []
-        for node in sorted(nodes, key=order.__getitem__):
-            clone = ir.Node(
-                node.domain,
-                node.op_type,
-                [None if x is None else copies[x] for x in node.inputs],
-                list(node.attributes.values()),
-                num_outputs=len(node.outputs),
-            )
-            for index, (mine, copy) in enumerate(zip(node.outputs, clone.outputs, strict=True)):
-                copy.name = f"value_{len(cloned)}_{index}"
-                copy.type = mine.type
-                copies[mine] = copy
-            cloned.append(clone)
+        copied = copy_nodes(sorted(nodes, key=order.__getitem__), copies)
+        for number, node in enumerate(copied):  # names of a raw graph may be missing, and its shapes disagree
+            for index, value in enumerate(node.outputs):
+                value.name, value.shape = f"value_{number}_{index}", None
         graph = ir.Graph(
             [copies[value] for value in fed],
             [copies[value] for value in outputs],
-            nodes=cloned,
+            nodes=copied,
             initializers=[copies[value] for value in constants],
             opset_imports=dict(model.opset_imports),
         )
         self.extra = [value for value in roots if value.is_graph_input()]
-        self.nodes = cloned
+        self.nodes = copied
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.intra_op_num_threads = 1

@@ -36,7 +36,7 @@ def substitute(model: nn.Module) -> None:
 
 
 def norm_like(module: nn.Module, ranks: tuple[int, ...] = (1,)) -> Key | None:
-    """Tell what makes a module that may be a norm like others of its class; None: it has no ε, or more than `weight`."""
+    """Tell what a module that may be a norm shares with its like; None: it has no ε, or more than `weight`."""
     parameters = dict(module.named_parameters())
     if parameters.keys() != {"weight"} or parameters["weight"].dim() not in ranks:
         return None
