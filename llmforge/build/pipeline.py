@@ -239,8 +239,8 @@ def build_engine(
     recipe, target, checkpoint = inputs.recipe, inputs.target, inputs.checkpoint
     builder = engines.for_target(recipe.engine.backend, target)
     lowered, changes = builder.lower(model, target, recipe.engine)
-    grouped = [*view.grouped(changes.rewritten), *view.grouped(changes.skipped)]
-    notes = [f"lowering: {_named(places.nodes)}: {places.what}" for places in grouped]
+    grouped = *view.grouped(changes.rewritten).items(), *view.grouped(changes.skipped).items()
+    notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress)

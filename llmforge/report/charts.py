@@ -84,13 +84,6 @@ def gate(result: GateResult) -> GatePlot | None:
     )
 
 
-def shares(values: Sequence[float | None]) -> list[float]:
-    """Scale the lengths of bars to percent of the longest; what was not measured is 0."""
-    known = [value or 0.0 for value in values]
-    longest = max(known, default=0.0)
-    return [100 * value / longest if longest > 0 else 0.0 for value in known]
-
-
 def histograms(quality: Quality) -> list[Histogram]:
     """Lay out every distribution of the catalog."""
     found = [metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures]
@@ -135,19 +128,12 @@ def _histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> H
     )
 
 
-@dataclass(frozen=True)
-class LatencyRow:
-    """One bar of a latency chart; lengths in percent of the largest p95."""
+def latency(measured: Latency) -> dict[str, list[tuple[int, str, Spread, float, float]]]:
+    """Lay out every duration of the catalog that has a spread, by its title.
 
-    prompt_tokens: int
-    side: str
-    spread: Spread
-    percent: float
-    tail_percent: float
-
-
-def latency(measured: Latency) -> dict[str, list[LatencyRow]]:
-    """Lay out every duration of the catalog that has a spread, at each prompt length, by its title."""
+    A row is one side at one length of prompt: the length, the side, what was measured, and p50 and p95 in percent of
+    the largest.
+    """
     charts = {}
     for metric in catalog.of_kind(TimingMetric):
         if metric.spread:
@@ -158,23 +144,21 @@ def latency(measured: Latency) -> dict[str, list[LatencyRow]]:
             ]
             longest = max(max(spread.p50.value, spread.p95) for _, _, spread in found)
             charts[f"{metric.title}: {metric.meaning}"] = [
-                LatencyRow(tokens, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95 / longest)
+                (tokens, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95 / longest)
                 for tokens, side, spread in found
             ]
     return charts
 
 
-@dataclass(frozen=True)
-class PassRow:
-    """One pass with the lengths of its two bars, in percent."""
-
-    record: PassRecord
-    kld_percent: float
-    bytes_percent: float
+def passes(records: Sequence[PassRecord]) -> list[tuple[PassRecord, float, float]]:
+    """Lay out what each pass cost in KLD and what the weights came to after it: the lengths of both bars in percent."""
+    kld = _shares([record.verification.kld_mean for record in records])
+    weights = _shares([record.weight_bytes_after for record in records])
+    return list(zip(records, kld, weights, strict=True))
 
 
-def passes(records: Sequence[PassRecord]) -> list[PassRow]:
-    """Lay out what each pass cost in KLD and what the weights came to after it."""
-    kld = shares([record.verification.kld_mean for record in records])
-    weights = shares([float(record.weight_bytes_after) for record in records])
-    return [PassRow(*row) for row in zip(records, kld, weights, strict=True)]
+def _shares(values: Sequence[float | None]) -> list[float]:
+    """Scale the lengths of bars to percent of the longest; what was not measured is 0."""
+    known = [value or 0.0 for value in values]
+    longest = max(known, default=0.0) or 1.0
+    return [100 * value / longest for value in known]

@@ -88,6 +88,7 @@ def _render(template: str, report: Report, *, autoescape: bool, finalize: Callab
         "report": report,
         "headline": view.headline(report),
         "key_figures": view.key_figures(report),
+        "unmeasured": report.engine.unmeasured or "the recipe asks for none",
         "metrics": catalog.deciding(),
         "charts": charts,
         "view": view,

@@ -38,24 +38,13 @@ def headline(report: Report) -> str:
 
 def key_figures(report: Report) -> list[KeyFigure]:
     """Pick the figures at the top; what was not measured is not there."""
-    share = units.percent(report.engine.size_bytes / report.checkpoint.size_bytes)
-    bits = weight_bits(report)
-    notes = (f"{share} of the checkpoint", *(() if bits is None else (f"{bits:.2f} bits a weight",)))
+    notes = [f"{units.percent(report.engine.size_bytes / report.checkpoint.size_bytes)} of the checkpoint"]
+    if report.passes:  # stored bits for each parameter of the checkpoint, scales and copies included
+        bits = 8 * report.passes[-1].weight_bytes_after / report.checkpoint.parameters
+        notes.append(f"{bits:.2f} bits a weight")
     title = "To build" if report.engine.pending else catalog.SIZE.title
-    size = KeyFigure(title, catalog.SIZE.unit.write(report.engine.size_bytes), notes)
+    size = KeyFigure(title, catalog.SIZE.unit.write(report.engine.size_bytes), tuple(notes))
     return [size, *(figure for _, figure in sorted(_key_metrics(report), key=lambda placed: placed[0]))]
-
-
-def unmeasured(report: Report) -> str:
-    """Say why there are no figures."""
-    return report.engine.unmeasured or "the recipe asks for none"
-
-
-def weight_bits(report: Report) -> float | None:
-    """Count the stored bits for each parameter of the checkpoint, scales and copies included; None without passes."""
-    if not report.passes:
-        return None
-    return 8 * report.passes[-1].weight_bytes_after / report.checkpoint.parameters
 
 
 def value(figure: Estimate | float) -> float:
@@ -140,17 +129,9 @@ def _point_cell(metric: PointMetric, point: Point) -> str:
     return "–" if figure is None else metric.unit.write(value(figure))
 
 
-@dataclass(frozen=True)
-class Places:
-    """Nodes of which a pass says the same."""
-
-    what: str
-    nodes: tuple[str, ...]
-
-
-def grouped(places: Sequence[Rewritten] | Sequence[Skipped]) -> list[Places]:
-    """Put together what a pass did, or why it did not, at several nodes; in the order of the first of each."""
+def grouped(places: Sequence[Rewritten] | Sequence[Skipped]) -> dict[str, list[str]]:
+    """List the nodes of what a pass did, or why it did not, at several of them; in the order of the first of each."""
     groups: dict[str, list[str]] = {}
     for place in places:
         groups.setdefault(place.what if isinstance(place, Rewritten) else place.reason, []).append(place.node)
-    return [Places(what, tuple(nodes)) for what, nodes in groups.items()]
+    return groups
