@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from llmforge.base.errors import ForgeError, UsageError
@@ -32,12 +33,12 @@ class Subject(Protocol):
         ...
 
 
+@dataclass
 class InProcess:
     """The engine in this process; times are taken by its own thread as tokens are handed over."""
 
-    def __init__(self, engine: Engine, description: str) -> None:
-        self.description = description
-        self._engine = engine
+    engine: Engine
+    description: str
 
     def answer(self, request: LoadRequest, due_s: float) -> Outcome:
         """Answer greedily, beyond the end of sequence, until all tokens that were asked for are there."""
@@ -57,7 +58,7 @@ class InProcess:
 
         sampling = Sampling(max_tokens=request.output_tokens, ignore_eos=True)
         try:
-            self._engine.submit(Request(request.prompt, sampling), receive)
+            self.engine.submit(Request(request.prompt, sampling), receive)
         except ForgeError as error:
             errors.append(error.message)
             ended.set()
@@ -83,9 +84,7 @@ def closed_loop(
     if concurrency < 1:
         raise UsageError(f"{concurrency} requests in flight: wanted 1 or more")
     with ThreadPoolExecutor(concurrency, "bench") as pool:
-        futures = [
-            pool.submit(lambda request: subject.answer(request, time.perf_counter()), request) for request in load
-        ]
+        futures = [pool.submit(lambda each: subject.answer(each, time.perf_counter()), each) for each in load]
         return _gather(futures, done)
 
 

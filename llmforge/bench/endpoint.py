@@ -6,6 +6,7 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -71,8 +72,7 @@ class Endpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        connection = self._connect()
-        try:
+        with closing(self._connect()) as connection:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", f"{self._base}/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
@@ -82,21 +82,17 @@ class Endpoint:
             for line in response:
                 if line.startswith(b"data:") and (data := line[len(b"data:") :].strip()) != b"[DONE]":
                     yield json.loads(data)
-        finally:
-            connection.close()
 
     def _first_model(self) -> str:
-        connection = self._connect()
         try:
-            connection.request("GET", f"{self._base}/v1/models")
-            response = connection.getresponse()
-            models = _json(response.read()).get("data")
+            with closing(self._connect()) as connection:
+                connection.request("GET", f"{self._base}/v1/models")
+                response = connection.getresponse()
+                models = _json(response.read()).get("data")
         except (OSError, http.client.HTTPException) as error:
             raise EnvironmentLacks(
                 f"{self._netloc}: does not answer: {error}", hint="is the server running?"
             ) from error
-        finally:
-            connection.close()
         if not models:
             raise EnvironmentLacks(f"{self._netloc}: HTTP {response.status} and no model at {self._base}/v1/models")
         return str(models[0]["id"])

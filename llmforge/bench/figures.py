@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from llmforge.base.errors import UsageError
-from llmforge.metrics.intervals import Estimate, quantile_interval
+from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Record
 
 _MILLISECONDS = {"ms": 1.0, "s": 1000.0}
@@ -108,12 +109,11 @@ class Distribution(Record):
         """
         if not durations_ms:
             return None
-        values = np.asarray(durations_ms, np.float64)
-        low, high = (quantile_interval(values, 0.5) if independent else None) or (None, None)
-        median, p95, p99 = (float(value) for value in np.quantile(values, (0.5, 0.95, 0.99)))
+        p50 = Estimate.median(durations_ms, of=samples)
+        p95, p99 = (float(value) for value in np.quantile(durations_ms, (0.95, 0.99)))
         return cls(
-            mean=float(values.mean()),
-            p50=Estimate(value=median, low=low, high=high, samples=len(values), of=samples),
+            mean=float(np.mean(durations_ms)),
+            p50=p50 if independent else p50.model_copy(update={"low": None, "high": None}),
             p95=p95,
             p99=p99,
         )
@@ -156,7 +156,6 @@ def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = Non
     outcomes = [outcome for run in runs for outcome in run]
     done = [outcome for outcome in outcomes if outcome.error is None]
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    good = None if objective is None else sum(objective.meets(outcome) for outcome in outcomes)
     return Figures(
         runs=len(runs),
         completed=len(done),
@@ -168,20 +167,19 @@ def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = Non
         tpot_ms=Distribution.of([ms for each in done if (ms := each.tpot_ms) is not None], samples="requests"),
         itl_ms=Distribution.of(_gaps_ms(done), samples="gaps", independent=False),
         latency_ms=Distribution.of([each.latency_ms for each in done], samples="requests"),
-        requests_per_second=_rate(runs, lambda each: each.error is None),
-        output_tokens_per_second=_rate(runs, lambda each: each.output_tokens if each.error is None else 0),
-        total_tokens_per_second=_rate(
-            runs, lambda each: each.prompt_tokens + each.output_tokens if each.error is None else 0
-        ),
+        requests_per_second=_rate(runs, lambda each: 1),
+        output_tokens_per_second=_rate(runs, lambda each: each.output_tokens),
+        total_tokens_per_second=_rate(runs, lambda each: each.prompt_tokens + each.output_tokens),
         goodput_rps=None if objective is None else _rate(runs, objective.meets),
-        good_share=None if good is None else good / len(outcomes),
-        errors={error: errors.count(error) for error in sorted(set(errors))},
+        good_share=None if objective is None else sum(map(objective.meets, done)) / len(outcomes),
+        errors=dict(sorted(Counter(errors).items())),
     )
 
 
 def _rate(runs: Sequence[Sequence[Outcome]], count: Callable[[Outcome], int]) -> Estimate:
+    """Estimate what the completed requests of a run come to per second."""
+    counts = [sum(count(each) for each in run if each.error is None) for run in runs]
     durations = [_duration_s(run) for run in runs]
-    counts = [sum(map(count, run)) for run in runs]
     return Estimate.median([n / s if s > 0 else 0.0 for n, s in zip(counts, durations, strict=True)], of="runs")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from typing import Literal
 
 from rich.console import Group
@@ -69,9 +69,7 @@ def table(report: BenchReport) -> Group:
     goodput = report.objective is not None
     columns = ["load", "prompt", "output", "TTFT p50", "p95", "p99", "TPOT p50", "ITL p95", "p99", "latency p50", "p99"]
     columns += ["tok/s", "req/s", *(["goodput/s"] if goodput else []), "MBU", "failed"]
-    shown = Table(
-        *(f"{name}" for name in columns), title=report.subject, title_justify="left", box=None, pad_edge=False
-    )
+    shown = Table(*columns, title=report.subject, title_justify="left", box=None, pad_edge=False)
     for column in shown.columns[1:]:
         column.justify = "right"
     for point in report.points:
@@ -84,7 +82,8 @@ def table(report: BenchReport) -> Group:
     if report.engine is not None and report.engine.drafted_tokens:
         accepted = report.engine.accepted_tokens / report.engine.drafted_tokens
         notes.append(f"speculation: {accepted:.1%} of {report.engine.drafted_tokens:,} drafted tokens stood")
-    notes += [f"{error}: {count} requests" for error, count in _errors(report.points).items()]
+    errors = sum((Counter(point.figures.errors) for point in report.points), Counter[str]())
+    notes += [f"{error}: {count} requests" for error, count in errors.items()]
     return Group(shown, *(Text(note, style="dim") for note in notes))
 
 
@@ -128,11 +127,3 @@ def _estimate(value: Estimate) -> str:
 def _number(value: float) -> str:
     """Three digits that count; more before the point where there are more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _errors(points: Sequence[Point]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for point in points:
-        for error, count in point.figures.errors.items():
-            total[error] = total.get(error, 0) + count
-    return total

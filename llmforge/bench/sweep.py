@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from llmforge.bench.drive import Subject, closed_loop, open_loop
 from llmforge.bench.figures import Objective, Outcome, figures
@@ -47,7 +47,7 @@ def measure(
     settings: Sequence[Setting],
     prompts: Prompts,
     plan: Plan,
-    progress: Progress = lambda done, total: None,
+    progress: Progress,
 ) -> list[Point]:
     """Measure all settings in turn, `plan.repetitions` times, so that a machine that slows down slows all of them."""
     each = plan.requests + plan.warmup
@@ -65,23 +65,12 @@ def measure(
                 runs[at].append(closed_loop(subject, load, setting.concurrency, tell))
             done += each
     return [
-        Point(
-            prompt_tokens=setting.prompt_tokens,
-            output_tokens=setting.output_tokens,
-            concurrency=setting.concurrency,
-            rate=setting.rate,
-            figures=figures(run, plan.objective),
-        )
+        Point(**asdict(setting), figures=figures(run, plan.objective))
         for setting, run in zip(settings, runs, strict=True)
     ]
 
 
-def replay(
-    subject: Subject,
-    load: Sequence[LoadRequest],
-    objective: Objective | None = None,
-    progress: Progress = lambda done, total: None,
-) -> Point:
+def replay(subject: Subject, load: Sequence[LoadRequest], objective: Objective | None, progress: Progress) -> Point:
     """Measure a trace of arrivals, once: a second time a prefix cache would know its prompts."""
     outcomes = open_loop(subject, load, _shifted(progress, 0, len(load)))
     return Point(figures=figures([outcomes], objective))
@@ -93,11 +82,7 @@ def utilization(points: Sequence[Point], footprint: Footprint, *, slots: int, th
     A step reads the weights once, and for each row in flight the cache at the middle of its answer; it takes the
     median TPOT. Where prompts are read between the steps, TPOT holds their time too, and MBU is a lower bound.
     """
-    return [
-        point if use is None else point.model_copy(update={"bandwidth": use})
-        for point in points
-        for use in [_utilization(point, footprint, slots, threads)]
-    ]
+    return [point.model_copy(update={"bandwidth": _utilization(point, footprint, slots, threads)}) for point in points]
 
 
 def _utilization(point: Point, footprint: Footprint, slots: int, threads: int) -> Utilization | None:
@@ -120,7 +105,7 @@ def _utilization(point: Point, footprint: Footprint, slots: int, threads: int) -
 def _loads(
     setting: Setting, prompts: Prompts, plan: Plan, seed: tuple[int, ...]
 ) -> tuple[list[LoadRequest], list[LoadRequest]]:
-    """Make the load of one run, and what warms up for it: prompts are drawn in one go, so that they share a prefix."""
+    """Make what warms up for a run, and its load: prompts are drawn in one go, so that they share a prefix."""
     made = make_load(
         prompts,
         plan.warmup + plan.requests,
@@ -130,14 +115,9 @@ def _loads(
         rate=setting.rate,
         seed=seed,
     )
-    return made[: plan.warmup], _from_zero(made[plan.warmup :])
-
-
-def _from_zero(load: list[LoadRequest]) -> list[LoadRequest]:
-    first = load[0].at_s
-    if first is None:
-        return load
-    return [LoadRequest(each.prompt, each.output_tokens, each.at_s - first) for each in load if each.at_s is not None]
+    first = made[plan.warmup].at_s or 0.0
+    load = [each if each.at_s is None else replace(each, at_s=each.at_s - first) for each in made[plan.warmup :]]
+    return made[: plan.warmup], load
 
 
 def _shifted(progress: Progress, before: int, total: int) -> Callable[[int], None]:

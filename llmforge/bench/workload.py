@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError, UsageError
+from llmforge.checkpoint.documents import read_lines
 
 Encode = Callable[[str], list[int]]
 
@@ -27,14 +28,6 @@ class LoadRequest:
     prompt: tuple[int, ...]
     output_tokens: int
     at_s: float | None = None
-
-
-class Prompts(Protocol):
-    """A source of prompts."""
-
-    def take(self, length: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """Make the next prompt of `length` token ids."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +61,9 @@ class TextPrompts:
             )
         start = int(rng.integers(0, len(self.ids) - length + 1))
         return self.ids[start : start + length]
+
+
+Prompts = RandomPrompts | TextPrompts
 
 
 def make_load(
@@ -121,15 +117,9 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
     Raises:
         DataError: the file cannot be read, is empty, or a line is not such an object; names the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8") from error
     rng = np.random.default_rng(seed)
     made: list[LoadRequest] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"

@@ -31,7 +31,7 @@ def read_documents(path: Path) -> list[Document]:
     """
     documents: list[Document] = []
     seen: dict[str, Document] = {}
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(read_lines(path, "data paths are relative to the recipe"), start=1):
         if not line.strip():
             continue
         document = _parse(line, f"{path}:{number}", default_id=f"{path.name}:{number}")
@@ -87,13 +87,16 @@ def digest(path: Path) -> str:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path, hint: str | None = None) -> list[str]:
+    """Split a text into its lines; `hint` is for a file that is not there.
+
+    Raises:
+        DataError: the file cannot be read, or is not UTF-8.
+    """
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read: {error.strerror}", hint="data paths are relative to the recipe"
-        ) from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}", hint=hint) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8") from error
     return content.split("\n")  # not splitlines: a JSON string may hold U+2028 unescaped
