@@ -73,7 +73,7 @@ def table(report: BenchReport) -> Group:
     for column in shown.columns[1:]:
         column.justify = "right"
     for point in report.points:
-        shown.add_row(*_row(point, goodput=goodput))
+        shown.add_row(*_row(point))
     notes = [*report.notes, f"{report.workload}; times in ms, medians with their 95 % bounds"]
     if goodput:
         notes.append(f"goodput: requests per second that meet {report.objective}")
@@ -87,14 +87,13 @@ def table(report: BenchReport) -> Group:
     return Group(shown, *(Text(note, style="dim") for note in notes))
 
 
-def _row(point: Point, *, goodput: bool) -> list[str]:
+def _row(point: Point) -> list[str]:
     measured = point.figures
     load = "trace"
     if point.concurrency is not None:
         load = f"{point.concurrency} in flight"
     elif point.rate is not None:
         load = f"{point.rate:g}/s"
-    good = [] if not goodput else ["-" if measured.goodput_rps is None else _number(measured.goodput_rps.value)]
     return [
         load,
         "-" if point.prompt_tokens is None else str(point.prompt_tokens),
@@ -105,7 +104,7 @@ def _row(point: Point, *, goodput: bool) -> list[str]:
         *_percentiles(measured.latency_ms, "p50", "p99"),
         _estimate(measured.output_tokens_per_second),
         _estimate(measured.requests_per_second),
-        *good,
+        *([] if measured.goodput_rps is None else [_number(measured.goodput_rps.value)]),
         "-" if point.bandwidth is None else f"{point.bandwidth.share:.0%}",
         str(measured.failed),
     ]

@@ -43,11 +43,7 @@ class Plan:
 
 
 def measure(
-    subject: Subject,
-    settings: Sequence[Setting],
-    prompts: Prompts,
-    plan: Plan,
-    progress: Progress,
+    subject: Subject, settings: Sequence[Setting], prompts: Prompts, plan: Plan, progress: Progress
 ) -> list[Point]:
     """Measure all settings in turn, `plan.repetitions` times, so that a machine that slows down slows all of them."""
     each = plan.requests + plan.warmup

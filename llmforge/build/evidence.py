@@ -103,42 +103,26 @@ def measure(
     runner = load_runner(artifact, threads=threads)
     load_seconds = time.perf_counter() - began
     baseline = Baseline(checkpoint, threads=threads)
-    return Evidence(
-        _quality(runner, baseline, windows, progress) if spec.quality is not None else None,
-        _latency(runner, baseline, engine, model, load_seconds, spec, threads, progress),
-        baseline.description,
-    )
-
-
-def _quality(runner: Runner, baseline: Baseline, windows: Sequence[Window], progress: Progress) -> Quality:
-    progress.stage("Measure quality")
-    return quality.compare(windows, baseline.logits, lambda ids: runner.logits(ids.tolist()), progress=progress.advance)
-
-
-def _latency(
-    runner: Runner,
-    baseline: Baseline,
-    engine: Engine,
-    model: ir.Model,
-    load_seconds: float,
-    spec: ValidationSpec,
-    threads: int,
-    progress: Progress,
-) -> Latency | None:
-    if spec.latency is None:
-        return None
-    progress.stage("Measure latency")
-    return latency.measure(
-        Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds),
-        Subject.of_baseline(baseline),
-        footprint.count(model, engine.size_bytes),
-        prompt_tokens=spec.latency.prompt_tokens,
-        output_tokens=spec.latency.output_tokens,
-        repetitions=spec.latency.repetitions,
-        vocabulary=runner.config.vocabulary,
-        threads=threads,
-        progress=progress.advance,
-    )
+    moved = timed = None
+    if spec.quality is not None:
+        progress.stage("Measure quality")
+        moved = quality.compare(
+            windows, baseline.logits, lambda ids: runner.logits(ids.tolist()), progress=progress.advance
+        )
+    if spec.latency is not None:
+        progress.stage("Measure latency")
+        timed = latency.measure(
+            Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds),
+            Subject.of_baseline(baseline),
+            footprint.count(model, engine.size_bytes),
+            prompt_tokens=spec.latency.prompt_tokens,
+            output_tokens=spec.latency.output_tokens,
+            repetitions=spec.latency.repetitions,
+            vocabulary=runner.config.vocabulary,
+            threads=threads,
+            progress=progress.advance,
+        )
+    return Evidence(moved, timed, baseline.description)
 
 
 def _describe(runner: Runner, threads: int) -> str:

@@ -7,7 +7,6 @@ import math
 import onnx_ir as ir
 
 from llmforge.ir import interface, operators
-from llmforge.ir.operators.record import Operand
 from llmforge.ir.routing import share_read
 from llmforge.metrics.latency import Footprint
 
@@ -37,12 +36,8 @@ def count(model: ir.Model, artifact_bytes: int) -> Footprint:
 
 
 def _only_looked_up(value: ir.Value) -> bool:
-    uses = value.uses()
-    return bool(uses) and all(_is_table(operators.operand(node, index)) for node, index in uses)
-
-
-def _is_table(read: Operand | None) -> bool:
-    return read is not None and read.table
+    reads = [operators.operand(node, index) for node, index in value.uses()]
+    return bool(reads) and all(read is not None and read.table for read in reads)
 
 
 def _bytes(dtype: ir.DataType, dims: list[int | ir.SymbolicDim]) -> int:

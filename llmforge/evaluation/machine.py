@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from pydantic import BaseModel, ConfigDict
+
+from llmforge.metrics.record import Record
 
 # Linux's names of the instruction sets that a kernel of ONNX Runtime or torch is chosen by.
 _ISA = (
@@ -19,10 +20,8 @@ _ISA = (
 )  # fmt: skip
 
 
-class Machine(BaseModel):
+class Machine(Record):
     """What stands under every timing of a report."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu: str  # model name
     cores: int  # physical

@@ -30,11 +30,6 @@ class Spread(Record):
     p50: Estimate
     p95: float
 
-    @classmethod
-    def of(cls, durations_ms: Sequence[float]) -> Spread:
-        """Summarize measured durations."""
-        return cls(p50=Estimate.median(durations_ms, of="repetitions"), p95=float(np.quantile(durations_ms, 0.95)))
-
 
 class Timing(Figures):
     """One side at one prompt length."""
@@ -102,7 +97,8 @@ def later_token_ms(durations: Floats) -> float:
 
 def spread(duration: Callable[[Floats], float], generations: Generations) -> Spread:
     """Summarize a duration of each generation."""
-    return Spread.of([duration(durations) for durations in generations])
+    found = [duration(durations) for durations in generations]
+    return Spread(p50=Estimate.median(found, of="repetitions"), p95=float(np.quantile(found, 0.95)))
 
 
 def between_tokens_ms(quantile: float, generations: Generations) -> float:

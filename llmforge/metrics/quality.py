@@ -153,13 +153,10 @@ def exp(nats: float) -> float:
 
 
 def _sums(document: str, parts: Sequence[TokenScores], names: Sequence[str]) -> DocumentSums:
-    sums = {name: _sum([part[name] for part in parts]) for name in names}
+    """Sum the values `names` over the windows of a document: floats, or how many are true."""
     tokens = sum(len(part[names[0]]) for part in parts)
+    sums: dict[str, int | float] = {}
+    for name in names:
+        totals = [part[name].sum().item() for part in parts]
+        sums[name] = sum(totals) if isinstance(totals[0], int) else math.fsum(totals)
     return DocumentSums.model_validate({"document": document, "tokens": tokens, **sums})
-
-
-def _sum(parts: Sequence[NDArray[Any]]) -> int | float:
-    """Sum floats, or count what is true."""
-    if parts[0].dtype == np.bool_:
-        return sum(int(part.sum()) for part in parts)
-    return math.fsum(float(part.sum()) for part in parts)

@@ -112,16 +112,11 @@ def score(
 ) -> dict[str, NDArray[Any]]:
     """Compare two sets of logits [R, V] on the true next tokens `targets` [R], a few rows at a time.
 
-    Returns each of `values` [R], by its name.
-
-    Raises:
-        VerificationError: a logit is NaN or infinite.
+    Returns each of `values` [R], by its name. All logits are finite (`require_finite`).
     """
     rows = len(targets)
     if reference.shape != logits.shape or logits.shape[:1] != (rows,):
         raise ValueError(f"logits of shapes {reference.shape} and {logits.shape} for {rows} targets")
-    require_finite("reference", reference)
-    require_finite("compared", logits)
     found: dict[str, list[NDArray[Any]]] = {value.name: [] for value in values}
     step = max(1, _BLOCK_LOGITS // logits.shape[-1])
     for low in range(0, rows, step):
@@ -139,8 +134,10 @@ def mean_kld(reference: NDArray[np.float32], logits: NDArray[np.float32]) -> flo
         VerificationError: a logit is NaN or infinite.
     """
     vocabulary = logits.shape[-1]
-    flat = logits.reshape(-1, vocabulary)
-    scores = score(reference.reshape(-1, vocabulary), flat, np.zeros(len(flat), np.int64), (KLD,))
+    reference, logits = reference.reshape(-1, vocabulary), logits.reshape(-1, vocabulary)
+    require_finite("reference", reference)
+    require_finite("compared", logits)
+    scores = score(reference, logits, np.zeros(len(logits), np.int64), (KLD,))
     return float(scores[KLD.name].mean())
 
 
