@@ -84,12 +84,9 @@ class Objective:
         """Say whether a request was answered within all bounds; one token has no TPOT, and meets any."""
         if outcome.error is not None:
             return False
-        pairs = (
-            (self.ttft_ms, outcome.ttft_ms),
-            (self.tpot_ms, outcome.tpot_ms),
-            (self.latency_ms, outcome.latency_ms),
-        )
-        return all(bound is None or value is None or value <= bound for bound, value in pairs)
+        bounds = self.ttft_ms, self.tpot_ms, self.latency_ms
+        found = outcome.ttft_ms, outcome.tpot_ms, outcome.latency_ms
+        return all(b is None or ms is None or ms <= b for b, ms in zip(bounds, found, strict=True))
 
 
 class Distribution(Record):

@@ -49,12 +49,9 @@ class Load:
 
     def settings(self) -> list[Setting]:
         """List the points of the sweep: lengths in the outer loop."""
-        lengths = itertools.product(self.prompt_tokens, self.output_tokens)
-        return [
-            Setting(prompt, output, concurrency=concurrency, rate=rate)
-            for prompt, output in lengths
-            for concurrency, rate in [*((c, None) for c in self.concurrency), *((None, r) for r in self.rates)]
-        ]
+        loads = [*((count, None) for count in self.concurrency), *((None, rate) for rate in self.rates)]
+        sweep = itertools.product(self.prompt_tokens, self.output_tokens, loads)
+        return [Setting(prompt, output, *load) for prompt, output, load in sweep]
 
     def describe(self, prefix_tokens: int) -> str:
         """Say in words where prompts are from."""

@@ -67,13 +67,13 @@ class Clock:
     """Counts what a build takes, from when it was made."""
 
     began: float = field(default_factory=time.perf_counter)
-    cpu_began: float = field(default_factory=lambda: _cpu_seconds())
+    cpu_began: float = field(default_factory=time.process_time)
 
     def record(self) -> records.BuildRecord:
         """Read it."""
         return records.BuildRecord(
             seconds=time.perf_counter() - self.began,
-            cpu_seconds=_cpu_seconds() - self.cpu_began,
+            cpu_seconds=time.process_time() - self.cpu_began,
             peak_rss_bytes=_peak_rss_bytes(),
         )
 
@@ -113,7 +113,7 @@ def measure(
         progress.stage("Measure latency")
         timed = latency.measure(
             Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds),
-            Subject.of_baseline(baseline),
+            Subject(baseline.description, baseline.generate, baseline.load_seconds),
             footprint.count(model, engine.size_bytes),
             prompt_tokens=spec.latency.prompt_tokens,
             output_tokens=spec.latency.output_tokens,
@@ -130,11 +130,6 @@ def _describe(runner: Runner, threads: int) -> str:
     if config.plan is not None:
         return f"llmforge runtime, {config.plan.module} {config.plan.version}"
     return f"llmforge runtime, ONNX Runtime {config.onnxruntime}, {threads} threads"
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _peak_rss_bytes() -> int:

@@ -15,14 +15,15 @@ from llmforge.recipe import GateSpec
 POWER = 0.8  # how likely the named sample size is to decide, if the figure stays where it is
 
 
+Bound = Literal["min", "max"]
+
+
 class Verdict(enum.Enum):
     """How a gate, or all of them together, ended."""
 
     PASS = "pass"  # the whole interval lies within the limit
     FAIL = "fail"  # the whole interval lies beyond the limit, or the figure was not measured
-    INCONCLUSIVE = (
-        "inconclusive"  # the limit lies within the interval, there is none, or nothing could be measured here
-    )
+    INCONCLUSIVE = "inconclusive"  # the limit lies within the interval, there is none, or it cannot be measured here
     NONE = "none"  # there are no gates
 
 
@@ -30,7 +31,7 @@ class GateResult(Record):
     """One limit of the recipe against what was measured."""
 
     metric: str
-    bound: Literal["min", "max"]
+    bound: Bound
     limit: float
     measured: Estimate | None  # None: not measured
     verdict: Verdict
@@ -48,10 +49,22 @@ def judge(
     """
     results: list[GateResult] = []
     for metric, gate in gates.items():
-        if gate.min is not None:
-            results.append(_decide(metric, "min", gate.min, measured.get(metric), unmeasured))
-        if gate.max is not None:
-            results.append(_decide(metric, "max", gate.max, measured.get(metric), unmeasured))
+        found = measured.get(metric)
+        limits: dict[Bound, float | None] = {"min": gate.min, "max": gate.max}
+        for bound, limit in limits.items():
+            if limit is not None:
+                verdict, needed, why = _verdict(bound, limit, found, unmeasured)
+                results.append(
+                    GateResult(
+                        metric=metric,
+                        bound=bound,
+                        limit=limit,
+                        measured=found,
+                        verdict=verdict,
+                        samples_needed=needed,
+                        explanation=f"{metric}: {why}",
+                    )
+                )
     return tuple(results)
 
 
@@ -61,23 +74,8 @@ def overall(results: Sequence[GateResult]) -> Verdict:
     return next((v for v in (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS) if v in verdicts), Verdict.NONE)
 
 
-def _decide(
-    metric: str, bound: Literal["min", "max"], limit: float, measured: Estimate | None, unmeasured: str | None
-) -> GateResult:
-    verdict, needed, why = _verdict(bound, limit, measured, unmeasured)
-    return GateResult(
-        metric=metric,
-        bound=bound,
-        limit=limit,
-        measured=measured,
-        verdict=verdict,
-        samples_needed=needed,
-        explanation=f"{metric}: {why}",
-    )
-
-
 def _verdict(
-    bound: Literal["min", "max"], limit: float, measured: Estimate | None, unmeasured: str | None
+    bound: Bound, limit: float, measured: Estimate | None, unmeasured: str | None
 ) -> tuple[Verdict, int | None, str]:
     """Decide one limit: verdict, sample size that would decide, and why."""
     wanted = f"at {'most' if bound == 'max' else 'least'} {_number(limit)}"

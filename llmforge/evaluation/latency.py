@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from llmforge.metrics.catalog import PointMetric, TimingMetric
 from llmforge.metrics.latency import Bandwidth, Footprint, Generations, Latency, Point, Timing, Trial
 
 if TYPE_CHECKING:
-    from llmforge.evaluation.baseline import Baseline
     from llmforge.runtime import Runner
 
 DRAM_PROBE_BYTES = 2**28  # 256 MB: several times the last-level cache of most machines
@@ -34,11 +33,6 @@ class Subject:
     description: str
     generate: Callable[[NDArray[np.int64], int], Iterator[int]]
     load_seconds: float
-
-    @classmethod
-    def of_baseline(cls, baseline: Baseline) -> Subject:
-        """Time the checkpoint in transformers."""
-        return cls(baseline.description, baseline.generate, baseline.load_seconds)
 
     @classmethod
     def of_runner(cls, runner: Runner, *, description: str, load_seconds: float) -> Subject:
@@ -145,15 +139,15 @@ def _point(
     output_tokens = len(artifact[0])
     bytes_read = footprint.weight_bytes_per_token + footprint.kv_bytes_per_token * (prompt_tokens + output_tokens // 2)
     trial = Trial(artifact, baseline, bytes_read, bandwidth.working_set_bytes_per_second)
-    fields = {
-        "prompt_tokens": prompt_tokens,
-        "artifact": _timing(artifact),
-        "baseline": None if baseline is None else _timing(baseline),
-    }
-    figures = {metric.name: metric.figure(trial) for metric in catalog.of_kind(PointMetric)}
-    return Point.model_validate({**fields, **figures})
+    figures: dict[str, Any] = {metric.name: metric.figure(trial) for metric in catalog.of_kind(PointMetric)}
+    return Point(
+        prompt_tokens=prompt_tokens,
+        artifact=_timing(artifact),
+        baseline=None if baseline is None else _timing(baseline),
+        **figures,
+    )
 
 
 def _timing(generations: Generations) -> Timing:
-    figures = {metric.name: metric.figure(generations) for metric in catalog.of_kind(TimingMetric)}
-    return Timing.model_validate(figures)
+    figures: dict[str, Any] = {metric.name: metric.figure(generations) for metric in catalog.of_kind(TimingMetric)}
+    return Timing(**figures)

@@ -43,16 +43,12 @@ def compare(
     for done, window in enumerate(windows):
         progress(done, len(windows))
         where = f"window {done} (document {window.document}, {len(window.ids)} tokens)"
-        theirs = _logits("baseline", baseline, window, where)[:-1]  # nothing follows the last token
-        ours = _logits("artifact", artifact, window, where)[:-1]
-        found = score(theirs, ours, np.asarray(window.ids[1:]), of_tokens)  # and nothing predicts the first
+        theirs = baseline(window.ids)
+        require_finite("baseline", theirs, where)
+        ours = artifact(window.ids)
+        require_finite("artifact", ours, where)
+        # Nothing follows the last token, and nothing predicts the first.
+        found = score(theirs[:-1], ours[:-1], np.asarray(window.ids[1:]), of_tokens)
         scores.setdefault(window.document, []).append(found)
     progress(len(windows), len(windows))
     return summarize(forms, scores, context=max(len(window.ids) for window in windows), seed=seed)
-
-
-def _logits(side: str, logits: Logits, window: Window, where: str) -> NDArray[np.float32]:
-    """Compute the logits [S, V] of a window and refuse what cannot be averaged."""
-    found = logits(window.ids)
-    require_finite(side, found, where)
-    return found

@@ -229,5 +229,5 @@ def deciding() -> dict[str, QualityMetric | SlowestMetric | SizeMetric]:
 
 def estimates(measured: Measured) -> dict[str, Estimate]:
     """Read every figure that a gate can decide on, as far as it was measured."""
-    found = {name: metric.estimate(measured) for name, metric in deciding().items()}
-    return {name: estimate for name, estimate in found.items() if estimate is not None}
+    found = ((name, metric.estimate(measured)) for name, metric in deciding().items())
+    return {name: estimate for name, estimate in found if estimate is not None}

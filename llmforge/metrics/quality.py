@@ -16,7 +16,6 @@ from llmforge.metrics.intervals import Estimate, bootstrap
 from llmforge.metrics.record import Figures
 from llmforge.metrics.tokens import Floats, TokenValue
 
-QualityFigure = Estimate | float | tuple[int, ...]
 TokenScores = Mapping[str, NDArray[Any]]  # of each token of a text [R], by the name of its value
 
 
@@ -80,7 +79,7 @@ class DocumentSums(Figures):
 class Quality(Figures):
     """How far the artifact is from the baseline, over all predicted tokens; intervals are over documents."""
 
-    __pydantic_extra__: dict[str, QualityFigure]
+    __pydantic_extra__: dict[str, Estimate | float | tuple[int, ...]]
 
     context: int  # tokens of the longest window, BOS included
     documents: int
@@ -110,25 +109,25 @@ def summarize(
     of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums)}
     summed = [value.name for value in values(list(of_sums.values()))]
     per_document = tuple(_sums(document, parts, summed) for document, parts in scores.items())
-    figures: dict[str, QualityFigure] = _estimates(of_sums, per_document, summed, seed)
+    figures: dict[str, Any] = {**_estimates(of_sums, per_document, summed, seed)}
     for name, form in forms.items():
         if not isinstance(form, OfSums):
             parts = [part[form.value.name] for windows in scores.values() for part in windows]
             figures[name] = form.of(np.concatenate(parts))
-    fields = {
-        "context": context,
-        "documents": len(per_document),
-        "windows": sum(len(windows) for windows in scores.values()),
-        "tokens": sum(sums.tokens for sums in per_document),
-        "seed": seed,
-        "per_document": per_document,
-    }
-    return Quality.model_validate({**fields, **{name: figures[name] for name in forms}})
+    return Quality(
+        context=context,
+        documents=len(per_document),
+        windows=sum(len(windows) for windows in scores.values()),
+        tokens=sum(sums.tokens for sums in per_document),
+        seed=seed,
+        per_document=per_document,
+        **{name: figures[name] for name in forms},
+    )
 
 
 def _estimates(
     forms: Mapping[str, OfSums], per_document: Sequence[DocumentSums], names: Sequence[str], seed: int
-) -> dict[str, QualityFigure]:
+) -> dict[str, Estimate | float]:
     """Make figures of the sums `names` of each document, and bound them."""
     sums = np.array([(d.tokens, *(d.figures[name] for name in names)) for d in per_document], np.float64)
 
@@ -138,7 +137,7 @@ def _estimates(
         return np.stack([form.figure(tokens, *(total[v.name] for v in form.values)) for form in forms.values()], 1)
 
     bounds = bootstrap(sums, make, seed=seed)
-    found: dict[str, QualityFigure] = {}
+    found: dict[str, Estimate | float] = {}
     for i, (name, form) in enumerate(forms.items()):
         value = form.finish(float(make(sums.sum(0, keepdims=True))[0, i]))
         low, high = (None, None) if bounds is None else (form.finish(float(bound)) for bound in bounds[i])
@@ -155,8 +154,8 @@ def exp(nats: float) -> float:
 def _sums(document: str, parts: Sequence[TokenScores], names: Sequence[str]) -> DocumentSums:
     """Sum the values `names` over the windows of a document: floats, or how many are true."""
     tokens = sum(len(part[names[0]]) for part in parts)
-    sums: dict[str, int | float] = {}
+    sums: dict[str, Any] = {}
     for name in names:
         totals = [part[name].sum().item() for part in parts]
         sums[name] = sum(totals) if isinstance(totals[0], int) else math.fsum(totals)
-    return DocumentSums.model_validate({"document": document, "tokens": tokens, **sums})
+    return DocumentSums(document=document, tokens=tokens, **sums)

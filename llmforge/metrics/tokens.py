@@ -75,12 +75,6 @@ class TokenBlock:
         return mean - np.log(self.reference_sum) + self.log_sum
 
     @cached_property
-    def same_top(self) -> NDArray[np.bool_]:
-        """Whether both rank the same token first [R]."""
-        same: NDArray[np.bool_] = self.reference.argmax(-1) == self.logits.argmax(-1)
-        return same
-
-    @cached_property
     def delta_p(self) -> Floats:
         """p(true token) - p_reference(true token), -1 … 1 [R]."""
         return np.exp(-self.nll) - np.exp(-self.reference_nll)
@@ -100,7 +94,7 @@ class TokenValue:
 REFERENCE_NLL = TokenValue("baseline_nll", lambda block: block.reference_nll)
 NLL = TokenValue("nll", lambda block: block.nll)
 KLD = TokenValue("kld", lambda block: block.kld)
-SAME_TOP = TokenValue("same_top", lambda block: block.same_top)
+SAME_TOP = TokenValue("same_top", lambda block: block.reference.argmax(-1) == block.logits.argmax(-1))
 DELTA_P_SQUARED = TokenValue("delta_p_squared", lambda block: np.square(block.delta_p))
 
 

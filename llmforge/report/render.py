@@ -73,17 +73,8 @@ def _render(template: str, report: Report, *, autoescape: bool, finalize: Callab
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        significant=units.significant,
-        size=units.size,
-        count=units.count,
-        percent=units.percent,
-        ms=units.ms,
-        duration=units.duration,
-        interval=units.interval,
-        words=_words,
-        listed=_listed,
-    )
+    written = (units.significant, units.size, units.count, units.ms, units.duration, units.interval)
+    environment.filters.update({write.__name__: write for write in written}, words=_words, listed=_listed)
     facts: dict[str, Any] = {
         "report": report,
         "headline": view.headline(report),
