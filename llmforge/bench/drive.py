@@ -60,8 +60,7 @@ class InProcess:
         try:
             self.engine.submit(Request(request.prompt, sampling), receive)
         except ForgeError as error:
-            errors.append(error.message)
-            ended.set()
+            receive(error)
         ended.wait()
         return Outcome(
             sent_s=due_s,

@@ -153,6 +153,7 @@ def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = Non
     outcomes = [outcome for run in runs for outcome in run]
     done = [outcome for outcome in outcomes if outcome.error is None]
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    gaps_ms = [float(gap) for outcome in done for gap in np.diff(outcome.token_s) * 1e3]
     return Figures(
         runs=len(runs),
         completed=len(done),
@@ -162,7 +163,7 @@ def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = Non
         output_tokens=sum(each.output_tokens for each in done),
         ttft_ms=Distribution.of([ms for each in done if (ms := each.ttft_ms) is not None], samples="requests"),
         tpot_ms=Distribution.of([ms for each in done if (ms := each.tpot_ms) is not None], samples="requests"),
-        itl_ms=Distribution.of(_gaps_ms(done), samples="gaps", independent=False),
+        itl_ms=Distribution.of(gaps_ms, samples="gaps", independent=False),
         latency_ms=Distribution.of([each.latency_ms for each in done], samples="requests"),
         requests_per_second=_rate(runs, lambda each: 1),
         output_tokens_per_second=_rate(runs, lambda each: each.output_tokens),
@@ -182,7 +183,3 @@ def _rate(runs: Sequence[Sequence[Outcome]], count: Callable[[Outcome], int]) ->
 
 def _duration_s(run: Sequence[Outcome]) -> float:
     return max(outcome.ended_s for outcome in run) - min(outcome.sent_s for outcome in run)
-
-
-def _gaps_ms(outcomes: Sequence[Outcome]) -> list[float]:
-    return [float(gap) for outcome in outcomes for gap in np.diff(outcome.token_s) * 1e3]

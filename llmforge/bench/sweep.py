@@ -52,8 +52,7 @@ def measure(
     for repetition in range(plan.repetitions):
         for at, setting in enumerate(settings):
             warmup, load = _loads(setting, prompts, plan, (plan.seed, repetition, at))
-            if warmup:
-                closed_loop(subject, warmup, setting.concurrency or 1, _shifted(progress, done, total))
+            closed_loop(subject, warmup, setting.concurrency or 1, _shifted(progress, done, total))
             tell = _shifted(progress, done + plan.warmup, total)
             if setting.concurrency is None:
                 runs[at].append(open_loop(subject, load, tell))

@@ -55,6 +55,7 @@ class Metric:
     unit: Unit
     better: Literal["lower", "higher"]
     meaning: str = field(default="", kw_only=True)
+    key: int | None = field(default=None, kw_only=True)  # place among a report's key figures; None: it is none of them
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class QualityMetric(Metric):
     section = "quality"
 
     form: Form  # from which values of tokens it is made, and how
-    key: int | None = None  # place among a report's key figures; None: it is none of them
     note: Callable[[Quality], str] | None = None  # beside the key figure; None: its unit
 
     @property
@@ -85,7 +85,6 @@ class TimingMetric(Metric):
 
     figure: Callable[[Generations], Spread | float]
     spread: bool = False  # whether `figure` is percentiles over the repetitions, which have a chart
-    key: int | None = None  # place among a report's key figures
     key_at: Literal["shortest", "longest"] = "shortest"  # prompt, where the key figure is read
     notes: Callable[[Point], tuple[str, ...]] = lambda point: ()  # beside the key figure
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import catalog, units
-from llmforge.metrics.catalog import PointMetric, QualityMetric, TimingMetric
+from llmforge.metrics.catalog import Metric, PointMetric, QualityMetric, TimingMetric
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Latency, Point, Spread, Timing
+from llmforge.metrics.latency import Latency, Spread
 from llmforge.metrics.quality import OfSums, Quality
 from llmforge.report.model import Report
 
@@ -94,12 +94,10 @@ def moved_most(quality: Quality, count: int = 5) -> Table:
     metrics = [metric for metric in catalog.of_kind(QualityMetric) if metric.decides and metric.name in quality.figures]
     shown = [(metric, metric.form) for metric in metrics if isinstance(metric.form, OfSums)]
     shown.sort(key=lambda pair: pair[0] is not catalog.MOVED)
-    found = [(sums, [form.of(sums) for _, form in shown]) for sums in quality.per_document]
-    found.sort(key=lambda row: -row[1][0])
-    writes = [metric.unit.write for metric, _ in shown]
+    most = sorted(quality.per_document, key=lambda sums: -shown[0][1].of(sums))[:count]
     rows = [
-        (sums.document, units.count(sums.tokens), *(write(each) for write, each in zip(writes, figures, strict=True)))
-        for sums, figures in found[:count]
+        (sums.document, units.count(sums.tokens), *(metric.unit.write(form.of(sums)) for metric, form in shown))
+        for sums in most
     ]
     return Table(tuple(metric.title for metric, _ in shown), rows)
 
@@ -112,21 +110,19 @@ def latency_table(latency: Latency, *, spreads: bool) -> Table:
     rows = []
     for point in latency.points:
         for side, timing in point.sides.items():
-            cells = [cell for metric in timed for cell in _timing_cells(metric, timing)]
-            cells += [_point_cell(metric, point) if side == "artifact" else "" for metric in points]
+            cells = [cell for metric in timed for cell in _cells(metric, timing.figures[metric.name])]
+            for metric in points:
+                cells += _cells(metric, point.figures[metric.name]) if side == "artifact" else [""]
             rows.append((str(point.prompt_tokens), side, *cells))
     return Table((*head, *(metric.title for metric in points)), rows)
 
 
-def _timing_cells(metric: TimingMetric, timing: Timing) -> list[str]:
-    figure: Spread | float = timing.figures[metric.name]
-    figures = (figure.p50.value, figure.p95) if isinstance(figure, Spread) else (figure,)
+def _cells(metric: Metric, figure: Spread | Estimate | float | None) -> list[str]:
+    """Write a figure; of a spread median and p95."""
+    if figure is None:
+        return ["–"]
+    figures = (figure.p50.value, figure.p95) if isinstance(figure, Spread) else (value(figure),)
     return [metric.unit.write(each) for each in figures]
-
-
-def _point_cell(metric: PointMetric, point: Point) -> str:
-    figure: Estimate | float | None = point.figures[metric.name]
-    return "–" if figure is None else metric.unit.write(value(figure))
 
 
 def grouped(places: Sequence[Rewritten] | Sequence[Skipped]) -> dict[str, list[str]]:
