@@ -59,10 +59,6 @@ class BenchReport(Record):
     points: tuple[Point, ...]
     notes: tuple[str, ...] = ()  # what a reader might miss
 
-    def to_json(self) -> str:
-        """Write the report's text, with one newline at its end."""
-        return self.model_dump_json(indent=1) + "\n"
-
 
 def table(report: BenchReport) -> Group:
     """Show a report: a line per point, medians with their bounds where they have some."""

@@ -13,6 +13,10 @@ class Record(BaseModel):
     # JSON has no NaN: they are written as strings and read back, for the report of a broken model must be readable too.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
+    def to_json(self) -> str:
+        """Write the record as JSON, indented, with a final newline."""
+        return self.model_dump_json(indent=1) + "\n"
+
 
 class Figures(Record):
     """A record with what was measured beside its fields, by the names of the metrics, in the JSON as well.

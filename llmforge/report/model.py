@@ -132,10 +132,6 @@ class Report(Record):
     versions: dict[str, str]
     recipe: dict[str, Any]  # resolved
 
-    def to_json(self) -> str:
-        """Write the record as JSON, indented, with a final newline."""
-        return self.model_dump_json(indent=1) + "\n"
-
 
 def read(path: Path) -> Report:
     """Read a report that a build wrote.
