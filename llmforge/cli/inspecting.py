@@ -12,10 +12,11 @@ import click
 
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
+from llmforge.cli.parameters import PATH
 
 
 @click.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Write the manifest as JSON.")
 @click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
 def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
@@ -41,9 +42,9 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=PATH)
 @click.option(
-    "-o", "--output", "path", type=click.Path(path_type=Path), metavar="GRAPH.onnx",
+    "-o", "--output", "path", type=PATH, metavar="GRAPH.onnx",
     help="Write the canonical graph there, and its weights beside it, in fp32.",
 )  # fmt: skip
 @click.option("--no-weights", is_flag=True, help="Write the graph alone, to look at or to compare.")
@@ -74,8 +75,8 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
 
 
 @click.command("diff-graph")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def diff_graph(a: Path, b: Path, as_json: bool) -> None:
     """Show what differs between two ONNX graphs: operators, nodes by name, attributes, initializers.

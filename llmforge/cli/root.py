@@ -59,7 +59,7 @@ Exit codes
 @click.group(
     cls=_Root,
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
 @click.version_option(__version__, prog_name="llmforge")
 def cli() -> None:
