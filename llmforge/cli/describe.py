@@ -64,7 +64,10 @@ def target_text(target: Target) -> str:
     if target.cores is not None:
         lines.append(f"cores  {target.cores}")
     lines.append(f"engines  {', '.join(target.engines)}")
-    lines += [line for name, unit, figure in _figures(target) for line in _figure(name, unit, figure)]
+    for name, unit, figure in _figures(target):
+        if figure is not None:
+            mark = "" if figure.verified else " (not verified)"
+            lines += [f"{name}  {figure.value:g} {unit}{mark}", f"    {figure.source}"]
     for backend in target.engines:
         lines += _support(backend, target.support(backend))
     lines += ["", *(f"- {note}" for note in target.notes)] if target.notes else []
@@ -151,18 +154,15 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figures(target: Target) -> Iterator[tuple[str, str, Figure]]:
-    if target.memory_gb is not None:
-        yield "memory", "GB", target.memory_gb
-    if target.bandwidth_gbs is not None:
-        yield "bandwidth", "GB/s", target.bandwidth_gbs
+def _figures(target: Target) -> Iterator[tuple[str, str, Figure | None]]:
+    """Name the figures of a target, with their units."""
+    yield "memory", "GB", target.memory_gb
+    yield "bandwidth", "GB/s", target.bandwidth_gbs
     for dtype, figure in target.rates.items():
         yield f"{dtype}, dense", "TOP/s" if dtype.startswith("int") else "TFLOP/s", figure
-    if target.interconnect is not None:
-        link = target.interconnect
+    if (link := target.interconnect) is not None:
         yield f"{link.kind}, {link.domain} devices, one direction", "GB/s", link.gbs
-    if target.tdp_w is not None:
-        yield "power", "W", target.tdp_w
+    yield "power", "W", target.tdp_w
     if target.usd_per_hour is not None:
         yield f"an hour, {target.usd_per_hour.date}", "USD", target.usd_per_hour
 
@@ -173,8 +173,3 @@ def _support(backend: str, support: Support) -> list[str]:
     taken = "; ".join(f"{role} {', '.join(sorted(dtypes))}" for role, dtypes in roles.items())
     missing = [f"    no {dtype}: {reason}" for dtype, reason in support.why.items()]
     return [f"{backend}{'' if support.verified else ' (not verified)'}  {taken}", *missing]
-
-
-def _figure(name: str, unit: str, figure: Figure) -> list[str]:
-    mark = "" if figure.verified else " (not verified)"
-    return [f"{name}  {figure.value:g} {unit}{mark}", f"    {figure.source}"]

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from llmforge.base.errors import UsageError
 
 PATH = click.Path(path_type=Path)
-POSITIVE = click.IntRange(min=1)
+NATURAL, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 
 Record = TypeVar("Record")
 

@@ -58,30 +58,27 @@ Exit codes
 
 @click.group(
     cls=_Root,
+    commands=[
+        building.build,
+        running.run,
+        serving.serve,
+        serving.bench,
+        serving.triton,
+        planning.plan,
+        planning.doctor,
+        inspecting.inspect,
+        inspecting.trace,
+        inspecting.diff_graph,
+        inspecting.passes,
+        inspecting.targets,
+        inspecting.schema,
+    ],
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
 @click.version_option(__version__, prog_name="llmforge")
 def cli() -> None:
     """Compile a checkpoint and a recipe into a validated, versioned artifact that a server runs."""
-
-
-for _command in (
-    building.build,
-    running.run,
-    serving.serve,
-    serving.bench,
-    serving.triton,
-    planning.plan,
-    planning.doctor,
-    inspecting.inspect,
-    inspecting.trace,
-    inspecting.diff_graph,
-    inspecting.passes,
-    inspecting.targets,
-    inspecting.schema,
-):
-    cli.add_command(_command)
 
 
 def main() -> None:

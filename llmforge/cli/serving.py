@@ -14,7 +14,7 @@ import click
 from llmforge import __version__
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, POSITIVE, Numbers, record, refuse_given
+from llmforge.cli.parameters import NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.metrics.latency import Footprint
@@ -25,7 +25,7 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         click.option("--threads", type=POSITIVE, help="Threads of the engine; all physical cores if left out."),
         click.option(
-            "--prefix-cache", "prefix_cache_bytes", type=click.IntRange(min=0), default=512,
+            "--prefix-cache", "prefix_cache_bytes", type=NATURAL, default=512,
             metavar="MIB", help="Keep so much of texts for later ones that begin alike; 0 keeps nothing.",
             callback=lambda context, parameter, mib: mib << 20,
         ),
@@ -45,13 +45,13 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free port.")
 @click.option("--name", help="Name of the model in requests; the artifact's own name if left out.")
 @click.option(
-    "--max-queue", type=click.IntRange(min=0), default=128,
+    "--max-queue", type=NATURAL, default=128,
     help="Requests that wait while all slots are taken; one more gets status 503.",
 )  # fmt: skip
 @click.option("--timeout", "timeout_s", type=float, help="End answers that take longer, in seconds.")
 @_engine_options
 @click.option(
-    "--grace", "grace_s", type=click.IntRange(min=0), default=30,
+    "--grace", "grace_s", type=NATURAL, default=30,
     help="At the end, wait so many seconds for answers that are being made.",
 )  # fmt: skip
 def serve(
@@ -85,12 +85,13 @@ def serve(
 @click.command()
 @click.argument("artifact", type=PATH)
 @click.option(
-    "--concurrency", type=Numbers(int), metavar="N,…",
+    "--concurrency", type=Numbers(int), default=(), metavar="N,…",
     help="Requests in flight, each number a point of its own; 1,4 if nothing else is chosen.",
 )  # fmt: skip
 @click.option(
-    "--rate", "rates", type=Numbers(float), metavar="R,…", help="Poisson arrivals per second, in place of the above."
-)
+    "--rate", "rates", type=Numbers(float), default=(), metavar="R,…",
+    help="Poisson arrivals per second, in place of the above.",
+)  # fmt: skip
 @click.option(
     "--trace", type=PATH, metavar="FILE.jsonl",
     help='Replay arrivals: {"at_s", "prompt_tokens" or "prompt", "output_tokens"} a line.',
@@ -99,13 +100,11 @@ def serve(
 @click.option("--output-tokens", type=Numbers(int), default="64", metavar="N,…")
 @click.option("--requests", type=POSITIVE, default=32, help="Of each point and run.")
 @click.option("--repetitions", type=POSITIVE, default=1, help="Runs of each point.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Requests before each run.")
+@click.option("--warmup", type=NATURAL, default=2, help="Requests before each run.")
 @click.option("--data", type=PATH, metavar="FILE.jsonl", help="Cut prompts from its texts.")
-@click.option(
-    "--prefix-tokens", type=click.IntRange(min=0), default=0, help="Begin all prompts of a run with the same tokens."
-)
+@click.option("--prefix-tokens", type=NATURAL, default=0, help="Begin all prompts of a run with the same tokens.")
 @click.option("--slo", metavar="ttft=200ms,tpot=50ms", help="Count the requests that meet all of these: goodput.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of prompts and arrivals.")
+@click.option("--seed", type=NATURAL, default=0, help="Of prompts and arrivals.")
 @_engine_options
 @click.option("--url", help="Measure the endpoint there, which serves ARTIFACT's tokenizer, and not this process.")
 @click.option("-o", "--output", "path", type=PATH, metavar="REPORT.json", help="Write the report there.")
@@ -132,8 +131,6 @@ def bench(
         options["warmup"] = 0
     if url is not None:
         refuse_given("--url", "threads", "prefix_cache_bytes", "speculation")
-    options["concurrency"] = options["concurrency"] or ()
-    options["rates"] = options["rates"] or ()
     if not (options["concurrency"] or options["rates"] or options["trace"]):
         options["concurrency"] = (1, 4)
     load = record(measuring.Load, options)
