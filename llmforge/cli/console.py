@@ -22,9 +22,9 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def show_error(error: ForgeError, console: Console | None = None) -> None:
+def show_error(error: ForgeError) -> None:
     """Print one message, and its hint."""
-    console = console or stderr()
+    console = stderr()
     console.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
     if error.hint is not None:
         console.print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)

@@ -26,17 +26,16 @@ _BOUNDS = {
 }
 
 
-def summary(cls: type[Pass]) -> str:
+def pass_row(cls: type[Pass]) -> dict[str, str]:
     """Say what a pass does, in one line."""
-    return (inspect.getdoc(cls) or "").partition("\n")[0]
+    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
+    return {"name": cls.name, "numerics": cls.numerics.value, "summary": summary}
 
 
 def pass_facts(cls: type[Pass]) -> dict[str, Any]:
     """Write all about a pass as plain data."""
     return {
-        "name": cls.name,
-        "numerics": cls.numerics.value,
-        "summary": summary(cls),
+        **pass_row(cls),
         "description": _documentation(cls),
         "requires": sorted(cls.requires),
         "provides": sorted(cls.provides),
@@ -118,7 +117,7 @@ def _options(schema: Mapping[str, Any], indent: str = "  ", root: Mapping[str, A
     root = root or schema
     lines: list[str] = []
     for name, written in schema.get("properties", {}).items():
-        described = {**_referred(written, root), **{key: value for key, value in written.items() if key != "$ref"}}
+        described = {**_referred(written, root), **written}
         need = "required" if name in schema.get("required", ()) else f"default {_plain(described.get('default'))}"
         lines.append(f"{indent}{name}: {_kind(described, root)}; {need}")
         if "description" in described:

@@ -101,11 +101,11 @@ def passes(name: str | None, as_json: bool) -> None:
     from llmforge.cli import describe
 
     if name is None:
-        rows = [(cls.name, cls.numerics.value, describe.summary(cls)) for cls in registry.ALL]
+        rows = [describe.pass_row(cls) for cls in registry.ALL]
         if as_json:
-            output.write_json([dict(zip(("name", "numerics", "summary"), row, strict=True)) for row in rows])
+            output.write_json(rows)
         else:
-            output.write_columns(rows)
+            output.write_columns([tuple(row.values()) for row in rows])
         return
     known = {cls.name: cls for cls in registry.ALL}
     if name not in known:

@@ -419,13 +419,9 @@ def _entries(source: Source) -> list[Any]:
     entries, problems = [], []
     for index, entry in enumerate(written):
         where = source.where(("passes", index))
-        name: object = entry
-        values: object = {}
-        if isinstance(entry, dict) and len(entry) == 1:
-            ((name, values),) = entry.items()
-            values = {} if values is None else values
-        if isinstance(name, str) and isinstance(values, dict):
-            entries.append({"name": name, "options": values, "where": where})
+        ((name, values),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [(entry, None)]
+        if isinstance(name, str) and isinstance(values, dict | None):
+            entries.append({"name": name, "options": values or {}, "where": where})
         else:
             what = "a pass is a bare name or one name with its options, `- name` or `- name: {option: value}`"
             problems.append(Problem(where, f"passes.{index}", what))
