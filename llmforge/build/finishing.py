@@ -26,8 +26,6 @@ from llmforge.runtime.backends.config import MODEL_FILE, physical_cores
 from llmforge.targets import Target
 from llmforge.triton import repository
 
-_NO_RECIPE = "no recipe was given, which names the checkpoint and the texts to measure it beside"
-
 
 def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None = None) -> BuildResult:
     """Build the engine that is pending in the artifact at `path`, and publish it as a version beside that one.
@@ -89,7 +87,8 @@ def measure(
 ) -> Evidence:
     """Measure the engine as it ships, where this machine runs it and the recipe says beside what."""
     if recipe is None:
-        return Evidence(None, None, None, engines.why_not_run(target) or _NO_RECIPE)
+        missing = "no recipe was given, which names the checkpoint and the texts to measure it beside"
+        return Evidence(None, None, None, engines.why_not_run(target) or missing)
     checkpoint = Checkpoint.open(recipe.checkpoint)
     return evidence.measure(
         staging,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmforge.artifact import Artifact
-from llmforge.base.backends import Support
+from llmforge.base.backends import Support, dotted
 from llmforge.ir.summary import GraphFacts
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Pass
@@ -59,7 +59,7 @@ def target_text(target: Target) -> str:
     if target.isa is not None:
         lines.append(f"instruction set  {target.isa.value}")
     if target.sm is not None:
-        lines.append(f"compute capability  {target.sm[:-1]}.{target.sm[-1]}")
+        lines.append(f"compute capability  {dotted(target.sm)}")
     if target.cores is not None:
         lines.append(f"cores  {target.cores}")
     lines.append(f"engines  {', '.join(target.engines)}")

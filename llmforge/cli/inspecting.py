@@ -1,7 +1,4 @@
-"""The commands that show: artifacts, graphs, passes, targets, the schema of recipes.
-
-Like all commands they import what they need when they run.
-"""
+"""The commands that show: artifacts, graphs, passes, targets, the schema of recipes."""
 
 from __future__ import annotations
 
