@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import stat
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,6 @@ MANIFEST = "manifest.json"
 REPORT = "report/"  # timings and dates: listed in the manifest, outside the content digest
 VERSION_DIGITS = 12  # of the content digest: 48 bits, no collision to be expected below 10 million versions of a name
 CONTENT_FORMAT = b"llmforge content 1\n"
-CHUNK_BYTES = 1 << 20
 TOOLS = (
     "jinja2", "ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxscript", *(each.package for each in PROVIDERS.values()),
     "tokenizers", "torch", "transformers",
@@ -137,22 +135,17 @@ def version_of(content_digest: str) -> str:
 
 def walk(folder: Path) -> Iterator[str]:
     """Yield the relative path of everything in `folder` that is not a folder, hidden files and links included."""
-    for base, folders, names in os.walk(folder):
-        here = Path(base)
-        links = [name for name in folders if (here / name).is_symlink()]
-        for name in [*names, *links]:
-            yield (here / name).relative_to(folder).as_posix()
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            yield path.relative_to(folder).as_posix()
 
 
 def sha256(file: Path) -> str:
     """Hash a regular file; anything else, links included, gets a word that equals no hash."""
     if not stat.S_ISREG(file.lstat().st_mode):
         return "not a regular file"
-    digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def records(folder: Path) -> dict[str, FileRecord]:

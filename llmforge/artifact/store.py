@@ -183,13 +183,12 @@ def publish(
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         (folder / MANIFEST).chmod(0o444)
         _sync(folder)
-        aside = None
+        aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{version}"
         if final.exists():
-            aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{version}"
             final.rename(aside)
         folder.rename(final)
         _sync_folder(folder.parent)
-        if aside is not None:
+        if aside.exists():
             _discard(aside)
     return Artifact(final, manifest)
 

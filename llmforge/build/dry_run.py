@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from llmforge import engines
 from llmforge.base.errors import UnsupportedError
@@ -91,13 +92,9 @@ def _stand_in(model: ir.Model, calibrated: frozenset[str]) -> Statistics:
 
 def _kv_ranges(model: ir.Model) -> dict[int, KvRange]:
     """Make up the ranges of every cache of keys and values."""
-    shapes: dict[int, dict[str, tuple[int, int]]] = {}
+    peaks: dict[int, dict[str, NDArray[np.float32]]] = {}
     for value in model.graph.inputs:
         past, dims = interface.PAST.fullmatch(str(value.name)), graph.dims(value)
         if past and past[2] in ("key", "value") and dims and isinstance(dims[1], int) and isinstance(dims[3], int):
-            shapes.setdefault(int(past[1]), {})[past[2]] = (dims[1], dims[3])
-    return {
-        layer: KvRange(np.ones(parts["key"], np.float32), np.ones(parts["value"], np.float32))
-        for layer, parts in shapes.items()
-        if len(parts) == 2
-    }
+            peaks.setdefault(int(past[1]), {})[past[2]] = np.ones((dims[1], dims[3]), np.float32)
+    return {layer: KvRange(**parts) for layer, parts in peaks.items() if len(parts) == 2}

@@ -20,12 +20,11 @@ from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, pending
-from llmforge.recipe import GateSpec, Recipe, ServingSpec
+from llmforge.recipe import Recipe, ServingSpec
 from llmforge.report import model as records
 from llmforge.runtime.backends.config import MODEL_FILE, physical_cores
 from llmforge.targets import Target
-
-_NO_RECIPE = "no recipe was given, which names the checkpoint and the texts to measure it beside"
+from llmforge.triton import repository
 
 
 def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None = None) -> BuildResult:
@@ -49,48 +48,22 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
     if recipe is not None:
         check_recipe(recipe, opened)
     opened.verify()
-    with artifact.staging(_out(opened), manifest.name) as staging:
+    parent = opened.path.parent  # one that was moved out of `<name>` gets its new version beside it
+    out = parent.parent if parent.name == manifest.name else parent
+    with artifact.staging(out, manifest.name) as staging:
         progress.stage("Build engine")
         shutil.copytree(opened.path / "tokenizer", staging / "tokenizer", copy_function=shutil.copyfile)
         engine = builder.build(waiting.request(opened.path / "engine", staging / "engine", target, progress))
-        publishing.write_repository(
-            staging,
-            manifest.name,
-            engine,
-            target=target,
-            serving=ServingSpec.model_validate(manifest.recipe["serving"], strict=False),
-            checkpoint=f"{manifest.recipe['checkpoint']} {manifest.checkpoint}",
-        )
+        serving = ServingSpec.model_validate(manifest.recipe["serving"], strict=False)
+        made_of = {"checkpoint": f"{manifest.recipe['checkpoint']} {manifest.checkpoint}"}
+        model = repository.Model(manifest.name, target.kind, serving, engine.config, made_of)
+        repository.write(model, staging / repository.FOLDER / manifest.name)
         found = measure(opened, staging, engine, target, recipe, progress)
         before = records.read(opened.path / artifact.REPORT / "report.json")
-        results = publishing.results(
-            staging,
-            engine,
-            found,
-            backend=waiting.backend,
-            gate_specs={name: GateSpec.model_validate(bounds) for name, bounds in manifest.recipe["gates"].items()},
-            recipe=manifest.recipe,
-            clock=clock,
-        )
         built_from = f"the engine was built from version {manifest.version}, which {before.machine.cpu} wrote"
-        notes = (*before.notes, built_from, *engine.notes)
-        report = before.model_copy(update={**results, "notes": notes})  # passes and calibration are those of `before`
-        published = publishing.publish(
-            staging,
-            report,
-            engine,
-            recipe=manifest.recipe,
-            checkpoint=manifest.checkpoint,
-            target=manifest.target,
-            progress=progress,
-        )
-    return BuildResult(published.path, report)
-
-
-def _out(opened: Artifact) -> Path:
-    """Find the folder that holds `<name>/<version>`; an artifact that was moved gets its new version beside it."""
-    parent = opened.path.parent
-    return parent.parent if parent.name == opened.manifest.name else parent
+        facts = {**dict(before), "notes": (*before.notes, built_from, *engine.notes)}  # passes and calibration stay
+        report = publishing.publish(staging, facts, engine, found, target=target, clock=clock, progress=progress)
+    return BuildResult(out / manifest.name / report.version, report)
 
 
 def check_recipe(recipe: Recipe, opened: Artifact) -> None:
@@ -114,7 +87,8 @@ def measure(
 ) -> Evidence:
     """Measure the engine as it ships, where this machine runs it and the recipe says beside what."""
     if recipe is None:
-        return Evidence(None, None, None, engines.why_not_run(target) or _NO_RECIPE)
+        missing = "no recipe was given, which names the checkpoint and the texts to measure it beside"
+        return Evidence(None, None, None, engines.why_not_run(target) or missing)
     checkpoint = Checkpoint.open(recipe.checkpoint)
     return evidence.measure(
         staging,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,32 +18,21 @@ from llmforge.build import dry_run, evidence, publishing, texts
 from llmforge.build.evidence import Clock
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint, documents
-from llmforge.checkpoint.text import Window
 from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.ir import dialect, graph, interface
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Context, Numerics, Pass
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.recipe import CalibrationSpec, Recipe
+from llmforge.recipe import Recipe
 from llmforge.report import model as records
 from llmforge.report import view
-from llmforge.report.model import Report
 from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace import trace
+from llmforge.triton import repository
 from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What one build is made of, opened."""
-
-    recipe: Recipe
-    target: Target
-    checkpoint: Checkpoint
-    threads: int
 
 
 def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildResult:
@@ -63,21 +51,25 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
         progress.stage("Trace")
         checkpoint = Checkpoint.open(recipe.checkpoint)
-        inputs = Inputs(recipe, target, checkpoint, recipe.engine.threads or physical_cores())
+        threads = recipe.engine.threads or physical_cores()
         model = trace(checkpoint)
         progress.stage("Plan")
         demands = [demand for step in steps for demand in step.demands()]
-        plan(inputs, model, steps, demands)
+        calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
+        dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
         progress.stage("Read checkpoint")
         checkpoint.verify(progress)
         progress.stage("Verify the trace")
-        notes = prove_trace(inputs, model)
-        statistics = calibrate(inputs, model, demands, layers, progress)
+        notes = prove_trace(recipe, checkpoint, model, threads)
+        statistics, seen = calibrate(recipe, checkpoint, model, demands, layers, progress)
         windows = texts.evaluation_windows(recipe, checkpoint)
-        verifier = start_verifier(inputs, model, steps, windows, out / recipe.name / ".failed", progress)
+        progress.stage("Run the probes of the passes")
+        lossy = any(step.numerics is Numerics.LOSSY for step in steps)
+        chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
+        verifier = Verifier(model, folder=out / recipe.name / ".failed", texts=chosen, threads=threads)
         notes += coverage(verifier, model)
         done = tuple(transform(step, model, Context(target, statistics), verifier, progress) for step in steps)
-        engine, said = build_engine(inputs, model, staging, progress)
+        engine, said = build_engine(recipe, checkpoint, target, model, staging, progress)
         found = evidence.measure(
             staging,
             engine,
@@ -86,38 +78,22 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             target=target,
             checkpoint=checkpoint,
             windows=windows,
-            threads=inputs.threads,
+            threads=threads,
             progress=progress,
         )
-        resolved = recipe.resolved(steps)
-        report = Report(
-            name=recipe.name,
-            checkpoint=checkpoint_record(checkpoint),
-            target=records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
-            passes=done,
-            calibration=calibration_record(recipe.calibration, statistics),
-            notes=(*notes, *said, *unmeasured(recipe)),
-            recipe=resolved,
-            **publishing.results(
-                staging,
-                engine,
-                found,
-                backend=recipe.engine.backend,
-                gate_specs=recipe.gates,
-                recipe=resolved,
-                clock=clock,
-            ),
-        )
-        published = publishing.publish(
-            staging,
-            report,
-            engine,
-            recipe=resolved,
-            checkpoint=checkpoint.digest,
-            target=target.known_as,
-            progress=progress,
-        )
-    return BuildResult(out / recipe.name / published.manifest.version, report)  # as `out` was given, not resolved
+        if recipe.validation.quality is None and recipe.validation.latency is None:
+            said = (*said, "nothing was measured: the recipe asks for no validation")
+        facts = {
+            "name": recipe.name,
+            "checkpoint": checkpoint_record(checkpoint),
+            "target": records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
+            "passes": done,
+            "calibration": seen,
+            "notes": (*notes, *said),
+            "recipe": recipe.resolved(steps),
+        }
+        report = publishing.publish(staging, facts, engine, found, target=target, clock=clock, progress=progress)
+    return BuildResult(out / recipe.name / report.version, report)
 
 
 def check_host(recipe: Recipe, target: Target) -> None:
@@ -132,65 +108,56 @@ def check_host(recipe: Recipe, target: Target) -> None:
         )
 
 
-def plan(inputs: Inputs, model: ir.Model, steps: Sequence[Pass], demands: Sequence[Demand]) -> None:
-    """Refuse what cannot become an engine, before any weight is read."""
-    caches = dialect.caches(model)
-    dry_run.run(
-        model,
-        steps,
-        target=inputs.target,
-        spec=inputs.recipe.engine,
-        checkpoint=inputs.checkpoint,
-        calibrated=calibration.plan(inputs.checkpoint, demands, caches) if demands else frozenset(),
-    )
+def prove_trace(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model, threads: int) -> list[str]:
+    """Hold the traced graph against transformers; notes of what was found, and of attention that is not canonical.
 
-
-def prove_trace(inputs: Inputs, model: ir.Model) -> list[str]:
-    """Hold the traced graph against transformers; notes of what was found, and of attention that is not canonical."""
+    A longer context than the model is made for is refused with the latter: nobody knows what its own code does there.
+    """
     notes = []
     if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
-        _check_context(inputs, reason)
+        wanted, made_for = recipe.engine.max_context, checkpoint.geometry.context
+        if made_for is not None and wanted > made_for:
+            raise UnsupportedError(
+                f"engine.max_context is {wanted}; the model is made for {made_for} tokens, and its own attention was "
+                f"traced, because: {reason}",
+                hint=f"set engine.max_context to at most {made_for}",
+            )
         notes.append(f"the model's own attention was traced, and passes do not know it, because: {reason}")
-    return [*notes, verify_trace(inputs.checkpoint, model, threads=inputs.threads).note()]
-
-
-def _check_context(inputs: Inputs, reason: str) -> None:
-    """Refuse a longer context than the model is made for, beyond which nobody knows what its own code does."""
-    wanted, made_for = inputs.recipe.engine.max_context, inputs.checkpoint.geometry.context
-    if made_for is not None and wanted > made_for:
-        raise UnsupportedError(
-            f"engine.max_context is {wanted}; the model is made for {made_for} tokens, and its own attention was "
-            f"traced, because: {reason}",
-            hint=f"set engine.max_context to at most {made_for}",
-        )
+    return [*notes, verify_trace(checkpoint, model, threads=threads).note()]
 
 
 def calibrate(
-    inputs: Inputs, model: ir.Model, demands: Sequence[Demand], folder: Path, progress: Progress
-) -> Statistics | None:
-    """Collect what the passes demand, or nothing where none does; layers that are in `folder` are done already."""
-    spec = inputs.recipe.calibration
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    model: ir.Model,
+    demands: Sequence[Demand],
+    folder: Path,
+    progress: Progress,
+) -> tuple[Statistics | None, records.CalibrationRecord | None]:
+    """Collect what the passes demand, and say in the report what was read; nothing where none demands anything.
+
+    Layers that are in `folder` are done already.
+    """
+    spec = recipe.calibration
     if not demands or spec is None:  # `Recipe.instantiate` refuses demands without calibration
-        return None
+        return None, None
     progress.stage("Calibrate")
-    return calibration.calibrate(
-        inputs.checkpoint,
-        texts.calibration_windows(spec, inputs.checkpoint),
+    read = documents.read_documents(spec.data)
+    statistics = calibration.calibrate(
+        checkpoint,
+        texts.calibration_windows(spec, read, checkpoint),
         demands,
         caches=dialect.caches(model),
         folder=folder,
         progress=progress,
     )
-
-
-def start_verifier(
-    inputs: Inputs, model: ir.Model, steps: Sequence[Pass], windows: Sequence[Window], failed: Path, progress: Progress
-) -> Verifier:
-    """Run the probes of the passes on `model`; a graph that a pass gets wrong will be saved in the folder `failed`."""
-    progress.stage("Run the probes of the passes")
-    lossy = any(step.numerics is Numerics.LOSSY for step in steps)
-    chosen = texts.budget_windows(windows, inputs.recipe, inputs.checkpoint) if lossy else []
-    return Verifier(model, folder=failed, texts=[window.ids for window in chosen], threads=inputs.threads)
+    return statistics, records.CalibrationRecord(
+        data=spec.data.name,
+        digest=documents.digest(spec.data),
+        documents=len(read),
+        samples=statistics.samples,
+        tokens=statistics.tokens,
+    )
 
 
 def coverage(verifier: Verifier, model: ir.Model) -> list[str]:
@@ -229,14 +196,13 @@ def transform(
 
 
 def build_engine(
-    inputs: Inputs, model: ir.Model, staging: Path, progress: Progress
+    recipe: Recipe, checkpoint: Checkpoint, target: Target, model: ir.Model, staging: Path, progress: Progress
 ) -> tuple[Engine | None, tuple[str, ...]]:
     """Lower `model` and write the engine, the tokenizer and the model repository, and what there is to say of them.
 
     The engine is None where it is deferred.
     """
     progress.stage("Build engine")
-    recipe, target, checkpoint = inputs.recipe, inputs.target, inputs.checkpoint
     builder = engines.for_target(recipe.engine.backend, target)
     lowered, changes = builder.lower(model, target, recipe.engine)
     grouped = *view.grouped(changes.rewritten).items(), *view.grouped(changes.skipped).items()
@@ -249,16 +215,10 @@ def build_engine(
         return None, tuple(notes)
     engine = builder.build(request)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
-    made_of = f"{checkpoint.path.name} {checkpoint.digest}"
-    publishing.write_repository(staging, recipe.name, engine, target=target, serving=recipe.serving, checkpoint=made_of)
+    made_of = {"checkpoint": f"{checkpoint.path.name} {checkpoint.digest}"}
+    served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)
+    repository.write(served, staging / repository.FOLDER / recipe.name)
     return engine, tuple(notes)
-
-
-def unmeasured(recipe: Recipe) -> tuple[str, ...]:
-    """Note that nothing was to be measured."""
-    spec = recipe.validation
-    asked = spec.quality is not None or spec.latency is not None
-    return () if asked else ("nothing was measured: the recipe asks for no validation",)
 
 
 def checkpoint_record(checkpoint: Checkpoint) -> records.CheckpointRecord:
@@ -270,19 +230,6 @@ def checkpoint_record(checkpoint: Checkpoint) -> records.CheckpointRecord:
         dtypes=tuple(sorted({entry.dtype.name for entry in checkpoint.tensors.values()})),
         parameters=checkpoint.parameters,
         size_bytes=checkpoint.size_bytes,
-    )
-
-
-def calibration_record(spec: CalibrationSpec | None, statistics: Statistics | None) -> records.CalibrationRecord | None:
-    """Say in the report what calibration read; None where there was none."""
-    if spec is None or statistics is None:
-        return None
-    return records.CalibrationRecord(
-        data=spec.data.name,
-        digest=documents.digest(spec.data),
-        documents=len(documents.read_documents(spec.data)),
-        samples=statistics.samples,
-        tokens=statistics.tokens,
     )
 
 

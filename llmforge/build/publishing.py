@@ -1,4 +1,4 @@
-"""The end of a build: the model repository, the report and the version under which all of it is published."""
+"""The end of a build: the report, and the version under which all of it is published."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from llmforge import artifact
-from llmforge.artifact import Artifact
 from llmforge.base.progress import Progress
 from llmforge.build.evidence import Clock, Evidence
 from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine
-from llmforge.recipe import GateSpec, ServingSpec
+from llmforge.recipe import GateSpec
 from llmforge.report import render
 from llmforge.report.model import Report
 from llmforge.targets import Target
-from llmforge.triton import repository
 
 
 @dataclass(frozen=True)
@@ -29,35 +27,26 @@ class BuildResult:
     report: Report
 
 
-def write_repository(
-    staging: Path, name: str, engine: Engine, *, target: Target, serving: ServingSpec, checkpoint: str
-) -> None:
-    """Write the model repository that serves the engine from where it lies; `checkpoint` is its name and digest."""
-    made_of = {"checkpoint": checkpoint}
-    repository.write(
-        repository.Model(name, target.kind, serving, engine.config, made_of), staging / repository.FOLDER / name
-    )
-
-
-def results(
+def publish(
     staging: Path,
+    facts: Mapping[str, Any],
     engine: Engine | None,
     evidence: Evidence,
     *,
-    backend: str,
-    gate_specs: Mapping[str, GateSpec],
-    recipe: Mapping[str, Any],
+    target: Target,
     clock: Clock,
-) -> dict[str, Any]:
-    """Judge the gates and write down how the engine in `staging` came out, here and today, as fields of a `Report`.
+    progress: Progress,
+) -> Report:
+    """Judge the gates, write the report beside the engine, and publish what `staging` holds.
 
-    `recipe` is the resolved one; the version is that of the content in `staging`.
+    `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
+    version is that of the content in `staging`. `engine` None: it is built later.
     """
-    version = artifact.version_of(artifact.content_digest(staging, recipe))
-    record = evidence.engine_record(backend, staging / "engine", engine)
-    judged = evidence.judge(gate_specs, record)
-    return {
-        "version": version,
+    recipe = facts["recipe"]
+    record = evidence.engine_record(recipe["engine"]["backend"], staging / "engine", engine)
+    judged = evidence.judge({name: GateSpec.model_validate(spec) for name, spec in recipe["gates"].items()}, record)
+    measured: dict[str, Any] = {
+        "version": artifact.version_of(artifact.content_digest(staging, recipe)),
         "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
         "verdict": gates.overall(judged),
         "gates": judged,
@@ -69,27 +58,16 @@ def results(
         "machine": machine.describe(),
         "versions": artifact.tool_versions(),
     }
-
-
-def publish(
-    staging: Path,
-    report: Report,
-    engine: Engine | None,
-    *,
-    recipe: Mapping[str, Any],
-    checkpoint: str,
-    target: str,
-    progress: Progress,
-) -> Artifact:
-    """Write the report beside the engine, and publish what `staging` holds; `engine` None: it is built later."""
+    report = Report(**{**facts, **measured})
     progress.stage("Publish")
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT)
-    return artifact.publish(
+    artifact.publish(
         staging,
         recipe=recipe,
-        checkpoint=checkpoint,
-        target=target,
+        checkpoint=report.checkpoint.digest,
+        target=target.known_as,
         verdict=report.verdict.value,
         requires=engine.config.requires if engine is not None else {},
     )
+    return report

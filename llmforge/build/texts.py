@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmforge.checkpoint import Checkpoint, documents, text
+from llmforge.checkpoint.documents import Document
 from llmforge.checkpoint.text import Window
 from llmforge.recipe import CalibrationSpec, Recipe
 
@@ -22,10 +23,9 @@ def check(recipe: Recipe) -> None:
     )
 
 
-def calibration_windows(spec: CalibrationSpec, checkpoint: Checkpoint) -> list[Window]:
-    """Draw the windows that calibration reads."""
-    found = documents.read_documents(spec.data)
-    pool = text.windows(checkpoint.tokenizer, found, spec.length, checkpoint.bos_token_id)
+def calibration_windows(spec: CalibrationSpec, read: Sequence[Document], checkpoint: Checkpoint) -> list[Window]:
+    """Draw the windows that calibration reads of the documents `read`."""
+    pool = text.windows(checkpoint.tokenizer, read, spec.length, checkpoint.bos_token_id)
     return text.sample(pool, spec.samples, spec.seed)
 
 
@@ -42,7 +42,8 @@ def budget_windows(evaluation: Sequence[Window], recipe: Recipe, checkpoint: Che
     """Choose the windows that budgets are measured on: of the `evaluation` text, else of the calibration text."""
     pool = evaluation
     if not pool and recipe.calibration is not None:
-        pool = calibration_windows(recipe.calibration, checkpoint)
+        read = documents.read_documents(recipe.calibration.data)
+        pool = calibration_windows(recipe.calibration, read, checkpoint)
     pool = [window for window in pool if len(window.ids) > 1]
     picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
     return [pool[i] for i in picked]

@@ -29,7 +29,6 @@ def read_documents(path: Path) -> list[Document]:
         DataError: the file is missing, is not UTF-8 or holds no document; a line is not JSON, has no text, or repeats
             the id of an earlier one.
     """
-    documents: list[Document] = []
     seen: dict[str, Document] = {}
     for number, line in enumerate(read_lines(path, "data paths are relative to the recipe"), start=1):
         if not line.strip():
@@ -41,10 +40,9 @@ def read_documents(path: Path) -> list[Document]:
                 hint="ids name documents in reports: make each one unique",
             )
         seen[document.id] = document
-        documents.append(document)
-    if not documents:
+    if not seen:
         raise DataError(f"{path}: holds no document", hint='write one `{"id": …, "text": …}` a line')
-    return documents
+    return list(seen.values())
 
 
 def refuse_overlap(calibration: Sequence[Document], evaluation: Sequence[Document]) -> None:

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,7 @@ class Checkpoint:
     @property
     def parameters(self) -> int:
         """Count the elements of all tensors."""
-        return sum(entry.elements for entry in self.tensors.values())
+        return sum(prod(entry.shape) for entry in self.tensors.values())
 
     @property
     def size_bytes(self) -> int:
@@ -138,13 +139,12 @@ class Checkpoint:
             done += count
             progress.advance(done, total)
 
-        hashes: dict[str, str] = {}
-        for file in self.weight_files:
-            entries = [entry for entry in self.tensors.values() if entry.file == file]
-            hashes[file.name] = digest_weights(file, entries, advance)
-        for name in SMALL_FILES:
-            if (self.path / name).exists():
-                hashes[name] = hashlib.sha256(read_small(self.path / name)).hexdigest()
+        hashes = {
+            file.name: digest_weights(file, [entry for entry in self.tensors.values() if entry.file == file], advance)
+            for file in self.weight_files
+        }
+        small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
+        hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
         self._digest = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
         return self._digest
@@ -174,8 +174,7 @@ class Checkpoint:
         ties = (tied or {}) if self._declares_tie() else {}
         found = {name: self._supplier(name, ties) for name in parameters}
         sources = {name: source for name, source in found.items() if source is not None}
-        missing = [name for name in parameters if name not in sources]
-        if missing:
+        if missing := [name for name in parameters if name not in sources]:
             raise self._lacks(missing, parameters)
         for name, source in sources.items():
             self._check_tensor(name, self.tensors[source], parameters[name])
@@ -349,13 +348,9 @@ def _chat_template(folder: Path, tokenizer_settings: Mapping[str, Any]) -> str |
 
 def _special_tokens(tokenizer_settings: Mapping[str, Any]) -> dict[str, str]:
     """Read the text of special tokens: each a string, or an object with its `content`."""
-    tokens: dict[str, str] = {}
-    for name in SPECIAL_TOKENS:
-        token = tokenizer_settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            tokens[name] = token
-    return tokens
+    tokens = {name: tokenizer_settings.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _token_ids(value: object, name: str, folder: Path) -> tuple[int, ...]:

@@ -92,11 +92,6 @@ class TensorEntry:
     offset: int
     size_bytes: int
 
-    @property
-    def elements(self) -> int:
-        """Count its elements."""
-        return prod(self.shape)
-
 
 def listed(names: Sequence[str]) -> str:
     """Quote the first few names and count the rest, for a message."""

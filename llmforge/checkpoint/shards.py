@@ -27,9 +27,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return (single,)
     if not (folder / WEIGHTS_INDEX).exists():
         raise _no_weights(folder)
-    weight_map = _weight_map(folder / WEIGHTS_INDEX)
-    shards = sorted(set(weight_map.values()))
-    files = tuple(folder / shard for shard in shards)
+    files = tuple(folder / shard for shard in sorted(set(_weight_map(folder / WEIGHTS_INDEX).values())))
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise CheckpointError(

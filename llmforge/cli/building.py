@@ -10,21 +10,18 @@ import click
 
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import refuse_given
+from llmforge.cli.parameters import PATH, refuse_given
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path), required=False)
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("artifacts"), show_default=True,
-    help="Folder that receives NAME/VERSION.",
-)  # fmt: skip
+@click.argument("recipe", type=PATH, required=False)
+@click.option("--out", type=PATH, default=Path("artifacts"), help="Folder that receives NAME/VERSION.")
 @click.option(
     "--defer", is_flag=True,
     help="Publish the lowered graph, and build the engine later, on its GPU; the same as --set engine.deferred=true.",
 )  # fmt: skip
 @click.option(
-    "--finish", "pending", type=click.Path(path_type=Path), metavar="ARTIFACT",
+    "--finish", "pending", type=PATH, metavar="ARTIFACT",
     help="Build the engine that was deferred, as a version beside ARTIFACT. With RECIPE, what it asks for is measured.",
 )  # fmt: skip
 @click.option(

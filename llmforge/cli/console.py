@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich import progress as bars
@@ -23,9 +22,9 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def show_error(error: ForgeError, console: Console | None = None) -> None:
+def show_error(error: ForgeError) -> None:
     """Print one message, and its hint."""
-    console = console or stderr()
+    console = stderr()
     console.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
     if error.hint is not None:
         console.print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)
@@ -49,11 +48,9 @@ class TerminalProgress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """End the last stage, as done only where nothing was raised, and leave what was drawn."""
-        if error is None:
+        if kind is None:
             self._finish()
         self._bars.stop()
 
@@ -72,7 +69,7 @@ class TerminalProgress:
             self._bars.stop_task(last)
 
 
-class PlainProgress:
+class PlainProgress(AbstractContextManager["PlainProgress"]):
     """Writes the stages of a build as lines, for logs and pipes."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -80,15 +77,9 @@ class PlainProgress:
         self._title = ""
         self._began = self._told = time.monotonic()
 
-    def __enter__(self) -> Self:
-        """Begin; nothing is written yet."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Tell how long the last stage took."""
-        self._finish("failed after" if error is not None else "took")
+        self._finish("failed after" if kind is not None else "took")
 
     def stage(self, title: str) -> None:
         """Tell how long the last stage took, if it was long, and that another begins."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmforge.artifact import Artifact
-from llmforge.base.backends import Support
+from llmforge.base.backends import Support, dotted
 from llmforge.ir.summary import GraphFacts
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Pass
@@ -26,17 +26,16 @@ _BOUNDS = {
 }
 
 
-def summary(cls: type[Pass]) -> str:
+def pass_row(cls: type[Pass]) -> dict[str, str]:
     """Say what a pass does, in one line."""
-    return (inspect.getdoc(cls) or "").partition("\n")[0]
+    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
+    return {"name": cls.name, "numerics": cls.numerics.value, "summary": summary}
 
 
 def pass_facts(cls: type[Pass]) -> dict[str, Any]:
     """Write all about a pass as plain data."""
     return {
-        "name": cls.name,
-        "numerics": cls.numerics.value,
-        "summary": summary(cls),
+        **pass_row(cls),
         "description": _documentation(cls),
         "requires": sorted(cls.requires),
         "provides": sorted(cls.provides),
@@ -60,11 +59,14 @@ def target_text(target: Target) -> str:
     if target.isa is not None:
         lines.append(f"instruction set  {target.isa.value}")
     if target.sm is not None:
-        lines.append(f"compute capability  {target.sm[:-1]}.{target.sm[-1]}")
+        lines.append(f"compute capability  {dotted(target.sm)}")
     if target.cores is not None:
         lines.append(f"cores  {target.cores}")
     lines.append(f"engines  {', '.join(target.engines)}")
-    lines += [line for name, unit, figure in _figures(target) for line in _figure(name, unit, figure)]
+    for name, unit, figure in _figures(target):
+        if figure is not None:
+            mark = "" if figure.verified else " (not verified)"
+            lines += [f"{name}  {figure.value:g} {unit}{mark}", f"    {figure.source}"]
     for backend in target.engines:
         lines += _support(backend, target.support(backend))
     lines += ["", *(f"- {note}" for note in target.notes)] if target.notes else []
@@ -115,7 +117,7 @@ def _options(schema: Mapping[str, Any], indent: str = "  ", root: Mapping[str, A
     root = root or schema
     lines: list[str] = []
     for name, written in schema.get("properties", {}).items():
-        described = {**_referred(written, root), **{key: value for key, value in written.items() if key != "$ref"}}
+        described = {**_referred(written, root), **written}
         need = "required" if name in schema.get("required", ()) else f"default {_plain(described.get('default'))}"
         lines.append(f"{indent}{name}: {_kind(described, root)}; {need}")
         if "description" in described:
@@ -151,18 +153,15 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figures(target: Target) -> Iterator[tuple[str, str, Figure]]:
-    if target.memory_gb is not None:
-        yield "memory", "GB", target.memory_gb
-    if target.bandwidth_gbs is not None:
-        yield "bandwidth", "GB/s", target.bandwidth_gbs
+def _figures(target: Target) -> Iterator[tuple[str, str, Figure | None]]:
+    """Name the figures of a target, with their units."""
+    yield "memory", "GB", target.memory_gb
+    yield "bandwidth", "GB/s", target.bandwidth_gbs
     for dtype, figure in target.rates.items():
         yield f"{dtype}, dense", "TOP/s" if dtype.startswith("int") else "TFLOP/s", figure
-    if target.interconnect is not None:
-        link = target.interconnect
+    if (link := target.interconnect) is not None:
         yield f"{link.kind}, {link.domain} devices, one direction", "GB/s", link.gbs
-    if target.tdp_w is not None:
-        yield "power", "W", target.tdp_w
+    yield "power", "W", target.tdp_w
     if target.usd_per_hour is not None:
         yield f"an hour, {target.usd_per_hour.date}", "USD", target.usd_per_hour
 
@@ -173,8 +172,3 @@ def _support(backend: str, support: Support) -> list[str]:
     taken = "; ".join(f"{role} {', '.join(sorted(dtypes))}" for role, dtypes in roles.items())
     missing = [f"    no {dtype}: {reason}" for dtype, reason in support.why.items()]
     return [f"{backend}{'' if support.verified else ' (not verified)'}  {taken}", *missing]
-
-
-def _figure(name: str, unit: str, figure: Figure) -> list[str]:
-    mark = "" if figure.verified else " (not verified)"
-    return [f"{name}  {figure.value:g} {unit}{mark}", f"    {figure.source}"]

@@ -1,7 +1,4 @@
-"""The commands that show: artifacts, graphs, passes, targets, the schema of recipes.
-
-Like all commands they import what they need when they run.
-"""
+"""The commands that show: artifacts, graphs, passes, targets, the schema of recipes."""
 
 from __future__ import annotations
 
@@ -12,10 +9,11 @@ import click
 
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
+from llmforge.cli.parameters import PATH
 
 
 @click.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Write the manifest as JSON.")
 @click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
 def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
@@ -41,9 +39,9 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=PATH)
 @click.option(
-    "-o", "--output", "path", type=click.Path(path_type=Path), metavar="GRAPH.onnx",
+    "-o", "--output", "path", type=PATH, metavar="GRAPH.onnx",
     help="Write the canonical graph there, and its weights beside it, in fp32.",
 )  # fmt: skip
 @click.option("--no-weights", is_flag=True, help="Write the graph alone, to look at or to compare.")
@@ -74,8 +72,8 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
 
 
 @click.command("diff-graph")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def diff_graph(a: Path, b: Path, as_json: bool) -> None:
     """Show what differs between two ONNX graphs: operators, nodes by name, attributes, initializers.
@@ -100,11 +98,11 @@ def passes(name: str | None, as_json: bool) -> None:
     from llmforge.cli import describe
 
     if name is None:
-        rows = [(cls.name, cls.numerics.value, describe.summary(cls)) for cls in registry.ALL]
+        rows = [describe.pass_row(cls) for cls in registry.ALL]
         if as_json:
-            output.write_json([dict(zip(("name", "numerics", "summary"), row, strict=True)) for row in rows])
+            output.write_json(rows)
         else:
-            output.write_columns(rows)
+            output.write_columns([tuple(row.values()) for row in rows])
         return
     known = {cls.name: cls for cls in registry.ALL}
     if name not in known:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from llmforge.base.errors import UsageError
+
+PATH = click.Path(path_type=Path)
+NATURAL, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 
 Record = TypeVar("Record")
 

@@ -13,7 +13,7 @@ import click
 from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import record
+from llmforge.cli.parameters import PATH, POSITIVE, record
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
@@ -24,15 +24,15 @@ _DTYPES = get_args(Dtype)
 
 
 @click.command()
-@click.argument("what", metavar="RECIPE|CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("what", metavar="RECIPE|CHECKPOINT", type=PATH)
 @click.option(
     "--target", "targets", multiple=True, metavar="NAME|FILE.yaml",
     help="Device to plan for, in whatever case; may be given again. The recipe's own if left out.",
 )  # fmt: skip
 @click.option("--engine", "backend", type=click.Choice(list(BACKENDS)), help="What runs it.")
-@click.option("--batch", type=click.IntRange(min=1), help="Sequences at once; the recipe's max_batch, else 1.")
-@click.option("--prompt", type=click.IntRange(min=1), help="Tokens of a prompt; 1024, or what the context allows.")
-@click.option("--output", type=click.IntRange(min=1), help="Tokens of an answer; 256, or what the context allows.")
+@click.option("--batch", type=POSITIVE, help="Sequences at once; the recipe's max_batch, else 1.")
+@click.option("--prompt", type=POSITIVE, help="Tokens of a prompt; 1024, or what the context allows.")
+@click.option("--output", type=POSITIVE, help="Tokens of an answer; 256, or what the context allows.")
 @click.option("--context", type=click.IntRange(min=2), help="Prompt and answer together, in place of --prompt.")
 @click.option(
     "--dtype", "compute", type=click.Choice(["fp32", "fp16", "bf16"]), help="Of activations; the checkpoint's own."
@@ -43,11 +43,11 @@ _DTYPES = get_args(Dtype)
     "--products", "product", type=click.Choice(["fp8", "fp4", "int8"]),
     help="Round activations, too, and multiply in this dtype; left out, in that of activations.",
 )  # fmt: skip
-@click.option("--tp", "ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Devices that share it.")
+@click.option("--tp", "ranks", type=POSITIVE, default=1, help="Devices that share it.")
 @click.option(
     "--price", "usd_per_hour", type=click.FloatRange(min=0, min_open=True), help="US dollars an hour, of one device."
 )
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg|html", help="Draw the roofline there.")
+@click.option("--plot", type=PATH, metavar="FILE.svg|html", help="Draw the roofline there.")
 @click.option("--json", "as_json", is_flag=True, help="Write all of it as JSON.")
 def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
     """Predict memory, speed and cost of RECIPE or CHECKPOINT on a device.
@@ -71,11 +71,11 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
 @click.command()
 @click.option("--measure", is_flag=True, help="Measure memory bandwidth and the rates of matrix products.")
 @click.option(
-    "--write", "path", type=click.Path(path_type=Path), metavar="FILE.yaml",
+    "--write", "path", type=PATH, metavar="FILE.yaml",
     help="With --measure: write a target file of this machine, for --target and recipes.",
 )  # fmt: skip
-@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="What to measure.")
-@click.option("--threads", type=click.IntRange(min=1), help="Most threads to measure with; all physical cores.")
+@click.option("--device", default="cpu", metavar="cpu|cuda:N", help="What to measure.")
+@click.option("--threads", type=POSITIVE, help="Most threads to measure with; all physical cores.")
 @click.option("--json", "as_json", is_flag=True, help="Write it as JSON.")
 def doctor(measure: bool, path: Path | None, device: str, threads: int | None, as_json: bool) -> None:
     """Show what can be built and run on this machine, and how fast it is."""

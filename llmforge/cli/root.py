@@ -1,8 +1,6 @@
 """The command line: the group of all commands, and how they end. Nothing but this room prints.
 
-Exit codes: 0 done, and gates passed; 1 our own bug; 2 usage or recipe; 3 a gate failed; 4 a gate is inconclusive;
-5 bad checkpoint or data; 6 not supported by the target; 7 a pass failed its verification; 8 the environment lacks
-something; 9 the engine takes no requests; 130 interrupted; 141 the reader of standard output went away.
+Exit codes are those of `_EPILOG`; besides, 130 interrupted, and 141 the reader of standard output went away.
 
 Commands import what they need when they run, so that `llmforge --help` costs no torch.
 """
@@ -58,30 +56,27 @@ Exit codes
 
 @click.group(
     cls=_Root,
+    commands=[
+        building.build,
+        running.run,
+        serving.serve,
+        serving.bench,
+        serving.triton,
+        planning.plan,
+        planning.doctor,
+        inspecting.inspect,
+        inspecting.trace,
+        inspecting.diff_graph,
+        inspecting.passes,
+        inspecting.targets,
+        inspecting.schema,
+    ],
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
 @click.version_option(__version__, prog_name="llmforge")
 def cli() -> None:
     """Compile a checkpoint and a recipe into a validated, versioned artifact that a server runs."""
-
-
-for _command in (
-    building.build,
-    running.run,
-    serving.serve,
-    serving.bench,
-    serving.triton,
-    planning.plan,
-    planning.doctor,
-    inspecting.inspect,
-    inspecting.trace,
-    inspecting.diff_graph,
-    inspecting.passes,
-    inspecting.targets,
-    inspecting.schema,
-):
-    cli.add_command(_command)
 
 
 def main() -> None:

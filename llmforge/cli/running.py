@@ -11,28 +11,27 @@ import click
 
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
+from llmforge.cli.parameters import PATH, POSITIVE
 
 if TYPE_CHECKING:
     from llmforge.runtime.sampling.constraints import Constraint
 
 
 @click.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", type=PATH)
 @click.argument("prompt")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="End after N tokens.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the K likeliest tokens; 0 keeps all.")
-@click.option(
-    "--min-p", type=float, default=0.0, show_default=True, help="Drop what is less likely than P times the best."
-)
-@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat less.")
-@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Above 0: repeat less.")
-@click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="Above 0: repeat seldom.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
+@click.option("--max-tokens", type=POSITIVE, default=256, help="End after N tokens.")
+@click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens up to this mass.")
+@click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens; 0 keeps all.")
+@click.option("--min-p", type=float, default=0.0, help="Drop what is less likely than P times the best.")
+@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less.")
+@click.option("--presence-penalty", type=float, default=0.0, help="Above 0: repeat less.")
+@click.option("--frequency-penalty", type=float, default=0.0, help="Above 0: repeat seldom.")
+@click.option("--seed", type=int, default=0, help="Seed of sampling.")
 @click.option("--stop", multiple=True, help="End before this text; may be given again.")
 @click.option("--logprobs", type=int, metavar="N", help="With --json: log probabilities, also of the N likeliest.")
-@click.option("--json-schema", type=click.Path(path_type=Path), metavar="FILE.json", help="Answer with such JSON.")
+@click.option("--json-schema", type=PATH, metavar="FILE.json", help="Answer with such JSON.")
 @click.option("--regex", help="Answer with a text that matches all of it.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template, as the user's turn.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object at the end instead of a stream.")

@@ -14,7 +14,7 @@ import click
 from llmforge import __version__
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import Numbers, record, refuse_given
+from llmforge.cli.parameters import NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.metrics.latency import Footprint
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of an engine that serves: its threads, and fields of `EngineOptions`."""
     options = (
+        click.option("--threads", type=POSITIVE, help="Threads of the engine; all physical cores if left out."),
         click.option(
-            "--threads", type=click.IntRange(min=1), help="Threads of the engine; all physical cores if left out."
-        ),
-        click.option(
-            "--prefix-cache", "prefix_cache_bytes", type=click.IntRange(min=0), default=512, show_default=True,
+            "--prefix-cache", "prefix_cache_bytes", type=NATURAL, default=512,
             metavar="MIB", help="Keep so much of texts for later ones that begin alike; 0 keeps nothing.",
             callback=lambda context, parameter, mib: mib << 20,
         ),
         click.option(
-            "--speculation", type=click.Choice(["off", "prompt-lookup"]), default="off", show_default=True,
+            "--speculation", type=click.Choice(["off", "prompt-lookup"]), default="off",
             help="Guess tokens from the text itself; answers stay the same.",
         ),
     )  # fmt: skip
@@ -42,18 +40,18 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free port.")
+@click.argument("artifact", type=PATH)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free port.")
 @click.option("--name", help="Name of the model in requests; the artifact's own name if left out.")
 @click.option(
-    "--max-queue", type=click.IntRange(min=0), default=128, show_default=True,
+    "--max-queue", type=NATURAL, default=128,
     help="Requests that wait while all slots are taken; one more gets status 503.",
 )  # fmt: skip
 @click.option("--timeout", "timeout_s", type=float, help="End answers that take longer, in seconds.")
 @_engine_options
 @click.option(
-    "--grace", "grace_s", type=click.IntRange(min=0), default=30, show_default=True,
+    "--grace", "grace_s", type=NATURAL, default=30,
     help="At the end, wait so many seconds for answers that are being made.",
 )  # fmt: skip
 def serve(
@@ -85,35 +83,31 @@ def serve(
 
 
 @click.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", type=PATH)
 @click.option(
-    "--concurrency", type=Numbers(int), metavar="N,…",
+    "--concurrency", type=Numbers(int), default=(), metavar="N,…",
     help="Requests in flight, each number a point of its own; 1,4 if nothing else is chosen.",
 )  # fmt: skip
 @click.option(
-    "--rate", "rates", type=Numbers(float), metavar="R,…", help="Poisson arrivals per second, in place of the above."
-)
+    "--rate", "rates", type=Numbers(float), default=(), metavar="R,…",
+    help="Poisson arrivals per second, in place of the above.",
+)  # fmt: skip
 @click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="FILE.jsonl",
+    "--trace", type=PATH, metavar="FILE.jsonl",
     help='Replay arrivals: {"at_s", "prompt_tokens" or "prompt", "output_tokens"} a line.',
 )  # fmt: skip
-@click.option("--prompt-tokens", type=Numbers(int), default="128", show_default=True, metavar="N,…")
-@click.option("--output-tokens", type=Numbers(int), default="64", show_default=True, metavar="N,…")
-@click.option("--requests", type=click.IntRange(min=1), default=32, show_default=True, help="Of each point and run.")
-@click.option("--repetitions", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each point.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Requests before each run.")
-@click.option("--data", type=click.Path(path_type=Path), metavar="FILE.jsonl", help="Cut prompts from its texts.")
-@click.option(
-    "--prefix-tokens", type=click.IntRange(min=0), default=0, show_default=True,
-    help="Begin all prompts of a run with the same tokens.",
-)  # fmt: skip
+@click.option("--prompt-tokens", type=Numbers(int), default="128", metavar="N,…")
+@click.option("--output-tokens", type=Numbers(int), default="64", metavar="N,…")
+@click.option("--requests", type=POSITIVE, default=32, help="Of each point and run.")
+@click.option("--repetitions", type=POSITIVE, default=1, help="Runs of each point.")
+@click.option("--warmup", type=NATURAL, default=2, help="Requests before each run.")
+@click.option("--data", type=PATH, metavar="FILE.jsonl", help="Cut prompts from its texts.")
+@click.option("--prefix-tokens", type=NATURAL, default=0, help="Begin all prompts of a run with the same tokens.")
 @click.option("--slo", metavar="ttft=200ms,tpot=50ms", help="Count the requests that meet all of these: goodput.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts and arrivals.")
+@click.option("--seed", type=NATURAL, default=0, help="Of prompts and arrivals.")
 @_engine_options
 @click.option("--url", help="Measure the endpoint there, which serves ARTIFACT's tokenizer, and not this process.")
-@click.option(
-    "-o", "--output", "path", type=click.Path(path_type=Path), metavar="REPORT.json", help="Write the report there."
-)
+@click.option("-o", "--output", "path", type=PATH, metavar="REPORT.json", help="Write the report there.")
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON instead of a table.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def bench(
@@ -137,8 +131,6 @@ def bench(
         options["warmup"] = 0
     if url is not None:
         refuse_given("--url", "threads", "prefix_cache_bytes", "speculation")
-    options["concurrency"] = options["concurrency"] or ()
-    options["rates"] = options["rates"] or ()
     if not (options["concurrency"] or options["rates"] or options["trace"]):
         options["concurrency"] = (1, 4)
     load = record(measuring.Load, options)
@@ -165,27 +157,25 @@ def bench(
 
 
 @click.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", type=PATH)
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "-o", "--output", "models", type=click.Path(path_type=Path), required=True, metavar="REPO",
+    "-o", "--output", "models", type=PATH, required=True, metavar="REPO",
     help="The model repository, which may hold other models and versions.",
 )  # fmt: skip
 @click.option("--name", help="The model's name; the artifact's unless given.")
-@click.option(
-    "--model-version", "version", type=click.IntRange(min=1), default=1, show_default=True, help="The model's version."
-)
+@click.option("--model-version", "version", type=POSITIVE, default=1, help="The model's version.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
     help="Change how it is served: max_queue=64, triton.instances=2. Keys are those of `serving` in a recipe.",
 )  # fmt: skip
 @click.option("--copy", is_flag=True, help="Copy the engine instead of making hard links.")
 @click.option("--launch", is_flag=True, help="Start the server on it; SERVER_OPTIONS after `--` go to the server.")
-@click.option("--server", type=click.Path(path_type=Path), help="The server's binary; `tritonserver` on PATH if not.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the server.")
-@click.option("--http-port", "http", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--grpc-port", "grpc", type=click.IntRange(1, 65535), default=8001, show_default=True)
-@click.option("--metrics-port", "metrics", type=click.IntRange(1, 65535), default=8002, show_default=True)
+@click.option("--server", type=PATH, help="The server's binary; `tritonserver` on PATH if not.")
+@click.option("--host", default="127.0.0.1", help="Address of the server.")
+@click.option("--http-port", "http", type=click.IntRange(1, 65535), default=8000)
+@click.option("--grpc-port", "grpc", type=click.IntRange(1, 65535), default=8001)
+@click.option("--metrics-port", "metrics", type=click.IntRange(1, 65535), default=8002)
 def triton(
     artifact: Path,
     server_options: tuple[str, ...],

@@ -10,12 +10,4 @@ from llmforge.recipe.schema import (
     json_schema,
 )
 
-__all__ = [
-    "CalibrationSpec",
-    "EngineSpec",
-    "GateSpec",
-    "Recipe",
-    "ServingSpec",
-    "ValidationSpec",
-    "json_schema",
-]
+__all__ = ["CalibrationSpec", "EngineSpec", "GateSpec", "Recipe", "ServingSpec", "ValidationSpec", "json_schema"]

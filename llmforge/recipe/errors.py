@@ -43,8 +43,10 @@ def meant(word: str, known: Sequence[str]) -> str | None:
 def describe(error: ValidationError, source: Source, schema: Mapping[str, Any], prefix: Location = ()) -> list[Problem]:
     """Say what pydantic found in the data at `prefix`, whose JSON Schema is `schema`."""
     problems = []
-    misspelled = {(*location[:-1], close) for location in _unknown(error) if (close := _closest(location, schema))}
-    for detail in error.errors():
+    details = error.errors()
+    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    misspelled = {(*parent, nearest(str(key), properties(schema, parent) or [])) for *parent, key in unknown}
+    for detail in details:
         inner = tuple(part for part in detail["loc"] if part != "[key]")
         if detail["type"] == "missing" and inner in misspelled:
             continue  # one slip, one problem: it is there under the wrong name
@@ -55,15 +57,7 @@ def describe(error: ValidationError, source: Source, schema: Mapping[str, Any], 
     return problems
 
 
-def _unknown(error: ValidationError) -> list[Location]:
-    return [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
-
-
-def _closest(location: Location, schema: Mapping[str, Any]) -> str | None:
-    return nearest(str(location[-1]), properties(schema, location[:-1]) or [])
-
-
-def properties(schema: Mapping[str, Any], location: Location) -> list[str] | None:
+def properties(schema: Mapping[str, Any], location: Sequence[str | int]) -> list[str] | None:
     """List the keys that a JSON Schema allows at `location`; None where it does not say."""
     node = _resolve(schema, schema)
     for part in location:

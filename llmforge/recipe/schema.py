@@ -218,6 +218,10 @@ class PassSpec(_Section):
     options: dict[str, JsonValue] = Field(default_factory=dict)
     where: str  # file:line:column of the entry
 
+    def problem(self, what: str, hint: str | None) -> Problem:
+        """Say what is wrong with the pass."""
+        return Problem(self.where, f"passes.{self.name}", what, hint)
+
 
 class Recipe(_Section):
     """A validated recipe; its paths are absolute."""
@@ -270,8 +274,7 @@ class Recipe(_Section):
         """Make the passes from their options, and check what holds between them.
 
         Every fact that a pass requires is provided by an earlier one; only exact passes follow the one that lowers the
-        precision; a pass with demands has calibration data; a pass
-        with a budget has text to measure it on.
+        precision; a pass with demands has calibration data; a pass with a budget has text to measure it on.
 
         Raises:
             RecipeError: no such pass or option, an option of the wrong type or range, a missing budget or fact.
@@ -284,18 +287,16 @@ class Recipe(_Section):
             cls = known.get(spec.name)
             if cls is None:
                 what = f"no such pass; known: {', '.join(known) or 'none'}"
-                problems.append(Problem(spec.where, f"passes.{spec.name}", what, meant(spec.name, list(known))))
+                problems.append(spec.problem(what, meant(spec.name, list(known))))
                 continue
-            problems += _missing_facts(spec, cls, facts, registry)
-            problems += _after_precision(spec, cls, facts)
+            problems += _misplaced(spec, cls, facts, registry)
             facts |= cls.provides
             try:
                 made.append(options.make(cls, spec.options))
             except ValidationError as error:
-                place = ("passes", index, spec.name)
-                problems += describe(error, self._source, options.schema(cls), prefix=place)
-                continue
-            problems += self._missing_text(spec, made[-1])
+                problems += describe(error, self._source, options.schema(cls), prefix=("passes", index, spec.name))
+            else:
+                problems += self._missing_text(spec, made[-1])
         if problems:
             raise collect(problems)
         return tuple(made)
@@ -364,16 +365,12 @@ class Recipe(_Section):
 
     def _missing_text(self, spec: PassSpec, instance: Pass) -> Iterator[Problem]:
         if instance.demands() and self.calibration is None:
-            yield Problem(
-                spec.where,
-                f"passes.{spec.name}",
+            yield spec.problem(
                 "with these options the pass reads calibration statistics, and the recipe has no `calibration`",
                 "add `calibration: {data: FILE.jsonl, samples: 64, length: 512}`",
             )
         elif instance.numerics is Numerics.LOSSY and self.calibration is None and self.validation.quality is None:
-            yield Problem(
-                spec.where,
-                f"passes.{spec.name}",
+            yield spec.problem(
                 "the pass has a budget, and the recipe has no text to measure it on",
                 "add `calibration` or `validation: {quality: …}`",
             )
@@ -391,16 +388,15 @@ def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:
     entries: list[dict[str, Any]] = []
     for cls in registry:
         own = options.schema(cls)
-        definitions |= own.pop("$defs", {})
         title = inspect.getdoc(cls) or cls.name
-        own["description"] = title
-        definitions[cls.name] = own
+        short = title.splitlines()[0]
+        definitions |= {**own.pop("$defs", {}), cls.name: {**own, "description": title}}
         if not own.get("required"):
-            entries.append({"const": cls.name, "description": title.splitlines()[0]})
+            entries.append({"const": cls.name, "description": short})
         entries.append(
             {
                 "type": "object",
-                "description": title.splitlines()[0],
+                "description": short,
                 "properties": {cls.name: {"$ref": f"#/$defs/{cls.name}"}},
                 "required": [cls.name],
                 "additionalProperties": False,
@@ -423,13 +419,9 @@ def _entries(source: Source) -> list[Any]:
     entries, problems = [], []
     for index, entry in enumerate(written):
         where = source.where(("passes", index))
-        name: object = entry
-        values: object = {}
-        if isinstance(entry, dict) and len(entry) == 1:
-            ((name, values),) = entry.items()
-            values = {} if values is None else values
-        if isinstance(name, str) and isinstance(values, dict):
-            entries.append({"name": name, "options": values, "where": where})
+        ((name, values),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [(entry, None)]
+        if isinstance(name, str) and isinstance(values, dict | None):
+            entries.append({"name": name, "options": values or {}, "where": where})
         else:
             what = "a pass is a bare name or one name with its options, `- name` or `- name: {option: value}`"
             problems.append(Problem(where, f"passes.{index}", what))
@@ -438,27 +430,19 @@ def _entries(source: Source) -> list[Any]:
     return entries
 
 
-def _missing_facts(
+def _misplaced(
     spec: PassSpec, cls: type[Pass], facts: frozenset[str], registry: Sequence[type[Pass]]
 ) -> Iterator[Problem]:
+    """Refuse passes before one that they need, and those proven in fp32 behind the one that leaves it."""
     for fact in sorted(cls.requires - facts):
         providers = [other.name for other in registry if fact in other.provides]
-        yield Problem(
-            spec.where,
-            f"passes.{spec.name}",
+        yield spec.problem(
             f"needs the fact {fact!r}, which no earlier pass of the recipe provides",
             f"put {' or '.join(providers)} before it" if providers else None,
         )
-
-
-def _after_precision(spec: PassSpec, cls: type[Pass], facts: frozenset[str]) -> Iterator[Problem]:
-    """Refuse passes that are proven in fp32 behind the one that leaves it."""
     if "precision" in facts and cls.numerics is not Numerics.EXACT:
-        yield Problem(
-            spec.where,
-            f"passes.{spec.name}",
-            "stands behind a pass that lowers the precision; what it does is proven on fp32 graphs",
-            "put it in front",
+        yield spec.problem(
+            "stands behind a pass that lowers the precision; what it does is proven on fp32 graphs", "put it in front"
         )
 
 
