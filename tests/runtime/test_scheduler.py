@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,9 @@ class Watched:
     def __init__(self, runner: Runner, buckets: tuple[int, ...] | None = None) -> None:
         self._session = runner.session
         self.vocabulary = self._session.vocabulary
-        self.no_reuse_reason: str | None = self._session.no_reuse_reason
+        self.signature = SimpleNamespace(no_reuse_reason=self._session.signature.no_reuse_reason, steady_from=2)
         self.allocate = self._session.allocate
         self.buckets = buckets
-        self.steady_from = 2
         self.longest_step: int | None = None
         self.notes: tuple[str, ...] = ()
         self.logits_array = self._session.logits_array
@@ -417,7 +417,7 @@ def test_what_went_wrong_with_a_text_is_not_kept_for_others(runner, watched, ans
 def test_what_is_read_behind_a_cached_beginning_has_the_kernels_that_it_has_without(
     runner, watched, answers, tokens, chunk, steady_from, cached
 ):
-    watched.steady_from = steady_from
+    watched.signature.steady_from = steady_from
     scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY, step_tokens=CAPACITY, chunk=chunk)
     request = asks(tokens, 1, 2)
     for answer in answers[:2]:

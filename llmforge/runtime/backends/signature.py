@@ -157,7 +157,10 @@ class Signature:
 
     @property
     def steady_from(self) -> int:
-        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
+        """How many tokens of one row a step must have for the bits of each not to depend on how many there are.
+
+        Kernels for few tokens add in another order than those for many; a step of fewer tokens may differ by rounding.
+        """
         own_kernels = interface.SEQLENS_K in self.inputs and interface.TOTAL_SEQUENCE_LENGTH not in self.inputs
         return _STEADY_FROM_OWN if own_kernels else _STEADY_FROM
 

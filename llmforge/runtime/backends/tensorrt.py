@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,8 @@ from llmforge.runtime.backends.tensorrt_plan import (
     read_tensors,
 )
 
-
-@dataclass(frozen=True, eq=False)
-class _CapturedStep:
-    """A captured decode step, with the context whose work it is."""
-
-    context: Any
-    graph: CudaGraph
+# A captured decode step, and the execution context whose work it is.
+_CapturedStep = tuple[CudaGraph, Any]
 
 
 class PlanSession(DeviceBackend):
@@ -69,6 +63,7 @@ class PlanSession(DeviceBackend):
     rows_alone = True  # the profile of prompts has one row
     capture_failures = (RuntimeError,)
     device: CudaDevice
+    longest_step: int  # tokens of the prefill profile
 
     def __init__(self, plan: Plan, config: RuntimeConfig, device: CudaDevice) -> None:
         self.device, self._plan = device, plan
@@ -77,7 +72,7 @@ class PlanSession(DeviceBackend):
         check_caches(plan, inputs, config.max_context)
         prefill, decode = check_profiles(plan, config)
         self._capacity = config.max_context
-        self._most_tokens = plan.facts.profiles[prefill].max_sequence
+        self.longest_step = longest = plan.facts.profiles[prefill].max_sequence
         self._most_rows = most_rows = plan.facts.profiles[decode].max_batch
         # TensorRT-RTX captures decode steps by itself, and does not tell.
         self._captures_itself = hasattr(plan.api, "CudaGraphStrategy")
@@ -97,15 +92,10 @@ class PlanSession(DeviceBackend):
         self._prefill = self._context(prefill, graphs=False)
         self._decode = self._context(decode, graphs=self._captures)
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most_rows * INPUT_BYTES)
-        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, self._most_tokens * INPUT_BYTES)
+        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, longest * INPUT_BYTES)
         self._decode_logits = device.allocate(most_rows * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)  # grows
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, _CapturedStep]] = weakref.WeakKeyDictionary()
-
-    @property
-    def longest_step(self) -> int:
-        """Most tokens that a row may run in one step: those of the prefill profile."""
-        return self._most_tokens
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; steps run over the plan's capacity alone.
@@ -131,10 +121,10 @@ class PlanSession(DeviceBackend):
 
     def _check(self, inputs: StepInputs, cache: DeviceCache) -> None:
         rows, tokens = len(inputs.ids), inputs.ids.shape[1]
-        if cache.capacity != self._capacity or tokens > self._most_tokens or rows > self._most_rows:
+        if cache.capacity != self._capacity or tokens > self.longest_step or rows > self._most_rows:
             raise ValueError(
                 f"ids {inputs.ids.shape} and a cache of {cache.capacity} tokens; the plan takes {self._most_rows} "
-                f"rows, {self._most_tokens} tokens of one, and caches of {self._capacity}"
+                f"rows, {self.longest_step} tokens of one, and caches of {self._capacity}"
             )
         super()._check(inputs, cache)
 
@@ -174,7 +164,7 @@ class PlanSession(DeviceBackend):
             self._bind(self._decode, bound, cache, self._decode_logits, out)
             self._enqueue(self._decode)
         else:
-            self.device.replay(captured.graph)
+            self.device.replay(captured[0])
         self.device.read(self._decode_logits, 0, out)
 
     def _bind(
@@ -238,7 +228,7 @@ class PlanSession(DeviceBackend):
                     graphs[batch] = self._capture_step(inputs, cache, out)
                 if elsewhere:  # the captured address holds another token than the one that was asked for
                     upload(ONE)
-                self.device.replay(graphs[batch].graph)
+                self.device.replay(graphs[batch][0])
             self.device.read(self._decode_logits, 0, out)
             return out.copy()
 
@@ -251,7 +241,7 @@ class PlanSession(DeviceBackend):
         context = self._context(self._decode_profile, graphs=False)
         self._bind(context, inputs, cache, self._decode_logits, out)
         self._enqueue(context)
-        return _CapturedStep(context, self.device.capture(lambda: self._enqueue(context)))
+        return self.device.capture(lambda: self._enqueue(context)), context
 
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice) -> PlanSession:

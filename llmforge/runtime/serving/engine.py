@@ -211,7 +211,7 @@ def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> P
         return PromptLookup() if options.speculation == "prompt-lookup" else None
     if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
         raise InputError("the draft artifact has another vocabulary: its tokens mean something else")
-    if draft.session.no_reuse_reason is not None:
-        raise UnsupportedError(f"the draft artifact cannot take guesses back: {draft.session.no_reuse_reason}")
+    if (reason := draft.session.signature.no_reuse_reason) is not None:
+        raise UnsupportedError(f"the draft artifact cannot take guesses back: {reason}")
     capacity = min(runner.config.max_context, draft.config.max_context)
     return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

@@ -59,7 +59,7 @@ class Scheduler(Generic[C]):
             `longest_step`.
         clock: seconds, from any origin.
 
-    A decoder whose tokens cannot be used again or taken back (`Backend.no_reuse_reason`) goes without prefix cache and
+    A decoder whose tokens cannot be used again or taken back (`no_reuse_reason`) goes without prefix cache and
     speculation, and `EngineStats.notes` says so.
 
     Raises:
@@ -83,7 +83,7 @@ class Scheduler(Generic[C]):
         self._options = options
         self._chunk = min(chunk, options.step_tokens, backend.longest_step or chunk)
         self._clock = clock
-        reason = backend.no_reuse_reason
+        reason = backend.signature.no_reuse_reason
         asked = {"prefix cache": options.prefix_cache_bytes, "speculation": speculation}
         without = tuple(f"no {name}: {reason}" for name, value in asked.items() if value and reason)
         self._notes = (*backend.notes, *without)
@@ -350,7 +350,7 @@ class Scheduler(Generic[C]):
         for start in range(min(cached, (tokens - 1) // BLOCK * BLOCK), 0, -BLOCK):
             begin = start // self._chunk * self._chunk
             end = min(begin + self._chunk, tokens)
-            if end - start >= min(end - begin, self._backend.steady_from):
+            if end - start >= min(end - begin, self._backend.signature.steady_from):
                 return start
         return 0
 

@@ -81,7 +81,7 @@ class DraftModel(Generic[C]):
     """Drafts the most probable tokens of a smaller decoder, which keeps its own cache of each text.
 
     Args:
-        backend: the smaller decoder; its `no_reuse_reason` must be None, since drafted tokens are taken back.
+        backend: the smaller decoder; `Signature.no_reuse_reason` must be None, since drafted tokens are taken back.
         vocabulary: logits of the larger one. The two may be padded to different sizes; no token beyond either is used.
         rows: texts that it can follow at once; it has no drafts for others.
         capacity: tokens of the longest text.
@@ -89,8 +89,8 @@ class DraftModel(Generic[C]):
     """
 
     def __init__(self, backend: Backend[C], vocabulary: int, rows: int, capacity: int, chunk: int) -> None:
-        if backend.no_reuse_reason is not None:
-            raise ValueError(f"drafts of this model cannot be taken back: {backend.no_reuse_reason}")
+        if (reason := backend.signature.no_reuse_reason) is not None:
+            raise ValueError(f"drafts of this model cannot be taken back: {reason}")
         self._backend = backend
         self._vocabulary = min(vocabulary, backend.vocabulary)
         self._cache = backend.allocate(rows, capacity)
