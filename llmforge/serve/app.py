@@ -48,7 +48,7 @@ def create_app(engine: Engine, model: str) -> Starlette:
         Route("/v1/completions", functools.partial(server.complete, text_call), methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/health", server.health),
-        Route("/ready", server.ready),
+        Route("/ready", server.health),
         Route("/metrics", server.metrics_text),
     ]
     return Starlette(routes=routes, exception_handlers={ForgeError: _refusal})
@@ -115,16 +115,10 @@ class _Server:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": runner.config.max_context})
 
     async def health(self, http: HttpRequest) -> Response:
-        """Say whether the engine lives."""
-        return (
-            JSONResponse({"status": "ok"})
-            if self._engine.alive
-            else _refusal(http, Unavailable("the engine has ended"))
-        )
-
-    async def ready(self, http: HttpRequest) -> Response:
-        """Say whether a request would be taken on now."""
-        return await self.health(http)
+        """Say whether the engine lives, and so takes requests."""
+        if not self._engine.alive:
+            raise Unavailable("the engine has ended")
+        return JSONResponse({"status": "ok"})
 
     async def metrics_text(self, http: HttpRequest) -> Response:
         return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
@@ -162,9 +156,7 @@ async def _events(sequences: CallStream, writer: ResponseWriter, call: Call) -> 
     try:
         async with contextlib.aclosing(sequences.batches()) as batches:
             async for batch in batches:
-                for index, chunk in batch:
-                    if chunk.usage is not None:
-                        usages[index] = chunk.usage
+                usages |= {index: chunk.usage for index, chunk in batch if chunk.usage is not None}
                 events = [event for index, chunk in batch if (event := writer.chunk_event(index, chunk)) is not None]
                 if events:
                     yield b"".join(map(_event, events))

@@ -55,17 +55,14 @@ class CallStream:
             UsageError: a request makes no sense.
             Unavailable: the engine takes no more.
         """
-        submitted = False
         self._submitted = time.perf_counter()
         try:
             await run_in_threadpool(self._submit)
-            submitted = True
-        except ForgeError as error:
-            self._metrics.refused(error)
+        except BaseException as error:  # a cancelled task, too, leaves nothing that runs
+            if isinstance(error, ForgeError):
+                self._metrics.refused(error)
+            self.abandon()
             raise
-        finally:
-            if not submitted:
-                self.abandon()
 
     def _submit(self) -> None:
         for index, request in enumerate(self._requests):

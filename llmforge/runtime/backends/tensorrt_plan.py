@@ -13,7 +13,7 @@ from typing import Any
 from llmforge.base import backends
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError, VersionMismatch
 from llmforge.ir import interface
-from llmforge.runtime.backends.config import PlanFacts, ProfileFacts, RuntimeConfig
+from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
 
 # DataType of TensorRT → as ONNX Runtime spells it, which `Signature` reads.
 TYPES = {
@@ -153,24 +153,19 @@ def check_profiles(plan: Plan, config: RuntimeConfig) -> tuple[int, int]:
             "one for prefill and one for decode"
         )
     prefill, decode = names.index("prefill"), names.index("decode")
-    for at in (prefill, decode):
-        _check_reach(plan, at, profiles[at])
+    for at, profile in enumerate(profiles):
+        _, _, largest = plan.engine.get_tensor_profile_shape(interface.INPUT_IDS, at)
+        if tuple(largest) != (profile.max_batch, profile.max_sequence):
+            raise InputError(
+                f"{plan.where}: profile {profile.name} takes ids of up to {tuple(largest)}, and its artifact says "
+                f"{(profile.max_batch, profile.max_sequence)}"
+            )
     if profiles[decode].max_batch < config.max_batch:
         raise InputError(
             f"{plan.where} decodes {profiles[decode].max_batch} rows at once, and its artifact promises "
             f"{config.max_batch}"
         )
     return prefill, decode
-
-
-def _check_reach(plan: Plan, index: int, facts: ProfileFacts) -> None:
-    """Hold the largest shape of the ids under a profile against what the artifact says of it."""
-    _, _, largest = plan.engine.get_tensor_profile_shape(interface.INPUT_IDS, index)
-    if tuple(largest) != (facts.max_batch, facts.max_sequence):
-        raise InputError(
-            f"{plan.where}: profile {facts.name} takes ids of up to {tuple(largest)}, and its artifact says "
-            f"{(facts.max_batch, facts.max_sequence)}"
-        )
 
 
 def check_caches(plan: Plan, inputs: Sequence[Tensor], capacity: int) -> None:
