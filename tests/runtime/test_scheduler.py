@@ -37,7 +37,7 @@ PLENTY = 1 << 20
 class Watched:
     """The small decoder, which notes every step as (past lengths, tokens a row); logits of `broken` prompts are NaN."""
 
-    def __init__(self, runner: Runner, buckets: tuple[int, ...] | None = None) -> None:
+    def __init__(self, runner: Runner, buckets: tuple[int, ...] = ()) -> None:
         self._session = runner.session
         self.vocabulary = self._session.vocabulary
         self.signature = SimpleNamespace(no_reuse_reason=self._session.signature.no_reuse_reason, steady_from=2)

@@ -30,12 +30,6 @@ class DeviceBackend(Backend[DeviceCache]):
     capture_results: tuple[CaptureResult, ...] = ()
     capture_failures: tuple[type[Exception], ...]
     _graphs_required: bool
-    _buckets: tuple[int, ...]
-
-    @property
-    def buckets(self) -> tuple[int, ...] | None:
-        """Batch sizes that decode steps are padded to; None: they run exactly the rows that they need."""
-        return self._buckets or None
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -96,21 +96,16 @@ class Backend(ABC, Generic[C]):
 
     rows_alone = False
     longest_step: int | None = None
+    # Batch sizes that decode steps are padded to, ascending; none: they run exactly the rows that they need. A CUDA
+    # graph has fixed shapes, and a few of them must serve every number of rows. Where nothing is captured, as on CPUs,
+    # a row of padding costs as much as any other and gains nothing.
+    buckets: tuple[int, ...] = ()
     signature: Signature
 
     @property
     def vocabulary(self) -> int:
         """Number of logits of a row."""
         return self.signature.vocabulary
-
-    @property
-    def buckets(self) -> tuple[int, ...] | None:
-        """Batch sizes that decode steps are padded to, ascending; None: they run exactly the rows that they need.
-
-        A CUDA graph has fixed shapes, and a few of them must serve every number of rows. Where nothing is captured, as
-        on CPUs, a row of padding costs as much as any other and gains nothing.
-        """
-        return None
 
     @property
     def notes(self) -> tuple[str, ...]:

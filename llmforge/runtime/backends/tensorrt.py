@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import interface
-from llmforge.runtime.backends import device_cache
+from llmforge.runtime.backends import device_cache, tensorrt_plan
 from llmforge.runtime.backends.config import Capture, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, CaptureResult, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, CudaDevice, CudaGraph
@@ -34,14 +34,7 @@ from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import StepInputs
 from llmforge.runtime.backends.signature import Signature
-from llmforge.runtime.backends.tensorrt_plan import (
-    Plan,
-    bucket_sizes,
-    check_caches,
-    check_profiles,
-    open_plan,
-    read_tensors,
-)
+from llmforge.runtime.backends.tensorrt_plan import Plan
 
 # A captured decode step, and the execution context whose work it is.
 _CapturedStep = tuple[CudaGraph, Any]
@@ -67,10 +60,10 @@ class PlanSession(DeviceBackend):
 
     def __init__(self, plan: Plan, config: RuntimeConfig, device: CudaDevice) -> None:
         self.device, self._plan = device, plan
-        inputs, outputs = read_tensors(plan)
+        inputs, outputs = tensorrt_plan.read_tensors(plan)
         self.signature = signature = Signature.of(inputs, outputs, plan.where)
-        check_caches(plan, inputs, config.max_context)
-        prefill, decode = check_profiles(plan, config)
+        tensorrt_plan.check_caches(plan, inputs, config.max_context)
+        prefill, decode = tensorrt_plan.check_profiles(plan, config)
         self._capacity = config.max_context
         self.longest_step = longest = plan.facts.profiles[prefill].max_sequence
         self._most_rows = most_rows = plan.facts.profiles[decode].max_batch
@@ -83,7 +76,7 @@ class PlanSession(DeviceBackend):
                 hint="engine.cuda_graphs: allow",
             )
         self._graphs_required, self._captures = mode == "require", mode != "off"
-        self._buckets = (config.buckets or bucket_sizes(most_rows)) if self._captures else config.buckets
+        self.buckets = (config.buckets or tensorrt_plan.bucket_sizes(most_rows)) if self._captures else config.buckets
         self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
         host = plan.api.TensorLocation.HOST
         self._host_inputs = {name for name in self._input_names if plan.engine.get_tensor_location(name) == host}
@@ -115,7 +108,7 @@ class PlanSession(DeviceBackend):
                     f"{ALIGNMENT_BYTES}",
                     hint="build with another engine.max_context: a multiple of 128 always fits",
                 )
-        if self._captures and not self._captures_itself and batch >= self._buckets[-1]:
+        if self._captures and not self._captures_itself and batch >= self.buckets[-1]:
             self._capture(cache)
         return cache
 
@@ -202,7 +195,7 @@ class PlanSession(DeviceBackend):
         """Capture decode steps over the rows of `cache`, the largest first, and verify each."""
         graphs: dict[int, _CapturedStep] = {}
         results: list[CaptureResult] = []
-        for number, batch in enumerate(sorted(self._buckets, reverse=True), start=1):
+        for number, batch in enumerate(sorted(self.buckets, reverse=True), start=1):
             capture = Capture(number, batch, self._capacity)
             results.append(self._verify_capture(capture, self._probe(capture, cache.rows(0, batch), graphs)))
             if results[-1].reason is not None:
@@ -247,4 +240,4 @@ class PlanSession(DeviceBackend):
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice) -> PlanSession:
     """Open the engine whose plan is `file` (llmforge.base.backends, Provider.session)."""
     assert config.plan is not None  # `RuntimeConfig.read` saw to it
-    return PlanSession(open_plan(file, config.plan), config, gpu)
+    return PlanSession(tensorrt_plan.open_plan(file, config.plan), config, gpu)

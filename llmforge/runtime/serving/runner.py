@@ -141,7 +141,7 @@ class Runner:
         Where decode steps are padded to buckets, the rows of padding are taken, too, if they are free.
         """
         with self._lock:
-            padded = min((size for size in self.session.buckets or () if size >= wanted), default=wanted)
+            padded = min((size for size in self.session.buckets if size >= wanted), default=wanted)
             rows = padded if self._find_free(padded) is not None else wanted
             start = self._find_free(rows)
             if start is None:
