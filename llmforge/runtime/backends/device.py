@@ -56,17 +56,9 @@ class Block:
 class Device(Protocol):
     """What a backend needs of a device. Calls take effect in their order; `read` and `synchronize` wait for them."""
 
-    @property
-    def kind(self) -> str:
-        """The device's name in ONNX Runtime: cuda or cpu."""
-
-    @property
-    def index(self) -> int:
-        """Which of the machine's devices of its kind this is."""
-
-    @property
-    def name(self) -> str:
-        """The product's name."""
+    kind: str  # the device's name in ONNX Runtime: cuda or cpu
+    index: int  # among the machine's devices of its kind
+    name: str  # of the product
 
     @property
     def sm(self) -> int | None:

@@ -83,15 +83,12 @@ def _logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError as error:
-            raise _wrong(name, value, "a number") from error
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _wrong(name, value, "a number")
     try:
         return float(value)
+    except ValueError as error:
+        raise _wrong(name, value, "a number") from error
     except OverflowError as error:
         raise _wrong(name, value, "a number of 64 bits") from error
 

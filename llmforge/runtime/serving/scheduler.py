@@ -249,8 +249,8 @@ class Scheduler(Generic[C]):
     def _decode_batch(self, batch: list[tuple[int, Sequence]]) -> None:
         """Run one token of each sequence of `batch`, which are in the order of their slots."""
         start = self._clock()
-        last, _ = batch[-1]
-        n = self._bucket(1 + last)
+        rows = 1 + batch[-1][0]
+        n = min((size for size in self._backend.buckets if rows <= size <= self._cache.batch), default=rows)
         for row, taken in enumerate(self._slots[:n]):
             # A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens
             # that it holds, where its next token will overwrite it.
@@ -271,10 +271,6 @@ class Scheduler(Generic[C]):
         self._decode_s += seconds
         if self._speculation is not None:
             self._speculation.payoff.decoded(len(batch), seconds)
-
-    def _bucket(self, rows: int) -> int:
-        buckets = self._backend.buckets
-        return min((size for size in buckets if rows <= size <= self._cache.batch), default=rows)
 
     def _verify(self, slot: int, sequence: Sequence, draft: list[int], start: float, speculation: Speculation) -> None:
         """Run the last token of `sequence` and `draft`, and sample tokens for as long as they are those drafted.
