@@ -7,6 +7,7 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.errors import VerificationError
 from llmforge.runtime.backends.config import Capture
 from llmforge.runtime.backends.cuda_graph_capture import CaptureResult, ProbeStep, verify_capture
 from llmforge.runtime.backends.device import Device
@@ -49,6 +50,6 @@ class DeviceBackend(Backend[DeviceCache]):
         """
         result = verify_capture(capture, probe, lambda: self.device.memory()[0], self.capture_failures)
         logger.info("%s", result)
-        if self._graphs_required:
-            result.require()
+        if self._graphs_required and result.reason is not None:
+            raise VerificationError(result.note, hint="engine.cuda_graphs: allow runs them unrecorded")
         return result

@@ -134,10 +134,6 @@ class Session(Backend[Cache]):
         buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in states}
         return Cache(batch, capacity, buffers)
 
-    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
-        """Make an array for `out` of `step`."""
-        return np.empty(shape, np.float32)
-
     def end_profile(self) -> Path:
         """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
         return Path(self._session.end_profiling())
