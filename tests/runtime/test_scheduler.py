@@ -21,13 +21,13 @@ from llmforge.runtime.backends.session import Cache
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.prefix_cache import BLOCK
 from llmforge.runtime.serving.scheduler import Scheduler
-from llmforge.runtime.serving.speculation import Payoff, PromptLookup, Speculation
+from llmforge.runtime.serving.speculation import PromptLookup, Speculation
 from llmforge.trace import trace
 from llmforge.verification import probe
 
 from .. import zoo
 from ..checkpoints import write_tokenizer
-from ..small_engines import VOCABULARY, Received, prompt, small_runner
+from ..small_engines import VOCABULARY, AlwaysPays, Received, prompt, small_runner
 
 CHUNK = 16
 CAPACITY = 256
@@ -469,7 +469,7 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     samplers = Samplers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
 
     def scheduled(slots: int, chunk: int) -> Scheduler[Cache]:
-        speculation = Speculation(PromptLookup(), Payoff(always=True))
+        speculation = Speculation(PromptLookup(), AlwaysPays())
         cache, options = session.allocate(slots, CAPACITY), EngineOptions(9, chunk, PLENTY)
         return Scheduler(session, cache, samplers, options, speculation=speculation, chunk=chunk)
 

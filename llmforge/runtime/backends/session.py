@@ -155,7 +155,6 @@ class Session(Backend[Cache]):
         return dict(zip(names, values, strict=True))
 
     def _run(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32]) -> None:
-        """Run the graph on `inputs`; it gives exactly the logits of `out`."""
         if self.signature.growing:
             self._grow(inputs, cache, out)
             return

@@ -141,7 +141,6 @@ class PlanSession(DeviceBackend):
         return context
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
-        """Run the plan on `inputs`; it gives exactly the logits of `out`."""
         feeds = inputs.feeds(self.signature)
         batch, tokens = inputs.ids.shape
         if tokens > 1 or out.shape[1] > 1:

@@ -17,7 +17,7 @@ from llmforge.runtime.serving.request import Chunk, Receiver, Request
 from llmforge.runtime.serving.runner import Runner, load
 from llmforge.runtime.serving.scheduler import Scheduler
 from llmforge.runtime.serving.sequence import Sequence, Ticket
-from llmforge.runtime.serving.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
+from llmforge.runtime.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
 from llmforge.runtime.serving.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Engine:
             runner.session.allocate(runner.config.max_batch, runner.config.max_context),
             runner.samplers,
             options,
-            speculation=None if proposer is None else Speculation(proposer, Payoff()),
+            speculation=None if proposer is None else Speculation(proposer),
         )
         self._wake = threading.Condition()
         # Guarded by `_wake`: what callers hand to the thread, and what it tells them.

@@ -141,13 +141,12 @@ class Payoff:
     draft of `k` tokens takes `T(n - 1) + V(k)`, and gives `n - 1 + e` tokens, `e` those that a sequence got from a
     verification so far. Drafts are verified where that is more tokens a second. What is not known yet is measured:
     `T(n)` first, then a `V`; for another `k` the nearest one known stands in.
-    Sequences and machines change, so one time in `PROBE` the other way is taken. `always`: every draft is verified.
+    Sequences and machines change, so one time in `PROBE` the other way is taken.
     """
 
     PROBE = 32
 
-    def __init__(self, *, always: bool = False) -> None:
-        self._always = always
+    def __init__(self) -> None:
         # Medians tell these times: a step that the machine interrupted says nothing about the next one.
         self._decode_s: defaultdict[int, deque[float]] = defaultdict(_window)  # by sequences in the step
         self._verify_s: defaultdict[int, deque[float]] = defaultdict(_window)  # by drafted tokens
@@ -158,8 +157,6 @@ class Payoff:
 
     def pays(self, key: Hashable, drafted: int, rows: int) -> bool:
         """Say whether to verify `drafted` tokens of the sequence `key` apart from the `rows - 1` others that decode."""
-        if self._always:
-            return True
         if self._estimate(key, drafted, rows):
             return self._since_decoded < self.PROBE
         self._since_verified += 1
