@@ -32,8 +32,6 @@ RETRY_AFTER_S = 1  # a queue that is full moves within about this time
 CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody reads it
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
-Parse = Callable[[Any, Runner, str], Call]
-
 
 def create_app(engine: Engine, model: str) -> Starlette:
     """Make the application: OpenAI's endpoints over `engine`, whose model is called `model`.
@@ -70,15 +68,15 @@ class _Server:
         self._metrics = ServerMetrics(engine)
         self._token_bytes = TokenBytes(engine.runner.tokenizer)
 
-    async def complete(self, parse: Parse, http: HttpRequest) -> Response | EventStream:
+    async def complete(self, parse: Callable[[Any, Runner, str], Call], http: HttpRequest) -> Response | EventStream:
         # Templates and tokenizers take their time with long prompts; others' streams go on meanwhile.
         try:
             call = await run_in_threadpool(parse, await _body(http), self._engine.runner, self._model)
+            sequences = CallStream(self._engine, call, self._metrics)
+            await sequences.submit()
         except ForgeError as error:
             self._metrics.refused(error)
             raise
-        sequences = CallStream(self._engine, call, self._metrics)
-        await sequences.submit()
         writer = ResponseWriter(call, self._token_bytes)
         if call.stream:
             return EventStream(_events(sequences, writer, call), sequences)
@@ -174,18 +172,18 @@ def _event(value: dict[str, Any]) -> bytes:
 @contextlib.asynccontextmanager
 async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> AsyncIterator[None]:
     """Abandon the sequences if the client leaves, and at the end in any case."""
-    watch = asyncio.create_task(_wait_for_disconnect(receive, sequences))
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        sequences.abandon()
+
+    watch = asyncio.create_task(wait_for_disconnect())
     try:
         yield
     finally:
         sequences.abandon()
         watch.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive, sequences: CallStream) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    sequences.abandon()
 
 
 async def _body(http: HttpRequest) -> Any:

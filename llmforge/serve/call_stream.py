@@ -51,9 +51,7 @@ class CallStream:
         self._submitted = time.perf_counter()
         try:
             await run_in_threadpool(self._submit)
-        except BaseException as error:  # a cancelled task, too, leaves nothing that runs
-            if isinstance(error, ForgeError):
-                self._metrics.refused(error)
+        except BaseException:  # a cancelled task, too, leaves nothing that runs
             self.abandon()
             raise
 

@@ -98,7 +98,6 @@ def config(model: Model, artifact: str) -> str:
     """Render config.pbtxt."""
     serving, triton = model.serving, model.serving.triton
     options = serving.model_dump(exclude={"triton"}, exclude_none=True)
-    parameters = {"artifact": artifact, **options}
     return _render(
         "config.pbtxt.jinja",
         name=model.name,
@@ -108,7 +107,7 @@ def config(model: Model, artifact: str) -> str:
         instances=triton.instances,
         gpus=triton.gpus,
         versions=triton.versions,
-        parameters={key: str(value) for key, value in parameters.items()},
+        parameters={key: str(value) for key, value in {"artifact": artifact, **options}.items()},
         warmup_tokens=_warmup_tokens(model.runtime),
     )
 

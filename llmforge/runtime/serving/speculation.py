@@ -9,6 +9,7 @@ Lookup Decoding"); `DraftModel` asks a smaller model of the same vocabulary (Lev
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
@@ -129,9 +130,8 @@ class DraftModel(Generic[C]):
         return int(self._backend.step(ids, np.array([past], np.int32), view)[0, 0, : self._vocabulary].argmax())
 
 
-def _window() -> deque[float]:
-    """Make what holds the last few values of something that is measured."""
-    return deque(maxlen=9)
+# Makes what holds the last few values of something that is measured.
+_window = functools.partial(deque[float], maxlen=9)
 
 
 class Payoff:
