@@ -233,16 +233,14 @@ class DeviceSession(DeviceBackend):
     def _capture(self, cache: DeviceCache) -> None:
         """Capture the planned steps over the rows of `cache`, in the order of the plan, and verify each."""
         graphs: dict[int, list[tuple[int, int]]] = {}
-        results = []
+        self.capture_results = ()
         for capture in self._captures:
             graph_id = self._last_id + capture.id
             result = self._verify_capture(capture, self._probe(capture, graph_id, cache.rows(0, capture.batch)))
             if result.reason is None:
                 graphs.setdefault(capture.batch, []).append((capture.length, graph_id))
-            results.append(result)
         self._last_id += max(capture.id for capture in self._captures)
         self._graphs[cache.memory] = {batch: sorted(found) for batch, found in graphs.items()}
-        self.capture_results = tuple(results)
 
     def _probe(self, capture: Capture, graph_id: int, cache: DeviceCache) -> ProbeStep:
         """Make what runs a probe's step over `cache`."""

@@ -43,12 +43,13 @@ class DeviceBackend(Backend[DeviceCache]):
         return array
 
     def _verify_capture(self, capture: Capture, probe: ProbeStep) -> CaptureResult:
-        """Capture a step by running `probe`, and verify its replays.
+        """Capture a step by running `probe`, verify its replays, and keep the result in `capture_results`.
 
         Raises:
             VerificationError: a step that must be captured is not.
         """
         result = verify_capture(capture, probe, lambda: self.device.memory()[0], self.capture_failures)
+        self.capture_results += (result,)
         logger.info("%s", result)
         if self._graphs_required and result.reason is not None:
             raise VerificationError(result.note, hint="engine.cuda_graphs: allow runs them unrecorded")

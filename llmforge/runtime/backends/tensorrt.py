@@ -27,7 +27,7 @@ from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import interface
 from llmforge.runtime.backends import device_cache, tensorrt_plan
 from llmforge.runtime.backends.config import Capture, RuntimeConfig
-from llmforge.runtime.backends.cuda_graph_capture import ONE, CaptureResult, ProbeStep, probe_inputs
+from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
@@ -193,14 +193,12 @@ class PlanSession(DeviceBackend):
     def _capture(self, cache: DeviceCache) -> None:
         """Capture decode steps over the rows of `cache`, the largest first, and verify each."""
         graphs: dict[int, _CapturedStep] = {}
-        results: list[CaptureResult] = []
+        self.capture_results = ()
         for number, batch in enumerate(sorted(self.buckets, reverse=True), start=1):
             capture = Capture(number, batch, self._capacity)
-            results.append(self._verify_capture(capture, self._probe(capture, cache.rows(0, batch), graphs)))
-            if results[-1].reason is not None:
+            if self._verify_capture(capture, self._probe(capture, cache.rows(0, batch), graphs)).reason is not None:
                 graphs.pop(batch, None)
         self._graphs[cache.memory] = graphs
-        self.capture_results = tuple(results)
 
     def _probe(self, capture: Capture, cache: DeviceCache, graphs: dict[int, _CapturedStep]) -> ProbeStep:
         """Make what runs a probe's step over `cache`, and captures it into `graphs`."""
