@@ -89,7 +89,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from llmforge import engines
     from llmforge.base.errors import EnvironmentLacks
 
-    def require_cuda() -> object:
+    def no_cuda() -> object:
         raise EnvironmentLacks("no CUDA device here", hint="…")
 
-    monkeypatch.setattr(engines, "require_cuda", require_cuda)
+    monkeypatch.setattr(engines, "CudaDevice", no_cuda)

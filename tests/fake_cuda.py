@@ -131,9 +131,6 @@ class FakeCuda:
         assert recorded is not None
         return recorded
 
-    def _cudaGraphGetNodes(self, graph: list[Callable[[], None]]) -> tuple[Any, ...]:
-        return self.real.cudaError_t.cudaSuccess, None, len(graph)
-
     def _cudaGraphInstantiate(self, graph: list[Callable[[], None]], flags: int) -> list[Callable[[], None]]:
         return graph
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from llmforge.runtime import Chunk, load
 from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.session import Session
 from llmforge.runtime.serving.runner import Runner, read_tokenizer
+from llmforge.runtime.serving.speculation import Payoff
 from llmforge.trace import trace
 
 from .decoder_graph import decoder
@@ -53,6 +55,13 @@ def sample_runner(folder: Path, checkpoint: Path) -> Runner:
     engine.build(BuildRequest(lowered, folder / "engine", spec, target, *ends))
     engine.write_tokenizer(opened, folder / "tokenizer")
     return load(folder)
+
+
+class AlwaysPays(Payoff):
+    """Lets every draft be verified."""
+
+    def pays(self, key: Hashable, drafted: int, rows: int) -> bool:
+        return True
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import benchmarks.verify_gpu as program
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.runtime.backends.device import require_cuda
+from llmforge.runtime.backends.device import CudaDevice
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         if not arguments.dry_run:
-            require_cuda()
+            CudaDevice()
         _run(arguments)
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)

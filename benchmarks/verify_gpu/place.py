@@ -11,7 +11,7 @@ from llmforge.runtime.backends.device import Device, HostDevice
 
 def device(scale: Scale) -> Device:
     """Reach the device that is verified; in a dry run the host's memory."""
-    return HostDevice() if scale.dry else devices.require_cuda()
+    return HostDevice() if scale.dry else devices.CudaDevice()
 
 
 def target(scale: Scale, name: str | None) -> targets.Target:
@@ -24,7 +24,7 @@ def target(scale: Scale, name: str | None) -> targets.Target:
         return targets.local()
     if name is not None:
         return targets.load(name)
-    found = devices.require_cuda()
+    found = devices.CudaDevice()
     total_gb = found.memory()[1] / 1e9
     known = [targets.load(each) for each in targets.names()]
     fitting = [each for each in known if each.kind == "gpu" and each.sm == str(found.sm) and each.memory_gb is not None]

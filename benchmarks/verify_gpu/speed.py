@@ -25,7 +25,7 @@ def decode(session: Any, cache: Any, batch: int, context: int, tokens: int) -> f
         ids = random.integers(0, session.vocabulary, (1, context))
         for at in range(0, context, piece):
             session.step(ids[:, at : at + piece], np.array([at], np.int32), cache.rows(row, row + 1))
-    size = min((size for size in session.buckets or () if size >= batch), default=batch)
+    size = min((size for size in session.buckets if size >= batch), default=batch)
     ids, past = np.zeros((size, 1), np.int64), np.zeros(size, np.int32)
     past[:batch] = context
     out, view, times = session.logits_array((size, 1, session.vocabulary)), cache.rows(0, size), []

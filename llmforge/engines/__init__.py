@@ -15,7 +15,7 @@ from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.ir import graph
-from llmforge.runtime.backends.device import require_cuda
+from llmforge.runtime.backends.device import CudaDevice
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -121,7 +121,7 @@ def why_not_run(target: Target) -> str | None:
         if target.kind == "cpu":
             target.require_here()
             return None
-        found = require_cuda()
+        found = CudaDevice()
     except EnvironmentLacks as error:
         return error.message
     if str(found.sm) != target.sm:

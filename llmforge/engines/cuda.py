@@ -37,7 +37,7 @@ from llmforge.runtime.backends.config import (
     SessionOptions,
 )
 from llmforge.runtime.backends.cuda import DeviceSession, open_engine
-from llmforge.runtime.backends.device import require_cuda
+from llmforge.runtime.backends.device import CudaDevice
 from llmforge.targets import Target
 
 VERSION = kernels.cuda().wheel.rpartition("=")[2]
@@ -149,7 +149,7 @@ def build(request: BuildRequest) -> Engine:
     check(request.model, request.target)
     signatures.check_context(request.model, request.spec.max_context)
     config = write(request)
-    session = open_engine(request.folder / MODEL_FILE, config, None, require_cuda())
+    session = open_engine(request.folder / MODEL_FILE, config, None, CudaDevice())
     return Engine.built(request, config, notes=prove(session, config))
 
 

@@ -166,7 +166,7 @@ def build(request: BuildRequest) -> Engine:
         vocabulary=session.vocabulary,
         eos_token_ids=tuple(request.eos_token_ids),
         bos_token_id=request.bos_token_id,
-        caches=session.caches,
+        caches=session.signature.caches,
         session=options,
     )
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")

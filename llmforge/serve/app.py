@@ -32,8 +32,6 @@ RETRY_AFTER_S = 1  # a queue that is full moves within about this time
 CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody reads it
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
-Parse = Callable[[Any, Runner, str], Call]
-
 
 def create_app(engine: Engine, model: str) -> Starlette:
     """Make the application: OpenAI's endpoints over `engine`, whose model is called `model`.
@@ -48,7 +46,7 @@ def create_app(engine: Engine, model: str) -> Starlette:
         Route("/v1/completions", functools.partial(server.complete, text_call), methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/health", server.health),
-        Route("/ready", server.ready),
+        Route("/ready", server.health),
         Route("/metrics", server.metrics_text),
     ]
     return Starlette(routes=routes, exception_handlers={ForgeError: _refusal})
@@ -70,15 +68,15 @@ class _Server:
         self._metrics = ServerMetrics(engine)
         self._token_bytes = TokenBytes(engine.runner.tokenizer)
 
-    async def complete(self, parse: Parse, http: HttpRequest) -> Response | EventStream:
+    async def complete(self, parse: Callable[[Any, Runner, str], Call], http: HttpRequest) -> Response | EventStream:
         # Templates and tokenizers take their time with long prompts; others' streams go on meanwhile.
         try:
             call = await run_in_threadpool(parse, await _body(http), self._engine.runner, self._model)
+            sequences = CallStream(self._engine, call, self._metrics)
+            await sequences.submit()
         except ForgeError as error:
             self._metrics.refused(error)
             raise
-        sequences = CallStream(self._engine, call, self._metrics)
-        await sequences.submit()
         writer = ResponseWriter(call, self._token_bytes)
         if call.stream:
             return EventStream(_events(sequences, writer, call), sequences)
@@ -115,16 +113,10 @@ class _Server:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": runner.config.max_context})
 
     async def health(self, http: HttpRequest) -> Response:
-        """Say whether the engine lives."""
-        return (
-            JSONResponse({"status": "ok"})
-            if self._engine.alive
-            else _refusal(http, Unavailable("the engine has ended"))
-        )
-
-    async def ready(self, http: HttpRequest) -> Response:
-        """Say whether a request would be taken on now."""
-        return await self.health(http)
+        """Say whether the engine lives, and so takes requests."""
+        if not self._engine.alive:
+            raise Unavailable("the engine has ended")
+        return JSONResponse({"status": "ok"})
 
     async def metrics_text(self, http: HttpRequest) -> Response:
         return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
@@ -162,9 +154,7 @@ async def _events(sequences: CallStream, writer: ResponseWriter, call: Call) -> 
     try:
         async with contextlib.aclosing(sequences.batches()) as batches:
             async for batch in batches:
-                for index, chunk in batch:
-                    if chunk.usage is not None:
-                        usages[index] = chunk.usage
+                usages |= {index: chunk.usage for index, chunk in batch if chunk.usage is not None}
                 events = [event for index, chunk in batch if (event := writer.chunk_event(index, chunk)) is not None]
                 if events:
                     yield b"".join(map(_event, events))
@@ -182,18 +172,18 @@ def _event(value: dict[str, Any]) -> bytes:
 @contextlib.asynccontextmanager
 async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> AsyncIterator[None]:
     """Abandon the sequences if the client leaves, and at the end in any case."""
-    watch = asyncio.create_task(_wait_for_disconnect(receive, sequences))
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        sequences.abandon()
+
+    watch = asyncio.create_task(wait_for_disconnect())
     try:
         yield
     finally:
         sequences.abandon()
         watch.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive, sequences: CallStream) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    sequences.abandon()
 
 
 async def _body(http: HttpRequest) -> Any:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 from starlette.concurrency import run_in_threadpool
 
@@ -19,14 +18,8 @@ from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call
 from llmforge.serve.responses import RequestTimeout
 
-
-@dataclass(frozen=True)
-class _Item:
-    """What the engine handed over for one choice, and when."""
-
-    index: int
-    content: Chunk | ForgeError
-    time_s: float
+# What the engine handed over for a choice, and when, in seconds.
+_Item = tuple[int, Chunk | ForgeError, float]
 
 
 class CallStream:
@@ -55,17 +48,12 @@ class CallStream:
             UsageError: a request makes no sense.
             Unavailable: the engine takes no more.
         """
-        submitted = False
         self._submitted = time.perf_counter()
         try:
             await run_in_threadpool(self._submit)
-            submitted = True
-        except ForgeError as error:
-            self._metrics.refused(error)
+        except BaseException:  # a cancelled task, too, leaves nothing that runs
+            self.abandon()
             raise
-        finally:
-            if not submitted:
-                self.abandon()
 
     def _submit(self) -> None:
         for index, request in enumerate(self._requests):
@@ -95,31 +83,30 @@ class CallStream:
                 while not self._items.empty():
                     items.append(self._items.get_nowait())
                 if not self.abandoned:
-                    yield [self._chunk(item) for item in items if item is not None]
+                    yield [self._chunk(*item) for item in items if item is not None]
         finally:
             self.abandon()
 
-    def _chunk(self, item: _Item) -> tuple[int, Chunk]:
+    def _chunk(self, index: int, chunk: Chunk | ForgeError, time_s: float) -> tuple[int, Chunk]:
         """Count an item, and raise it if it is an error."""
-        if isinstance(item.content, ForgeError):
-            self._unfinished.discard(item.index)
+        if isinstance(chunk, ForgeError):
+            self._unfinished.discard(index)
             self._metrics.failed()
-            raise item.content
-        chunk = item.content
+            raise chunk
         if chunk.token_id is not None:
-            first = item.index not in self._last_token_s
-            self._metrics.token(item.time_s - self._last_token_s.get(item.index, self._submitted), first)
-            self._last_token_s[item.index] = item.time_s
+            first = index not in self._last_token_s
+            self._metrics.token(time_s - self._last_token_s.get(index, self._submitted), first)
+            self._last_token_s[index] = time_s
         if chunk.finish_reason is not None:
-            self._unfinished.discard(item.index)
-            self._metrics.ended(chunk.finish_reason, item.time_s - self._submitted)
+            self._unfinished.discard(index)
+            self._metrics.ended(chunk.finish_reason, time_s - self._submitted)
         if chunk.finish_reason == "timeout":
             raise RequestTimeout("the answer was not complete by its deadline", hint="ask for fewer tokens")
         if chunk.finish_reason == "cancelled":
             raise Unavailable("the server is shutting down")
-        return item.index, chunk
+        return index, chunk
 
     def _receive(self, index: int, item: Chunk | ForgeError) -> None:
         """Take an item in the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended, nobody reads
-            self._loop.call_soon_threadsafe(self._items.put_nowait, _Item(index, item, time.perf_counter()))
+            self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item, time.perf_counter()))

@@ -44,7 +44,8 @@ class ServerMetrics:
         self._latency = Histogram(
             "llmforge_request_seconds", "From the request to its end", registry=registry, buckets=_LATENCY_BUCKETS
         )
-        registry.register(_EngineCollector(engine))
+        self._engine = engine
+        registry.register(self)  # prometheus_client.registry.Collector
 
     def token(self, seconds: float, first: bool) -> None:
         """Count a token that came `seconds` after the one before it, or after the request if it is the first."""
@@ -67,15 +68,8 @@ class ServerMetrics:
         """Write all figures in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _EngineCollector:
-    """Reads the engine's own figures."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
     def collect(self) -> Iterator[Metric]:
-        """Yield gauges of what goes on, and counters of what was done."""
+        """Yield gauges of what goes on in the engine, and counters of what was done."""
         stats = self._engine.stats()
         slots = ("Requests that can run at once", "slots")
         for name, (text, field) in {**GAUGES, "llmforge_slots": slots}.items():

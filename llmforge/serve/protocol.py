@@ -77,27 +77,19 @@ def text_call(body: Any, runner: Runner, model: str) -> Call:
 
 
 def encode_messages(value: Any, runner: Runner) -> list[int]:
-    """Make the prompt of a conversation.
+    """Make the prompt of a conversation; content in parts of text is joined by line breaks.
 
     Raises:
-        UsageError: the messages make no sense, or the chat template refuses them.
-    """
-    checked = messages(value)
-    try:
-        return runner.encode_chat(checked)
-    except InputError as error:  # of the template, on these messages: the caller's fault
-        raise UsageError(error.message, hint=error.hint) from error
-
-
-def messages(value: Any) -> list[dict[str, Any]]:
-    """Check the messages of a conversation; content in parts of text is joined by line breaks.
-
-    Raises:
-        UsageError: they are no list of objects with `role` and `content`, or hold something other than text.
+        UsageError: the messages are no list of objects with `role` and `content`, hold something other than text, or
+            the chat template refuses them.
     """
     if not isinstance(value, list) or not value:
         raise UsageError('messages: wanted a list of {"role": …, "content": …}, not empty')
-    return [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
+    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
+    try:
+        return runner.encode_chat(messages)
+    except InputError as error:  # of the template, on these messages: the caller's fault
+        raise UsageError(error.message, hint=error.hint) from error
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:

@@ -18,29 +18,28 @@ class RequestTimeout(ForgeError):
 
 def status(error: ForgeError) -> int:
     """Give the HTTP status of an error."""
-    match error:
-        case UnknownModel():
-            return 404
-        case UsageError():
-            return 400
-        case Unavailable():
-            return 503
-        case RequestTimeout():
-            return 504
-    return 500
+    return _kind(error)[0]
 
 
 def error_body(error: ForgeError) -> dict[str, Any]:
     """Write an error as OpenAI does."""
-    kinds = {
-        400: ("invalid_request_error", None),
-        404: ("invalid_request_error", "model_not_found"),
-        503: ("server_overloaded", "unavailable"),
-        504: ("timeout", "timeout"),
-    }
-    kind, code = kinds.get(status(error), ("server_error", None))
+    _, kind, code = _kind(error)
     message = error.message if error.hint is None else f"{error.message} ({error.hint})"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _kind(error: ForgeError) -> tuple[int, str, str | None]:
+    """Give the HTTP status of an error, and what OpenAI calls its type and code."""
+    match error:
+        case UnknownModel():
+            return 404, "invalid_request_error", "model_not_found"
+        case UsageError():
+            return 400, "invalid_request_error", None
+        case Unavailable():
+            return 503, "server_overloaded", "unavailable"
+        case RequestTimeout():
+            return 504, "timeout", "timeout"
+    return 500, "server_error", None
 
 
 class ResponseWriter:
@@ -64,13 +63,12 @@ class ResponseWriter:
             delta = {"content": chunk.text} if chunk.text else {}
             choice["delta"] = delta if index in self._started else {"role": "assistant", "content": "", **delta}
             self._started.add(index)
-        response = self._response("chat.completion.chunk" if self._call.kind == "chat" else "text_completion", [choice])
+        response = self._response([choice], chunk=True)
         return {**response, "usage": None} if self._call.include_usage else response
 
     def usage_event(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """Write the event of token counts that ends a stream."""
-        response = self._response("chat.completion.chunk" if self._call.kind == "chat" else "text_completion", [])
-        return {**response, "usage": self._usage(usages)}
+        return {**self._response([], chunk=True), "usage": self._usage(usages)}
 
     def completion(self, outputs: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         """Write the response to a call that is not streamed, from the chunks of each choice."""
@@ -83,12 +81,14 @@ class ResponseWriter:
             else:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             choices.append(choice)
-        response = self._response("chat.completion" if self._call.kind == "chat" else "text_completion", choices)
         usages = [chunk.usage for chunks in outputs for chunk in chunks if chunk.usage is not None]
-        return {**response, "usage": self._usage(usages)}
+        return {**self._response(choices), "usage": self._usage(usages)}
 
-    def _response(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, choices: list[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
         call = self._call
+        kind = "text_completion"
+        if call.kind == "chat":
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
         return {"id": call.id, "object": kind, "created": call.created, "model": call.model, "choices": choices}
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
@@ -106,15 +106,13 @@ class ResponseWriter:
         if not self._call.logprobs:
             return None
         known = [chunk.logprob for chunk in chunks if chunk.logprob is not None]
-        if self._call.kind == "chat":
-            return {"content": [self._chat_logprob(each) for each in known], "refusal": None} if known else None
-        return self._text_logprobs(index, known) if known else None
-
-    def _chat_logprob(self, token: TokenLogprob) -> dict[str, Any]:
-        return {
-            **self._named(token.token_id, token.logprob),
-            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in token.top],
-        }
+        if not known:
+            return None
+        if self._call.kind == "text":
+            return self._text_logprobs(index, known)
+        named = self._named
+        content = [{**named(t.token_id, t.logprob), "top_logprobs": [named(*each) for each in t.top]} for t in known]
+        return {"content": content, "refusal": None}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._bytes.of(token_id)

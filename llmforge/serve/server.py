@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -53,8 +53,18 @@ def run(engine: Engine, model: str, address: Address, announce: Callable[[str], 
 
 
 async def _serve(server: uvicorn.Server, engine: Engine, listening: socket.socket) -> None:
-    async with _ended_with(engine, server):
+    """Run the server until it is ended, or the engine dies."""
+
+    async def watch() -> None:
+        while engine.alive:
+            await asyncio.sleep(ALIVE_POLL_S)
+        server.should_exit = True
+
+    watching = asyncio.create_task(watch())
+    try:
         await server.serve(sockets=[listening])
+    finally:
+        watching.cancel()
 
 
 @contextlib.contextmanager
@@ -74,22 +84,6 @@ def _ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-@contextlib.asynccontextmanager
-async def _ended_with(engine: Engine, server: uvicorn.Server) -> AsyncIterator[None]:
-    """End the server when the engine dies."""
-
-    async def watch() -> None:
-        while engine.alive:
-            await asyncio.sleep(ALIVE_POLL_S)
-        server.should_exit = True
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
 
 
 def make_server(app: Starlette, grace_s: int) -> uvicorn.Server:

@@ -98,7 +98,6 @@ def config(model: Model, artifact: str) -> str:
     """Render config.pbtxt."""
     serving, triton = model.serving, model.serving.triton
     options = serving.model_dump(exclude={"triton"}, exclude_none=True)
-    parameters = {"artifact": artifact, **options}
     return _render(
         "config.pbtxt.jinja",
         name=model.name,
@@ -108,7 +107,7 @@ def config(model: Model, artifact: str) -> str:
         instances=triton.instances,
         gpus=triton.gpus,
         versions=triton.versions,
-        parameters={key: str(value) for key, value in parameters.items()},
+        parameters={key: str(value) for key, value in {"artifact": artifact, **options}.items()},
         warmup_tokens=_warmup_tokens(model.runtime),
     )
 
@@ -200,7 +199,16 @@ def _write_shared(model: Model, folder: Path, artifact: str) -> None:
     """Write what all versions of a model share; `artifact` leads from a version to engine/ and tokenizer/."""
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(config(model, artifact), encoding="utf-8")
-    (folder / README).write_text(_render("README.md.jinja", **_facts(model)), encoding="utf-8")
+    readme = _render(
+        "README.md.jinja",
+        name=model.name,
+        made_of=model.made_of,
+        python=".".join(map(str, checks.PYTHON)),
+        runtime=model.runtime,
+        requirements=requirements(model.runtime),
+        inputs=signature.INPUTS,
+    )
+    (folder / README).write_text(readme, encoding="utf-8")
     _write_warmup(model.runtime, folder / WARMUP)
 
 
@@ -214,17 +222,6 @@ def _write_warmup(runtime: RuntimeConfig, folder: Path) -> None:
 
 def _warmup_tokens(runtime: RuntimeConfig) -> int:
     return min(WARMUP_TOKENS, runtime.max_context - 2) or 1
-
-
-def _facts(model: Model) -> dict[str, object]:
-    return {
-        "name": model.name,
-        "made_of": model.made_of,
-        "python": ".".join(map(str, checks.PYTHON)),
-        "runtime": model.runtime,
-        "requirements": requirements(model.runtime),
-        "inputs": signature.INPUTS,
-    }
 
 
 def _render(template: str, **values: object) -> str:

@@ -17,7 +17,7 @@ from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 from llmforge.runtime import Engine, load
 from llmforge.runtime.backends.config import DeviceFacts, PlanFacts, RuntimeConfig
-from llmforge.runtime.backends.device import require_cuda
+from llmforge.runtime.backends.device import CudaDevice
 
 from .. import published
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def has_cuda() -> bool:
     try:
-        require_cuda()
+        CudaDevice()
     except EnvironmentLacks:
         return False
     return True

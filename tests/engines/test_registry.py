@@ -50,7 +50,7 @@ def test_tensorrt_rtx_builds_without_a_gpu() -> None:
 
 
 def test_another_gpu_does_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "require_cuda", lambda: SimpleNamespace(name="NVIDIA H100", sm=90))
+    monkeypatch.setattr(engines, "CudaDevice", lambda: SimpleNamespace(name="NVIDIA H100", sm=90))
     assert engines.why_not_run(targets.load("h100-sxm")) is None
     reason = engines.why_not_run(targets.load("l4"))
     assert reason is not None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
-from llmforge.runtime.backends.device import require_cuda
+from llmforge.runtime.backends.device import CudaDevice
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ def program(monkeypatch) -> Any:
 
 def test_without_a_gpu_it_ends_with_exit_code_8_and_says_what_is_missing(tmp_path):
     try:
-        require_cuda()
+        CudaDevice()
     except EnvironmentLacks:
         done = verify("--work", str(tmp_path / "work"))
         assert done.returncode == 8

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 
 from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime import Chunk, Engine, EngineOptions, Request, Runner, Sampling
-from llmforge.runtime.backends.session import Session
+from llmforge.runtime.backends.signature import Signature
 
 from ..small_engines import Received, prompt, small_runner
 
@@ -185,7 +185,7 @@ def test_artifacts_and_options_must_belong_together(runner, monkeypatch):
     words = Runner(runner.session, runner.config, Tokenizer(WordLevel({"a": 0}, "a")), None)
     with pytest.raises(InputError, match="the draft artifact has another vocabulary"):
         Engine(runner, EngineOptions(speculation="draft-model"), words)
-    monkeypatch.setattr(Session, "no_reuse_reason", "it has moods")
+    monkeypatch.setattr(Signature, "no_reuse_reason", "it has moods")
     with pytest.raises(UnsupportedError, match="the draft artifact cannot take guesses back: it has moods"):
         Engine(runner, EngineOptions(speculation="draft-model"), runner)
     with Engine(runner) as engine:

@@ -11,9 +11,9 @@ from llmforge.base.errors import UsageError
 from llmforge.runtime import Engine, EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.sampling.constraints import Constraint
 from llmforge.runtime.serving.scheduler import Scheduler
-from llmforge.runtime.serving.speculation import Payoff, PromptLookup, Speculation
+from llmforge.runtime.serving.speculation import PromptLookup, Speculation
 
-from ..small_engines import Received, sample_runner
+from ..small_engines import AlwaysPays, Received, sample_runner
 
 pytestmark = pytest.mark.xdist_group("sampling_engine")  # its fixtures take seconds: they are made once
 
@@ -50,7 +50,7 @@ def answers(runner: Runner, prompt: tuple[int, ...], *, speculate: bool) -> dict
         runner.session.allocate(8, runner.config.max_context),
         runner.samplers,
         EngineOptions(max_queue=0, prefix_cache_bytes=0),
-        speculation=Speculation(PromptLookup(), Payoff(always=True)) if speculate else None,
+        speculation=Speculation(PromptLookup(), AlwaysPays()) if speculate else None,
     )
     received = {name: Received() for name in SAMPLINGS}
     for name, sampling in SAMPLINGS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,13 @@ from llmforge.runtime.backends.session import Cache
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.prefix_cache import BLOCK
 from llmforge.runtime.serving.scheduler import Scheduler
-from llmforge.runtime.serving.speculation import Payoff, PromptLookup, Speculation
+from llmforge.runtime.serving.speculation import PromptLookup, Speculation
 from llmforge.trace import trace
 from llmforge.verification import probe
 
 from .. import zoo
 from ..checkpoints import write_tokenizer
-from ..small_engines import VOCABULARY, Received, prompt, small_runner
+from ..small_engines import VOCABULARY, AlwaysPays, Received, prompt, small_runner
 
 CHUNK = 16
 CAPACITY = 256
@@ -36,13 +37,12 @@ PLENTY = 1 << 20
 class Watched:
     """The small decoder, which notes every step as (past lengths, tokens a row); logits of `broken` prompts are NaN."""
 
-    def __init__(self, runner: Runner, buckets: tuple[int, ...] | None = None) -> None:
+    def __init__(self, runner: Runner, buckets: tuple[int, ...] = ()) -> None:
         self._session = runner.session
         self.vocabulary = self._session.vocabulary
-        self.no_reuse_reason: str | None = self._session.no_reuse_reason
+        self.signature = SimpleNamespace(no_reuse_reason=self._session.signature.no_reuse_reason, steady_from=2)
         self.allocate = self._session.allocate
         self.buckets = buckets
-        self.steady_from = 2
         self.longest_step: int | None = None
         self.notes: tuple[str, ...] = ()
         self.logits_array = self._session.logits_array
@@ -417,7 +417,7 @@ def test_what_went_wrong_with_a_text_is_not_kept_for_others(runner, watched, ans
 def test_what_is_read_behind_a_cached_beginning_has_the_kernels_that_it_has_without(
     runner, watched, answers, tokens, chunk, steady_from, cached
 ):
-    watched.steady_from = steady_from
+    watched.signature.steady_from = steady_from
     scheduled = scheduler(runner, watched, prefix_cache_bytes=PLENTY, step_tokens=CAPACITY, chunk=chunk)
     request = asks(tokens, 1, 2)
     for answer in answers[:2]:
@@ -469,7 +469,7 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     samplers = Samplers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
 
     def scheduled(slots: int, chunk: int) -> Scheduler[Cache]:
-        speculation = Speculation(PromptLookup(), Payoff(always=True))
+        speculation = Speculation(PromptLookup(), AlwaysPays())
         cache, options = session.allocate(slots, CAPACITY), EngineOptions(9, chunk, PLENTY)
         return Scheduler(session, cache, samplers, options, speculation=speculation, chunk=chunk)
 

@@ -18,11 +18,11 @@ from llmforge.runtime.backends.device import HostDevice
 from llmforge.runtime.serving.prefix_cache import BLOCK
 from llmforge.runtime.serving.scheduler import Scheduler
 from llmforge.runtime.serving.sequence import Sequence as Generated
-from llmforge.runtime.serving.speculation import Payoff, PromptLookup, Speculation
+from llmforge.runtime.serving.speculation import PromptLookup, Speculation
 from llmforge.runtime.serving.stats import EngineStats
 
 from ..recorder import Recorder
-from ..small_engines import Received, sample_runner
+from ..small_engines import AlwaysPays, Received, sample_runner
 
 pytestmark = pytest.mark.xdist_group("scheduler_together")  # its fixtures take seconds: they are made once
 
@@ -116,7 +116,7 @@ def serve(everybody: Sequence[Client], runner: Runner, backend: Any, speculation
 
 def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
     everybody = clients(texts, np.random.default_rng(7))
-    stats = serve(everybody, runner, runner.session, Speculation(PromptLookup(), Payoff(always=True)))
+    stats = serve(everybody, runner, runner.session, Speculation(PromptLookup(), AlwaysPays()))
     compared = 0
     for client in everybody:
         alone = "".join(chunk.text for chunk in runner.generate(client.request.prompt, client.request.sampling))

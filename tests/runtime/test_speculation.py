@@ -16,7 +16,7 @@ from llmforge.runtime.serving.speculation import DraftModel, Payoff, PromptLooku
 from llmforge.runtime.serving.stats import EngineStats
 
 from ..decoder_graph import decoder
-from ..small_engines import VOCABULARY, Received, prompt, small_runner
+from ..small_engines import VOCABULARY, AlwaysPays, Received, prompt, small_runner
 
 CAPACITY = 128
 
@@ -126,7 +126,7 @@ def test_answers_are_the_same_whatever_is_drafted(runner, wrong):
     plain, _ = answered(runner, REQUESTS, None)
     right = {request.prompt: answer.tokens for request, answer in zip(REQUESTS, plain, strict=True)}
     oracle = Oracle(right, wrong)
-    drafted, stats = answered(runner, REQUESTS, Speculation(oracle, Payoff(always=True)))
+    drafted, stats = answered(runner, REQUESTS, Speculation(oracle, AlwaysPays()))
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert [answer.text for answer in drafted] == [answer.text for answer in plain]
     assert [answer.reason for answer in drafted] == ["length"] * len(REQUESTS)
@@ -151,7 +151,7 @@ def test_drafts_change_no_token_of_a_constrained_answer(runner, options):
     request = Request(prompt(9, 1), Sampling(max_tokens=90, constraint=constraint, **options))
     (plain,), _ = answered(runner, [request], None)
     oracle = Oracle({request.prompt: plain.tokens}, 5)
-    (drafted,), stats = answered(runner, [request], Speculation(oracle, Payoff(always=True)))
+    (drafted,), stats = answered(runner, [request], Speculation(oracle, AlwaysPays()))
     assert drafted.tokens == plain.tokens
     assert 5 < stats.accepted_tokens < stats.drafted_tokens
 
@@ -162,12 +162,12 @@ def test_an_answer_that_ends_within_a_draft_ends_there(runner):
     stop = text[len(text) // 2 : len(text) // 2 + 4]
     request = Request(prompt(9, 1), Sampling(max_tokens=30, ignore_eos=True, stop=(stop,)))
     oracle = Oracle({request.prompt: plain.tokens}, 1000)
-    (drafted,), _ = answered(runner, [request], Speculation(oracle, Payoff(always=True)))
+    (drafted,), _ = answered(runner, [request], Speculation(oracle, AlwaysPays()))
     assert drafted.text == text[: text.index(stop)]
     assert drafted.reason == "stop"
     token = plain.tokens[len(plain.tokens) // 2]
     end = dataclasses.replace(request.sampling, stop=(), stop_token_ids=(token,))
-    (drafted,), _ = answered(runner, [Request(request.prompt, end)], Speculation(oracle, Payoff(always=True)))
+    (drafted,), _ = answered(runner, [Request(request.prompt, end)], Speculation(oracle, AlwaysPays()))
     assert drafted.tokens == plain.tokens[: plain.tokens.index(token)]
     assert drafted.reason == "stop"
 
@@ -176,7 +176,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(runner):
     draft = DraftModel(runner.session, VOCABULARY, 3, CAPACITY, 16)
     greedy = [request for request in REQUESTS if request.sampling.temperature == 0]
     plain, _ = answered(runner, greedy, None)
-    drafted, stats = answered(runner, greedy, Speculation(draft, Payoff(always=True), max_tokens=4))
+    drafted, stats = answered(runner, greedy, Speculation(draft, AlwaysPays(), max_tokens=4))
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert stats.drafted_tokens > 50
     assert stats.accepted_tokens == stats.drafted_tokens

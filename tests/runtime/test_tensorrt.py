@@ -31,7 +31,7 @@ from llmforge.runtime.backends.config import (
     RuntimeConfig,
     SessionOptions,
 )
-from llmforge.runtime.backends.device import require_cuda
+from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.loading import open_engine
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.backends.tensorrt import PlanSession
@@ -62,7 +62,7 @@ def config(**changes) -> RuntimeConfig:
             vocabulary=97,
             eos_token_ids=(1,),
             bos_token_id=None,
-            caches=Session(serialized(), SessionConfig(1)).caches,
+            caches=Session(serialized(), SessionConfig(1)).signature.caches,
             session=SessionOptions(None, True, {}),
             provider="tensorrt-rtx" if rtx else "tensorrt",
             device=DeviceFacts(89, 1 << 20),
@@ -162,7 +162,7 @@ def test_tensorrt_rtx_is_told_to_record_decode_steps_by_itself(bench):
     with pytest.raises(UnsupportedError, match="TensorRT-RTX records steps by itself and does not say which"):
         bench.load(rtx=True, graphs=GraphPlan("require", ()))
     bench.engine.contexts.clear()
-    assert bench.load(rtx=True, graphs=GraphPlan("off", ())).buckets is None
+    assert bench.load(rtx=True, graphs=GraphPlan("off", ())).buckets == ()
     assert [context.strategy for context in bench.engine.contexts] == ["disabled", "disabled"]
 
 
@@ -266,7 +266,7 @@ def test_no_device_is_said_before_a_plan_is_looked_at(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     for rtx in (False, True):
         try:
-            require_cuda()
+            CudaDevice()
         except EnvironmentLacks:
             with pytest.raises(EnvironmentLacks, match="needs a CUDA device"):
                 open_engine(tmp_path, config(rtx=rtx))
@@ -337,7 +337,7 @@ def test_a_plan_of_a_traced_model_decodes_like_the_engine_of_the_cpu(tiny_checkp
     (tmp_path / "model.plan").write_bytes(b"plan")
     monkeypatch.setitem(sys.modules, "tensorrt", fake_api(engine, rtx=False))
     vocabulary = reference.vocabulary
-    session = open_engine(tmp_path, config(vocabulary=vocabulary, caches=reference.caches))
+    session = open_engine(tmp_path, config(vocabulary=vocabulary, caches=reference.signature.caches))
     caches = [each.allocate(ROWS, CAPACITY) for each in (session, reference)]
     assert [each.reason for each in session.capture_results] == [None, None, None]
     for ids, past, (start, stop), rows in STEPS:

@@ -146,7 +146,7 @@ def test_the_runtime_reads_a_long_prompt_in_pieces_with_the_angles_of_a_long_tex
         vocabulary=session.vocabulary,
         eos_token_ids=(),
         bos_token_id=None,
-        caches=session.caches,
+        caches=session.signature.caches,
         session=SessionOptions(threads=1, optimize=False, entries={}),
     )
     tokenizer = runner.read_tokenizer(tmp_path / "tokenizer.json")

@@ -116,11 +116,11 @@ def test_passes_keep_what_the_model_computes(name: str, tmp_path: Path) -> None:
 def test_a_session_reuses_a_row_and_pads_without_touching_its_state(tmp_path: Path) -> None:
     model = traced("qwen3-5", tmp_path)
     session = served(model)
-    assert [(state.name, state.dims) for state in session.states] == [
+    assert [(state.name, state.dims) for state in session.signature.states] == [
         ("past_key_values.0.conv", (3, 80)),
         ("past_key_values.0.recurrent", (4, 8, 12)),
     ]
-    assert [cache.name for cache in session.caches] == ["past_key_values.1.key", "past_key_values.1.value"]
+    assert [cache.name for cache in session.signature.caches] == ["past_key_values.1.key", "past_key_values.1.value"]
     rng = np.random.default_rng(0)
     ids = rng.integers(3, zoo.VOCABULARY, (2, 6))
     cache = session.allocate(2, 16)

@@ -18,6 +18,7 @@ step gets the graph of the least class that its longest row fits into. Of ONNX R
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,7 @@ class DeviceSession(DeviceBackend):
         graphs: GraphPlan | None = None,
     ) -> None:
         self.device = device
-        self._buckets = tuple(buckets)
+        self.buckets = tuple(buckets)
         self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
         self._graphs_required = graphs is not None and graphs.mode == "require"
         where = str(model) if isinstance(model, Path) else "the model in memory"
@@ -100,7 +101,7 @@ class DeviceSession(DeviceBackend):
                 f"{where}: {', '.join(sorted(frozen))} is read on the host: a recorded step would keep its first value",
                 hint="engine.cuda_graphs: off",
             )
-        self._most_rows = most = max((1, *self._buckets, *(capture.batch for capture in self._captures)))
+        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
@@ -110,7 +111,6 @@ class DeviceSession(DeviceBackend):
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
         self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
         self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
-        self._run_options = {EAGER: _run_options(EAGER)}
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens, and capture steps over those that fit.
@@ -224,8 +224,7 @@ class DeviceSession(DeviceBackend):
         binding.bind_inputs(inputs)
         binding.bind_logits(logits if in_place else None, out.shape)
         self.device.synchronize()
-        options = self._run_options.setdefault(graph_id, _run_options(graph_id))
-        self._session.run_with_iobinding(binding.binding, options)  # returns when it is done
+        self._session.run_with_iobinding(binding.binding, _run_options(graph_id))  # returns when it is done
         if in_place:
             self.device.read(logits, 0, out)
         else:
@@ -234,16 +233,14 @@ class DeviceSession(DeviceBackend):
     def _capture(self, cache: DeviceCache) -> None:
         """Capture the planned steps over the rows of `cache`, in the order of the plan, and verify each."""
         graphs: dict[int, list[tuple[int, int]]] = {}
-        results = []
+        self.capture_results = ()
         for capture in self._captures:
             graph_id = self._last_id + capture.id
             result = self._verify_capture(capture, self._probe(capture, graph_id, cache.rows(0, capture.batch)))
             if result.reason is None:
                 graphs.setdefault(capture.batch, []).append((capture.length, graph_id))
-            results.append(result)
         self._last_id += max(capture.id for capture in self._captures)
         self._graphs[cache.memory] = {batch: sorted(found) for batch, found in graphs.items()}
-        self.capture_results = tuple(results)
 
     def _probe(self, capture: Capture, graph_id: int, cache: DeviceCache) -> ProbeStep:
         """Make what runs a probe's step over `cache`."""
@@ -301,6 +298,7 @@ class _Binding:
         self._logits = wanted
 
 
+@functools.cache
 def _run_options(graph_id: int) -> ort.RunOptions:
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))

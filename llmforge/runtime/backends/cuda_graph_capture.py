@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import VerificationError
 from llmforge.runtime.backends.config import Capture
 from llmforge.runtime.backends.interface import StepInputs
 
@@ -60,15 +59,6 @@ class CaptureResult:
         """Say what is not captured, and why."""
         rows, length = self.capture.batch, self.capture.length
         return f"decode steps of {rows} rows of up to {length} tokens are not recorded: {self.reason}"
-
-    def require(self) -> None:
-        """Return if it is captured.
-
-        Raises:
-            VerificationError: it is not.
-        """
-        if self.reason is not None:
-            raise VerificationError(self.note, hint="engine.cuda_graphs: allow runs them unrecorded")
 
 
 def verify_capture(

@@ -56,17 +56,9 @@ class Block:
 class Device(Protocol):
     """What a backend needs of a device. Calls take effect in their order; `read` and `synchronize` wait for them."""
 
-    @property
-    def kind(self) -> str:
-        """The device's name in ONNX Runtime: cuda or cpu."""
-
-    @property
-    def index(self) -> int:
-        """Which of the machine's devices of its kind this is."""
-
-    @property
-    def name(self) -> str:
-        """The product's name."""
+    kind: str  # the device's name in ONNX Runtime: cuda or cpu
+    index: int  # among the machine's devices of its kind
+    name: str  # of the product
 
     @property
     def sm(self) -> int | None:
@@ -213,21 +205,13 @@ class CudaDevice:
 
     def write(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         """Copy an array to the device; it must stay as it is until `synchronize`."""
-        self._move(
-            buffer.at(offset, values.nbytes),
-            _address(values),
-            values.nbytes,
-            self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice,
-        )
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._move(buffer.at(offset, values.nbytes), _address(values), values.nbytes, kind)
 
     def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         """Fill an array from the device."""
-        self._move(
-            _address(values),
-            buffer.at(offset, values.nbytes),
-            values.nbytes,
-            self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost,
-        )
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._move(_address(values), buffer.at(offset, values.nbytes), values.nbytes, kind)
         self.synchronize()
 
     def copy(self, target: Block, source: Block, width: int, height: int) -> None:
@@ -256,10 +240,9 @@ class CudaDevice:
         finally:
             ended = cuda.cudaStreamEndCapture(self._stream)
         captured = self._call(ended, "a recording")
-        _, nodes = self._call(cuda.cudaGraphGetNodes(captured), "a recording")
         executable = self._call(cuda.cudaGraphInstantiate(captured, 0), "a recording")
         self._call(cuda.cudaGraphDestroy(captured), "a recording")
-        graph = CudaGraph(executable, int(nodes))
+        graph = CudaGraph(executable)
         weakref.finalize(graph, cuda.cudaGraphExecDestroy, executable).atexit = False
         return graph
 
@@ -286,19 +269,9 @@ class CudaDevice:
 
 @dataclass(frozen=True, eq=False)
 class CudaGraph:
-    """Captured work; `nodes` counts its kernels and copies."""
+    """Captured work."""
 
     executable: Any
-    nodes: int
-
-
-def require_cuda(index: int = 0, extra: str = "cuda") -> CudaDevice:
-    """Reach the CUDA device `index`; `extra` of this package brings what is to run there.
-
-    Raises:
-        EnvironmentLacks: there is none here, or no way to reach it.
-    """
-    return CudaDevice(index, extra)
 
 
 def _bindings(install: str) -> Any:

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.errors import VerificationError
 from llmforge.runtime.backends.config import Capture
 from llmforge.runtime.backends.cuda_graph_capture import CaptureResult, ProbeStep, verify_capture
 from llmforge.runtime.backends.device import Device
@@ -30,12 +31,6 @@ class DeviceBackend(Backend[DeviceCache]):
     capture_results: tuple[CaptureResult, ...] = ()
     capture_failures: tuple[type[Exception], ...]
     _graphs_required: bool
-    _buckets: tuple[int, ...]
-
-    @property
-    def buckets(self) -> tuple[int, ...] | None:
-        """Batch sizes that decode steps are padded to; None: they run exactly the rows that they need."""
-        return self._buckets or None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -48,13 +43,14 @@ class DeviceBackend(Backend[DeviceCache]):
         return array
 
     def _verify_capture(self, capture: Capture, probe: ProbeStep) -> CaptureResult:
-        """Capture a step by running `probe`, and verify its replays.
+        """Capture a step by running `probe`, verify its replays, and keep the result in `capture_results`.
 
         Raises:
             VerificationError: a step that must be captured is not.
         """
         result = verify_capture(capture, probe, lambda: self.device.memory()[0], self.capture_failures)
+        self.capture_results += (result,)
         logger.info("%s", result)
-        if self._graphs_required:
-            result.require()
+        if self._graphs_required and result.reason is not None:
+            raise VerificationError(result.note, hint="engine.cuda_graphs: allow runs them unrecorded")
         return result

@@ -29,20 +29,18 @@ class BoundInput:
 
 
 class InputBuffers:
-    """Room for the inputs `names`, of at most `each_bytes`, of which those in `on_host` stay on the host."""
+    """Room for the inputs `names`, of at most `each_bytes`, of which those in `on_host` stay on the host.
+
+    The attribute `each_bytes` is what each has room for: that, rounded up to the alignment.
+    """
 
     def __init__(self, device: Device, names: Collection[str], on_host: Collection[str], each_bytes: int) -> None:
         self._device = device
         self._on_host = frozenset(on_host)
-        self._each = -(-each_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._offsets = {name: i * self._each for i, name in enumerate(names)}
-        self._staging = device.host((self._each * len(self._offsets),), "uint8")
+        self.each_bytes = -(-each_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._offsets = {name: i * self.each_bytes for i, name in enumerate(names)}
+        self._staging = device.host((self.each_bytes * len(self._offsets),), "uint8")
         self._buffer: Buffer = device.allocate(len(self._staging))
-
-    @property
-    def each_bytes(self) -> int:
-        """Room for one input."""
-        return self._each
 
     def upload(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, BoundInput]:
         """Bring `feeds` to their addresses in one copy, which `Device.synchronize` waits for.
@@ -52,8 +50,10 @@ class InputBuffers:
         """
         bound = {}
         for name, value in feeds.items():
-            if name not in self._offsets or value.nbytes > self._each:
-                raise ValueError(f"{name}, {value.nbytes} bytes; room for {self._each} each: {list(self._offsets)}")
+            if name not in self._offsets or value.nbytes > self.each_bytes:
+                raise ValueError(
+                    f"{name}, {value.nbytes} bytes; room for {self.each_bytes} each: {list(self._offsets)}"
+                )
             offset, on_host = self._offsets[name], name in self._on_host
             self._staging[offset : offset + value.nbytes] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             base = int(self._staging.ctypes.data) if on_host else self._buffer.address

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.ir import interface
-from llmforge.runtime.backends.signature import CacheInput, Signature, StateInput
+from llmforge.runtime.backends.signature import Signature
 
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
 
@@ -90,21 +90,17 @@ class Backend(ABC, Generic[C]):
     """A decoder that is driven step by step over caches of type `C`.
 
     A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens always
-    runs by itself.
+    runs by itself. `longest_step`: most tokens that a row may run in one step; None: any number, as far as memory
+    reaches.
     """
 
     rows_alone = False
+    longest_step: int | None = None
+    # Batch sizes that decode steps are padded to, ascending; none: they run exactly the rows that they need. A CUDA
+    # graph has fixed shapes, and a few of them must serve every number of rows. Where nothing is captured, as on CPUs,
+    # a row of padding costs as much as any other and gains nothing.
+    buckets: tuple[int, ...] = ()
     signature: Signature
-
-    @property
-    def caches(self) -> tuple[CacheInput, ...]:
-        """Its caches of keys and values."""
-        return self.signature.caches
-
-    @property
-    def states(self) -> tuple[StateInput, ...]:
-        """Its states of fixed size."""
-        return self.signature.states
 
     @property
     def vocabulary(self) -> int:
@@ -112,44 +108,17 @@ class Backend(ABC, Generic[C]):
         return self.signature.vocabulary
 
     @property
-    def buckets(self) -> tuple[int, ...] | None:
-        """Batch sizes that decode steps are padded to, ascending; None: they run exactly the rows that they need.
-
-        A CUDA graph has fixed shapes, and a few of them must serve every number of rows. Where nothing is captured, as
-        on CPUs, a row of padding costs as much as any other and gains nothing.
-        """
-        return None
-
-    @property
-    def steady_from(self) -> int:
-        """How many tokens of one row a step must have for the bits of each not to depend on how many there are.
-
-        Kernels for few tokens add in another order than those for many; a step of fewer tokens may differ by rounding.
-        """
-        return self.signature.steady_from
-
-    @property
-    def longest_step(self) -> int | None:
-        """Most tokens that a row may run in one step; None: any number, as far as memory reaches."""
-        return None
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What the decoder does without, though it was asked for, and why."""
         return ()
-
-    @property
-    def no_reuse_reason(self) -> str | None:
-        """Why tokens in a row of a cache can neither serve another text nor be taken back; None: they can."""
-        return self.signature.no_reuse_reason
 
     @abstractmethod
     def allocate(self, batch: int, capacity: int) -> C:
         """Reserve a cache; memory is taken as tokens reach it, where the device allows that."""
 
-    @abstractmethod
     def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
         """Make an array that `step` fills fastest as its `out`."""
+        return np.empty(shape, np.float32)
 
     @abstractmethod
     def _run(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import InputError, VersionMismatch
-from llmforge.runtime.backends import device as devices
 from llmforge.runtime.backends.config import DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
@@ -31,14 +30,14 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
             raise InputError(f"{folder / name} is missing")
     session = importlib.import_module(PROVIDERS[config.provider].session)
     opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
-    if (opened.vocabulary, set(opened.caches)) != (config.vocabulary, set(config.caches)):
+    if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} describes another model than {wanted[0]}: vocabulary or caches differ")
     return opened
 
 
 def _gpu(facts: DeviceFacts, index: int, extra: str) -> CudaDevice:
     """Reach the GPU, and hold it against what the engine wants: kernels were chosen, or compiled, for it."""
-    gpu = devices.require_cuda(index, extra=extra)  # extras are named like providers
+    gpu = CudaDevice(index, extra)  # extras are named like providers
     if gpu.sm != facts.sm:
         raise VersionMismatch(
             f"the engine was built for GPUs of compute capability {facts.sm / 10}, and {gpu.name} (device {index}) "

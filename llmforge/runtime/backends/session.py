@@ -37,8 +37,6 @@ CACHE_DTYPES = {key: element.name for key, element in CACHE_TYPES.items() if ele
 
 # Severity 3 = errors only: warning 2 tells at every load that `logits_rows`, an input with a default, is not constant.
 _LOG_ERRORS = 3
-_FP8 = "float8_e4m3fn"
-_ONNX_FP8 = 17  # onnx.TensorProto.FLOAT8E4M3FN
 LOAD_FAILURES = (
     ort_errors.EPFail,
     ort_errors.Fail,
@@ -131,13 +129,10 @@ class Session(Backend[Cache]):
         """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
-        buffers = {c.name: _reserve((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in self.caches}
-        buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in self.states}
+        caches, states = self.signature.caches, self.signature.states
+        buffers = {c.name: _reserve((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in caches}
+        buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in states}
         return Cache(batch, capacity, buffers)
-
-    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
-        """Make an array for `out` of `step`."""
-        return np.empty(shape, np.float32)
 
     def end_profile(self) -> Path:
         """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
@@ -155,11 +150,11 @@ class Session(Backend[Cache]):
     ) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
         feeds = StepInputs(ids, past_lengths, rows, lengths, text_lengths).feeds(self.signature)
-        values = self._session.run(list(names), {**feeds, **self._past(cache, past_lengths)})
+        past = grown(cache.buffers, past_lengths) if self.signature.growing else cache.buffers
+        values = self._session.run(list(names), {**feeds, **past})
         return dict(zip(names, values, strict=True))
 
     def _run(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32]) -> None:
-        """Run the graph on `inputs`; it gives exactly the logits of `out`."""
         if self.signature.growing:
             self._grow(inputs, cache, out)
             return
@@ -169,14 +164,10 @@ class Session(Backend[Cache]):
         in_place = self.signature.declared_rows in (None, out.shape[1])
         binding.run(inputs.feeds(self.signature), out, in_place=in_place)
 
-    def _past(self, cache: Cache, past_lengths: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
-        """Give the cache inputs: the buffers, or where caches grow each row's past at the end of the longest one's."""
-        return grown(cache.buffers, past_lengths) if self.signature.growing else cache.buffers
-
     def _grow(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32]) -> None:
         """Run one step over a past that is cut out of `cache`, and copy the tokens that it adds into `cache`."""
         names = [interface.LOGITS, *(interface.present_of(name) for name in cache.buffers)]
-        past = self._past(cache, inputs.past_lengths)
+        past = grown(cache.buffers, inputs.past_lengths)
         logits, *presents = self._session.run(names, {**inputs.feeds(self.signature), **past})
         out[...] = logits
         for buffer, present in zip(cache.buffers.values(), presents, strict=True):
@@ -188,9 +179,9 @@ def ort_value(array: NDArray[Any]) -> Any:
 
     numpy has no fp8: such an array has a dtype of another package, and goes over as bytes.
     """
-    if array.dtype.name != _FP8:
+    if array.dtype.name != "float8_e4m3fn":
         return ort.OrtValue.ortvalue_from_numpy(array)
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint8), _ONNX_FP8)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint8), ELEMENTS[array.dtype.name].onnx)
 
 
 def session_options(config: SessionConfig) -> ort.SessionOptions:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.ir import interface
@@ -69,20 +68,13 @@ class StateInput:
     dims: tuple[int, ...]
 
 
-class Argument(Protocol):
-    """One input or output of a graph, as ONNX Runtime describes it; `shape` has a number for a fixed dimension."""
+@dataclass(frozen=True)
+class Argument:
+    """One input or output of a graph, as ONNX Runtime's `NodeArg` describes it, which serves in its place."""
 
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def type(self) -> str:
-        """Its type: "tensor(float)"."""
-
-    @property
-    def shape(self) -> Sequence[int | str | None]:
-        """Its dimensions."""
+    name: str
+    type: str  # "tensor(float)"
+    shape: Sequence[int | str | None]  # a number for a fixed dimension
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,10 @@ class Signature:
 
     @property
     def steady_from(self) -> int:
-        """How many tokens of one row a step must have for the bits of each not to depend on how many there are."""
+        """How many tokens of one row a step must have for the bits of each not to depend on how many there are.
+
+        Kernels for few tokens add in another order than those for many; a step of fewer tokens may differ by rounding.
+        """
         own_kernels = interface.SEQLENS_K in self.inputs and interface.TOTAL_SEQUENCE_LENGTH not in self.inputs
         return _STEADY_FROM_OWN if own_kernels else _STEADY_FROM
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +25,19 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import interface
-from llmforge.runtime.backends import device_cache
+from llmforge.runtime.backends import device_cache, tensorrt_plan
 from llmforge.runtime.backends.config import Capture, RuntimeConfig
-from llmforge.runtime.backends.cuda_graph_capture import ONE, CaptureResult, ProbeStep, probe_inputs
+from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import StepInputs
 from llmforge.runtime.backends.signature import Signature
-from llmforge.runtime.backends.tensorrt_plan import (
-    Plan,
-    bucket_sizes,
-    check_caches,
-    check_profiles,
-    open_plan,
-    read_tensors,
-)
+from llmforge.runtime.backends.tensorrt_plan import Plan
 
-
-@dataclass(frozen=True, eq=False)
-class _CapturedStep:
-    """A captured decode step, with the context whose work it is."""
-
-    context: Any
-    graph: CudaGraph
+# A captured decode step, and the execution context whose work it is.
+_CapturedStep = tuple[CudaGraph, Any]
 
 
 class PlanSession(DeviceBackend):
@@ -69,15 +56,16 @@ class PlanSession(DeviceBackend):
     rows_alone = True  # the profile of prompts has one row
     capture_failures = (RuntimeError,)
     device: CudaDevice
+    longest_step: int  # tokens of the prefill profile
 
     def __init__(self, plan: Plan, config: RuntimeConfig, device: CudaDevice) -> None:
         self.device, self._plan = device, plan
-        inputs, outputs = read_tensors(plan)
+        inputs, outputs = tensorrt_plan.read_tensors(plan)
         self.signature = signature = Signature.of(inputs, outputs, plan.where)
-        check_caches(plan, inputs, config.max_context)
-        prefill, decode = check_profiles(plan, config)
+        tensorrt_plan.check_caches(plan, inputs, config.max_context)
+        prefill, decode = tensorrt_plan.check_profiles(plan, config)
         self._capacity = config.max_context
-        self._most_tokens = plan.facts.profiles[prefill].max_sequence
+        self.longest_step = longest = plan.facts.profiles[prefill].max_sequence
         self._most_rows = most_rows = plan.facts.profiles[decode].max_batch
         # TensorRT-RTX captures decode steps by itself, and does not tell.
         self._captures_itself = hasattr(plan.api, "CudaGraphStrategy")
@@ -88,7 +76,7 @@ class PlanSession(DeviceBackend):
                 hint="engine.cuda_graphs: allow",
             )
         self._graphs_required, self._captures = mode == "require", mode != "off"
-        self._buckets = (config.buckets or bucket_sizes(most_rows)) if self._captures else config.buckets
+        self.buckets = (config.buckets or tensorrt_plan.bucket_sizes(most_rows)) if self._captures else config.buckets
         self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
         host = plan.api.TensorLocation.HOST
         self._host_inputs = {name for name in self._input_names if plan.engine.get_tensor_location(name) == host}
@@ -97,15 +85,10 @@ class PlanSession(DeviceBackend):
         self._prefill = self._context(prefill, graphs=False)
         self._decode = self._context(decode, graphs=self._captures)
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most_rows * INPUT_BYTES)
-        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, self._most_tokens * INPUT_BYTES)
+        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, longest * INPUT_BYTES)
         self._decode_logits = device.allocate(most_rows * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)  # grows
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, _CapturedStep]] = weakref.WeakKeyDictionary()
-
-    @property
-    def longest_step(self) -> int:
-        """Most tokens that a row may run in one step: those of the prefill profile."""
-        return self._most_tokens
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; steps run over the plan's capacity alone.
@@ -125,16 +108,16 @@ class PlanSession(DeviceBackend):
                     f"{ALIGNMENT_BYTES}",
                     hint="build with another engine.max_context: a multiple of 128 always fits",
                 )
-        if self._captures and not self._captures_itself and batch >= self._buckets[-1]:
+        if self._captures and not self._captures_itself and batch >= self.buckets[-1]:
             self._capture(cache)
         return cache
 
     def _check(self, inputs: StepInputs, cache: DeviceCache) -> None:
         rows, tokens = len(inputs.ids), inputs.ids.shape[1]
-        if cache.capacity != self._capacity or tokens > self._most_tokens or rows > self._most_rows:
+        if cache.capacity != self._capacity or tokens > self.longest_step or rows > self._most_rows:
             raise ValueError(
                 f"ids {inputs.ids.shape} and a cache of {cache.capacity} tokens; the plan takes {self._most_rows} "
-                f"rows, {self._most_tokens} tokens of one, and caches of {self._capacity}"
+                f"rows, {self.longest_step} tokens of one, and caches of {self._capacity}"
             )
         super()._check(inputs, cache)
 
@@ -158,7 +141,6 @@ class PlanSession(DeviceBackend):
         return context
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
-        """Run the plan on `inputs`; it gives exactly the logits of `out`."""
         feeds = inputs.feeds(self.signature)
         batch, tokens = inputs.ids.shape
         if tokens > 1 or out.shape[1] > 1:
@@ -174,7 +156,7 @@ class PlanSession(DeviceBackend):
             self._bind(self._decode, bound, cache, self._decode_logits, out)
             self._enqueue(self._decode)
         else:
-            self.device.replay(captured.graph)
+            self.device.replay(captured[0])
         self.device.read(self._decode_logits, 0, out)
 
     def _bind(
@@ -211,14 +193,12 @@ class PlanSession(DeviceBackend):
     def _capture(self, cache: DeviceCache) -> None:
         """Capture decode steps over the rows of `cache`, the largest first, and verify each."""
         graphs: dict[int, _CapturedStep] = {}
-        results: list[CaptureResult] = []
-        for number, batch in enumerate(sorted(self._buckets, reverse=True), start=1):
+        self.capture_results = ()
+        for number, batch in enumerate(sorted(self.buckets, reverse=True), start=1):
             capture = Capture(number, batch, self._capacity)
-            results.append(self._verify_capture(capture, self._probe(capture, cache.rows(0, batch), graphs)))
-            if results[-1].reason is not None:
+            if self._verify_capture(capture, self._probe(capture, cache.rows(0, batch), graphs)).reason is not None:
                 graphs.pop(batch, None)
         self._graphs[cache.memory] = graphs
-        self.capture_results = tuple(results)
 
     def _probe(self, capture: Capture, cache: DeviceCache, graphs: dict[int, _CapturedStep]) -> ProbeStep:
         """Make what runs a probe's step over `cache`, and captures it into `graphs`."""
@@ -238,7 +218,7 @@ class PlanSession(DeviceBackend):
                     graphs[batch] = self._capture_step(inputs, cache, out)
                 if elsewhere:  # the captured address holds another token than the one that was asked for
                     upload(ONE)
-                self.device.replay(graphs[batch].graph)
+                self.device.replay(graphs[batch][0])
             self.device.read(self._decode_logits, 0, out)
             return out.copy()
 
@@ -251,10 +231,10 @@ class PlanSession(DeviceBackend):
         context = self._context(self._decode_profile, graphs=False)
         self._bind(context, inputs, cache, self._decode_logits, out)
         self._enqueue(context)
-        return _CapturedStep(context, self.device.capture(lambda: self._enqueue(context)))
+        return self.device.capture(lambda: self._enqueue(context)), context
 
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice) -> PlanSession:
     """Open the engine whose plan is `file` (llmforge.base.backends, Provider.session)."""
     assert config.plan is not None  # `RuntimeConfig.read` saw to it
-    return PlanSession(open_plan(file, config.plan), config, gpu)
+    return PlanSession(tensorrt_plan.open_plan(file, config.plan), config, gpu)

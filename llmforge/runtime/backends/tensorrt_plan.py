@@ -13,7 +13,8 @@ from typing import Any
 from llmforge.base import backends
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError, VersionMismatch
 from llmforge.ir import interface
-from llmforge.runtime.backends.config import PlanFacts, ProfileFacts, RuntimeConfig
+from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
+from llmforge.runtime.backends.signature import Argument
 
 # DataType of TensorRT → as ONNX Runtime spells it, which `Signature` reads.
 TYPES = {
@@ -27,15 +28,6 @@ TYPES = {
     "INT64": "tensor(int64)",
 }
 _REPEATED = 4  # messages of the library that an error repeats
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """An input or output of a plan, as `Signature` wants it described; None stands for an open dimension."""
-
-    name: str
-    type: str
-    shape: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -120,14 +112,14 @@ def _logger(api: Any, said: deque[str]) -> Any:
     return Logger()
 
 
-def read_tensors(plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
-    """List the inputs and the outputs of a plan.
+def read_tensors(plan: Plan) -> tuple[list[Argument], list[Argument]]:
+    """List the inputs and the outputs of a plan; None stands for an open dimension.
 
     Raises:
         UnsupportedError: one has a type that nothing here knows.
     """
-    inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
+    inputs: list[Argument] = []
+    outputs: list[Argument] = []
     for i in range(plan.engine.num_io_tensors):
         name = plan.engine.get_tensor_name(i)
         kind = plan.engine.get_tensor_dtype(name).name
@@ -135,7 +127,7 @@ def read_tensors(plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
             raise UnsupportedError(f"{plan.where}: {name} is {kind}; one of {', '.join(TYPES)}")
         shape = tuple(None if size < 0 else int(size) for size in plan.engine.get_tensor_shape(name))
         is_input = plan.engine.get_tensor_mode(name) == plan.api.TensorIOMode.INPUT
-        (inputs if is_input else outputs).append(Tensor(name, TYPES[kind], shape))
+        (inputs if is_input else outputs).append(Argument(name, TYPES[kind], shape))
     return inputs, outputs
 
 
@@ -153,8 +145,13 @@ def check_profiles(plan: Plan, config: RuntimeConfig) -> tuple[int, int]:
             "one for prefill and one for decode"
         )
     prefill, decode = names.index("prefill"), names.index("decode")
-    for at in (prefill, decode):
-        _check_reach(plan, at, profiles[at])
+    for at, profile in enumerate(profiles):
+        _, _, largest = plan.engine.get_tensor_profile_shape(interface.INPUT_IDS, at)
+        if tuple(largest) != (profile.max_batch, profile.max_sequence):
+            raise InputError(
+                f"{plan.where}: profile {profile.name} takes ids of up to {tuple(largest)}, and its artifact says "
+                f"{(profile.max_batch, profile.max_sequence)}"
+            )
     if profiles[decode].max_batch < config.max_batch:
         raise InputError(
             f"{plan.where} decodes {profiles[decode].max_batch} rows at once, and its artifact promises "
@@ -163,17 +160,7 @@ def check_profiles(plan: Plan, config: RuntimeConfig) -> tuple[int, int]:
     return prefill, decode
 
 
-def _check_reach(plan: Plan, index: int, facts: ProfileFacts) -> None:
-    """Hold the largest shape of the ids under a profile against what the artifact says of it."""
-    _, _, largest = plan.engine.get_tensor_profile_shape(interface.INPUT_IDS, index)
-    if tuple(largest) != (facts.max_batch, facts.max_sequence):
-        raise InputError(
-            f"{plan.where}: profile {facts.name} takes ids of up to {tuple(largest)}, and its artifact says "
-            f"{(facts.max_batch, facts.max_sequence)}"
-        )
-
-
-def check_caches(plan: Plan, inputs: Sequence[Tensor], capacity: int) -> None:
+def check_caches(plan: Plan, inputs: Sequence[Argument], capacity: int) -> None:
     """Return if every cache has `capacity` slots and is written in place.
 
     Raises:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmforge.base.errors import UsageError
-from llmforge.runtime.sampling.constraints import Constraint
+from llmforge.runtime.sampling.constraints import Constraint, Kind
 from llmforge.runtime.sampling.options import Sampling
 
 _SHOWN = 60  # characters of a wrong value
@@ -83,15 +83,12 @@ def _logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError as error:
-            raise _wrong(name, value, "a number") from error
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _wrong(name, value, "a number")
     try:
         return float(value)
+    except ValueError as error:
+        raise _wrong(name, value, "a number") from error
     except OverflowError as error:
         raise _wrong(name, value, "a number of 64 bits") from error
 
@@ -175,24 +172,11 @@ def _schema(name: str, value: Any) -> Constraint:
     return Constraint.json_schema(schema)
 
 
-def _regex(name: str, value: Any) -> Constraint:
+def _written(name: str, value: Any, kind: Kind, wanted: str) -> Constraint:
+    """Read a constraint that is a text."""
     if not isinstance(value, str):
-        raise _wrong(name, value, "a regular expression")
-    return Constraint("regex", value)
-
-
-def _grammar(name: str, value: Any) -> Constraint:
-    if not isinstance(value, str):
-        raise _wrong(name, value, "a grammar in Lark's syntax")
-    return Constraint("grammar", value)
-
-
-def _choice(name: str, value: Any) -> Constraint:
-    return Constraint.choice(_texts(name, _json(name, value)))
-
-
-def _json_object(name: str, value: Any) -> Constraint | None:
-    return Constraint.json_object() if _switch(name, value) else None
+        raise _wrong(name, value, wanted)
+    return Constraint(kind, value)
 
 
 def _response_format(name: str, value: Any) -> Constraint | None:
@@ -214,10 +198,10 @@ def _response_format(name: str, value: Any) -> Constraint | None:
 
 _STRUCTURES: Mapping[str, Callable[[str, Any], Constraint | None]] = {
     "json": _schema,
-    "json_object": _json_object,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
+    "json_object": lambda name, value: Constraint.json_object() if _switch(name, value) else None,
+    "regex": lambda name, value: _written(name, value, "regex", "a regular expression"),
+    "choice": lambda name, value: Constraint.choice(_texts(name, _json(name, value))),
+    "grammar": lambda name, value: _written(name, value, "grammar", "a grammar in Lark's syntax"),
 }
 
 

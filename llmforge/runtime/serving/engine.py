@@ -17,7 +17,7 @@ from llmforge.runtime.serving.request import Chunk, Receiver, Request
 from llmforge.runtime.serving.runner import Runner, load
 from llmforge.runtime.serving.scheduler import Scheduler
 from llmforge.runtime.serving.sequence import Sequence, Ticket
-from llmforge.runtime.serving.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
+from llmforge.runtime.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
 from llmforge.runtime.serving.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Engine:
             runner.session.allocate(runner.config.max_batch, runner.config.max_context),
             runner.samplers,
             options,
-            speculation=None if proposer is None else Speculation(proposer, Payoff()),
+            speculation=None if proposer is None else Speculation(proposer),
         )
         self._wake = threading.Condition()
         # Guarded by `_wake`: what callers hand to the thread, and what it tells them.
@@ -211,7 +211,7 @@ def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> P
         return PromptLookup() if options.speculation == "prompt-lookup" else None
     if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
         raise InputError("the draft artifact has another vocabulary: its tokens mean something else")
-    if draft.session.no_reuse_reason is not None:
-        raise UnsupportedError(f"the draft artifact cannot take guesses back: {draft.session.no_reuse_reason}")
+    if (reason := draft.session.signature.no_reuse_reason) is not None:
+        raise UnsupportedError(f"the draft artifact cannot take guesses back: {reason}")
     capacity = min(runner.config.max_context, draft.config.max_context)
     return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

@@ -27,11 +27,11 @@ BLOCK = 32
 
 @dataclass(eq=False)
 class _Block:
-    """One block; `row` is its place in the pool."""
+    """One block; `row` is its place in the pool, and it stands among its `siblings` under its key."""
 
     row: int
     key: bytes
-    parent: _Block | None
+    siblings: dict[bytes, _Block] = field(repr=False)
     children: dict[bytes, _Block] = field(default_factory=dict)
 
 
@@ -80,8 +80,8 @@ class PrefixCache(Generic[C]):
         for i in range(len(path), count):
             row_of_pool = self._free.pop() if self._free else self._evict()
             self._pool.copy(row_of_pool, 0, cache, row, i * BLOCK, BLOCK)
-            block = _Block(row_of_pool, _key(tokens, i), path[-1] if path else None)
-            self._children(block.parent)[block.key] = block
+            block = _Block(row_of_pool, _key(tokens, i), path[-1].children if path else self._roots)
+            block.siblings[block.key] = block
             self._lru[block] = None
             path.append(block)
         self._touch(path)
@@ -98,15 +98,14 @@ class PrefixCache(Generic[C]):
     def _path(self, tokens: Sequence[int], count: int) -> list[_Block]:
         """Follow the first `count` blocks of `tokens` as far as they are stored."""
         path: list[_Block] = []
+        children = self._roots
         for i in range(count):
-            block = self._children(path[-1] if path else None).get(_key(tokens, i))
+            block = children.get(_key(tokens, i))
             if block is None:
                 break
             path.append(block)
+            children = block.children
         return path
-
-    def _children(self, block: _Block | None) -> dict[bytes, _Block]:
-        return self._roots if block is None else block.children
 
     def _touch(self, path: Sequence[_Block]) -> None:
         """Make the blocks of `path` the most recently used ones, its first block the very last to go."""
@@ -117,7 +116,7 @@ class PrefixCache(Generic[C]):
         """Drop the least recently used block; return its row of the pool."""
         oldest, _ = self._lru.popitem(last=False)
         assert not oldest.children
-        del self._children(oldest.parent)[oldest.key]
+        del oldest.siblings[oldest.key]
         return oldest.row
 
 

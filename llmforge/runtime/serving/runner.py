@@ -125,9 +125,14 @@ class Runner:
             for prompt, sampling, chunks in zip(prompts, samplings, received, strict=True):
                 scheduler.add(Request(prompt, sampling, detokenize=False), chunks.append)
             while scheduler.step():
-                yield _step_output([[_chunk(item) for item in chunks] for chunks in received])
-                for chunks in received:
-                    chunks.clear()
+                # Each row received nothing, its token, or its last token and the reason.
+                rows = [[_chunk(item) for item in chunks] for chunks in received]
+                yield StepOutput(
+                    tuple(next((chunk.token_id for chunk in chunks), None) for chunks in rows),
+                    tuple(chunks[-1].finish_reason if chunks else None for chunks in rows),
+                )
+                for items in received:
+                    items.clear()
 
     def _scheduler(self, cache: Any) -> Scheduler[Any]:
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
@@ -141,7 +146,7 @@ class Runner:
         Where decode steps are padded to buckets, the rows of padding are taken, too, if they are free.
         """
         with self._lock:
-            padded = min((size for size in self.session.buckets or () if size >= wanted), default=wanted)
+            padded = min((size for size in self.session.buckets if size >= wanted), default=wanted)
             rows = padded if self._find_free(padded) is not None else wanted
             start = self._find_free(rows)
             if start is None:
@@ -200,10 +205,3 @@ def _chunk(item: Chunk | ForgeError) -> Chunk:
     if isinstance(item, ForgeError):
         raise item
     return item
-
-
-def _step_output(rows: Sequence[Sequence[Chunk]]) -> StepOutput:
-    """Say what a step gave from what each row received: nothing, its token, or its last token and the reason."""
-    tokens = (next((chunk.token_id for chunk in chunks), None) for chunks in rows)
-    reasons = (chunks[-1].finish_reason if chunks else None for chunks in rows)
-    return StepOutput(tuple(tokens), tuple(reasons))

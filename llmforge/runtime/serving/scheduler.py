@@ -59,7 +59,7 @@ class Scheduler(Generic[C]):
             `longest_step`.
         clock: seconds, from any origin.
 
-    A decoder whose tokens cannot be used again or taken back (`Backend.no_reuse_reason`) goes without prefix cache and
+    A decoder whose tokens cannot be used again or taken back (`no_reuse_reason`) goes without prefix cache and
     speculation, and `EngineStats.notes` says so.
 
     Raises:
@@ -83,7 +83,7 @@ class Scheduler(Generic[C]):
         self._options = options
         self._chunk = min(chunk, options.step_tokens, backend.longest_step or chunk)
         self._clock = clock
-        reason = backend.no_reuse_reason
+        reason = backend.signature.no_reuse_reason
         asked = {"prefix cache": options.prefix_cache_bytes, "speculation": speculation}
         without = tuple(f"no {name}: {reason}" for name, value in asked.items() if value and reason)
         self._notes = (*backend.notes, *without)
@@ -102,7 +102,7 @@ class Scheduler(Generic[C]):
         verified = backend.logits_array((1, most + 1, backend.vocabulary))
         self._verify_logits = [verified[:, : k + 1] for k in range(most + 1)]  # by drafted tokens
         self._idle_rows = 0
-        self._totals: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()  # of tokens, by the names of `EngineStats`
         self._decode_s = self._verify_s = 0.0
         self._steps: Counter[int] = Counter()
         self._finished: Counter[str] = Counter()
@@ -170,8 +170,9 @@ class Scheduler(Generic[C]):
     def stats(self) -> EngineStats:
         """Sum up what was done and what is going on."""
         running = [sequence for sequence in self._slots if sequence is not None]
-        totals, prefix_cache = self._totals, self._prefix_cache
+        prefix_cache = self._prefix_cache
         return EngineStats(
+            **self._totals,
             running=len(running),
             waiting=len(self._waiting),
             slots=self._cache.batch,
@@ -179,17 +180,8 @@ class Scheduler(Generic[C]):
             kv_tokens_capacity=self._cache.batch * self._cache.capacity,
             prefix_tokens_used=0 if prefix_cache is None else len(prefix_cache) * BLOCK,
             prefix_tokens_capacity=0 if prefix_cache is None else prefix_cache.capacity * BLOCK,
-            prompt_tokens=totals["prompt"],
-            prefill_tokens=totals["prefill"],
-            output_tokens=totals["output"],
-            prefix_query_tokens=totals["query"],
-            prefix_hit_tokens=totals["hit"],
-            drafted_tokens=totals["drafted"],
-            accepted_tokens=totals["accepted"],
             decode_s=self._decode_s,
-            decode_tokens=totals["decode"],
             judge_s=self._verify_s,
-            judge_tokens=totals["verify"],
             steps=dict(self._steps),
             finished=dict(self._finished),
             notes=self._notes,
@@ -257,8 +249,8 @@ class Scheduler(Generic[C]):
     def _decode_batch(self, batch: list[tuple[int, Sequence]]) -> None:
         """Run one token of each sequence of `batch`, which are in the order of their slots."""
         start = self._clock()
-        last, _ = batch[-1]
-        n = self._bucket(1 + last)
+        rows = 1 + batch[-1][0]
+        n = min((size for size in self._backend.buckets if rows <= size <= self._cache.batch), default=rows)
         for row, taken in enumerate(self._slots[:n]):
             # A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens
             # that it holds, where its next token will overwrite it.
@@ -275,14 +267,10 @@ class Scheduler(Generic[C]):
             self._sample(sequence, logits[slot, 0])
         seconds = self._clock() - start
         self._steps[n] += 1
-        self._totals["decode"] += len(batch)
+        self._totals["decode_tokens"] += len(batch)
         self._decode_s += seconds
         if self._speculation is not None:
             self._speculation.payoff.decoded(len(batch), seconds)
-
-    def _bucket(self, rows: int) -> int:
-        buckets = self._backend.buckets or ()
-        return min((size for size in buckets if rows <= size <= self._cache.batch), default=rows)
 
     def _verify(self, slot: int, sequence: Sequence, draft: list[int], start: float, speculation: Speculation) -> None:
         """Run the last token of `sequence` and `draft`, and sample tokens for as long as they are those drafted.
@@ -296,7 +284,7 @@ class Scheduler(Generic[C]):
         past_lengths, view = np.array([sequence.computed_tokens], np.int32), self._cache.rows(slot, slot + 1)
         (logits,) = self._backend.step(ids, past_lengths, view, np.arange(k + 1), out=self._verify_logits[k])
         sequence.drafted_tokens += k
-        self._totals["drafted"] += k
+        self._totals["drafted_tokens"] += k
         tokens = 0
         for row, drafted in zip(logits, [*draft, None], strict=True):
             sequence.computed_tokens += 1
@@ -306,7 +294,7 @@ class Scheduler(Generic[C]):
                 break
         self._store_blocks(sequence, slot)
         seconds = self._clock() - start
-        self._totals["verify"] += tokens
+        self._totals["judge_tokens"] += tokens
         self._verify_s += seconds
         speculation.payoff.verified(sequence, k, tokens, seconds)
         if sequence not in self._sequences:
@@ -332,14 +320,14 @@ class Scheduler(Generic[C]):
         """Take up the prompt of `sequence`, behind what the prefix cache has of it."""
         tokens = sequence.prompt_tokens
         sequence.started = self._clock()
-        self._totals["prompt"] += tokens
+        self._totals["prompt_tokens"] += tokens
         if self._prefix_cache is not None:
             cached = self._reusable_tokens(self._prefix_cache.find(sequence.tokens), tokens)
             sequence.computed_tokens = sequence.cached_tokens = cached
             self._prefix_cache.load(sequence.tokens[:cached], self._cache, slot)
             sequence.stored_blocks = cached // BLOCK
-            self._totals["query"] += tokens
-            self._totals["hit"] += cached
+            self._totals["prefix_query_tokens"] += tokens
+            self._totals["prefix_hit_tokens"] += cached
 
     def _reusable_tokens(self, cached: int, tokens: int) -> int:
         """Say how many tokens of a prompt of `tokens` to load, of which the first `cached` are in the prefix cache.
@@ -350,7 +338,7 @@ class Scheduler(Generic[C]):
         for start in range(min(cached, (tokens - 1) // BLOCK * BLOCK), 0, -BLOCK):
             begin = start // self._chunk * self._chunk
             end = min(begin + self._chunk, tokens)
-            if end - start >= min(end - begin, self._backend.steady_from):
+            if end - start >= min(end - begin, self._backend.signature.steady_from):
                 return start
         return 0
 
@@ -363,7 +351,7 @@ class Scheduler(Generic[C]):
             out=logits,
             text_lengths=np.array([sequence.prompt_tokens]),
         )
-        self._totals["prefill"] += end - start
+        self._totals["prefill_tokens"] += end - start
         sequence.computed_tokens = end
         self._store_blocks(sequence, slot)
         if end == sequence.prompt_tokens:
@@ -394,10 +382,10 @@ class Scheduler(Generic[C]):
             return False
         sequence.tokens.append(token)
         sequence.token_times.append(self._clock())
-        self._totals["output"] += 1
+        self._totals["output_tokens"] += 1
         if token == drafted:
             sequence.accepted_tokens += 1
-            self._totals["accepted"] += 1
+            self._totals["accepted_tokens"] += 1
         if sequence.sampler.is_stop(token):
             if not sequence.request.detokenize:  # who reads tokens wants this one, too
                 self._deliver(sequence, Chunk("", token, logprob=logprob))

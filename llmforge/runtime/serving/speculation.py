@@ -9,6 +9,7 @@ Lookup Decoding"); `DraftModel` asks a smaller model of the same vocabulary (Lev
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
@@ -81,7 +82,7 @@ class DraftModel(Generic[C]):
     """Drafts the most probable tokens of a smaller decoder, which keeps its own cache of each text.
 
     Args:
-        backend: the smaller decoder; its `no_reuse_reason` must be None, since drafted tokens are taken back.
+        backend: the smaller decoder; `Signature.no_reuse_reason` must be None, since drafted tokens are taken back.
         vocabulary: logits of the larger one. The two may be padded to different sizes; no token beyond either is used.
         rows: texts that it can follow at once; it has no drafts for others.
         capacity: tokens of the longest text.
@@ -89,8 +90,8 @@ class DraftModel(Generic[C]):
     """
 
     def __init__(self, backend: Backend[C], vocabulary: int, rows: int, capacity: int, chunk: int) -> None:
-        if backend.no_reuse_reason is not None:
-            raise ValueError(f"drafts of this model cannot be taken back: {backend.no_reuse_reason}")
+        if (reason := backend.signature.no_reuse_reason) is not None:
+            raise ValueError(f"drafts of this model cannot be taken back: {reason}")
         self._backend = backend
         self._vocabulary = min(vocabulary, backend.vocabulary)
         self._cache = backend.allocate(rows, capacity)
@@ -129,9 +130,8 @@ class DraftModel(Generic[C]):
         return int(self._backend.step(ids, np.array([past], np.int32), view)[0, 0, : self._vocabulary].argmax())
 
 
-def _window() -> deque[float]:
-    """Make what holds the last few values of something that is measured."""
-    return deque(maxlen=9)
+# Makes what holds the last few values of something that is measured.
+_window = functools.partial(deque[float], maxlen=9)
 
 
 class Payoff:
@@ -141,13 +141,12 @@ class Payoff:
     draft of `k` tokens takes `T(n - 1) + V(k)`, and gives `n - 1 + e` tokens, `e` those that a sequence got from a
     verification so far. Drafts are verified where that is more tokens a second. What is not known yet is measured:
     `T(n)` first, then a `V`; for another `k` the nearest one known stands in.
-    Sequences and machines change, so one time in `PROBE` the other way is taken. `always`: every draft is verified.
+    Sequences and machines change, so one time in `PROBE` the other way is taken.
     """
 
     PROBE = 32
 
-    def __init__(self, *, always: bool = False) -> None:
-        self._always = always
+    def __init__(self) -> None:
         # Medians tell these times: a step that the machine interrupted says nothing about the next one.
         self._decode_s: defaultdict[int, deque[float]] = defaultdict(_window)  # by sequences in the step
         self._verify_s: defaultdict[int, deque[float]] = defaultdict(_window)  # by drafted tokens
@@ -158,8 +157,6 @@ class Payoff:
 
     def pays(self, key: Hashable, drafted: int, rows: int) -> bool:
         """Say whether to verify `drafted` tokens of the sequence `key` apart from the `rows - 1` others that decode."""
-        if self._always:
-            return True
         if self._estimate(key, drafted, rows):
             return self._since_decoded < self.PROBE
         self._since_verified += 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Figures of an engine: what it does now, and totals since it started.
 
@@ -21,17 +21,17 @@ class EngineStats:
     kv_tokens_capacity: int
     prefix_tokens_used: int  # that the prefix cache holds
     prefix_tokens_capacity: int
-    prompt_tokens: int  # of requests whose prompt was taken up
-    prefill_tokens: int  # of them, those that ran through the model
-    output_tokens: int
-    prefix_query_tokens: int  # of prompts that were looked up
-    prefix_hit_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
+    prompt_tokens: int = 0  # of requests whose prompt was taken up
+    prefill_tokens: int = 0  # of them, those that ran through the model
+    output_tokens: int = 0
+    prefix_query_tokens: int = 0  # of prompts that were looked up
+    prefix_hit_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     decode_s: float
-    decode_tokens: int
+    decode_tokens: int = 0
     judge_s: float
-    judge_tokens: int
+    judge_tokens: int = 0
     steps: Mapping[int, int]  # decode steps by the rows that ran
     finished: Mapping[str, int]  # sequences by finish reason; "error" for those that failed
     notes: tuple[str, ...]  # what was asked for and is off, and why

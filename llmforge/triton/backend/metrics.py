@@ -56,11 +56,10 @@ class Metrics:
         self._metrics: dict[str, Any] = {}
         for name, (description, buckets) in HISTOGRAMS.items():
             self._add(name, description, pb_utils.MetricFamily.HISTOGRAM, buckets=buckets)
-        for name, (description, _) in COUNTERS.items():
-            self._add(name, description, pb_utils.MetricFamily.COUNTER)
+        for kind, metrics in ((pb_utils.MetricFamily.COUNTER, COUNTERS), (pb_utils.MetricFamily.GAUGE, GAUGES)):
+            for name, (description, _) in metrics.items():
+                self._add(name, description, kind)
         self._totals = {name: _Total(self._metrics[name]) for name in COUNTERS}
-        for name, (description, _) in GAUGES.items():
-            self._add(name, description, pb_utils.MetricFamily.GAUGE)
         self._families[ANSWERS] = pb_utils.MetricFamily(
             name=ANSWERS, description="Answers that ended, by reason", kind=pb_utils.MetricFamily.COUNTER
         )
@@ -70,15 +69,10 @@ class Metrics:
         self._thread = threading.Thread(target=self._run, name="llmforge-metrics")
         self._thread.start()
 
-    def first_token(self, seconds: float) -> None:
-        """Note the time to a first token."""
+    def token(self, seconds: float, first: bool) -> None:
+        """Note a token that came `seconds` after the one before it, or after the request if it is the first."""
         with self._lock:
-            self._times_s[TTFT].append(seconds)
-
-    def next_token(self, seconds: float) -> None:
-        """Note the time between two tokens."""
-        with self._lock:
-            self._times_s[ITL].append(seconds)
+            self._times_s[TTFT if first else ITL].append(seconds)
 
     def refused(self) -> None:
         """Note that a request was not taken on."""

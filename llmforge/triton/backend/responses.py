@@ -45,7 +45,7 @@ class ActiveRequest:
     ticket: Ticket | None = None
     chunks: list[Chunk] = field(default_factory=list)  # that no response holds yet
     output_tokens: int = 0  # in the responses so far
-    last_token: float | None = None  # when the last token was made
+    last_token: float | None = None  # when it was made
     ended: bool = False
 
 
@@ -129,17 +129,11 @@ class ResponseSender:
         else:
             active.chunks.append(what)
             if what.token_id is not None:
-                self._time(active, when)
+                before, active.last_token = active.last_token, when
+                self._metrics.token(when - (active.arrived if before is None else before), first=before is None)
         if not active.ended:
             self._active.add(active)
         return active
-
-    def _time(self, active: ActiveRequest, when: float) -> None:
-        if active.last_token is None:
-            self._metrics.first_token(when - active.arrived)
-        else:
-            self._metrics.next_token(when - active.last_token)
-        active.last_token = when
 
     def _send(self, active: ActiveRequest) -> None:
         """Send what is there of an output, if it is to be sent now."""
