@@ -165,9 +165,7 @@ class _Rewriting:
             value.type = ir.TensorType(self.dtype)
             return
         own = f"{name}.{self.suffix}"
-        beside = graph.initializer(self.model, own, derived.cast(tensor, self.dtype, own))
-        if sources := graph.sources(value):
-            graph.set_sources(beside, sources)
+        beside = graph.initializer(self.model, own, derived.cast(tensor, self.dtype, own), graph.sources(value))
         for node, index in readers:
             node.replace_input_with(index, beside)
 

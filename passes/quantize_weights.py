@@ -60,10 +60,11 @@ from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, methods, reordered, stack
+from llmforge.quantization import initializers, methods
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, rows, stack
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
-from llmforge.quantization.methods import Method
+from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, Statistics, WeightDemand
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
@@ -170,40 +171,30 @@ class _Rewriting:
             case Gather() as lookup:
                 self.embedding(lookup)
             case MatMul():
-                self.head(node) if node in self.on_rows else self.decoder(node)
+                self.product(node)
             case canonical.MoE() as layer:
                 self.experts(layer)
             case contrib.MoE():
                 raise _Skip("its experts were fused in fp32; quantize-weights must come before fuse-experts")
 
-    def decoder(self, node: ir.Node) -> None:
-        """Rewrite a linear layer of the decoder."""
-        layer = _layer(node)
+    def product(self, node: ir.Node) -> None:
+        """Rewrite a linear layer, or a head that has its own weight (a tied one goes with its embedding)."""
+        head, layer = node in self.on_rows, _layer(node)
         if layer is None:
+            if head and _reads_transposed_initializer(node):
+                raise _Skip("it is tied to the embedding, which stays")
             return
         k, n = _shape(layer.weight)
         _require_own(layer.weight)
         self._refuse_excluded(_names(layer.weight))
-        if node in self.routers:
+        if head:
+            matrix = initializers.quantized(layer.weight, _TABLES, self._embedding_grid(k))
+        elif node in self.routers:
             raise _Skip(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
-        matrix = self._matrix(layer.weight, n, k)
+        else:
+            matrix = self._matrix(layer.weight, n, k)
         self._multiply(layer, matrix, self._register(layer.weight, matrix))
-        self._note(node, f"{self.step.method}, {_summary(matrix)}")
-
-    def head(self, node: ir.Node) -> None:
-        """Rewrite a head that has its own weight (a tied one went with its embedding)."""
-        layer = _layer(node)
-        if layer is None:
-            if not _reads_transposed_initializer(node):
-                return
-            raise _Skip("it is tied to the embedding, which stays")
-        k, _ = _shape(layer.weight)
-        _require_own(layer.weight)
-        self._refuse_excluded(_names(layer.weight))
-        grid = self._embedding_grid(k)
-        matrix = initializers.quantized(layer.weight, _TABLES, grid)
-        self._multiply(layer, matrix, self._register(layer.weight, matrix))
-        self._note(node, f"head, {_TABLES.name}, {_summary(matrix)}")
+        self._note(node, f"{f'head, {_TABLES.name}' if head else self.step.method}, {_summary(matrix)}")
 
     def embedding(self, lookup: Gather) -> None:
         """Rewrite the embedding, and the head that is tied to it."""
@@ -212,9 +203,8 @@ class _Rewriting:
             return
         _, k = _shape(table)
         self._refuse_excluded(_names(table))
-        grid = self._embedding_grid(k)
+        matrix = initializers.quantized(table, _TABLES, self._embedding_grid(k), transposed=False)
         tied = _tied_head(table, lookup.node, self.on_rows)
-        matrix = initializers.quantized(table, _TABLES, grid, transposed=False)
         parts = self._register(table, matrix, flat=tied is None)
         self._gather(lookup, matrix, parts, tied is not None)
         self._note(lookup.node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
@@ -246,10 +236,10 @@ class _Rewriting:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
         if not self.step.chosen.demands:
             return initializers.quantized_experts(weight, order, self.step.chosen, grid)
-        count, k, n = (int(str(dim)) for dim in graph.dims(weight) or ())
+        count, k, n = graph.static(weight)
         calibrated = self._calibrated(_names(weight))
-        rows = (n * np.arange(count)[:, None] + order).reshape(-1)
-        return LazyMatrix(lambda: reordered(calibrated(), rows), count * n, k, grid)
+        order_of_all = (n * np.arange(count)[:, None] + order).reshape(-1)
+        return LazyMatrix(lambda: rows(calibrated(), order_of_all), count * n, k, grid)
 
     def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
         """Quantize the weight [K, N] of a linear layer."""
@@ -348,7 +338,7 @@ def _shape(weight: ir.Value) -> tuple[int, int]:
     dims = graph.dims(weight)
     if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
         raise _Skip(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
-    rows, columns = (int(str(dim)) for dim in dims)
+    rows, columns = graph.static(weight)
     return rows, columns
 
 

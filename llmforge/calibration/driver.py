@@ -22,6 +22,7 @@ from llmforge.calibration.store import LayerResult, Store, StoredMatrices
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import dequantize
 from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
 from llmforge.trace.export import weights as stored_weights
 from llmforge.trace.hooks import experts
@@ -162,7 +163,7 @@ def _calibrate_layer(
             for index, state in enumerate(states.original):
                 states.original[index] = layer.run(index, state)
             for name, matrix in linears.items():
-                layer.set_weight(name, quantization.dequantize(matrix))
+                layer.set_weight(name, dequantize(matrix))
     kv = None if found is None else found.kv
     if wants_ranges and kv is None:
         kv = _run_with_ranges(layer, states.current)

@@ -14,7 +14,7 @@ import torch
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
 from llmforge.checkpoint import Checkpoint
-from llmforge.quantization import Float32
+from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods import PLAIN
 from llmforge.trace.export.weights import Source, load
 from llmforge.trace.hooks.experts import marked

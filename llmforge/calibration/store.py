@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.quantization import Grid, Packed, QuantizedMatrix, pack, unpack
+from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, pack, unpack
 from llmforge.quantization.statistics import KvRange
 
 FOLDER = ".calibration"

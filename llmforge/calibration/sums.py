@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmforge.quantization.methods import InputStatistic, LayerInputs
+from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 
 # Σ aᵀ b over inputs x [tokens, K] and what was lost of them, x̃ - x: each statistic's a and b.
 _FACTORS: Mapping[InputStatistic, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {

@@ -26,7 +26,7 @@ from llmforge.ir.operators.standard import (
     Split,
 )
 from llmforge.native import layout
-from llmforge.quantization import Grid, unpack_bits
+from llmforge.quantization.grids import Grid, unpack_bits
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
 
@@ -45,18 +45,8 @@ def reason_against(layer: contrib.MatMulNBits) -> str | None:
         return "its activations stay fp32 (accuracy_level), and the kernel rounds them to int8"
     if layer.bits not in (4, 8):
         return f"weights of {layer.bits} bits; the kernel reads 4 or 8"
-    return _reason_against_grid(layer.K, layer.block_size) or _reason_against_operands(layer)
-
-
-def _reason_against_grid(k: int, block: int) -> str | None:
-    if block < layout.SMALLEST_BLOCK:
-        return f"blocks of {block}; the kernel wants {layout.SMALLEST_BLOCK} or more"
-    if k % block:
-        return f"blocks of {block} do not divide {k} columns"
-    return None
-
-
-def _reason_against_operands(layer: contrib.MatMulNBits) -> str | None:
+    if reason := _reason_against_grid(layer.K, layer.block_size):
+        return reason
     if layer.g_idx is not None:
         return "its columns are in another order (g_idx)"
     stored = (layer.b, layer.scales, layer.zero_points, layer.bias)
@@ -67,6 +57,14 @@ def _reason_against_operands(layer: contrib.MatMulNBits) -> str | None:
     floats = (layer.a, layer.scales, layer.bias)
     if any(value is not None and value.dtype != ir.DataType.FLOAT for value in floats):
         return "it does not compute in fp32"
+    return None
+
+
+def _reason_against_grid(k: int, block: int) -> str | None:
+    if block < layout.SMALLEST_BLOCK:
+        return f"blocks of {block}; the kernel wants {layout.SMALLEST_BLOCK} or more"
+    if k % block:
+        return f"blocks of {block} do not divide {k} columns"
     return None
 
 
@@ -165,10 +163,7 @@ class Rewriting:
             shape = ir.Shape([layout.groups(n), layout.group_bytes(k, grid)])
             name = str(codes.name).removesuffix(".codes") + ".groups"
             tensor = Derived(_arrangement(n, k, grid, gate_first), tensors, ir.DataType.UINT8, shape, name)
-            value = graph.initializer(self.model, name, tensor)
-            if names := graph.sources(codes):
-                graph.set_sources(value, names)
-            self._arranged[key] = value
+            self._arranged[key] = graph.initializer(self.model, name, tensor, graph.sources(codes))
         return self._arranged[key]
 
     def _source(self, value: ir.Value) -> tuple[ir.Value, Norm | None]:
@@ -179,7 +174,6 @@ class Rewriting:
             if norm is not None and len(rows.data.uses()) == 1:  # rows are selected from what the norm reads
                 rows.data = norm.input
                 return value, norm
-            return value, None
         norm = _norm(value)
         if norm is not None and self._only_layers_read(value):
             return norm.input, norm

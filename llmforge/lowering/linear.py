@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import onnx_ir as ir
@@ -106,13 +107,9 @@ def common_name(layers: Sequence[Linear], member: str) -> str:
 
     `a.q_proj.weight`, `a.k_proj.weight`, `a.v_proj.weight` with the member `qkv_proj` make `a.qkv_proj`.
     """
-    paths = [str(layer.weight.name).split(".") for layer in layers]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join([*shared, member])
+    levels = zip(*(str(layer.weight.name).split(".") for layer in layers), strict=False)
+    shared = takewhile(lambda parts: len(set(parts)) == 1, levels)
+    return ".".join([*(part for part, *_ in shared), member])
 
 
 def _describe(value: ir.Value, like: ir.Value, width: int, name: str) -> None:
@@ -126,7 +123,5 @@ def _stacked(values: Sequence[ir.Value], name: str, owner: ir.Graph) -> ir.Value
     """Register the initializers `values`, side by side along their last axis, as one lazy initializer."""
     tensors = [graph.tensor(value) for value in values]
     shape = ir.Shape([*graph.static(values[0])[:-1], sum(map(graph.width, values))])
-    stacked = graph.initializer(owner, name, Derived(side_by_side, tensors, tensors[0].dtype, shape, name))
-    if names := [source for value in values for source in graph.sources(value)]:
-        graph.set_sources(stacked, names)
-    return stacked
+    tensor = Derived(side_by_side, tensors, tensors[0].dtype, shape, name)
+    return graph.initializer(owner, name, tensor, [source for value in values for source in graph.sources(value)])
