@@ -66,13 +66,13 @@ class Skeleton:
             UnsupportedError: what a layer is called with, besides the hidden states, depends on the text.
         """
         entrance = self._entrance()
-        lookup = self._lookup(entrance)
+        layers, lookup = [entrance.get_submodule(prefix) for prefix in self.prefixes], self._lookup(entrance)
         by_length: dict[int, _WindowCalls] = {}
         calls: list[list[Call]] = [[] for _ in self.layers]
         states = []
         for ids in windows:
             with lookup:
-                called = _calls_of(entrance, self._layers_of(entrance), ids)
+                called = _calls_of(entrance, layers, ids)
             first = by_length.setdefault(len(ids), called)
             if not all(map(_same, first.calls, called.calls)):
                 raise UnsupportedError(
@@ -100,13 +100,15 @@ class Skeleton:
             names += [f"{prefix}.{local}.{name}" for local, module in marks for name in experts.matrices(module)]
         return names
 
-    def _layers_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        return [model.get_submodule(prefix) for prefix in self.prefixes]
-
     def _entrance(self) -> torch.nn.Module:
         """Return the model with the weights of what stands before the layers, but for a table that is looked up."""
-        table, state = self._table(), self.model.state_dict(keep_vars=True)
-        names = [name for name in self._entrance_names() if state[name] is not state.get(table)]
+        state = self.model.state_dict(keep_vars=True)
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        without = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+        without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
+        without.add(id(state.get(self._table())))
+        inside = tuple(f"{prefix}." for prefix in self.prefixes)
+        names = [name for name, held in state.items() if id(held) not in without and not name.startswith(inside)]
         return copy_with_weights(self.model, "", self.checkpoint, self.sources, names)
 
     def _table(self) -> str:
@@ -123,17 +125,6 @@ class Skeleton:
         if not (name := self._table()):
             return _Lookup(None, np.empty((0, 0)))
         return _Lookup(entrance.get_parameter(name), self.checkpoint.tensor(self.sources[name].tensors[0]).numpy())
-
-    def _entrance_names(self) -> list[str]:
-        inside = [f"{prefix}." for prefix in self.prefixes]
-        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        without = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-        without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
-        return [
-            name
-            for name, tensor in self.model.state_dict(keep_vars=True).items()
-            if id(tensor) not in without and not name.startswith(tuple(inside))
-        ]
 
 
 @dataclass(eq=False)
