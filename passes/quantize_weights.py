@@ -193,7 +193,7 @@ class _Rewriting:
             raise _Skip(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
         else:
             matrix = self._matrix(layer.weight, n, k)
-        self._multiply(layer, matrix, self._register(layer.weight, matrix))
+        self._multiply(layer, matrix, initializers.register(self.model, layer.weight, matrix))
         self._note(node, f"{f'head, {_TABLES.name}' if head else self.step.method}, {_summary(matrix)}")
 
     def embedding(self, lookup: Gather) -> None:
@@ -205,7 +205,7 @@ class _Rewriting:
         self._refuse_excluded(_names(table))
         matrix = initializers.quantized(table, _TABLES, self._embedding_grid(k), transposed=False)
         tied = _tied_head(table, lookup.node, self.on_rows)
-        parts = self._register(table, matrix, flat=tied is None)
+        parts = initializers.register(self.model, table, matrix, flat=tied is None)
         self._gather(lookup, matrix, parts, tied is not None)
         self._note(lookup.node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
         if tied is not None:
@@ -222,13 +222,11 @@ class _Rewriting:
             widths = f"{experts.hidden} and {experts.inner}"
             raise _Skip(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
         self._refuse_excluded(_names(layer.up) + _names(layer.down))
-        up = self._of_experts(layer.up, experts.order, grid)
-        down = self._of_experts(layer.down, np.arange(experts.hidden), grid)
-        parts = [
-            initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), experts=experts.count)
-            for weight, matrix in ((layer.up, up), (layer.down, down))
-        ]
-        moe_kernels.fuse_quantized(self.model, experts, parts[0], parts[1], self.step.accuracy_level)
+        up, down = (
+            initializers.register(self.model, weight, self._of_experts(weight, order, grid), experts=experts.count)
+            for weight, order in ((layer.up, experts.order), (layer.down, np.arange(experts.hidden)))
+        )
+        moe_kernels.fuse_quantized(self.model, experts, up, down, self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
         self._note(layer.node, f"{self.step.method}, {_grid(grid)}, {shape}")
 
@@ -266,9 +264,6 @@ class _Rewriting:
         if block_size < SMALLEST_BLOCK:
             raise _Skip(f"its {k} features are no multiple of {SMALLEST_BLOCK}, the smallest block")
         return Grid(self.step.embedding_bits, block_size, True)
-
-    def _register(self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False) -> PackedInitializers:
-        return initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), flat=flat)
 
     def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers) -> None:
         """Put MatMulNBits in the place of a linear layer."""
@@ -369,4 +364,4 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     product = MatMul.of(matmul)
     if product is None or product.w is not others[0].outputs[0]:
         raise _Skip(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
-    return linears.Linear(matmul, table, None, None)
+    return linears.Linear(matmul, table)

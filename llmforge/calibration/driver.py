@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,18 +28,6 @@ from llmforge.trace.export import weights as stored_weights
 from llmforge.trace.hooks import experts
 
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
-
-
-@dataclass
-class _States:
-    """Hidden states of every window, fp32 [1, tokens, hidden], in front of the same layer.
-
-    `original` are those of the checkpoint, `current` those that quantized layers made; the same list where no layer is
-    quantized.
-    """
-
-    original: list[torch.Tensor]
-    current: list[torch.Tensor]
 
 
 @torch.inference_mode()
@@ -78,17 +66,18 @@ def calibrate(
         raise DataError("calibration has no text")
     progress = progress or Silent()
     skeleton = Skeleton.build(checkpoint)
-    calls, entering = skeleton.enter([window.ids for window in windows])
+    # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
+    calls, original = skeleton.enter([window.ids for window in windows])
+    current = list(original) if weights else original
     store = Store(folder, _key(checkpoint, windows, demands, measured))
-    states = _States(entering, list(entering) if weights else entering)
     done: list[LayerResult] = []
     for index in range(len(skeleton.layers)):
         progress.advance(index, len(skeleton.layers))
         layer = skeleton.load(index, calls[index])
         found = store.load(index)
         ranges = KvRangeDemand() in demands and (measured is None or index in measured)
-        inputs = {} if found or InputRangeDemand() not in demands else _input_ranges(layer, states.original)
-        result = _calibrate_layer(layer, states, weights, ranges, found)
+        inputs = {} if found or InputRangeDemand() not in demands else _input_ranges(layer, original)
+        result = _calibrate_layer(layer, original, current, weights, ranges, found)
         done.append(result if found else store.save(index, replace(result, inputs=inputs)))
     progress.advance(len(skeleton.layers), len(skeleton.layers))
     return Statistics(
@@ -151,25 +140,30 @@ def _key(
 
 
 def _calibrate_layer(
-    layer: DecoderLayer, states: _States, weights: WeightDemand | None, wants_ranges: bool, found: LayerResult | None
+    layer: DecoderLayer,
+    original: list[torch.Tensor],
+    current: list[torch.Tensor],
+    weights: WeightDemand | None,
+    wants_ranges: bool,
+    found: LayerResult | None,
 ) -> LayerResult:
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears: dict[str, QuantizedMatrix] = {}
     if weights is not None:
         if found is None:
-            linears = quantize_layer(layer, states.original, states.current, weights)
+            linears = quantize_layer(layer, original, current, weights)
         else:
-            for index, state in enumerate(states.original):
-                states.original[index] = layer.run(index, state)
+            for index, state in enumerate(original):
+                original[index] = layer.run(index, state)
             for name, matrix in StoredMatrices(found.linears).items():
                 layer.set_weight(name, dequantize(matrix))
     kv = None
     if wants_ranges and found is None:
-        kv = _run_with_ranges(layer, states.current)
+        kv = _run_with_ranges(layer, current)
     else:
-        for index, state in enumerate(states.current):
-            states.current[index] = layer.run(index, state)
-    if not all(bool(torch.isfinite(state).all()) for state in states.current):
+        for index, state in enumerate(current):
+            current[index] = layer.run(index, state)
+    if not all(bool(torch.isfinite(state).all()) for state in current):
         raise DataError(
             f"{layer.name}: the calibration text makes NaN or infinite hidden states",
             hint="the checkpoint cannot be run in fp32 on this text; check its configuration",

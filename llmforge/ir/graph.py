@@ -158,9 +158,7 @@ def initializer(
         if existing.const_value is None or identity(existing.const_value) != identity(tensor):
             raise ValueError(f"initializer {name!r} exists with other content")
         return existing
-    value = ir.Value(
-        name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
+    value = ir.val(name, const_value=tensor)
     graph.register_initializer(value)
     if sources:
         set_sources(value, sources)

@@ -31,12 +31,7 @@ from llmforge.quantization.grids import Grid, unpack_bits
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
 
 
-class Norm(NamedTuple):
-    """RMSNormalization over the last axis: its input, its weights and its epsilon."""
-
-    input: ir.Value
-    weight: ir.Value
-    epsilon: float
+_Norm = RMSNormalization | SimplifiedLayerNormalization
 
 
 def reason_against(layer: contrib.MatMulNBits) -> str | None:
@@ -115,7 +110,7 @@ class Rewriting:
             "x": source,
             "weights": weights,
             "bias": bias,
-            "norm": norm.weight if norm else None,
+            "norm": norm.scale if norm else None,
             "residual": residual,
         }
         name = layer.name
@@ -166,17 +161,17 @@ class Rewriting:
             self._arranged[key] = graph.initializer(self.model, name, tensor, graph.sources(codes))
         return self._arranged[key]
 
-    def _source(self, value: ir.Value) -> tuple[ir.Value, Norm | None]:
+    def _source(self, value: ir.Value) -> tuple[ir.Value, _Norm | None]:
         """Find what the layer that reads `value` is to read: what is before a norm, where that goes into the layer."""
         rows = _selection(value.producer())
         if rows is not None and len(value.uses()) == 1:
             norm = _norm(rows.data)
             if norm is not None and len(rows.data.uses()) == 1:  # rows are selected from what the norm reads
-                rows.data = norm.input
+                rows.data = norm.x
                 return value, norm
         norm = _norm(value)
         if norm is not None and self._only_layers_read(value):
-            return norm.input, norm
+            return norm.x, norm
         return value, None
 
     def _only_layers_read(self, value: ir.Value) -> bool:
@@ -247,23 +242,21 @@ def _residual(value: ir.Value) -> tuple[ir.Value, ir.Value | None]:
     if add is None:
         return value, None
     other = add.b if add.a is value else add.a
-    if other.is_initializer():
-        return value, None
-    if other.dtype != ir.DataType.FLOAT or graph.dims(other) is None or graph.dims(other) != graph.dims(value):
-        return value, None
-    return add.output, other
+    alike = graph.dims(value) is not None and graph.dims(other) == graph.dims(value)
+    if alike and other.dtype == ir.DataType.FLOAT and not other.is_initializer():
+        return add.output, other
+    return value, None
 
 
-def _norm(value: ir.Value) -> Norm | None:
+def _norm(value: ir.Value) -> _Norm | None:
+    """Recognize an RMSNormalization over the last axis whose weights are an fp32 initializer."""
     norm = RMSNormalization.made(value) or SimplifiedLayerNormalization.made(value)
     if norm is None or value is not norm.output or norm.axis not in (-1, _rank(value) - 1):
         return None
-    weight = norm.scale
-    if not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT or len(graph.dims(weight) or ()) != 1:
+    weight, read = norm.scale, [output for output in norm.node.outputs[1:] if output.uses()]
+    if read or not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT or _rank(weight) != 1:
         return None
-    if any(output.uses() for output in norm.node.outputs[1:]):
-        return None
-    return Norm(norm.x, weight, norm.epsilon)
+    return norm
 
 
 def _selection(node: ir.Node | None) -> Gather | None:

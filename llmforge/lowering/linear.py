@@ -20,8 +20,8 @@ class Linear:
 
     matmul: ir.Node
     weight: ir.Value
-    add: ir.Node | None
-    bias: ir.Value | None
+    add: ir.Node | None = None
+    bias: ir.Value | None = None
 
     @property
     def input(self) -> ir.Value:
@@ -37,7 +37,7 @@ class Linear:
 def of(output: ir.Value) -> Linear | None:
     """Recognize the linear layer that makes `output`: `MatMul(x, W)`, or `Add` of that and a bias; else None."""
     if (matmul := MatMul.made(output)) is not None:
-        return Linear(matmul.node, matmul.w, None, None) if _is_initializer(matmul.w, 2) else None
+        return Linear(matmul.node, matmul.w) if _is_initializer(matmul.w, 2) else None
     if (add := Add.made(output)) is None:
         return None
     for product, bias in add.either_way:
@@ -51,7 +51,7 @@ def _is_initializer(value: ir.Value, rank: int) -> bool:
     return value.is_initializer() and len(graph.dims(value) or ()) == rank
 
 
-def reason_against(layers: Sequence[Linear], name: str) -> str | None:
+def _reason_against(layers: Sequence[Linear], name: str) -> str | None:
     """Say why `layers` cannot become one layer called `name`; None where they can."""
     if len({layer.input for layer in layers}) > 1:
         return f"they read different tensors: {', '.join(str(layer.input.name) for layer in layers)}"
@@ -73,12 +73,14 @@ def reason_against(layers: Sequence[Linear], name: str) -> str | None:
     return None
 
 
-def stack(layers: Sequence[Linear], name: str) -> None:
-    """Replace `layers`, against which there is no reason, by one MatMul, one Add where they have biases, and a Split.
+def stack(layers: Sequence[Linear], name: str) -> str | None:
+    """Replace `layers` by one MatMul, one Add where they have biases, and a Split; or say why that cannot be.
 
     With K input features and N₁, N₂, … output features, the weights [K, N₁], [K, N₂], … become `name`.weight
     [K, N₁ + N₂ + …] and the biases `name`.bias: lazy tensors, nothing is read. The outputs keep their names.
     """
+    if reason := _reason_against(layers, name):
+        return reason
     owner = graph.owner(layers[0].matmul)
     members = {layer.matmul for layer in layers}
     first = next(node for node in owner if node in members)
@@ -100,6 +102,7 @@ def stack(layers: Sequence[Linear], name: str) -> None:
         for value in (layer.weight, layer.bias):
             if value is not None and value.name is not None:
                 del owner.initializers[value.name]
+    return None
 
 
 def common_name(layers: Sequence[Linear], member: str) -> str:

@@ -36,7 +36,6 @@ from llmforge.ir.routing import never_negative
 from llmforge.quantization.initializers import PackedInitializers
 
 UNGATED = {"relu": "relu", "silu": "silu", "gelu_tanh": "gelu"}  # activation → activation_type
-_PREFIX = "moe"  # of the names of constants made here
 _TINY = np.float32(1e-30)  # its logarithm stands for that of 0: an infinite one makes NaN where all weights are 0
 
 
@@ -93,14 +92,11 @@ def fuse(model: ir.Model, experts: Experts) -> None:
     total = writer.add("ReduceSum", [layer.expert_weights, last], {"keepdims": 1}, name="total")
     logs = writer.add("Log", [writer.add("Max", [weights, writer.constant("tiny", _TINY)])])
     inputs = {
-        "input": layer.x,
         "router_probs": logs,
         "fc1_experts_weights": writer.rows(layer.up, experts.order),
         "fc2_experts_weights": writer.rows(layer.down, None),
-        "fc1_experts_bias": writer.up_bias(),
-        "fc2_experts_bias": layer.down_bias,
     }
-    y = writer.kernel(contrib.MoE, inputs, writer.attributes())
+    y = writer.kernel(contrib.MoE, inputs, {})
     alive = writer.add("Where", [writer.constant("always", np.bool_(True)), y, layer.x], name="keep")
     writer.finish(writer.add("Mul", [alive, total]))
 
@@ -118,18 +114,14 @@ def fuse_quantized(
         "expert_weight_bits": up.grid.bits,
         "block_size": up.grid.block_size,
         "accuracy_level": accuracy_level,
-        **writer.attributes(),
     }
     inputs = {
-        "input": experts.layer.x,
         "router_probs": weights,
         "fc1_experts_weights": up.codes,
         "fc1_scales": up.scales,
-        "fc1_experts_bias": writer.up_bias(),
         "fc1_zero_points": up.zero_points,
         "fc2_experts_weights": down.codes,
         "fc2_scales": down.scales,
-        "fc2_experts_bias": experts.layer.down_bias,
         "fc2_zero_points": down.zero_points,
         "router_weights": weights,
     }
@@ -154,7 +146,7 @@ class _KernelWriter:
         spread = self.add("ReduceSum", [placed, self.constant("top_k", [-2])], {"keepdims": 0})
         return self.add("Reshape", [spread, self.constant(f"tokens_of_{count}", [-1, count])])
 
-    def attributes(self) -> dict[str, g.Attribute]:
+    def _attributes(self) -> dict[str, g.Attribute]:
         """Say the activation, the gates and top_k."""
         layer = self.experts.layer
         if not layer.gated:
@@ -176,7 +168,7 @@ class _KernelWriter:
 
         return self._register(value, turned, (count, n, k))
 
-    def up_bias(self) -> ir.Value | None:
+    def _up_bias(self) -> ir.Value | None:
         """Register the biases of `up` in the order of the kernels, [E, 2·I or I]; None where there are none."""
         value, order = self.experts.layer.up_bias, self.experts.order
         if value is None or (order == np.arange(len(order))).all():
@@ -197,7 +189,7 @@ class _KernelWriter:
 
     def constant(self, name: str, value: list[int] | np.generic) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, list) else np.asarray(value)
-        own = f"{_PREFIX}.{name}"
+        own = f"moe.{name}"
         return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes
 
     def add(
@@ -217,9 +209,11 @@ class _KernelWriter:
     def kernel(
         self, operator: type[Operator], inputs: Mapping[str, ir.Value | None], attributes: Mapping[str, g.Attribute]
     ) -> ir.Value:
-        """Add the node of the kernel."""
+        """Add the node of the kernel, with what both kernels read besides `inputs`."""
         layer, name = self.experts.layer, f"{self.experts.layer.name}/{operator.op_type}"
-        output = operator.insert(layer.node, inputs, attributes, name=name).output
+        shared = {"input": layer.x, "fc1_experts_bias": self._up_bias(), "fc2_experts_bias": layer.down_bias}
+        attributes = {**attributes, **self._attributes()}
+        output = operator.insert(layer.node, {**shared, **inputs}, attributes, name=name).output
         output.name = name
         return output
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,13 +78,14 @@ def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method,
 
 
 def register(
-    owner: ir.Model, name: str, matrix: LazyMatrix, sources: Sequence[str], *, flat: bool = False, experts: int = 0
+    owner: ir.Model, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False, experts: int = 0
 ) -> PackedInitializers:
-    """Register the parts of `matrix` as `name`.codes, `name`.scales and, where there are any, `name`.zero_points.
+    """Register the parts of `matrix`, named after `weight`: .codes, .scales and, where there are any, .zero_points.
 
-    `sources` are the parameters that it comes from (docs/dialect.md, Provenance). Codes are [n, blocks, bytes of a
-    block]; `flat` makes them [n, bytes of a row], for GatherBlockQuantized. Where the matrix is those of `experts`, on
-    top of each other, each part gets an axis of experts in front: codes [experts, n / experts, bytes of a row].
+    Codes are [n, blocks, bytes of a block], and come from the parameters that `weight` comes from (docs/dialect.md,
+    Provenance); `flat` makes them [n, bytes of a row], for GatherBlockQuantized. Where the matrix is those of
+    `experts`, on top of each other, each part gets an axis of experts in front: codes [experts, n / experts, bytes of a
+    row].
 
     Raises:
         ValueError: an initializer has one of these names.
@@ -95,8 +96,8 @@ def register(
             shape = (shape[0], shape[1] * shape[2])
         if experts:
             shape = (experts, shape[0] // experts, *shape[1:])
-        tensor = _tensor(matrix, part, dtype, shape, f"{name}.{part}")
-        values[part] = graph.initializer(owner, f"{name}.{part}", tensor, sources if part == "codes" else ())
+        name, sources = f"{weight.name}.{part}", graph.sources(weight) if part == "codes" else []
+        values[part] = graph.initializer(owner, name, _tensor(matrix, part, dtype, shape, name), sources)
     return PackedInitializers(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
 
 
