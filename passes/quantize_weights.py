@@ -131,13 +131,8 @@ class QuantizeWeights(Pass):
             UnsupportedError: the target has no ONNX Runtime, whose operators these are.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
-        rewriting = _Rewriting(
-            self,
-            model,
-            context.statistics,
-            on_rows=logits_rows.readers(model),
-            routers={} if self.routers else routing.routers(model),
-        )
+        routers = {} if self.routers else routing.routers(model)
+        rewriting = _Rewriting(self, model, context.statistics, logits_rows.readers(model), routers)
         changes = rewriting.changes
         for tables in (True, False):  # the embedding first, with which a tied head goes
             for node in [node for node in model.graph if Gather.matches(node) is tables]:
@@ -236,8 +231,8 @@ class _Rewriting:
             return initializers.quantized_experts(weight, order, self.step.chosen, grid)
         count, k, n = graph.static(weight)
         calibrated = self._calibrated(_names(weight))
-        order_of_all = (n * np.arange(count)[:, None] + order).reshape(-1)
-        return LazyMatrix(lambda: rows(calibrated(), order_of_all), count * n, k, grid)
+        stacked = (n * np.arange(count)[:, None] + order).reshape(-1)
+        return LazyMatrix(lambda: rows(calibrated(), stacked), count * n, k, grid)
 
     def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
         """Quantize the weight [K, N] of a linear layer."""
