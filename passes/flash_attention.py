@@ -30,7 +30,6 @@ Numerics: the same sums in another order (the kernel works through the cache blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
@@ -79,7 +78,9 @@ class FlashAttention(Pass):
                 changes.skipped.append(Skipped(attention.name, reason))
                 continue
             operands = _unsplit(_fold_rotary(attention, changes))
-            changes.rewritten.append(Rewritten(attention.name, _summary(operands)))
+            packed = ", packed query, key and value" * (operands.key is None)
+            inside = ", rotary embedding inside" * (operands.cos is not None)
+            changes.rewritten.append(Rewritten(attention.name, f"GroupQueryAttention{packed}{inside}"))
             _lower(model, attention, operands)
         if changes:
             graph.drop_unused(model)
@@ -158,17 +159,8 @@ def _unsplit(operands: _Operands) -> _Operands:
     return operands._replace(query=split.x, key=None, value=None) if last else operands
 
 
-def _summary(operands: _Operands) -> str:
-    parts = [
-        "packed query, key and value" if operands.key is None else "",
-        "rotary embedding inside" if operands.cos is not None else "",
-    ]
-    return ", ".join(["GroupQueryAttention", *filter(None, parts)])
-
-
 def _lower(model: ir.Model, attention: canonical.Attention, operands: _Operands) -> None:
     """Put GroupQueryAttention in the place of `attention`."""
-    seqlens_k, total_sequence_length = _length_inputs(model, attention.past_lengths)
     attributes: dict[str, int | float] = {
         "num_heads": attention.num_heads,
         "kv_num_heads": attention.kv_num_heads,
@@ -190,8 +182,8 @@ def _lower(model: ir.Model, attention: canonical.Attention, operands: _Operands)
             "value": operands.value,
             "past_key": attention.past_key,
             "past_value": attention.past_value,
-            "seqlens_k": seqlens_k,
-            "total_sequence_length": total_sequence_length,
+            "seqlens_k": _length_input(model, interface.SEQLENS_K, attention.past_lengths.shape),
+            "total_sequence_length": _length_input(model, interface.TOTAL_SEQUENCE_LENGTH, ir.Shape([])),
             "cos_cache": operands.cos,
             "sin_cache": operands.sin,
             "head_sink": attention.sinks,
@@ -204,17 +196,10 @@ def _lower(model: ir.Model, attention: canonical.Attention, operands: _Operands)
     model.graph.remove(attention.node, safe=True)
 
 
-def _length_inputs(model: ir.Model, past_lengths: ir.Value) -> Sequence[ir.Value]:
-    """Return the graph inputs `seqlens_k` [batch] and `total_sequence_length` (scalar), new ones if there are none."""
-    inputs = {value.name: value for value in model.graph.inputs}
-    lengths = []
-    for name, shape in (
-        (interface.SEQLENS_K, past_lengths.shape),
-        (interface.TOTAL_SEQUENCE_LENGTH, ir.Shape([])),
-    ):
-        if name not in inputs:
-            value = ir.Value(name=name, shape=shape, type=ir.TensorType(ir.DataType.INT32))
-            model.graph.inputs.append(value)
-            inputs[name] = value
-        lengths.append(inputs[name])
-    return lengths
+def _length_input(model: ir.Model, name: str, shape: ir.Shape | None) -> ir.Value:
+    """Return the int32 graph input `name`, a new one if there is none."""
+    known = next((value for value in model.graph.inputs if value.name == name), None)
+    if known is not None:
+        return known
+    model.graph.inputs.append(ir.val(name, ir.DataType.INT32, shape))
+    return model.graph.inputs[-1]

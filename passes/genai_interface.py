@@ -115,11 +115,7 @@ def _read_attention_mask(model: ir.Model) -> ir.Value:
     """Replace the inputs `seqlens_k` and `total_sequence_length` by `attention_mask`, and return it."""
     inputs = {str(value.name): value for value in model.graph.inputs}
     batch, *_ = graph.dims(inputs[interface.INPUT_IDS]) or (None,)
-    mask = ir.Value(
-        name=interface.ATTENTION_MASK,
-        shape=ir.Shape([batch, interface.TOTAL_SEQUENCE_LENGTH]),
-        type=ir.TensorType(ir.DataType.INT64),
-    )
+    mask = ir.val(interface.ATTENTION_MASK, ir.DataType.INT64, [batch, interface.TOTAL_SEQUENCE_LENGTH])
     model.graph.inputs.append(mask)
     lengths = canonical.CacheLengths.insert(
         model.graph[0], {"attention_mask": mask}, outputs=len(_LENGTHS), name="cache_lengths"

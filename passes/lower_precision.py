@@ -13,9 +13,8 @@ com.microsoft::GroupQueryAttention, MatMulNBits, MoE and QMoE, whose scales foll
 compute matrix products, attention, experts, rotary embedding, norms (whose sums are fp32: `stash_type` 1), convolutions
 and what is pointwise between them.
 
-What stays in fp32, behind Casts, is listed in `lowering.precision`: routers, states of recurrent layers with their
-rates, softmax, exponentials and powers in plain operators, angles and scales made of positions, what is behind the head
-(soft caps of logits), and with `head: fp32` the head itself, its weight included.
+What stays in fp32, behind Casts, is listed in `lowering.precision`; with `head: fp32` the head does, too, its weight
+included.
 
 Comes after `fuse-norms`, `pack-qkv`, `pack-gate-up`, `flash-attention`, `quantize-weights`, `fuse-experts` and
 `quantize-kv-cache`, which read fp32 graphs. Refused where the target does not compute in the dtype.
@@ -73,12 +72,10 @@ class LowerPrecision(Pass):
         _require_dtype(context.target, self.dtype)
         dtype = _DTYPES[self.dtype]
         dtype_inference.complete(model)
-        changes = Changes()
         if (held := _half_of(model)) is not None:
             if held != dtype:
                 raise UnsupportedError(f"{self.name}: the graph computes in {held.name} already, not in {self.dtype}")
-            changes.skipped.append(Skipped(str(model.graph.name), f"it computes in {self.dtype} already"))
-            return changes
+            return Changes(skipped=[Skipped(str(model.graph.name), f"it computes in {self.dtype} already")])
         for node in model.graph:
             if operators.view(node).precision is Precision.NO_HALF:
                 raise UnsupportedError(
@@ -91,13 +88,12 @@ class LowerPrecision(Pass):
                     hint="put fuse-experts or quantize-weights in front",
                 )
         assignment = precision.assign(model, head_in_fp32=self.head == "fp32")
-        _Rewriting(model, dtype, assignment).run()
-        for node in assignment.half:
-            if operators.view(node).precision is Precision.HALF:
-                changes.rewritten.append(Rewritten(str(node.name), f"in {self.dtype}"))
-        changes.rewritten.sort(key=lambda change: change.node)
-        changes.skipped += [Skipped(str(node.name), reason) for node, reason in assignment.kept.items()]
-        return changes
+        _Rewriting(model, dtype, self.dtype, assignment).run()
+        work = [str(node.name) for node in assignment.half if operators.view(node).precision is Precision.HALF]
+        return Changes(
+            [Rewritten(name, f"in {self.dtype}") for name in sorted(work)],
+            [Skipped(str(node.name), reason) for node, reason in assignment.kept.items()],
+        )
 
 
 def _require_dtype(target: Target, dtype: Literal["fp16", "bf16"]) -> None:
@@ -126,12 +122,9 @@ class _Rewriting:
 
     model: ir.Model
     dtype: ir.DataType
+    suffix: str  # of what is made in that dtype
     assignment: precision.Assignment
     casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
-
-    @property
-    def suffix(self) -> str:
-        return next(name for name, dtype in _DTYPES.items() if dtype == self.dtype)
 
     def run(self) -> None:
         for value in self.model.graph.inputs:
@@ -165,9 +158,7 @@ class _Rewriting:
             value.type = ir.TensorType(self.dtype)
             return
         own = f"{name}.{self.suffix}"
-        beside = graph.initializer(self.model, own, derived.cast(tensor, self.dtype, own))
-        if sources := graph.sources(value):
-            graph.set_sources(beside, sources)
+        beside = graph.initializer(self.model, own, derived.cast(tensor, self.dtype, own), graph.sources(value))
         for node, index in readers:
             node.replace_input_with(index, beside)
 

@@ -89,11 +89,8 @@ class OptimumInterface(Pass):
 def _attention_mask(model: ir.Model) -> ir.Value:
     """Add the input `attention_mask` [batch, past + sequence]."""
     ids = graph.input_named(model, interface.INPUT_IDS)
-    mask = ir.Value(
-        name=interface.ATTENTION_MASK,
-        shape=ir.Shape([*(graph.dims(ids) or (None,))[:1], _PRESENT_SLOTS]),
-        type=ir.TensorType(ir.DataType.INT64),
-    )
+    batch, *_ = graph.dims(ids) or (None,)
+    mask = ir.val(interface.ATTENTION_MASK, ir.DataType.INT64, [batch, _PRESENT_SLOTS])
     model.graph.inputs.insert(1, mask)
     return mask
 

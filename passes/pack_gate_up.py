@@ -45,12 +45,10 @@ class PackGateUp(Pass):
                 changes.skipped.append(Skipped(product.name, f"{missing.name} does not come from a linear layer"))
                 continue
             name = linear.common_name([gate, up], "gate_up_proj")
-            reason = linear.reason_against([gate, up], name)
-            if reason is not None:
+            if reason := linear.stack([gate, up], name):
                 changes.skipped.append(Skipped(product.name, reason))
                 continue
             changes.rewritten.append(Rewritten(str(gate.matmul.name), f"gate and up are one product, {name}"))
-            linear.stack([gate, up], name)
         return changes
 
 

@@ -48,13 +48,11 @@ class PackQkv(Pass):
                 changes.skipped.append(Skipped(str(attention.name), layers))
                 continue
             name = linear.common_name(layers, "qkv_proj")
-            reason = linear.reason_against(layers, name)
-            if reason is not None:
+            if reason := linear.stack(layers, name):
                 changes.skipped.append(Skipped(str(attention.name), reason))
                 continue
             what = f"q, k and v of {attention.name} are one product, {name}"
             changes.rewritten.append(Rewritten(str(layers[0].matmul.name), what))
-            linear.stack(layers, name)
         return changes
 
 

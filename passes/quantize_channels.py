@@ -134,21 +134,14 @@ class QuantizeChannels(Pass):
     def _store(self, model: ir.Model, product: MatMul, weight: ir.Value, transposed: bool) -> None:
         """Let `product` multiply by dequantized codes of `weight`, [K, N], or [N, K] where `transposed`."""
         dtype, tensor = _DTYPES[self.dtype], graph.tensor(weight)
-        rows, columns = (int(dim) for dim in tensor.shape.numpy())
+        name, shape = f"{weight.name}.{self.dtype}", ir.Shape(graph.static(weight)[:: -1 if transposed else 1])
         if transposed:
-            rows, columns = columns, rows
-            shape = ir.Shape([rows, columns])
             tensor = Derived(swapped, [tensor], tensor.dtype, shape, f"{weight.name}.transposed")
-        name = f"{weight.name}.{self.dtype}"
-        codes, scales = (
-            graph.initializer(model, each, Derived(function, [tensor], kind, ir.Shape(shape), each))
-            for each, function, kind, shape in (
-                (name, channels.CODES[dtype], dtype, [rows, columns]),
-                (f"{name}.scales", channels.SCALES[dtype], ir.DataType.FLOAT, [columns]),
-            )
-        )
-        if (sources := graph.sources(weight)) and not transposed:  # a tied head's are those of the embedding
-            graph.set_sources(codes, sources)
+        sources = [] if transposed else graph.sources(weight)  # a tied head's are those of the embedding
+        rounded = Derived(channels.CODES[dtype], [tensor], dtype, shape, name)
+        codes = graph.initializer(model, name, rounded, sources)
+        steps = Derived(channels.SCALES[dtype], [tensor], ir.DataType.FLOAT, ir.Shape(shape[1:]), f"{name}.scales")
+        scales = graph.initializer(model, f"{name}.scales", steps)
         place = product.node
         [wide] = graph.insert(place, "DequantizeLinear", [codes, scales], {"axis": 1}, name=f"{product.name}/weight")
         wide.name, wide.type, wide.shape = f"{name}.dequantized", ir.TensorType(ir.DataType.FLOAT), codes.shape

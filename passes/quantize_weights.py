@@ -60,10 +60,11 @@ from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
 from llmforge.lowering import linear as linears
 from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix, initializers, methods, reordered, stack
+from llmforge.quantization import initializers, methods
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, rows, stack
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
-from llmforge.quantization.methods import Method
+from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, Statistics, WeightDemand
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
@@ -130,13 +131,8 @@ class QuantizeWeights(Pass):
             UnsupportedError: the target has no ONNX Runtime, whose operators these are.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
-        rewriting = _Rewriting(
-            self,
-            model,
-            context.statistics,
-            on_rows=logits_rows.readers(model),
-            routers={} if self.routers else routing.routers(model),
-        )
+        routers = {} if self.routers else routing.routers(model)
+        rewriting = _Rewriting(self, model, context.statistics, logits_rows.readers(model), routers)
         changes = rewriting.changes
         for tables in (True, False):  # the embedding first, with which a tied head goes
             for node in [node for node in model.graph if Gather.matches(node) is tables]:
@@ -170,40 +166,30 @@ class _Rewriting:
             case Gather() as lookup:
                 self.embedding(lookup)
             case MatMul():
-                self.head(node) if node in self.on_rows else self.decoder(node)
+                self.product(node)
             case canonical.MoE() as layer:
                 self.experts(layer)
             case contrib.MoE():
                 raise _Skip("its experts were fused in fp32; quantize-weights must come before fuse-experts")
 
-    def decoder(self, node: ir.Node) -> None:
-        """Rewrite a linear layer of the decoder."""
-        layer = _layer(node)
+    def product(self, node: ir.Node) -> None:
+        """Rewrite a linear layer, or a head that has its own weight (a tied one goes with its embedding)."""
+        head, layer = node in self.on_rows, _layer(node)
         if layer is None:
+            if head and _reads_transposed_initializer(node):
+                raise _Skip("it is tied to the embedding, which stays")
             return
         k, n = _shape(layer.weight)
         _require_own(layer.weight)
         self._refuse_excluded(_names(layer.weight))
-        if node in self.routers:
+        if head:
+            matrix = initializers.quantized(layer.weight, _TABLES, self._embedding_grid(k))
+        elif node in self.routers:
             raise _Skip(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
-        matrix = self._matrix(layer.weight, n, k)
-        self._multiply(layer, matrix, self._register(layer.weight, matrix))
-        self._note(node, f"{self.step.method}, {_summary(matrix)}")
-
-    def head(self, node: ir.Node) -> None:
-        """Rewrite a head that has its own weight (a tied one went with its embedding)."""
-        layer = _layer(node)
-        if layer is None:
-            if not _reads_transposed_initializer(node):
-                return
-            raise _Skip("it is tied to the embedding, which stays")
-        k, _ = _shape(layer.weight)
-        _require_own(layer.weight)
-        self._refuse_excluded(_names(layer.weight))
-        grid = self._embedding_grid(k)
-        matrix = initializers.quantized(layer.weight, _TABLES, grid)
-        self._multiply(layer, matrix, self._register(layer.weight, matrix))
-        self._note(node, f"head, {_TABLES.name}, {_summary(matrix)}")
+        else:
+            matrix = self._matrix(layer.weight, n, k)
+        self._multiply(layer, matrix, initializers.register(self.model, layer.weight, matrix))
+        self._note(node, f"{f'head, {_TABLES.name}' if head else self.step.method}, {_summary(matrix)}")
 
     def embedding(self, lookup: Gather) -> None:
         """Rewrite the embedding, and the head that is tied to it."""
@@ -212,10 +198,9 @@ class _Rewriting:
             return
         _, k = _shape(table)
         self._refuse_excluded(_names(table))
-        grid = self._embedding_grid(k)
+        matrix = initializers.quantized(table, _TABLES, self._embedding_grid(k), transposed=False)
         tied = _tied_head(table, lookup.node, self.on_rows)
-        matrix = initializers.quantized(table, _TABLES, grid, transposed=False)
-        parts = self._register(table, matrix, flat=tied is None)
+        parts = initializers.register(self.model, table, matrix, flat=tied is None)
         self._gather(lookup, matrix, parts, tied is not None)
         self._note(lookup.node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
         if tied is not None:
@@ -232,13 +217,11 @@ class _Rewriting:
             widths = f"{experts.hidden} and {experts.inner}"
             raise _Skip(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
         self._refuse_excluded(_names(layer.up) + _names(layer.down))
-        up = self._of_experts(layer.up, experts.order, grid)
-        down = self._of_experts(layer.down, np.arange(experts.hidden), grid)
-        parts = [
-            initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), experts=experts.count)
-            for weight, matrix in ((layer.up, up), (layer.down, down))
-        ]
-        moe_kernels.fuse_quantized(self.model, experts, parts[0], parts[1], self.step.accuracy_level)
+        up, down = (
+            initializers.register(self.model, weight, self._of_experts(weight, order, grid), experts=experts.count)
+            for weight, order in ((layer.up, experts.order), (layer.down, np.arange(experts.hidden)))
+        )
+        moe_kernels.fuse_quantized(self.model, experts, up, down, self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
         self._note(layer.node, f"{self.step.method}, {_grid(grid)}, {shape}")
 
@@ -246,10 +229,10 @@ class _Rewriting:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
         if not self.step.chosen.demands:
             return initializers.quantized_experts(weight, order, self.step.chosen, grid)
-        count, k, n = (int(str(dim)) for dim in graph.dims(weight) or ())
+        count, k, n = graph.static(weight)
         calibrated = self._calibrated(_names(weight))
-        rows = (n * np.arange(count)[:, None] + order).reshape(-1)
-        return LazyMatrix(lambda: reordered(calibrated(), rows), count * n, k, grid)
+        stacked = (n * np.arange(count)[:, None] + order).reshape(-1)
+        return LazyMatrix(lambda: rows(calibrated(), stacked), count * n, k, grid)
 
     def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
         """Quantize the weight [K, N] of a linear layer."""
@@ -276,9 +259,6 @@ class _Rewriting:
         if block_size < SMALLEST_BLOCK:
             raise _Skip(f"its {k} features are no multiple of {SMALLEST_BLOCK}, the smallest block")
         return Grid(self.step.embedding_bits, block_size, True)
-
-    def _register(self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False) -> PackedInitializers:
-        return initializers.register(self.model, str(weight.name), matrix, graph.sources(weight), flat=flat)
 
     def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers) -> None:
         """Put MatMulNBits in the place of a linear layer."""
@@ -348,7 +328,7 @@ def _shape(weight: ir.Value) -> tuple[int, int]:
     dims = graph.dims(weight)
     if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
         raise _Skip(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
-    rows, columns = (int(str(dim)) for dim in dims)
+    rows, columns = graph.static(weight)
     return rows, columns
 
 
@@ -379,4 +359,4 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     product = MatMul.of(matmul)
     if product is None or product.w is not others[0].outputs[0]:
         raise _Skip(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
-    return linears.Linear(matmul, table, None, None)
+    return linears.Linear(matmul, table)

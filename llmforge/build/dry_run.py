@@ -20,7 +20,7 @@ from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
-from llmforge.quantization import SMALLEST_BLOCK, Grid, QuantizedMatrix
+from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target

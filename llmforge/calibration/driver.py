@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,23 +22,12 @@ from llmforge.calibration.store import LayerResult, Store, StoredMatrices
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import QuantizedMatrix, dequantize
 from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
 from llmforge.trace.export import weights as stored_weights
 from llmforge.trace.hooks import experts
 
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
-
-
-@dataclass
-class _States:
-    """Hidden states of every window, fp32 [1, tokens, hidden], in front of the same layer.
-
-    `original` are those of the checkpoint, `current` those that quantized layers made; the same list where no layer is
-    quantized.
-    """
-
-    original: list[torch.Tensor]
-    current: list[torch.Tensor]
 
 
 @torch.inference_mode()
@@ -71,30 +60,30 @@ def calibrate(
             that is always 0.
         UnsupportedError: the architecture cannot be run layer by layer; two demands contradict each other.
     """
-    weights, wants_ranges = _required(demands)
-    wants_inputs = any(isinstance(demand, InputRangeDemand) for demand in demands)
+    weights = _weight_demand(demands)
     measured = None if caches is None else {layer for layer, parts in caches.items() if "key" in parts}
     if not windows:
         raise DataError("calibration has no text")
     progress = progress or Silent()
     skeleton = Skeleton.build(checkpoint)
-    calls, entering = skeleton.enter([window.ids for window in windows])
-    store = Store.open(folder, _key(checkpoint, windows, demands, measured))
-    states = _States(entering, list(entering) if weights else entering)
+    # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
+    calls, original = skeleton.enter([window.ids for window in windows])
+    current = list(original) if weights else original
+    store = Store(folder, _key(checkpoint, windows, demands, measured))
     done: list[LayerResult] = []
     for index in range(len(skeleton.layers)):
         progress.advance(index, len(skeleton.layers))
         layer = skeleton.load(index, calls[index])
         found = store.load(index)
-        ranges = wants_ranges and (measured is None or index in measured)
-        inputs = found.inputs if found else _input_ranges(layer, states.original) if wants_inputs else {}
-        result = replace(_calibrate_layer(layer, states, weights, ranges, found), inputs=inputs)
-        done.append(result if found else store.save(index, result))
+        ranges = KvRangeDemand() in demands and (measured is None or index in measured)
+        inputs = {} if found or InputRangeDemand() not in demands else _input_ranges(layer, original)
+        result = _calibrate_layer(layer, original, current, weights, ranges, found)
+        done.append(result if found else store.save(index, replace(result, inputs=inputs)))
     progress.advance(len(skeleton.layers), len(skeleton.layers))
     return Statistics(
         samples=len(windows),
         tokens=sum(len(window.ids) for window in windows),
-        linears=StoredMatrices(done),
+        linears=StoredMatrices(dict(item for result in done for item in result.linears.items())),
         kv={index: result.kv for index, result in enumerate(done) if result.kv is not None},
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
     )
@@ -106,9 +95,9 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
     Raises:
         UnsupportedError: as far as that can be known without weights, calibration cannot serve `demands`.
     """
-    weights, wants_ranges = _required(demands)
+    weights = _weight_demand(demands)
     for layer, parts in caches.items():
-        if wants_ranges and "key" in parts and len(parts) > 2:
+        if KvRangeDemand() in demands and "key" in parts and len(parts) > 2:
             others = ", ".join(sorted(set(parts) - {"key", "value"}))
             raise UnsupportedError(
                 f"{checkpoint.path}: the ranges of keys and values cannot be calibrated: layer {layer} caches {others} "
@@ -121,8 +110,8 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
     return frozenset(name for name in names if not exclusion([name], weights.exclude))
 
 
-def _required(demands: Sequence[Demand]) -> tuple[WeightDemand | None, bool]:
-    """Return the one demand for weights, and whether ranges of keys and values are wanted."""
+def _weight_demand(demands: Sequence[Demand]) -> WeightDemand | None:
+    """Return the one demand for weights; None where there is none."""
     weights = list(dict.fromkeys(demand for demand in demands if isinstance(demand, WeightDemand)))
     if len(weights) > 1:
         raise UnsupportedError(
@@ -130,7 +119,7 @@ def _required(demands: Sequence[Demand]) -> tuple[WeightDemand | None, bool]:
             + "; ".join(str(demand) for demand in weights),
             hint="keep one of them",
         )
-    return (weights[0] if weights else None), any(isinstance(demand, KvRangeDemand) for demand in demands)
+    return weights[0] if weights else None
 
 
 def _key(
@@ -151,30 +140,35 @@ def _key(
 
 
 def _calibrate_layer(
-    layer: DecoderLayer, states: _States, weights: WeightDemand | None, wants_ranges: bool, found: LayerResult | None
+    layer: DecoderLayer,
+    original: list[torch.Tensor],
+    current: list[torch.Tensor],
+    weights: WeightDemand | None,
+    wants_ranges: bool,
+    found: LayerResult | None,
 ) -> LayerResult:
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
-    linears = {} if found is None else dict(found.linears)
+    linears: dict[str, QuantizedMatrix] = {}
     if weights is not None:
         if found is None:
-            linears = quantize_layer(layer, states.original, states.current, weights)
+            linears = quantize_layer(layer, original, current, weights)
         else:
-            for index, state in enumerate(states.original):
-                states.original[index] = layer.run(index, state)
-            for name, matrix in linears.items():
-                layer.set_weight(name, quantization.dequantize(matrix))
-    kv = None if found is None else found.kv
-    if wants_ranges and kv is None:
-        kv = _run_with_ranges(layer, states.current)
+            for index, state in enumerate(original):
+                original[index] = layer.run(index, state)
+            for name, matrix in StoredMatrices(found.linears).items():
+                layer.set_weight(name, dequantize(matrix))
+    kv = None
+    if wants_ranges and found is None:
+        kv = _run_with_ranges(layer, current)
     else:
-        for index, state in enumerate(states.current):
-            states.current[index] = layer.run(index, state)
-    if not all(bool(torch.isfinite(state).all()) for state in states.current):
+        for index, state in enumerate(current):
+            current[index] = layer.run(index, state)
+    if not all(bool(torch.isfinite(state).all()) for state in current):
         raise DataError(
             f"{layer.name}: the calibration text makes NaN or infinite hidden states",
             hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
         )
-    return LayerResult(linears, kv)
+    return found or LayerResult(linears, kv)
 
 
 def _input_ranges(layer: DecoderLayer, states: Sequence[torch.Tensor]) -> dict[str, float]:

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from llmforge import quantization
 from llmforge.calibration.sums import InputSums
-from llmforge.quantization import Float32, Grid, QuantizedMatrix
-from llmforge.quantization.methods import Method
+from llmforge.quantization import grids
+from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
+from llmforge.quantization.methods.base import Method
 from llmforge.trace.hooks.experts import names, probe, weights
 
 
@@ -53,10 +53,10 @@ def quantize(
         up, down = _rows(held.up[expert]), _rows(held.down[expert])
         bias = 0 if held.up_bias is None else held.up_bias[expert]
         ups.append(_round(up, x, original, share, grid, method))
-        rounded = torch.from_numpy(quantization.dequantize(ups[-1]))
+        rounded = torch.from_numpy(grids.dequantize(ups[-1]))
         inner = form.inner(x @ rounded.T + bias)
         downs.append(_round(down, inner, form.inner(original @ held.up[expert] + bias), share, grid, method))
-    return quantization.stack(ups), quantization.stack(downs)
+    return grids.stack(ups), grids.stack(downs)
 
 
 def matrices(module: nn.Module) -> list[str]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
 from llmforge.checkpoint import Checkpoint
-from llmforge.quantization import Float32
+from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods import PLAIN
 from llmforge.trace.export.weights import Source, load
 from llmforge.trace.hooks.experts import marked
@@ -25,8 +26,7 @@ Arguments = tuple[torch.Tensor, ...]  # what a module is called with
 _CACHES = ("past_key_values", "layer_past")
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """What a layer is called with after the hidden states: masks, rotary tables, positions."""
 
     args: tuple[Any, ...]
@@ -62,7 +62,7 @@ class DecoderLayer:
             UnsupportedError: the layer does not hand its keys and values, once, to the cache it is called with.
         """
         call, recorder = self.calls[window], _CacheRecorder()
-        call = replace(call, kwargs={**call.kwargs, **{name: recorder for name in _CACHES if name in call.kwargs}})
+        call = call._replace(kwargs={**call.kwargs, **{name: recorder for name in _CACHES if name in call.kwargs}})
         state = _hidden(self.module(state, *call.args, **call.kwargs))
         if len(recorder.peaks) != 1:
             raise UnsupportedError(
@@ -166,8 +166,7 @@ class DecoderLayer:
         owner, _, parameter = name.rpartition(".")
         of_experts.assign(self.experts()[owner], parameter, weight)
 
-    @contextmanager
-    def _watched(self, note: Callable[[str, Arguments], None], names: Sequence[str]) -> Iterator[None]:
+    def _watched(self, note: Callable[[str, Arguments], None], names: Sequence[str]) -> ExitStack:
         """Call `note` with the name of each of the linears or experts `names`, and what it is given, before it runs."""
         modules = {**self._linears(), **self.experts()}
 
@@ -178,15 +177,12 @@ class DecoderLayer:
 
             return before
 
-        handles = [modules[name].register_forward_pre_hook(hook(name), with_kwargs=True) for name in names]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        hooks = ExitStack()
+        for name in names:
+            hooks.enter_context(modules[name].register_forward_pre_hook(hook(name), with_kwargs=True))
+        return hooks
 
-    @contextmanager
-    def _shifted(self, name: str) -> Iterator[None]:
+    def _shifted(self, name: str) -> RemovableHandle:
         """Add to what linear `name` makes, to each feature something else."""
 
         def shift(y: Any) -> Any:
@@ -194,11 +190,7 @@ class DecoderLayer:
                 return tuple(map(shift, y))
             return y + torch.linspace(0.5, 1.5, y.shape[-1]) * (1 + y.abs().amax()) if y.is_floating_point() else y
 
-        handle = self._linears()[name].register_forward_hook(lambda _, args, y: shift(y))
-        try:
-            yield
-        finally:
-            handle.remove()
+        return self._linears()[name].register_forward_hook(lambda _, args, y: shift(y))
 
     def _unread(self, name: str) -> UnsupportedError:
         return UnsupportedError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ from llmforge.base.errors import DataError
 from llmforge.calibration import experts as of_experts
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.sums import InputSums
-from llmforge.quantization import QuantizedMatrix, dequantize, rows
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.methods import PLAIN, Method
+from llmforge.quantization.grids import QuantizedMatrix, dequantize, rows
+from llmforge.quantization.methods import PLAIN
+from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import WeightDemand
 
 
@@ -78,8 +80,8 @@ def _quantize_linears(
     weights = [layer.weight(name) for name in names]
     with _refusals(names[0], demand.method):
         matrix = demand.method.quantize(np.concatenate(weights), demand.grid, sums.seen(routed=False))
-    ends = np.cumsum([len(weight) for weight in weights])
-    return {name: rows(matrix, end - len(weight), end) for name, weight, end in zip(names, weights, ends, strict=True)}
+    bounds = pairwise(np.cumsum([0, *map(len, weights)]))
+    return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}
 
 
 def _quantize_experts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,21 +66,21 @@ class Skeleton:
             UnsupportedError: what a layer is called with, besides the hidden states, depends on the text.
         """
         entrance = self._entrance()
-        lookup = self._lookup(entrance)
-        by_length: dict[int, _WindowCalls] = {}
+        layers, lookup = [entrance.get_submodule(prefix) for prefix in self.prefixes], self._lookup(entrance)
+        by_length: dict[int, list[Call]] = {}
         calls: list[list[Call]] = [[] for _ in self.layers]
         states = []
         for ids in windows:
             with lookup:
-                called = _calls_of(entrance, self._layers_of(entrance), ids)
+                state, called = _calls_of(entrance, layers, ids)
             first = by_length.setdefault(len(ids), called)
-            if not all(map(_same, first.calls, called.calls)):
+            if not all(map(_same, first, called)):
                 raise UnsupportedError(
                     f"{self.checkpoint.path}: cannot be calibrated: layers of {type(self.model).__name__} are called "
                     "with more than the hidden states of the text"
                 )
-            states.append(called.state)
-            for of_layer, call in zip(calls, first.calls, strict=True):
+            states.append(state)
+            for of_layer, call in zip(calls, first, strict=True):
                 of_layer.append(call)
         return calls, states
 
@@ -100,13 +100,15 @@ class Skeleton:
             names += [f"{prefix}.{local}.{name}" for local, module in marks for name in experts.matrices(module)]
         return names
 
-    def _layers_of(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        return [model.get_submodule(prefix) for prefix in self.prefixes]
-
     def _entrance(self) -> torch.nn.Module:
         """Return the model with the weights of what stands before the layers, but for a table that is looked up."""
-        table, state = self._table(), self.model.state_dict(keep_vars=True)
-        names = [name for name in self._entrance_names() if state[name] is not state.get(table)]
+        state = self.model.state_dict(keep_vars=True)
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        without = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+        without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
+        without.add(id(state.get(self._table())))
+        inside = tuple(f"{prefix}." for prefix in self.prefixes)
+        names = [name for name, held in state.items() if id(held) not in without and not name.startswith(inside)]
         return copy_with_weights(self.model, "", self.checkpoint, self.sources, names)
 
     def _table(self) -> str:
@@ -124,39 +126,25 @@ class Skeleton:
             return _Lookup(None, np.empty((0, 0)))
         return _Lookup(entrance.get_parameter(name), self.checkpoint.tensor(self.sources[name].tensors[0]).numpy())
 
-    def _entrance_names(self) -> list[str]:
-        inside = [f"{prefix}." for prefix in self.prefixes]
-        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        without = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-        without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
-        return [
-            name
-            for name, tensor in self.model.state_dict(keep_vars=True).items()
-            if id(tensor) not in without and not name.startswith(tuple(inside))
-        ]
-
-
-@dataclass(eq=False)
-class _WindowCalls:
-    """How one window reached every layer."""
-
-    state: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    calls: list[Call] = field(default_factory=list)
-
 
 class _LastLayerReached(Exception):
     """Every layer was called."""
 
 
-def _calls_of(model: torch.nn.Module, layers: Sequence[torch.nn.Module], ids: NDArray[np.int64]) -> _WindowCalls:
-    """Run `model` with its decoder layers left out, up to where the last of them would have run."""
-    called = _WindowCalls()
+def _calls_of(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module], ids: NDArray[np.int64]
+) -> tuple[torch.Tensor, list[Call]]:
+    """Run `model` with its decoder layers left out, up to where the last of them would have run.
+
+    Return the hidden states in front of the first, and how each is called.
+    """
+    states: list[torch.Tensor] = []
+    calls: list[Call] = []
 
     def layer_out(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not called.calls:
-            called.state = hidden
-        called.calls.append(Call(args, kwargs))
-        if len(called.calls) == len(layers):
+        states.append(hidden)
+        calls.append(Call(args, kwargs))
+        if len(calls) == len(layers):
             raise _LastLayerReached
         return hidden
 
@@ -165,16 +153,14 @@ def _calls_of(model: torch.nn.Module, layers: Sequence[torch.nn.Module], ids: ND
     try:
         model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
     except _LastLayerReached:
-        return called
-    raise UnsupportedError(f"{type(model).__name__} called {len(called.calls)} of its {len(layers)} decoder layers")
+        return states[0], calls
+    raise UnsupportedError(f"{type(model).__name__} called {len(calls)} of its {len(layers)} decoder layers")
 
 
 def _same(one: Any, other: Any) -> bool:
     """Compare what two calls were given, tensors by value."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, Call):
-        return isinstance(other, Call) and _same(one.args, other.args) and _same(one.kwargs, other.kwargs)
     if isinstance(one, dict):
         return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple):

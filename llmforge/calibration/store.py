@@ -7,16 +7,16 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.quantization import Grid, Packed, QuantizedMatrix, pack, unpack
+from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, pack, unpack
 from llmforge.quantization.statistics import KvRange
 
 FOLDER = ".calibration"
@@ -42,44 +42,51 @@ def kept(parent: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+class StoredMatrices(Mapping[str, QuantizedMatrix]):
+    """Linears by parameter name, each in memory or in the file of its layer, from which each access reads it."""
+
+    def __init__(self, places: Mapping[str, QuantizedMatrix | Path]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> QuantizedMatrix:
+        place = self._places[name]
+        if isinstance(place, QuantizedMatrix):
+            return place
+        with np.load(place, allow_pickle=False) as arrays:
+            described = json.loads(arrays["grids"].tobytes())[name]
+            k = described.pop("k")
+            points = arrays.get(f"{name}/zero_points")
+            return unpack(Packed(arrays[f"{name}/codes"], arrays[f"{name}/scales"], points), Grid(**described), k)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 @dataclass(frozen=True)
 class LayerResult:
-    """What one layer yielded: its linears by parameter name, the ranges of its keys and values, and of inputs."""
+    """What one layer yielded: its linears by parameter name, the ranges of its keys and values, and of inputs.
 
-    linears: Mapping[str, QuantizedMatrix]
+    A linear is here, or in a file: see `StoredMatrices`.
+    """
+
+    linears: Mapping[str, QuantizedMatrix | Path]
     kv: KvRange | None
     inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
 
 
-class StoredMatrices(Mapping[str, QuantizedMatrix]):
-    """The linears of all layers by parameter name; those of a stored layer are read at each access."""
-
-    def __init__(self, layers: Sequence[LayerResult]) -> None:
-        self._owner = {name: layer.linears for layer in layers for name in layer.linears}
-
-    def __getitem__(self, name: str) -> QuantizedMatrix:
-        return self._owner[name][name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._owner)
-
-    def __len__(self) -> int:
-        return len(self._owner)
-
-
 @dataclass(frozen=True)
 class Store:
-    """Where the layers of one calibration are kept; `folder` is None where they stay in memory."""
+    """Keeps the layers of one calibration, which depend on `key`, in `folder`; None: they stay in memory."""
 
     folder: Path | None
     key: str
 
-    @classmethod
-    def open(cls, folder: Path | None, key: str) -> Store:
-        """Keep results that depend on `key` in `folder`, which is made."""
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, key)
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def load(self, index: int) -> LayerResult | None:
         """Return the result of layer `index` of an earlier run with the same key; None where there is no whole one."""
@@ -92,8 +99,10 @@ class Store:
                     return None
         except zipfile.BadZipFile:
             return None
-        linears = _LayerFile(file)
-        return LayerResult(linears, linears.kv, linears.inputs)
+        with np.load(file, allow_pickle=False) as arrays:
+            kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
+            names, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "inputs"))
+        return LayerResult(dict.fromkeys(names, file), kv, inputs)
 
     def save(self, index: int, result: LayerResult) -> LayerResult:
         """Write the result of layer `index` in one step, and return one that reads from there."""
@@ -102,11 +111,9 @@ class Store:
             return result
         arrays: dict[str, NDArray[Any]] = {}
         grids = {}
-        for name, matrix in result.linears.items():
-            packed = pack(matrix)
-            arrays[f"{name}/codes"], arrays[f"{name}/scales"] = packed.codes, packed.scales
-            if packed.zero_points is not None:
-                arrays[f"{name}/zero_points"] = packed.zero_points
+        for name, matrix in StoredMatrices(result.linears).items():
+            parts = vars(pack(matrix))
+            arrays |= {f"{name}/{part}": array for part, array in parts.items() if array is not None}
             grids[name] = {**asdict(matrix.grid), "k": matrix.shape[1]}
         if result.kv is not None:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
@@ -118,41 +125,7 @@ class Store:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(file)
-        return LayerResult(_LayerFile(file), result.kv, result.inputs)
+        return replace(result, linears=dict.fromkeys(result.linears, file))
 
     def _file(self, index: int) -> Path | None:
         return None if self.folder is None else self.folder / f"{self.key[:_KEY_CHARACTERS]}-layer-{index:05d}.npz"
-
-
-class _LayerFile(Mapping[str, QuantizedMatrix]):
-    """The linears in one file, packed as MatMulNBits reads them; each access reads one."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __getitem__(self, name: str) -> QuantizedMatrix:
-        with np.load(self._file, allow_pickle=False) as arrays:
-            described = json.loads(arrays["grids"].tobytes())[name]
-            k = described.pop("k")
-            points = arrays.get(f"{name}/zero_points")
-            return unpack(Packed(arrays[f"{name}/codes"], arrays[f"{name}/scales"], points), Grid(**described), k)
-
-    def __iter__(self) -> Iterator[str]:
-        with np.load(self._file, allow_pickle=False) as arrays:
-            return iter(json.loads(arrays["grids"].tobytes()))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @property
-    def kv(self) -> KvRange | None:
-        """The ranges of keys and values."""
-        with np.load(self._file, allow_pickle=False) as arrays:
-            return KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
-
-    @property
-    def inputs(self) -> dict[str, float]:
-        """The ranges of what linears read."""
-        with np.load(self._file, allow_pickle=False) as arrays:
-            peaks: dict[str, float] = json.loads(arrays["inputs"].tobytes())
-            return peaks

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llmforge.quantization.methods import InputStatistic, LayerInputs
-
-# Σ aᵀ b over inputs x [tokens, K] and what was lost of them, x̃ - x: each statistic's a and b.
-_FACTORS: Mapping[InputStatistic, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    InputStatistic.MOMENTS: lambda x, lost: (x, x),
-    InputStatistic.DRIFT: lambda x, lost: (lost, x),
-}
+from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 
 
 @dataclass(eq=False)
@@ -30,10 +24,10 @@ class InputSums:
         return cls({statistic: torch.zeros(width, width) for statistic in demands})
 
     def add(self, x: Tensor, lost: Tensor) -> None:
-        """Count inputs x and x̃ - x, each [tokens, K]."""
+        """Count inputs x and what was lost of them, x̃ - x, each [tokens, K]."""
+        with_x = {InputStatistic.MOMENTS: x, InputStatistic.DRIFT: lost}
         for statistic, total in self.totals.items():
-            a, b = _FACTORS[statistic](x, lost)
-            total.addmm_(a.T, b)
+            total.addmm_(with_x[statistic].T, x)
         self.tokens += len(x)
 
     def seen(self, *, routed: bool) -> LayerInputs:

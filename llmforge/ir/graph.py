@@ -138,10 +138,15 @@ def operand(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
 
 
-def initializer(place: ir.Model | ir.Graph, name: str, data: NDArray[np.generic] | ir.TensorProtocol) -> ir.Value:
+def initializer(
+    place: ir.Model | ir.Graph,
+    name: str,
+    data: NDArray[np.generic] | ir.TensorProtocol,
+    sources: Sequence[str] = (),
+) -> ir.Value:
     """Register `data` under `name` and return its value; the same data under the same name is shared.
 
-    A lazy or external tensor is taken as it is and never read.
+    `sources` are the parameters that it comes from. A lazy or external tensor is taken as it is and never read.
 
     Raises:
         ValueError: another tensor has that name.
@@ -153,10 +158,10 @@ def initializer(place: ir.Model | ir.Graph, name: str, data: NDArray[np.generic]
         if existing.const_value is None or identity(existing.const_value) != identity(tensor):
             raise ValueError(f"initializer {name!r} exists with other content")
         return existing
-    value = ir.Value(
-        name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
+    value = ir.val(name, const_value=tensor)
     graph.register_initializer(value)
+    if sources:
+        set_sources(value, sources)
     return value
 
 

@@ -22,8 +22,8 @@ class _Normed(NamedTuple):
     """One of query and key: what it is before norms of its heads, and their weights."""
 
     source: ir.Value
-    weight: ir.Value | None
-    epsilon: float
+    weight: ir.Value | None = None
+    epsilon: float = 0.0
 
 
 def reason_against(attention: contrib.GroupQueryAttention) -> str | None:
@@ -56,7 +56,7 @@ def reason_against(attention: contrib.GroupQueryAttention) -> str | None:
 def lower(attention: contrib.GroupQueryAttention) -> str:
     """Put the kernel in the place of an attention, against which there is no reason; return what was done."""
     heads, kv_heads, dim = attention.num_heads, attention.kv_num_heads, graph.width(attention.past_key)
-    qkv, query, key = _packed(attention, (heads * dim, kv_heads * dim, kv_heads * dim), dim)
+    qkv, query, key = _packed(attention, (heads + 2 * kv_heads) * dim, dim)
     int8, rotates = attention.past_key.dtype == ir.DataType.INT8, attention.do_rotary
     attributes: dict[str, Any] = {
         "num_heads": heads,
@@ -86,46 +86,39 @@ def lower(attention: contrib.GroupQueryAttention) -> str:
     kernel = cpu.GroupQueryAttentionInt8 if int8 else cpu.GroupQueryAttention
     lowered = kernel.insert(attention.node, inputs, attributes, outputs=3, name=name)
     graph.replace_outputs(attention.node, lowered.node.outputs)
-    normed = ", norms of queries and keys" if query.weight is not None else ""
-    return f"{kernel.op_type}{normed}"
+    return kernel.op_type + ", norms of queries and keys" * (query.weight is not None)
 
 
-def _packed(
-    attention: contrib.GroupQueryAttention, widths: tuple[int, int, int], dim: int
-) -> tuple[ir.Value, _Normed, _Normed]:
-    """Find query, key and value side by side, and the norms of heads that the kernel takes over."""
+def _packed(attention: contrib.GroupQueryAttention, width: int, dim: int) -> tuple[ir.Value, _Normed, _Normed]:
+    """Find query, key and value side by side, `width` channels, and the norms of heads that the kernel takes over."""
     query, key, value = attention.query, attention.key, attention.value
     if key is None or value is None:
-        return query, _Normed(query, None, 0.0), _Normed(query, None, 0.0)
+        return query, _Normed(query), _Normed(query)
     of_query, of_key = _before_norm(query, dim), _before_norm(key, dim)
     if (of_query.weight is None) != (of_key.weight is None) or of_query.epsilon != of_key.epsilon:
-        of_query, of_key = _Normed(query, None, 0.0), _Normed(key, None, 0.0)
+        of_query, of_key = _Normed(query), _Normed(key)
     sources = (of_query.source, of_key.source, value)
     split = Split.made(of_query.source)
     if split is not None and tuple(split.node.outputs) == sources:
         return split.x, of_query, of_key
     [joined] = graph.insert(attention.node, "Concat", sources, {"axis": -1}, name=f"{attention.name}/qkv")
     joined.name, joined.type = f"{attention.name}.qkv", query.type
-    joined.shape = ir.Shape([*query.shape[:-1], sum(widths)]) if query.shape is not None else None
+    joined.shape = ir.Shape([*query.shape[:-1], width]) if query.shape is not None else None
     return joined, of_query, of_key
 
 
 def _before_norm(value: ir.Value, dim: int) -> _Normed:
     """Recognize Reshape to heads, RMSNormalization of each, Reshape back."""
-    plain = _Normed(value, None, 0.0)
     outer = _unshared(Reshape, value)
     norm = None if outer is None else _unshared(RMSNormalization, outer.x)
     inner = None if norm is None else _unshared(Reshape, norm.x)
     if norm is None or inner is None:
-        return plain
-    weight, split_heads = norm.scale, graph.dims(inner.output)
-    if not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT:
-        return plain
-    if graph.dims(weight) != (dim,) or split_heads is None or len(split_heads) != 4 or split_heads[3] != dim:
-        return plain
-    if norm.axis not in (-1, 3):
-        return plain
-    return _Normed(inner.x, weight, norm.epsilon)
+        return _Normed(value)
+    weight, heads = norm.scale, graph.static(inner.output)
+    taken = weight.is_initializer() and weight.dtype == ir.DataType.FLOAT and graph.dims(weight) == (dim,)
+    if taken and len(heads) == 4 and heads[3] == dim and norm.axis in (-1, 3):
+        return _Normed(inner.x, weight, norm.epsilon)
+    return _Normed(value)
 
 
 def _unshared(operator: type[_T], value: ir.Value) -> _T | None:

@@ -26,17 +26,12 @@ from llmforge.ir.operators.standard import (
     Split,
 )
 from llmforge.native import layout
-from llmforge.quantization import Grid, unpack_bits
+from llmforge.quantization.grids import Grid, unpack_bits
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
 
 
-class Norm(NamedTuple):
-    """RMSNormalization over the last axis: its input, its weights and its epsilon."""
-
-    input: ir.Value
-    weight: ir.Value
-    epsilon: float
+_Norm = RMSNormalization | SimplifiedLayerNormalization
 
 
 def reason_against(layer: contrib.MatMulNBits) -> str | None:
@@ -45,18 +40,8 @@ def reason_against(layer: contrib.MatMulNBits) -> str | None:
         return "its activations stay fp32 (accuracy_level), and the kernel rounds them to int8"
     if layer.bits not in (4, 8):
         return f"weights of {layer.bits} bits; the kernel reads 4 or 8"
-    return _reason_against_grid(layer.K, layer.block_size) or _reason_against_operands(layer)
-
-
-def _reason_against_grid(k: int, block: int) -> str | None:
-    if block < layout.SMALLEST_BLOCK:
-        return f"blocks of {block}; the kernel wants {layout.SMALLEST_BLOCK} or more"
-    if k % block:
-        return f"blocks of {block} do not divide {k} columns"
-    return None
-
-
-def _reason_against_operands(layer: contrib.MatMulNBits) -> str | None:
+    if reason := _reason_against_grid(layer.K, layer.block_size):
+        return reason
     if layer.g_idx is not None:
         return "its columns are in another order (g_idx)"
     stored = (layer.b, layer.scales, layer.zero_points, layer.bias)
@@ -67,6 +52,14 @@ def _reason_against_operands(layer: contrib.MatMulNBits) -> str | None:
     floats = (layer.a, layer.scales, layer.bias)
     if any(value is not None and value.dtype != ir.DataType.FLOAT for value in floats):
         return "it does not compute in fp32"
+    return None
+
+
+def _reason_against_grid(k: int, block: int) -> str | None:
+    if block < layout.SMALLEST_BLOCK:
+        return f"blocks of {block}; the kernel wants {layout.SMALLEST_BLOCK} or more"
+    if k % block:
+        return f"blocks of {block} do not divide {k} columns"
     return None
 
 
@@ -117,7 +110,7 @@ class Rewriting:
             "x": source,
             "weights": weights,
             "bias": bias,
-            "norm": norm.weight if norm else None,
+            "norm": norm.scale if norm else None,
             "residual": residual,
         }
         name = layer.name
@@ -165,24 +158,20 @@ class Rewriting:
             shape = ir.Shape([layout.groups(n), layout.group_bytes(k, grid)])
             name = str(codes.name).removesuffix(".codes") + ".groups"
             tensor = Derived(_arrangement(n, k, grid, gate_first), tensors, ir.DataType.UINT8, shape, name)
-            value = graph.initializer(self.model, name, tensor)
-            if names := graph.sources(codes):
-                graph.set_sources(value, names)
-            self._arranged[key] = value
+            self._arranged[key] = graph.initializer(self.model, name, tensor, graph.sources(codes))
         return self._arranged[key]
 
-    def _source(self, value: ir.Value) -> tuple[ir.Value, Norm | None]:
+    def _source(self, value: ir.Value) -> tuple[ir.Value, _Norm | None]:
         """Find what the layer that reads `value` is to read: what is before a norm, where that goes into the layer."""
         rows = _selection(value.producer())
         if rows is not None and len(value.uses()) == 1:
             norm = _norm(rows.data)
             if norm is not None and len(rows.data.uses()) == 1:  # rows are selected from what the norm reads
-                rows.data = norm.input
+                rows.data = norm.x
                 return value, norm
-            return value, None
         norm = _norm(value)
         if norm is not None and self._only_layers_read(value):
-            return norm.input, norm
+            return norm.x, norm
         return value, None
 
     def _only_layers_read(self, value: ir.Value) -> bool:
@@ -253,23 +242,21 @@ def _residual(value: ir.Value) -> tuple[ir.Value, ir.Value | None]:
     if add is None:
         return value, None
     other = add.b if add.a is value else add.a
-    if other.is_initializer():
-        return value, None
-    if other.dtype != ir.DataType.FLOAT or graph.dims(other) is None or graph.dims(other) != graph.dims(value):
-        return value, None
-    return add.output, other
+    alike = graph.dims(value) is not None and graph.dims(other) == graph.dims(value)
+    if alike and other.dtype == ir.DataType.FLOAT and not other.is_initializer():
+        return add.output, other
+    return value, None
 
 
-def _norm(value: ir.Value) -> Norm | None:
+def _norm(value: ir.Value) -> _Norm | None:
+    """Recognize an RMSNormalization over the last axis whose weights are an fp32 initializer."""
     norm = RMSNormalization.made(value) or SimplifiedLayerNormalization.made(value)
     if norm is None or value is not norm.output or norm.axis not in (-1, _rank(value) - 1):
         return None
-    weight = norm.scale
-    if not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT or len(graph.dims(weight) or ()) != 1:
+    weight, read = norm.scale, [output for output in norm.node.outputs[1:] if output.uses()]
+    if read or not weight.is_initializer() or weight.dtype != ir.DataType.FLOAT or _rank(weight) != 1:
         return None
-    if any(output.uses() for output in norm.node.outputs[1:]):
-        return None
-    return Norm(norm.x, weight, norm.epsilon)
+    return norm
 
 
 def _selection(node: ir.Node | None) -> Gather | None:

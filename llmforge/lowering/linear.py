@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import onnx_ir as ir
@@ -19,8 +20,8 @@ class Linear:
 
     matmul: ir.Node
     weight: ir.Value
-    add: ir.Node | None
-    bias: ir.Value | None
+    add: ir.Node | None = None
+    bias: ir.Value | None = None
 
     @property
     def input(self) -> ir.Value:
@@ -36,7 +37,7 @@ class Linear:
 def of(output: ir.Value) -> Linear | None:
     """Recognize the linear layer that makes `output`: `MatMul(x, W)`, or `Add` of that and a bias; else None."""
     if (matmul := MatMul.made(output)) is not None:
-        return Linear(matmul.node, matmul.w, None, None) if _is_initializer(matmul.w, 2) else None
+        return Linear(matmul.node, matmul.w) if _is_initializer(matmul.w, 2) else None
     if (add := Add.made(output)) is None:
         return None
     for product, bias in add.either_way:
@@ -50,7 +51,7 @@ def _is_initializer(value: ir.Value, rank: int) -> bool:
     return value.is_initializer() and len(graph.dims(value) or ()) == rank
 
 
-def reason_against(layers: Sequence[Linear], name: str) -> str | None:
+def _reason_against(layers: Sequence[Linear], name: str) -> str | None:
     """Say why `layers` cannot become one layer called `name`; None where they can."""
     if len({layer.input for layer in layers}) > 1:
         return f"they read different tensors: {', '.join(str(layer.input.name) for layer in layers)}"
@@ -72,12 +73,14 @@ def reason_against(layers: Sequence[Linear], name: str) -> str | None:
     return None
 
 
-def stack(layers: Sequence[Linear], name: str) -> None:
-    """Replace `layers`, against which there is no reason, by one MatMul, one Add where they have biases, and a Split.
+def stack(layers: Sequence[Linear], name: str) -> str | None:
+    """Replace `layers` by one MatMul, one Add where they have biases, and a Split; or say why that cannot be.
 
     With K input features and N₁, N₂, … output features, the weights [K, N₁], [K, N₂], … become `name`.weight
     [K, N₁ + N₂ + …] and the biases `name`.bias: lazy tensors, nothing is read. The outputs keep their names.
     """
+    if reason := _reason_against(layers, name):
+        return reason
     owner = graph.owner(layers[0].matmul)
     members = {layer.matmul for layer in layers}
     first = next(node for node in owner if node in members)
@@ -99,6 +102,7 @@ def stack(layers: Sequence[Linear], name: str) -> None:
         for value in (layer.weight, layer.bias):
             if value is not None and value.name is not None:
                 del owner.initializers[value.name]
+    return None
 
 
 def common_name(layers: Sequence[Linear], member: str) -> str:
@@ -106,13 +110,9 @@ def common_name(layers: Sequence[Linear], member: str) -> str:
 
     `a.q_proj.weight`, `a.k_proj.weight`, `a.v_proj.weight` with the member `qkv_proj` make `a.qkv_proj`.
     """
-    paths = [str(layer.weight.name).split(".") for layer in layers]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join([*shared, member])
+    levels = zip(*(str(layer.weight.name).split(".") for layer in layers), strict=False)
+    shared = takewhile(lambda parts: len(set(parts)) == 1, levels)
+    return ".".join([*(part for part, *_ in shared), member])
 
 
 def _describe(value: ir.Value, like: ir.Value, width: int, name: str) -> None:
@@ -126,7 +126,5 @@ def _stacked(values: Sequence[ir.Value], name: str, owner: ir.Graph) -> ir.Value
     """Register the initializers `values`, side by side along their last axis, as one lazy initializer."""
     tensors = [graph.tensor(value) for value in values]
     shape = ir.Shape([*graph.static(values[0])[:-1], sum(map(graph.width, values))])
-    stacked = graph.initializer(owner, name, Derived(side_by_side, tensors, tensors[0].dtype, shape, name))
-    if names := [source for value in values for source in graph.sources(value)]:
-        graph.set_sources(stacked, names)
-    return stacked
+    tensor = Derived(side_by_side, tensors, tensors[0].dtype, shape, name)
+    return graph.initializer(owner, name, tensor, [source for value in values for source in graph.sources(value)])

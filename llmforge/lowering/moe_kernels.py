@@ -21,7 +21,7 @@ QMoE's `router_probs` and `router_weights` both. MoE gets log(w), whose softmax 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,10 +36,7 @@ from llmforge.ir.routing import never_negative
 from llmforge.quantization.initializers import PackedInitializers
 
 UNGATED = {"relu": "relu", "silu": "silu", "gelu_tanh": "gelu"}  # activation → activation_type
-_PREFIX = "moe"  # of the names of constants made here
-_TINY = np.float32(
-    1e-30
-)  # whose logarithm stands for that of 0: an infinite one would make NaN where all weights are 0
+_TINY = np.float32(1e-30)  # its logarithm stands for that of 0: an infinite one makes NaN where all weights are 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +92,11 @@ def fuse(model: ir.Model, experts: Experts) -> None:
     total = writer.add("ReduceSum", [layer.expert_weights, last], {"keepdims": 1}, name="total")
     logs = writer.add("Log", [writer.add("Max", [weights, writer.constant("tiny", _TINY)])])
     inputs = {
-        "input": layer.x,
         "router_probs": logs,
         "fc1_experts_weights": writer.rows(layer.up, experts.order),
         "fc2_experts_weights": writer.rows(layer.down, None),
-        "fc1_experts_bias": writer.up_bias(),
-        "fc2_experts_bias": layer.down_bias,
     }
-    y = writer.kernel(contrib.MoE, inputs, writer.attributes())
+    y = writer.kernel(contrib.MoE, inputs, {})
     alive = writer.add("Where", [writer.constant("always", np.bool_(True)), y, layer.x], name="keep")
     writer.finish(writer.add("Mul", [alive, total]))
 
@@ -120,18 +114,14 @@ def fuse_quantized(
         "expert_weight_bits": up.grid.bits,
         "block_size": up.grid.block_size,
         "accuracy_level": accuracy_level,
-        **writer.attributes(),
     }
     inputs = {
-        "input": experts.layer.x,
         "router_probs": weights,
         "fc1_experts_weights": up.codes,
         "fc1_scales": up.scales,
-        "fc1_experts_bias": writer.up_bias(),
         "fc1_zero_points": up.zero_points,
         "fc2_experts_weights": down.codes,
         "fc2_scales": down.scales,
-        "fc2_experts_bias": experts.layer.down_bias,
         "fc2_zero_points": down.zero_points,
         "router_weights": weights,
     }
@@ -156,7 +146,7 @@ class _KernelWriter:
         spread = self.add("ReduceSum", [placed, self.constant("top_k", [-2])], {"keepdims": 0})
         return self.add("Reshape", [spread, self.constant(f"tokens_of_{count}", [-1, count])])
 
-    def attributes(self) -> dict[str, g.Attribute]:
+    def _attributes(self) -> dict[str, g.Attribute]:
         """Say the activation, the gates and top_k."""
         layer = self.experts.layer
         if not layer.gated:
@@ -167,39 +157,39 @@ class _KernelWriter:
 
     def rows(self, value: ir.Value, order: NDArray[np.intp] | None) -> ir.Value:
         """Register the transposes of matrices [E, K, N], their rows in `order`: fp32 [E, N, K], lazy."""
-        tensor, name = g.tensor(value), f"{value.name}.rows"
-        count, k, n = (int(dim) for dim in tensor.shape.numpy())
+        count, k, n = g.static(value)
         own = slice(None) if order is None else order
 
-        def read() -> ir.TensorProtocol:
-            held, result = tensor.numpy(), np.empty((count, n, k), np.float32)
+        def turned(held: NDArray[np.float32]) -> NDArray[np.float32]:
+            result = np.empty((count, n, k), np.float32)
             for expert, matrix in enumerate(held):
                 result[expert] = matrix.T[own]
-            return ir.Tensor(result, name=name)
+            return result
 
-        return self._register(value, name, ir.LazyTensor(read, tensor.dtype, ir.Shape([count, n, k]), name=name))
+        return self._register(value, turned, (count, n, k))
 
-    def up_bias(self) -> ir.Value | None:
+    def _up_bias(self) -> ir.Value | None:
         """Register the biases of `up` in the order of the kernels, [E, 2·I or I]; None where there are none."""
         value, order = self.experts.layer.up_bias, self.experts.order
         if value is None or (order == np.arange(len(order))).all():
             return value
+        return self._register(value, lambda held: np.ascontiguousarray(held[:, order]), g.static(value))
+
+    def _register(
+        self, value: ir.Value, change: Callable[[NDArray[np.float32]], NDArray[np.float32]], shape: Sequence[int]
+    ) -> ir.Value:
+        """Register what `change` makes of an initializer when it is written."""
         tensor, name = g.tensor(value), f"{value.name}.rows"
 
         def read() -> ir.TensorProtocol:
-            return ir.Tensor(np.ascontiguousarray(tensor.numpy()[:, order]), name=name)
+            return ir.Tensor(change(tensor.numpy()), name=name)
 
-        return self._register(value, name, ir.LazyTensor(read, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name))
-
-    def _register(self, value: ir.Value, name: str, tensor: ir.LazyTensor) -> ir.Value:
-        registered = g.initializer(self.model, name, tensor)
-        if sources := g.sources(value):
-            g.set_sources(registered, sources)
-        return registered
+        lazy = ir.LazyTensor(read, tensor.dtype, ir.Shape(shape), name=name)
+        return g.initializer(self.model, name, lazy, g.sources(value))
 
     def constant(self, name: str, value: list[int] | np.generic) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, list) else np.asarray(value)
-        own = f"{_PREFIX}.{name}"
+        own = f"moe.{name}"
         return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes
 
     def add(
@@ -219,9 +209,11 @@ class _KernelWriter:
     def kernel(
         self, operator: type[Operator], inputs: Mapping[str, ir.Value | None], attributes: Mapping[str, g.Attribute]
     ) -> ir.Value:
-        """Add the node of the kernel."""
-        name = f"{self.experts.layer.name}/{operator.op_type}"
-        output = operator.insert(self.experts.layer.node, inputs, attributes, name=name).output
+        """Add the node of the kernel, with what both kernels read besides `inputs`."""
+        layer, name = self.experts.layer, f"{self.experts.layer.name}/{operator.op_type}"
+        shared = {"input": layer.x, "fc1_experts_bias": self._up_bias(), "fc2_experts_bias": layer.down_bias}
+        attributes = {**attributes, **self._attributes()}
+        output = operator.insert(layer.node, {**shared, **inputs}, attributes, name=name).output
         output.name = name
         return output
 

@@ -40,9 +40,7 @@ def make(cls: type[Pass], options: Mapping[str, Any]) -> Pass:
         if not problems:
             return instance
     except ValidationError as error:
-        for detail in error.errors():
-            known = InitErrorDetails(type=detail["type"], loc=detail["loc"], input=detail["input"])
-            problems.append({**known, "ctx": detail["ctx"]} if "ctx" in detail else known)
+        problems += cast(list[InitErrorDetails], error.errors())  # with more fields, which are not read
     raise ValidationError.from_exception_data(cls.name, problems)
 
 

@@ -19,9 +19,7 @@ class Numerics(enum.Enum):
     """How far a pass may move the logits; the pipeline proves it after every pass."""
 
     EXACT = "exact"  # bit-equal
-    ROUNDING = (
-        "rounding"  # same arithmetic in another order: the tolerance of the dtype (llmforge.verification.verifier)
-    )
+    ROUNDING = "rounding"  # same arithmetic in another order: the tolerance of the dtype (`verification.verifier`)
     LOSSY = "lossy"  # within the budget that the recipe states
 
 

@@ -29,7 +29,6 @@ class Assignment:
 
     half: frozenset[ir.Node]
     kept: Mapping[ir.Node, str]  # nodes that stay in fp32 for a reason that is not their operator's, and the reason
-    head: ir.Node | None  # makes the logits, or what they are capped from
 
 
 def is_float(value: ir.Value | None) -> bool:
@@ -57,7 +56,7 @@ def assign(model: ir.Model, *, head_in_fp32: bool) -> Assignment:
     for node in model.graph:
         walk.visit(node)
     walk.settle(model)
-    return Assignment(frozenset(walk.half), kept, head)
+    return Assignment(frozenset(walk.half), kept)
 
 
 class _Walk:

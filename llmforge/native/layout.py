@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.quantization import Grid
+from llmforge.quantization.grids import Grid
 
 _T = TypeVar("_T", bound=np.generic)
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
-def exclusion(names: Iterable[str], globs: Iterable[str]) -> str | None:
+def exclusion(names: Iterable[str], globs: Sequence[str]) -> str | None:
     """Say which of the parameters `names` is excluded by which of `globs`; None where none is.
 
     Upper and lower case differ, as in the checkpoint.
     """
-    globs = tuple(globs)
-    for name in names:
-        for glob in globs:
-            if fnmatch.fnmatchcase(name, glob):
-                return f"{name} is excluded by {glob!r}"
-    return None
+    found = ((name, glob) for name in names for glob in globs if fnmatch.fnmatchcase(name, glob))
+    return next((f"{name} is excluded by {glob!r}" for name, glob in found), None)

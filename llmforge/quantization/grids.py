@@ -166,19 +166,10 @@ def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     )
 
 
-def reordered(matrix: QuantizedMatrix, order: NDArray[np.intp]) -> QuantizedMatrix:
-    """Return the output features `order` of a matrix, in that order."""
-    points = matrix.zero_points
-    points = None if points is None else points[order]
-    return QuantizedMatrix(matrix.grid, matrix.codes[order], matrix.scales[order], points)
-
-
-def rows(matrix: QuantizedMatrix, start: int, end: int) -> QuantizedMatrix:
-    """Return the output features `start` … `end - 1` of a matrix."""
-    points = matrix.zero_points
-    return QuantizedMatrix(
-        matrix.grid, matrix.codes[start:end], matrix.scales[start:end], None if points is None else points[start:end]
-    )
+def rows(matrix: QuantizedMatrix, which: slice | NDArray[np.intp]) -> QuantizedMatrix:
+    """Return the output features `which` of a matrix, in that order."""
+    points = None if matrix.zero_points is None else matrix.zero_points[which]
+    return QuantizedMatrix(matrix.grid, matrix.codes[which], matrix.scales[which], points)
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:

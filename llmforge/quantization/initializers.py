@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,12 +13,12 @@ from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
 from llmforge.ir.derived import by_output
 from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
-from llmforge.quantization.methods import Method
+from llmforge.quantization.methods.base import Method
 
 
 @dataclass(frozen=True, eq=False)
 class PackedInitializers:
-    """The initializers of a matrix in the layout of com.microsoft::MatMulNBits (`llmforge.quantization.Packed`)."""
+    """The initializers of a matrix in the layout of com.microsoft::MatMulNBits (`quantization.grids.Packed`)."""
 
     codes: ir.Value
     scales: ir.Value
@@ -63,31 +63,29 @@ def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool 
 
     When it is read, that may raise a CheckpointError: the method refuses the numbers.
     """
-    n, k = _dims(weight)[:: -1 if transposed else 1]
-    return LazyMatrix(
-        _of_tensor(weight, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid)), n, k, grid
-    )
+    n, k = graph.static(weight)[:: -1 if transposed else 1]
+    return _lazy(weight, n, k, grid, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid))
 
 
 def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method, grid: Grid) -> LazyMatrix:
     """Quantize the matrices of an initializer [E, K, N] on top of each other, the rows of each in `order`."""
-    count, k, n = _dims(weight)
-    return LazyMatrix(
-        _of_tensor(weight, lambda tensor: stack([method.quantize(each.T[order], grid) for each in tensor.numpy()])),
-        count * n,
-        k,
-        grid,
-    )
+    count, k, n = graph.static(weight)
+
+    def calculate(tensor: ir.TensorProtocol) -> QuantizedMatrix:
+        return stack([method.quantize(each.T[order], grid) for each in tensor.numpy()])
+
+    return _lazy(weight, count * n, k, grid, calculate)
 
 
 def register(
-    owner: ir.Model, name: str, matrix: LazyMatrix, sources: Sequence[str], *, flat: bool = False, experts: int = 0
+    owner: ir.Model, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False, experts: int = 0
 ) -> PackedInitializers:
-    """Register the parts of `matrix` as `name`.codes, `name`.scales and, where there are any, `name`.zero_points.
+    """Register the parts of `matrix`, named after `weight`: .codes, .scales and, where there are any, .zero_points.
 
-    `sources` are the parameters that it comes from (docs/dialect.md, Provenance). Codes are [n, blocks, bytes of a
-    block]; `flat` makes them [n, bytes of a row], for GatherBlockQuantized. Where the matrix is those of `experts`, on
-    top of each other, each part gets an axis of experts in front: codes [experts, n / experts, bytes of a row].
+    Codes are [n, blocks, bytes of a block], and come from the parameters that `weight` comes from (docs/dialect.md,
+    Provenance); `flat` makes them [n, bytes of a row], for GatherBlockQuantized. Where the matrix is those of
+    `experts`, on top of each other, each part gets an axis of experts in front: codes [experts, n / experts, bytes of a
+    row].
 
     Raises:
         ValueError: an initializer has one of these names.
@@ -98,20 +96,15 @@ def register(
             shape = (shape[0], shape[1] * shape[2])
         if experts:
             shape = (experts, shape[0] // experts, *shape[1:])
-        values[part] = graph.initializer(owner, f"{name}.{part}", _tensor(matrix, part, dtype, shape, name))
-    if sources:
-        graph.set_sources(values["codes"], sources)
+        name, sources = f"{weight.name}.{part}", graph.sources(weight) if part == "codes" else []
+        values[part] = graph.initializer(owner, name, _tensor(matrix, part, dtype, shape, name), sources)
     return PackedInitializers(values["codes"], values["scales"], values.get("zero_points"), matrix.grid)
 
 
-def _dims(weight: ir.Value) -> list[int]:
-    return [int(str(dim)) for dim in graph.dims(weight) or ()]
-
-
-def _of_tensor(
-    weight: ir.Value, calculate: Callable[[ir.TensorProtocol], QuantizedMatrix]
-) -> Callable[[], QuantizedMatrix]:
-    """Return what reads `weight` and quantizes it."""
+def _lazy(
+    weight: ir.Value, n: int, k: int, grid: Grid, calculate: Callable[[ir.TensorProtocol], QuantizedMatrix]
+) -> LazyMatrix:
+    """Return the matrix [n, k] that `calculate` makes of `weight` when it is read."""
     tensor, name = graph.tensor(weight), weight.name
 
     def read() -> QuantizedMatrix:
@@ -120,11 +113,11 @@ def _of_tensor(
         except ValueError as error:
             raise CheckpointError(f"parameter {name} cannot be quantized: {error}") from error
 
-    return read
+    return LazyMatrix(read, n, k, grid)
 
 
 def _tensor(matrix: LazyMatrix, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
     def read() -> ir.TensorProtocol:
-        return ir.Tensor(matrix.take(part).reshape(shape), name=f"{name}.{part}")
+        return ir.Tensor(matrix.take(part).reshape(shape), name=name)
 
-    return ir.LazyTensor(read, dtype, ir.Shape(shape), name=f"{name}.{part}")
+    return ir.LazyTensor(read, dtype, ir.Shape(shape), name=name)

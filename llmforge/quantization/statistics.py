@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.quantization.grids import Grid, QuantizedMatrix
-from llmforge.quantization.methods import Method
+from llmforge.quantization.methods.base import Method
 
 
 @dataclass(frozen=True)

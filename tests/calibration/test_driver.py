@@ -20,8 +20,8 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import Window
-from llmforge.quantization import Grid, dequantize
-from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, dequantize
+from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import InputRangeDemand, KvRangeDemand, Statistics, WeightDemand

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from llmforge import quantization
 from llmforge.calibration import calibrate, experts
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.skeleton import Skeleton
@@ -17,8 +16,8 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization import Grid, dequantize
-from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, dequantize, pack
+from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.trace import trace
@@ -224,5 +223,5 @@ def test_the_pass_takes_them(calibrated: tuple[Checkpoint, Statistics], tmp_path
     assert (verifier.check(step, model, changes).kld_mean or 0) > 0
     codes = model.graph.initializers["model.layers.1.mlp.experts.down_proj.codes"].const_value
     assert codes is not None
-    packed = quantization.pack(statistics.linears["model.layers.1.mlp.experts.down_proj"])
+    packed = pack(statistics.linears["model.layers.1.mlp.experts.down_proj"])
     np.testing.assert_array_equal(codes.numpy().reshape(-1), packed.codes.reshape(-1))

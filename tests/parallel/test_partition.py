@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from llmforge.ir.derived import Derived, Stored, cast, side_by_side
 from llmforge.parallel.partition import Partition, even, nibbles, shard, spread, take
-from llmforge.quantization import Grid, pack
-from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, pack
+from llmforge.quantization.grids import round_to_nearest as rtn
 
 MATRIX = np.arange(48, dtype=np.float32).reshape(6, 8)
 

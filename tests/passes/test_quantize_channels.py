@@ -76,7 +76,7 @@ def test_the_largest_magnitude_gets_the_largest_code(dtype: ir.DataType) -> None
 
 def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
-        channels.int8_codes([np.array([[np.nan]], np.float32)])
+        channels.CODES[channels.INT8]([np.array([[np.nan]], np.float32)])
 
 
 # --- graph -----------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from llmforge.ir import graph
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization import Grid, Packed, QuantizedMatrix, dequantize, stack, unpack
-from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, dequantize, stack, unpack
+from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.statistics import Statistics
 from llmforge.trace import trace
 

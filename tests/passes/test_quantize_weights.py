@@ -20,8 +20,8 @@ from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization import Grid, QuantizedMatrix, dequantize, pack
-from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, pack
+from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.verification import probe

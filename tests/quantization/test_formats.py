@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmforge.quantization import Grid, formats, methods, pack
+from llmforge.quantization import formats, methods
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import Grid, pack
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmforge.quantization import Grid, QuantizedMatrix, dequantize
-from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize
+from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.methods.gptq import Curvature, gptq
 
 DAMPING = 0.01

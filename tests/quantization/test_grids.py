@@ -11,8 +11,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from llmforge.quantization import Grid, dequantize, pack, rows, stack, unpack
-from llmforge.quantization import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, dequantize, pack, rows, stack, unpack
+from llmforge.quantization.grids import round_to_nearest as rtn
 
 GRIDS = st.builds(Grid, bits=st.sampled_from([4, 8]), block_size=st.sampled_from([16, 32]), symmetric=st.booleans())
 # Ordinary weights, zeros, and magnitudes at both ends of fp32 (but for subnormal scales, which have few bits).
@@ -127,7 +127,7 @@ def test_grids_without_a_kernel_are_refused(bits: int, block_size: int) -> None:
 def test_stack_and_rows_undo_each_other(symmetric: bool) -> None:
     weight = np.random.default_rng(0).standard_normal((12, 40)).astype(np.float32)
     matrix = rtn(weight, Grid(4, 32, symmetric))
-    parts = [rows(matrix, 0, 5), rows(matrix, 5, 6), rows(matrix, 6, 12)]
+    parts = [rows(matrix, slice(0, 5)), rows(matrix, slice(5, 6)), rows(matrix, slice(6, 12))]
     np.testing.assert_array_equal(dequantize(stack(parts)), dequantize(matrix))
     assert parts[0].shape == (5, 40)
     with pytest.raises(ValueError, match="one grid"):

@@ -24,9 +24,10 @@ from llmforge.checkpoint.text import Window
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Context
 from llmforge.passes import quantize_weights
-from llmforge.quantization import Grid, QuantizedMatrix, dequantize, methods
+from llmforge.quantization import methods
 from llmforge.quantization.formats import BLOCKS, Format
-from llmforge.quantization.methods import NO_INPUTS, InputStatistic, LayerInputs, Method
+from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize
+from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 from llmforge.quantization.statistics import WeightDemand
 from llmforge.recipe import Recipe, json_schema
 from llmforge.trace import trace

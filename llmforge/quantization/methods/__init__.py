@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
+from llmforge.quantization.methods.base import Method
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.methods.rtn import Rtn
 
@@ -69,18 +69,3 @@ def make(name: str, options: object) -> Method:
 
 def _options(method: type[Method]) -> dict[str, Any]:
     return dict(method.__pydantic_fields__)  # type: ignore[attr-defined]  # each subclass is a pydantic dataclass
-
-
-__all__ = [
-    "DEFAULT",
-    "METHODS",
-    "NO_INPUTS",
-    "PLAIN",
-    "InputStatistic",
-    "LayerInputs",
-    "Method",
-    "Named",
-    "make",
-    "summaries",
-    "with_options",
-]

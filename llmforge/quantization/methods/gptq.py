@@ -128,8 +128,10 @@ def gptq(
     target = np.ascontiguousarray(weight.T[curvature.order], np.float32)  # [K, N], so that a column is contiguous
     if drift is not None:
         target += DRIFT * _correction(weight, drift, curvature).T
-    state = _State.start(target, scales, zeros, curvature, grid)
-    state.propagate()
+    columns = np.ascontiguousarray
+    block = curvature.order // grid.block_size
+    state = _State(target, np.empty_like(target), columns(scales.T), columns(zeros.T), block, curvature, grid)
+    state.propagate()  # chooses every code
     for _ in range(sweeps):
         state.descend()
         state.rescale()
@@ -153,20 +155,6 @@ class _State:
     block: NDArray[np.intp]
     curvature: Curvature
     grid: Grid
-
-    @classmethod
-    def start(
-        cls,
-        target: NDArray[np.float32],
-        scales: NDArray[np.float32],
-        zeros: NDArray[np.float32],
-        curvature: Curvature,
-        grid: Grid,
-    ) -> _State:
-        """Begin with no code chosen."""
-        block = curvature.order // grid.block_size
-        columns = np.ascontiguousarray
-        return cls(target, np.empty_like(target), columns(scales.T), columns(zeros.T), block, curvature, grid)
 
     def propagate(self) -> None:
         """Round row by row and move each error onto the rows below: GPTQ proper."""
