@@ -27,17 +27,16 @@ class Partition:
     axis: int  # counted from the front
     ranks: tuple[Ranges, ...]
 
-    def scaled(self, factor: int, axis: int | None = None) -> Partition:
+    def scaled(self, factor: int) -> Partition:
         """Say the same of an axis whose every element became `factor` neighbours."""
-        ranks = tuple(tuple((a * factor, b * factor) for a, b in ranges) for ranges in self.ranks)
-        return Partition(self.axis if axis is None else axis, ranks)
+        return Partition(self.axis, tuple(tuple((a * factor, b * factor) for a, b in ranges) for ranges in self.ranks))
 
-    def divided(self, factor: int, axis: int | None = None) -> Partition | None:
+    def divided(self, factor: int) -> Partition | None:
         """Say the same of an axis whose every `factor` neighbours became one; None where a range parts some."""
         if any(bound % factor for ranges in self.ranks for item in ranges for bound in item):
             return None
         ranks = tuple(tuple((a // factor, b // factor) for a, b in ranges) for ranges in self.ranks)
-        return Partition(self.axis if axis is None else axis, ranks)
+        return Partition(self.axis, ranks)
 
     def in_blocks(self, size: int) -> Partition:
         """Say the same of blocks of `size` neighbours.
@@ -93,8 +92,12 @@ def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir
     dims = [*tensor.shape.numpy()]
     dims[axis] = sum(stop - start for start, stop in ranges)
     shape = ir.Shape(dims)
-    if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
+
+    def read() -> ir.TensorProtocol:
         return ir.Tensor(np.ascontiguousarray(take(tensor.numpy(), axis, ranges)), dtype=tensor.dtype, name=name)
+
+    if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
+        return read()
     if isinstance(tensor, Stored):
         return _of_stored(tensor, axis, ranges, shape, name)
     if isinstance(tensor, Derived) and tensor.function in CASTS.values():
@@ -102,10 +105,6 @@ def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir
         return Derived(tensor.function, operands, tensor.dtype, shape, name)
     if isinstance(tensor, Derived) and tensor.function is side_by_side:
         return Derived(side_by_side, _of_side_by_side(tensor.operands, axis, ranges), tensor.dtype, shape, name)
-
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(np.ascontiguousarray(take(tensor.numpy(), axis, ranges)), dtype=tensor.dtype, name=name)
-
     return ir.LazyTensor(read, tensor.dtype, shape, name=name)
 
 

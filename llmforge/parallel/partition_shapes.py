@@ -10,7 +10,11 @@ from llmforge.parallel.partition import Partition
 
 
 class Undivided(Exception):
-    """Why something stays whole."""
+    """Why something stays whole; `unit`: because a rank's part would end within a block of so many features."""
+
+    def __init__(self, reason: str, unit: int = 0) -> None:
+        super().__init__(reason)
+        self.unit = unit
 
 
 def through_reshape(made: ir.Value, read: ir.Value, partition: Partition) -> Partition | None:
@@ -23,7 +27,7 @@ def through_reshape(made: ir.Value, read: ir.Value, partition: Partition) -> Par
     if len(a) == 4 and len(b) == 3 and partition.axis == 2 and isinstance(a[3], int):
         return partition.scaled(a[3])
     if len(a) == len(b) == 4 and partition.axis == 2 and b[1] == 1 and isinstance(a[3], int):  # [B, 1, S, heads·D]
-        return partition.scaled(a[3], axis=3)
+        return partition.scaled(a[3]).on(3)
     return None
 
 

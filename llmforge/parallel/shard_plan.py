@@ -24,22 +24,9 @@ import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dtype_inference, graph, interface, operators
-from llmforge.ir.operators import canonical
+from llmforge.ir.operators import canonical, standard
 from llmforge.ir.operators.contrib import GroupQueryAttention, MatMulNBits
 from llmforge.ir.operators.record import CachedAttention, Operator
-from llmforge.ir.operators.standard import (
-    Concat,
-    Expand,
-    Gather,
-    LayerNormalization,
-    MatMul,
-    Reshape,
-    RMSNormalization,
-    RotaryEmbedding,
-    Slice,
-    Split,
-    Transpose,
-)
 from llmforge.parallel.partition import Partition, even, spread
 from llmforge.parallel.partition_shapes import Undivided, axis_of, size_of, through_reshape
 
@@ -56,14 +43,6 @@ class ShardPlan:
     head: ir.Node | None  # the linear layer that is divided by the vocabulary; it is in `columns`
     embedding: ir.Node | None  # the lookup in the table that the head is tied to
     whole: Mapping[str, str]  # linear layers that every rank has, and why
-
-
-class _PartsBlocks(Undivided):
-    """A quantized layer would be divided within a block of `unit` features."""
-
-    def __init__(self, layer: ir.Node, unit: int) -> None:
-        super().__init__(f"a rank's part would end within a block of {unit} features of {layer.name}")
-        self.unit = unit
 
 
 def plan(model: ir.Model, degree: int) -> ShardPlan:
@@ -108,7 +87,7 @@ def features(node: ir.Node) -> Features | None:
     if (quantized := MatMulNBits.of(node)) is not None:
         known = Features(quantized.a, quantized.K, quantized.N, quantized.block_size)
         return known if quantized.b.is_initializer() else None
-    product = MatMul.of(node)
+    product = standard.MatMul.of(node)
     if product is None or not product.w.is_initializer() or len(sizes := graph.static(product.w)) != 2:
         return None
     return Features(product.x, sizes[0], sizes[1], 1)
@@ -180,13 +159,12 @@ class _Planner:
             self._resolve()
             self._check_readers(self.partitions)
         except Undivided as reason:
-            unit = reason.unit if isinstance(reason, _PartsBlocks) else 0
-            degrees = (
-                allowed(lambda degree: fits(degree) and heads // degree * value % unit == 0, heads) if unit else ""
-            )
+            hint = None
+            if unit := reason.unit:
+                degrees = allowed(lambda degree: fits(degree) and heads // degree * value % unit == 0, heads)
+                hint = f"allowed are {degrees}"
             raise UnsupportedError(
-                f"tensor_parallel is {n}: attention {layer.name} cannot be divided: {reason}",
-                hint=f"allowed are {degrees}" if unit else None,
+                f"tensor_parallel is {n}: attention {layer.name} cannot be divided: {reason}", hint=hint
             ) from None
 
     def moe(self, layer: canonical.MoE) -> None:
@@ -213,7 +191,9 @@ class _Planner:
             self.whole[str(node.name)] = f"the vocabulary has {size} entries, no multiple of {self.degree}"
             return
         if table is not None:
-            lookups = [view for reader, _ in table.uses() if (view := Gather.of(reader)) and view.data is table]
+            lookups = [
+                view for reader, _ in table.uses() if (view := standard.Gather.of(reader)) and view.data is table
+            ]
             others = len(table.uses()) - len(lookups)
             if len(lookups) != 1 or others != 1 or graph.static(lookups[0].output)[-1:] == (0,):
                 self.whole[str(node.name)] = f"the table {table.name} has other readers than the embedding and the head"
@@ -292,7 +272,8 @@ class _Planner:
                 if layer.x is not value:
                     raise Undivided(f"{reader.name} multiplies by {value.name}")
                 if partition.divided(layer.block) is None:
-                    raise _PartsBlocks(reader, layer.block)
+                    reason = f"a rank's part would end within a block of {layer.block} features of {reader.name}"
+                    raise Undivided(reason, layer.block)
                 self.rows[reader] = partition
                 continue
             view = operators.view(reader)
@@ -307,7 +288,7 @@ class _Planner:
         """Say how what `view` makes is divided where its input is: of nodes behind attention."""
         if view.pointwise:
             return partition
-        if isinstance(view, Reshape):
+        if isinstance(view, standard.Reshape):
             if (passed := through_reshape(view.x, view.output, partition)) is not None:
                 return passed
         elif _normalizes(view) and partition.axis != len(graph.dims(view.output) or ()) - 1:
@@ -325,22 +306,28 @@ class _Planner:
             for value in node.inputs:
                 if value is not None and not value.is_initializer() and size_of(value, axis, last) == size:
                     yield value, partition
-        elif (isinstance(view, RotaryEmbedding) and axis == last) or (_normalizes(view) and axis != last):
+        elif (isinstance(view, standard.RotaryEmbedding) and axis == last) or (_normalizes(view) and axis != last):
             yield view.first_input, partition
-        elif isinstance(view, Transpose):
+        elif isinstance(view, standard.Transpose):
             yield view.x, partition.on(view.perm[axis])
-        elif isinstance(view, Reshape) and (passed := through_reshape(view.output, view.x, partition)) is not None:
+        elif (
+            isinstance(view, standard.Reshape)
+            and (passed := through_reshape(view.output, view.x, partition)) is not None
+        ):
             yield view.x, passed
-        elif isinstance(view, Split) and axis_of(view, last) == axis:
+        elif isinstance(view, standard.Split) and axis_of(view, last) == axis:
             yield view.x, self._sections(view, made, axis)
-        elif isinstance(view, Split | Concat | Slice | Expand) and axis_of(view, last) != axis:
-            for value in node.inputs if isinstance(view, Concat) else [view.x]:
+        elif (
+            isinstance(view, standard.Split | standard.Concat | standard.Slice | standard.Expand)
+            and axis_of(view, last) != axis
+        ):
+            for value in node.inputs if isinstance(view, standard.Concat) else [view.x]:
                 if value is not None and size_of(value, axis, last) != 1:
                     yield value, partition
         else:
             raise Undivided(f"what it reads comes whole from {node.op_type} {node.name}")
 
-    def _sections(self, split: Split, made: Sequence[Partition | None], axis: int) -> Partition:
+    def _sections(self, split: standard.Split, made: Sequence[Partition | None], axis: int) -> Partition:
         """Put the partitions of all outputs of a Split behind one another."""
         whole: list[Partition] = []
         offset = 0
@@ -364,13 +351,13 @@ class _Planner:
 
 
 def _normalizes(view: Operator) -> bool:
-    return isinstance(view, RMSNormalization | LayerNormalization)
+    return isinstance(view, standard.RMSNormalization | standard.LayerNormalization)
 
 
 def _head(model: ir.Model) -> ir.Node | None:
     """Walk up from the logits to the product that makes them."""
     node = graph.output_named(model, interface.LOGITS).producer()
-    while node is not None and not operators.is_a(node, MatMul, MatMulNBits):
+    while node is not None and not operators.is_a(node, standard.MatMul, MatMulNBits):
         if not operators.view(node).pointwise:
             return None
         node = next((x.producer() for x in node.inputs if x is not None and x.producer() is not None), None)
@@ -379,8 +366,8 @@ def _head(model: ir.Model) -> ir.Node | None:
 
 def _tied_table(head: ir.Node) -> ir.Value | None:
     """Return the table of which the product `head` reads the transpose."""
-    product = MatMul.of(head)
-    transpose = None if product is None else Transpose.made(product.w)
+    product = standard.MatMul.of(head)
+    transpose = None if product is None else standard.Transpose.made(product.w)
     return transpose.x if transpose is not None and transpose.x.is_initializer() else None
 
 

@@ -25,24 +25,10 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir import operators
-from llmforge.ir.operators import canonical
+from llmforge.ir.operators import canonical, standard
 from llmforge.ir.operators.canonical import AllGather, AllReduce
 from llmforge.ir.operators.contrib import MatMulNBits
 from llmforge.ir.operators.record import CANONICAL, OPSETS, CachedAttention, Operator
-from llmforge.ir.operators.standard import (
-    Concat,
-    Expand,
-    Gather,
-    LayerNormalization,
-    MatMul,
-    Reshape,
-    RMSNormalization,
-    RotaryEmbedding,
-    Slice,
-    Split,
-    Transpose,
-)
-from llmforge.parallel.collectives import Collective, meetings
 from llmforge.parallel.partition import Partition, Ranges, nibbles, shard
 from llmforge.parallel.shard_plan import ShardPlan, features, plan
 
@@ -51,10 +37,9 @@ RANK = "llmforge.rank"  # metadata_props key of a rank's graph: "1/4" is the sec
 
 @dataclass(frozen=True, eq=False)
 class RankGraphs:
-    """The graphs of all ranks, and where they meet."""
+    """The graphs of all ranks."""
 
     ranks: tuple[ir.Model, ...]
-    collectives: tuple[Collective, ...]  # in the order of a step
     whole: Mapping[str, str]  # linear layers that every rank has, and why
 
 
@@ -68,9 +53,8 @@ def split(model: ir.Model, degree: int) -> RankGraphs:
     source = model.clone()
     made = plan(source, degree)
     if degree == 1:
-        return RankGraphs((source,), (), made.whole)
-    ranks = tuple(_Rank(source, made, rank).write() for rank in range(degree))
-    return RankGraphs(ranks, meetings(made), made.whole)
+        return RankGraphs((source,), made.whole)
+    return RankGraphs(tuple(_Rank(source, made, rank).write() for rank in range(degree)), made.whole)
 
 
 class _Rank:
@@ -96,7 +80,7 @@ class _Rank:
         for node in list(self.model.graph):
             view = operators.view(node)
             if node is self.embedding:
-                self._look_up(Gather(node))
+                self._look_up(standard.Gather(node))
             if node in self.columns:
                 self._columns(node)
             elif node in self.rows:
@@ -122,23 +106,23 @@ class _Rank:
                 self._shard(node, value, 0, partition)  # output features in front
             quantized.N = partition.size(self.rank)
         elif features(node) is not None:
-            self._shard(node, MatMul(node).w, 1, partition)
+            self._shard(node, standard.MatMul(node).w, 1, partition)
         else:  # the head, MatMul(x, Transpose(table))
-            turned = MatMul(node).w
-            transpose = Transpose(g.producer(turned))
+            turned = standard.MatMul(node).w
+            transpose = standard.Transpose(g.producer(turned))
             self._shard(transpose.node, transpose.x, 0, partition)
             self._resize(turned, 1, partition)
         if node is self.head:
             self._resize(y, len(g.dims(y) or ()) - 1, partition)
             whole = sum(partition.size(rank) for rank in range(self.degree))
-            self._meet(y, AllGather, {"axis": -1}, whole)
+            self._meet(y, AllGather, whole)
 
     def _rows(self, node: ir.Node) -> None:
         partition = self.rows[node].on(0)
         quantized = MatMulNBits.of(node)
         bias = None
         if quantized is None:
-            self._shard(node, MatMul(node).w, 0, partition)
+            self._shard(node, standard.MatMul(node).w, 0, partition)
         else:
             self._rows_of_blocks(quantized, partition)
             bias, quantized.bias = quantized.bias, None
@@ -185,7 +169,7 @@ class _Rank:
             self._hold(bias, ir.Tensor(zeros, dtype=held.dtype, name=str(bias.name)))
         self._meet(layer.output, AllReduce)
 
-    def _look_up(self, lookup: Gather) -> None:
+    def _look_up(self, lookup: standard.Gather) -> None:
         """Look up the rows that this rank holds, and zeros for others."""
         node, ids, dtype, [(first, stop)] = lookup.node, lookup.indices, g.dtype(lookup.data), self.vocabulary
         begin, size = self._constant(first), self._constant(stop - first)
@@ -210,13 +194,13 @@ class _Rank:
         """Fit constants and attributes of a node to the share that this rank holds."""
         value = next(value for value in view.node.outputs if value in self.partitions)
         partition, dims = self.partitions[value], g.dims(value) or ()
-        if isinstance(view, RotaryEmbedding):
+        if isinstance(view, standard.RotaryEmbedding):
             view.num_heads = view.num_heads * partition.size(self.rank) // g.static(value)[partition.axis]
-        elif isinstance(view, Reshape | Expand):
+        elif isinstance(view, standard.Reshape | standard.Expand):
             self._fit_shape(view, dims[partition.axis], partition)
-        elif isinstance(view, Split):
+        elif isinstance(view, standard.Split):
             self._fit_split(view)
-        elif not isinstance(view, Transpose | Concat | Slice | RMSNormalization | LayerNormalization):
+        elif not isinstance(view, standard.Transpose | standard.Concat | standard.Slice):
             for read in view.node.inputs:
                 held = None if read is None else g.dims(read)
                 if read is None or held is None or not read.is_initializer():
@@ -225,14 +209,14 @@ class _Rank:
                 if axis >= 0 and held[axis] == dims[partition.axis]:
                     self._shard(view.node, read, axis, partition)
 
-    def _fit_shape(self, view: Reshape | Expand, whole: object, partition: Partition) -> None:
+    def _fit_shape(self, view: standard.Reshape | standard.Expand, whole: object, partition: Partition) -> None:
         """Name the size of a rank's share where the target of Reshape or Expand names the whole."""
         sizes = g.tensor(view.shape).numpy().tolist()
         if sizes[partition.axis] == whole:
             sizes[partition.axis] = partition.size(self.rank)
             view.shape = g.initializer(self.model, f"rank.shape_{'_'.join(map(str, sizes))}", np.array(sizes))
 
-    def _fit_split(self, split: Split) -> None:
+    def _fit_split(self, split: standard.Split) -> None:
         axis = split.axis + len(g.dims(split.output) or ()) if split.axis < 0 else split.axis
         partitions = [self.partitions[value] for value in split.node.outputs]
         if any(partition.axis != axis for partition in partitions):
@@ -272,15 +256,13 @@ class _Rank:
             dims[axis] = partition.size(self.rank)
             value.shape = ir.Shape(dims)
 
-    def _meet(
-        self,
-        value: ir.Value,
-        operator: type[Operator],
-        attributes: Mapping[str, g.Attribute] | None = None,
-        width: int | None = None,
-    ) -> ir.Value:
-        """Put a collective behind `value`; what it makes takes over readers and name. Return it."""
-        given = ir.convenience.convert_attributes({"ranks": self.degree, **(attributes or {})})
+    def _meet(self, value: ir.Value, operator: type[Operator], width: int | None = None) -> ir.Value:
+        """Put a collective behind `value`; what it makes takes over readers and name. Return it.
+
+        `width` is that of what AllGather puts together.
+        """
+        axis = {} if width is None else {"axis": -1}
+        given = ir.convenience.convert_attributes({"ranks": self.degree, **axis})
         name = f"{g.producer(value).name}/{operator.op_type}"
         node = ir.Node(CANONICAL, operator.op_type, [value], given, name=name)
         made = node.outputs[0]
@@ -290,8 +272,7 @@ class _Rank:
         return g.insert_behind(value, [node], "part")
 
     def _constant(self, number: int) -> ir.Value:
-        name = f"rank.number_{number}"
-        return g.initializer(self.model, name, ir.Tensor(np.array(number, np.int64), name=name))
+        return g.initializer(self.model, f"rank.number_{number}", np.array(number, np.int64))
 
     def _before(
         self,

@@ -40,10 +40,14 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
         CheckpointError: a parameter has no tensor, or one of another shape.
         UnsupportedError: the architecture cannot be traced; the message names it and the reason.
     """
+    from llmforge.trace.export import strategy  # here, because torch and transformers take seconds to import
+
     irregular = None if shorten else Irregular("all layers were asked for")
+    context = checkpoint.geometry.context
     try:
         try:
-            return _substituted(checkpoint, irregular)
+            graph = strategy.export(checkpoint, lambda: strategy.substituted(checkpoint.config, context), irregular)
+            return _checked(graph)
         except NotADecoder:
             raise
         except REFUSALS as error:
@@ -55,16 +59,8 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
         ) from error
 
 
-def _substituted(checkpoint: Checkpoint, irregular: Irregular | None) -> ir.Model:
-    """Trace with attention, masks and rotary embedding substituted; all layers, where they are `irregular`."""
-    from llmforge.trace.export import strategy  # here, because torch and transformers take seconds to import
-
-    context = checkpoint.geometry.context
-    return _checked(strategy.export(checkpoint, lambda: strategy.substituted(checkpoint.config, context), irregular))
-
-
 def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: ForgeError) -> ir.Model:
-    """Trace the model's own attention, because of `reason`.
+    """Trace the model's own attention, because of `reason`; all layers, where they are `irregular`.
 
     Raises:
         UnsupportedError: `reason`, where this way fails too, and why it does.

@@ -119,19 +119,16 @@ def _unchanged(before: Index, after: Index, boundary: Collection[str]) -> set[ir
         names = [value.name for value in node.outputs]
         first = next((before.values[name] for name in names if name and name in before.values), None)
         other = None if first is None else first.producer()
-        if other is None or [value.name for value in other.outputs] != names or not _same_operator(node, other):
+        if other is None or [value.name for value in other.outputs] != names or len(node.inputs) != len(other.inputs):
             continue
-        if len(node.inputs) == len(other.inputs) and all(map(alike, node.inputs, other.inputs)):
+        operator = node.op_identifier() == other.op_identifier() and _attributes(node) == _attributes(other)
+        if operator and all(map(alike, node.inputs, other.inputs)):
             same.add(node)
     return same
 
 
 def _typed(value: ir.Value) -> tuple[object, object]:
     return value.dtype, graph.dims(value)
-
-
-def _same_operator(a: ir.Node, b: ir.Node) -> bool:
-    return a.op_identifier() == b.op_identifier() and _attributes(a) == _attributes(b)
 
 
 def _attributes(node: ir.Node) -> list[tuple[str, object, object]]:

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from llmforge.ir import dialect, graph, interface
 from llmforge.lowering import emulation
-from llmforge.runtime.backends.session import Session, SessionConfig
+from llmforge.runtime.backends.session import LOAD_FAILURES, Cache, Session, SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
 _INLINE_BYTES = 1024
 _SEED = 20_240_229  # any fixed number: probes must be the same in every build
+RUN_FAILURES = (*LOAD_FAILURES, RuntimeError)  # what `run_with_iobinding` makes of each of these
 _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 16 of 512 lift the mean over any budget
 
 
@@ -39,10 +40,14 @@ class ProbeStep:
     text_lengths: NDArray[np.int64] | None = None  # None: the step ends it
 
     @property
+    def rows(self) -> NDArray[np.int64]:
+        """Positions of all tokens, [S]."""
+        return np.arange(self.ids.shape[1])
+
+    @property
     def valid(self) -> NDArray[np.bool_]:
         """Mark the real tokens: bool [B, S]."""
-        marks: NDArray[np.bool_] = np.arange(self.ids.shape[1])[None] < self.lengths[:, None]
-        return marks
+        return self.rows < self.lengths[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,15 +188,10 @@ def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
     """Run the steps of `run` one by one; with `caches`, copy what they hold after each."""
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps:
-        logits = session.step(
-            step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=step.text_lengths
-        )
+        logits = _step(session, step, cache)
         filled = step.past + step.lengths
         held = cache.buffers.items() if caches else ()
-        yield Outcome(
-            logits[step.valid],
-            {name: tuple(real(name, buffer, filled)) for name, buffer in held},
-        )
+        yield Outcome(logits[step.valid], {name: tuple(real(name, buffer, filled)) for name, buffer in held})
 
 
 def real(name: str, buffer: NDArray[Any], filled: NDArray[np.integer[Any]]) -> Iterator[NDArray[Any]]:
@@ -204,10 +204,10 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     """Run the steps before step `index`, and read the outputs `names` of that step, padding included."""
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps[:index]:
-        session.step(step.ids, step.past, cache, _all_rows(step), lengths=step.lengths, text_lengths=step.text_lengths)
+        _step(session, step, cache)
     step = run.steps[index]
-    return session.read(names, step.ids, step.past, cache, _all_rows(step), step.lengths, step.text_lengths)
+    return session.read(names, step.ids, step.past, cache, step.rows, step.lengths, step.text_lengths)
 
 
-def _all_rows(step: ProbeStep) -> NDArray[np.int64]:
-    return np.arange(step.ids.shape[1])
+def _step(session: Session, step: ProbeStep, cache: Cache) -> NDArray[np.float32]:
+    return session.step(step.ids, step.past, cache, step.rows, lengths=step.lengths, text_lengths=step.text_lengths)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -74,16 +74,6 @@ def drive(
     return [[given[interface.LOGITS] for given in values] for values in live]
 
 
-class _Runs(Protocol):
-    """What runs a block."""
-
-    def allocate(self, batch: int, capacity: int, fill: float) -> Arrays: ...
-
-    def run(
-        self, step: probe.ProbeStep, given: Mapping[str, NDArray[Any]], caches: Arrays, rows: NDArray[np.int64] | None
-    ) -> Arrays: ...
-
-
 @dataclass(frozen=True, eq=False)
 class _LargeTable:
     """A block that is one stored table, larger than a block should be: looked up in, or multiplied by, in tiles."""
@@ -111,7 +101,7 @@ class _LargeTable:
         return {self.name: product}
 
 
-def _open(block: ir.Model, threads: int, block_bytes: int) -> _Runs:
+def _open(block: ir.Model, threads: int, block_bytes: int) -> SubgraphSession | _LargeTable:
     """Load a block in ONNX Runtime, or read it in tiles where it is one large table."""
     if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, block_bytes)) is not None:
         return table
@@ -184,8 +174,9 @@ def blocks(index: Index, block_bytes: int) -> Iterator[Block]:
         size += _new_bytes(node, index, seen)
         crossing |= {value: None for value in node.outputs if value not in index.constant}
         ahead = {value: None for value in crossing if last_read.get(value, -1) > at}
+        typed = all(value.dtype is not None and value.shape is not None for value in ahead)
         whole = at == len(nodes) - 1
-        if not whole and (size + _new_bytes(nodes[at + 1], index, set(seen)) <= block_bytes or not _typed(ahead)):
+        if not whole and (size + _new_bytes(nodes[at + 1], index, set(seen)) <= block_bytes or not typed):
             continue
         made = [value for other in nodes[begin : at + 1] for value in other.outputs]
         wanted = tuple(str(value.name) for value in made if value in ahead or value in outputs)
@@ -208,7 +199,3 @@ def _new_bytes(node: ir.Node, index: Index, seen: set[int]) -> int:
                 size += tensor.nbytes
                 seen.add(id(tensor))
     return size
-
-
-def _typed(values: dict[ir.Value, None]) -> bool:
-    return all(value.dtype is not None and value.shape is not None for value in values)

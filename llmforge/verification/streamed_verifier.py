@@ -76,7 +76,8 @@ def prove(before: ir.Model, after: ir.Model, *, tolerance: float, threads: int) 
         alike, level, first = pending.pop(0)
         outcome = _compare(alike[0], probe.Weights(), runs, tolerance, threads)
         if len(alike) > 1 and isinstance(outcome, float):
-            outcome = max(outcome, _compare(alike[0], RandomWeights(), runs, tolerance, threads), key=_severity)
+            drawn = _compare(alike[0], RandomWeights(), runs, tolerance, threads)
+            outcome = max(outcome, drawn) if isinstance(drawn, float) else drawn
         if isinstance(outcome, float):
             largest, ran = max(largest, outcome), ran + 1
         elif level == WIDENED or not alike[0].inputs:
@@ -92,10 +93,6 @@ def _by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
     for number, changed in enumerate(found):
         kinds.setdefault(changed.kind or f"alone {number}", []).append(changed)
     return list(kinds.values())
-
-
-def _severity(outcome: float | Difference) -> float:
-    return outcome if isinstance(outcome, float) else np.inf
 
 
 def _compare(

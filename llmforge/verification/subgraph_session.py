@@ -5,7 +5,7 @@ A subgraph takes values that other subgraphs make (`given`), inputs of the graph
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,20 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.ir import dialect, graph, interface, operators
 from llmforge.lowering import emulation
-from llmforge.runtime.backends.session import CACHE_DTYPES, LOAD_FAILURES, PROVIDER, grown, ort_value, store_grown
+from llmforge.runtime.backends.session import (
+    CACHE_DTYPES,
+    LOAD_FAILURES,
+    PROVIDER,
+    SessionConfig,
+    grown,
+    ort_value,
+    session_options,
+    store_grown,
+)
 from llmforge.verification import probe
 
 Arrays = dict[str, NDArray[Any]]
 
-_LOG_ERRORS = 3  # severity: errors only
 # ONNX Runtime copies every initializer that it is handed, and no input.
 _FED_BYTES = 1 << 20
 
@@ -31,14 +39,6 @@ _FED_BYTES = 1 << 20
 def _is_fed(array: NDArray[Any]) -> bool:
     """Say whether a weight is large, and of a dtype of numpy's own: a session takes no other in a feed."""
     return array.nbytes >= _FED_BYTES and array.dtype.isbuiltin == 1
-
-
-def _feed(model: ir.Model, names: Collection[str]) -> None:
-    """Make the initializers `names` inputs, in place."""
-    for name in names:
-        value = model.graph.initializers.pop(name)
-        value.const_value = None
-        model.graph.inputs.append(value)
 
 
 class SubgraphSession:
@@ -54,22 +54,21 @@ class SubgraphSession:
         shapes = {str(value.name): graph.dims(value) for value in (*model.graph.inputs, *model.graph.outputs)}
         executable = dialect.expand(emulation.emulate(model))
         fuse_transposed_weights(executable)
-        options = ort.SessionOptions()
-        options.log_severity_level = _LOG_ERRORS
-        options.intra_op_num_threads = threads
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        entries = {"session.intra_op.allow_spinning": "0"}
+        options = session_options(SessionConfig(threads=threads, optimize=False, entries=entries))
         native.register(options)
         arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
         self._weights: Arrays = {}
         if not any(operators.view(node).prepacked for node in executable.graph):
             options.add_session_config_entry("session.disable_prepacking", "1")  # which holds a matrix twice
             self._weights = {name: arrays.pop(name) for name in list(arrays) if _is_fed(arrays[name])}
-            _feed(executable, self._weights)
-        held = [ort_value(array) for array in arrays.values()]
-        if held:
-            options.add_external_initializers(list(arrays), held)
-        self._held = held
+        for name in self._weights:
+            value = executable.graph.initializers.pop(name)
+            value.const_value = None
+            executable.graph.inputs.append(value)
+        self._held = [ort_value(array) for array in arrays.values()]
+        if arrays:
+            options.add_external_initializers(list(arrays), self._held)
         try:
             self._session = ort.InferenceSession(
                 ir.serde.serialize_model(executable).SerializeToString(), options, providers=[PROVIDER]
@@ -114,7 +113,7 @@ class SubgraphSession:
         if interface.LOGITS_ROWS not in self.inputs:
             rows = None
         elif rows is None:
-            rows = np.arange(step.ids.shape[1])
+            rows = step.rows
         feeds = interface.feeds(
             self.inputs, step.ids, step.past, rows, step.lengths, step.text_lengths, growing=self._growing
         )

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge.base.errors import NotADecoder, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 # Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
 # 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
 TOLERANCE = 1e-4
-RUN_FAILURES = (RuntimeError, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.RuntimeException)
 SPARE, GARBAGE = 3, 7  # slots of a cache that no token reaches, and what all hold before one does
 SEED = 20_241_103  # any fixed number
 
@@ -72,12 +70,11 @@ def verify_trace(
         UnsupportedError: transformers or ONNX Runtime cannot run the model, or it is of its own attention and what
             would be a defect of the frontend elsewhere is known to happen there.
     """
-    reason = model.metadata_props.get(interface.FALLBACK)
-    if reason is None:
-        return _verify(checkpoint, model, threads, whole_bytes)
     try:
         return _verify(checkpoint, model, threads, whole_bytes)
     except (UnsupportedError, VerificationError) as error:
+        if (reason := model.metadata_props.get(interface.FALLBACK)) is None:
+            raise
         from llmforge.trace.export import fallback
 
         named = f"architecture {checkpoint.architecture!r} cannot be compiled"
@@ -113,13 +110,14 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     def slots(run: probe.Run) -> int:
         return run.capacity + SPARE if context is None else min(run.capacity + SPARE, context)
 
-    reference = Reference(checkpoint, None if layers == depth else layers)
+    part = None if layers == depth else layers
+    reference = Reference(checkpoint, part)
     expected = [[reference.run(ids, min(len(ids), _kept(run))).logits for ids in _rows(run)] for run in runs]
     stack = reference.stack
     del reference  # its weights make room for those of the graph
     try:
         made = streamed_execution.drive(model, runs, threads=threads, rows=_selected, capacity=slots, fill=GARBAGE)
-    except RUN_FAILURES as error:
+    except probe.RUN_FAILURES as error:
         raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error
     compared = [
         comparison
@@ -130,10 +128,10 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     allowed = TOLERANCE * float(logits.std())
     for comparison in compared:
         if not comparison.difference <= allowed:  # `not <=`: NaN differs
-            reference = Reference(checkpoint, None if layers == depth else layers)
-            names = _hidden_states(model, stack, layers)
-            exposed = probe.open_session(model, probe.Weights(), threads, names) if names else None
-            where = _first_layer(exposed, names, comparison, reference) if exposed else "no layer can be named"
+            names, where = _hidden_states(model, stack, layers), "no layer can be named"
+            if names:
+                exposed = probe.open_session(model, probe.Weights(), threads, names)
+                where = _first_layer(exposed, names, comparison, Reference(checkpoint, part))
             raise VerificationError(
                 f"the traced graph is not the model: logits differ from transformers' by {comparison.difference:.3g}, "
                 f"allowed is {allowed:.3g}, in {comparison.run.where(comparison.step)}, row {comparison.row}; {where}",
@@ -181,8 +179,7 @@ def _rows(run: probe.Run) -> list[NDArray[np.int64]]:
 
 def _selected(step: probe.ProbeStep) -> NDArray[np.int64]:
     """Choose the rows of a step that are compared: all, or the tail of a long one."""
-    count = step.ids.shape[1]
-    return np.arange(0 if count <= 2 * TAIL else count - TAIL, count)
+    return step.rows if len(step.rows) <= 2 * TAIL else step.rows[-TAIL:]
 
 
 @dataclass(frozen=True, eq=False)

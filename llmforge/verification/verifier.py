@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.ir import dialect, graph, interface
@@ -29,15 +28,6 @@ from llmforge.verification.streamed_verifier import Difference, Loss
 # FLOAT: 23 two-layer architectures, their attention lowered in up to three ways, moved logits by at most 7e-6 at a
 # deviation of 0.6, which is 1.2e-5. Errors of independent layers add up like a random walk: 80 layers make √40 of it.
 TOLERANCE: Mapping[ir.DataType, float] = {ir.DataType.FLOAT: 1e-4}
-
-_RUN_FAILURES = (
-    ort_errors.EPFail,
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-    RuntimeError,  # what `run_with_iobinding` makes of each of these
-)
 
 _Array = NDArray[Any]
 _Outcomes = list[list[probe.Outcome]]  # by run, by step
@@ -190,17 +180,14 @@ class Verifier:
             if self._loss is None:
                 session = probe.open_session(model, self._weights, self._threads)
                 result = self._prove_whole(step, model, session, self._drive(session))
+            elif step.numerics is Numerics.LOSSY and _other_interface(self._before.model, model) is None:
+                result = self._measure_loss(step, model, self._loss)
             else:
-                result = self._prove_streamed(step, model, self._loss)
-        except (UnsupportedError, *_RUN_FAILURES) as error:
+                result = self._prove_subgraphs(step, model)
+        except (UnsupportedError, *probe.RUN_FAILURES) as error:
             raise VerificationError(f"pass {step.name} wrote a graph that does not run: {error}") from error
         self._before = Snapshot.of(model)
         return result
-
-    def _prove_streamed(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
-        if step.numerics is Numerics.LOSSY and _other_interface(self._before.model, model) is None:
-            return self._measure_loss(step, model, loss)
-        return self._prove_subgraphs(step, model)
 
     def _prove_subgraphs(self, step: Pass, model: ir.Model) -> Verification:
         """Prove a pass on the subgraphs that it changed."""
@@ -253,7 +240,7 @@ class Verifier:
                 f"pass {step.name} declares {step.numerics.value}: {failure.what} in {failure.where}; "
                 f"{self._origin(model, failure)}{overflow}"
             )
-        difference = max(float(np.abs(b.logits - a.logits).max()) for b, a in _pairs(self._outcomes, outcomes))
+        difference = max(float(np.abs(b.logits - a.logits).max()) for _, _, b, a in self._steps(outcomes))
         self._outcomes = outcomes
         self._weights.keep(model)
         return Verification(step.numerics, difference, allowed, kld_mean, budget, tuple(names), 0.0)
@@ -333,12 +320,11 @@ class Verifier:
         )
         caches = {str(value.name) for value in before.graph.outputs} - {interface.LOGITS}
         step = failure.run.steps[failure.step]
-        cached = {name: name if name in caches else None for name in names}
-        pairs = {
-            name: (comparison.valid(b[name], step, cached[name]), comparison.valid(a[name], step, cached[name]))
-            for name in names
-        }
-        return _first_divergence(pairs, failure.bound)
+
+        def valid(arrays: Mapping[str, _Array], name: str) -> _Array | None:
+            return comparison.valid(arrays[name], step, name if name in caches else None)
+
+        return _first_divergence({name: (valid(b, name), valid(a, name)) for name in names}, failure.bound)
 
     def _save(self, name: str, model: ir.Model) -> str:
         """Write the graphs before and after the pass `name`; return the two paths."""
@@ -373,11 +359,6 @@ def _first_divergence(pairs: Mapping[str, tuple[_Array | None, _Array | None]], 
 def _spread(outcomes: _Outcomes) -> float:
     """Return the standard deviation of all logits of the probes."""
     return float(np.concatenate([outcome.logits for steps in outcomes for outcome in steps]).std())
-
-
-def _pairs(befores: _Outcomes, afters: _Outcomes) -> Iterator[tuple[probe.Outcome, probe.Outcome]]:
-    for before, after in zip(befores, afters, strict=True):
-        yield from zip(before, after, strict=True)
 
 
 def _end_of_range(model: ir.Model) -> str:

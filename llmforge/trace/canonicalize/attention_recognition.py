@@ -10,7 +10,7 @@ of the graph is run on made-up numbers: probabilities tell its scale, its window
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +18,12 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dialect, interface, operators
 from llmforge.ir import graph as g
 from llmforge.ir.operators import canonical, standard
+from llmforge.ir.subgraph import behind
 from llmforge.trace.canonicalize.evaluation import Evaluation, Origins
 from llmforge.trace.canonicalize.rewriting import lay_out, swap_heads
 from llmforge.trace.hooks.attention import Attention, CacheLayer
@@ -69,13 +69,8 @@ class OpenAttention(Attention):
     """What transformers calls for the masks of a model with attention code of its own."""
 
     NAME = "eager"  # the implementation whose masks are added to scores
+    LAYER = JoinedCacheLayer
     bounded = True
-
-    def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
-        """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
-        super().step(past, past_lengths, lengths)
-        self.layers = [JoinedCacheLayer(parts, self) for parts in past]
-        return Cache(layers=[*self.layers])
 
     def describe(  # type: ignore[override]  # transformers names its arguments
         self, *, batch_size: int, q_length: int, kv_length: int, **kwargs: object
@@ -152,22 +147,15 @@ def find(model: ir.Model, layer: int, origins: Origins) -> AttentionSubgraph:
         of_values.update(node.outputs if from_values else ())
     if output is None:
         raise UnsupportedError(f"{where} caches keys and values that no attention reads")
-    masks: list[canonical.CausalMask] = []
-    queries: dict[ir.Value, None] = {}
-    visited: set[ir.Value] = {keys, values}
-    pending = [output]
-    while pending:
-        value = pending.pop()
-        made_by = value.producer()
-        if value in visited:
-            continue
-        visited.add(value)
-        if (mask := canonical.CausalMask.made(value)) is not None:
-            masks.append(mask)
-        elif origins.is_data(value) and value not in of_keys and value not in of_values and value is not output:
-            queries[value] = None
-        elif made_by is not None and not standard.Shape.matches(made_by):
-            pending.extend(x for x in made_by.inputs if x is not None)
+    inside = {output} | (of_keys | of_values) - {keys, values}
+
+    def is_edge(value: ir.Value) -> bool:
+        sized = standard.Shape.made(value) or canonical.CausalMask.made(value)
+        return value in (keys, values) or sized is not None or (value not in inside and origins.is_data(value))
+
+    _, edge = behind([output], is_edge)
+    masks = [mask for value in edge if (mask := canonical.CausalMask.made(value)) is not None]
+    queries = [value for value in edge if value not in (keys, values) and origins.is_data(value)]
     if len(queries) != 1:
         listed = ", ".join(str(value.name) for value in queries) or "nothing"
         raise UnsupportedError(f"{where} computes attention from {listed} besides keys and values, wanted one query")

@@ -72,18 +72,13 @@ class Evaluation:
         fed = [*inputs, *(value for value in roots if value.is_graph_input())]
         copies: dict[ir.Value, ir.Value] = {}
         for index, value in enumerate(fed):
-            copies[value] = ir.Value(name=f"input_{index}", type=value.type, shape=_rank_only(value))
+            rank_only = None if value.shape is None else ir.Shape([None] * len(value.shape))
+            copies[value] = ir.Value(name=f"input_{index}", type=value.type, shape=rank_only)
         for index, value in enumerate(constants):
-            array = value.const_value
-            if array is None:
+            if value.const_value is None:
                 raise UnsupportedError(f"a part of the graph reads {value.name!r}, which has no numbers")
-            tensor = ir.tensor(array.numpy(), name=f"constant_{index}")
-            copies[value] = ir.Value(
-                name=tensor.name,
-                type=ir.TensorType(tensor.dtype),
-                shape=ir.Shape(tensor.shape.numpy()),
-                const_value=tensor,
-            )
+            tensor = ir.tensor(value.const_value.numpy(), name=f"constant_{index}")
+            copies[value] = ir.val(tensor.name, const_value=tensor)
         copied = copy_nodes(sorted(nodes, key=order.__getitem__), copies)
         for number, node in enumerate(copied):  # names of a raw graph may be missing, and its shapes disagree
             for index, value in enumerate(node.outputs):
@@ -121,7 +116,3 @@ def _refusals() -> Iterator[None]:
         yield
     except REFUSED as error:
         raise UnsupportedError(f"a part of the graph cannot be evaluated: {str(error).splitlines()[0]}") from error
-
-
-def _rank_only(value: ir.Value) -> ir.Shape | None:
-    return None if value.shape is None else ir.Shape([None] * len(value.shape))

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir.operators import standard
-from llmforge.trace.canonicalize.rewriting import insert, insert_changed, integers, lay_out, swap_heads, target
+from llmforge.trace.canonicalize.rewriting import insert, insert_changed, integers, lay_out, replace, swap_heads, target
 
 
 def gather_nd_of_one_axis(model: ir.Model, lookup: standard.GatherND) -> bool:
@@ -23,9 +23,7 @@ def gather_nd_of_one_axis(model: ir.Model, lookup: standard.GatherND) -> bool:
         one_axis = unsqueeze.x
     else:
         return False
-    y, inputs = lookup.output, {"data": lookup.data, "indices": one_axis}
-    g.replace_uses(y, insert(lookup.node, standard.Gather, inputs, {"axis": 0}, dims=g.dims(y), dtype=y.dtype))
-    return True
+    return replace(lookup, standard.Gather, {"data": lookup.data, "indices": one_axis}, {"axis": 0})
 
 
 def gather_by_flat_indices(model: ir.Model, lookup: standard.Gather) -> bool:
@@ -39,9 +37,7 @@ def gather_by_flat_indices(model: ir.Model, lookup: standard.Gather) -> bool:
         return False
     inputs, dims = {"data": lookup.data, "indices": flat.x}, (*before, width)
     rows = insert(lookup.node, standard.Gather, inputs, {"axis": 0}, dims=dims, dtype=y.dtype)
-    reshaped = {"x": rows, "shape": target(model, [-1, width])}
-    g.replace_uses(y, insert(lookup.node, standard.Reshape, reshaped, dims=after, dtype=y.dtype))
-    return True
+    return replace(lookup, standard.Reshape, {"x": rows, "shape": target(model, [-1, width])})
 
 
 def gather_between_transposes(model: ir.Model, back: standard.Transpose) -> bool:
@@ -50,13 +46,10 @@ def gather_between_transposes(model: ir.Model, back: standard.Transpose) -> bool
     there = None if lookup is None or lookup.axis != 0 else standard.Transpose.made(lookup.data)
     if lookup is None or there is None or integers(lookup.indices) is None:
         return False
-    moved, y = list(there.perm), back.output
+    front, *_ = moved = list(there.perm)
     if [moved[axis] for axis in perm] != sorted(moved):
         return False
-    inputs, dims = {"data": there.x, "indices": lookup.indices}, g.dims(y) or ()
-    front, *_ = moved
-    g.replace_uses(y, insert(back.node, standard.Gather, inputs, {"axis": front}, dims=dims, dtype=y.dtype))
-    return True
+    return replace(back, standard.Gather, {"data": there.x, "indices": lookup.indices}, {"axis": front})
 
 
 def _channels_of_slice(cut: standard.Slice | None) -> tuple[ir.Value, int, int] | None:

@@ -15,7 +15,7 @@ from llmforge.ir import graph as g
 from llmforge.ir import operators
 from llmforge.ir.operators import standard
 from llmforge.trace.canonicalize import rewriting
-from llmforge.trace.canonicalize.rewriting import bypass, constant_target, insert, insert_changed, integers, known
+from llmforge.trace.canonicalize.rewriting import bypass, constant_target, insert_changed, integers, known, replace
 
 FOLDED = 1024  # elements: constants up to this size are folded; shapes and scalars are, tables and weights are not
 
@@ -160,12 +160,7 @@ def reshape_to_constant_target(model: ir.Model, reshape: standard.Reshape) -> bo
 
 def as_reshape(model: ir.Model, squeeze: standard.Squeeze | standard.Unsqueeze) -> bool:
     """Squeeze(x), Unsqueeze(x) → Reshape(x), which joins others."""
-    x, y = squeeze.x, squeeze.output
-    reshaped = rewriting.reshape(model, squeeze.node, x, g.dims(y) or ()) if known(x) and known(y) else None
-    if reshaped is None:
-        return False
-    g.replace_uses(y, reshaped)
-    return True
+    return known(squeeze.x) and known(squeeze.output) and rewriting.reshape(model, squeeze, squeeze.x)
 
 
 # Transposes --------------------------------------------------------------------------------------------------------
@@ -192,11 +187,7 @@ def transpose_of_ones(model: ir.Model, transpose: standard.Transpose) -> bool:
     moving = [axis for axis in transpose.perm if before[axis] != 1]
     if len(moving) == len(before) or moving != sorted(moving):
         return False
-    reshaped = rewriting.reshape(model, transpose.node, x, g.dims(y) or ())
-    if reshaped is None:
-        return False
-    g.replace_uses(y, reshaped)
-    return True
+    return rewriting.reshape(model, transpose, x)
 
 
 def norm_of_transpose(model: ir.Model, norm: standard.LayerNormalization | standard.RMSNormalization) -> bool:
@@ -209,12 +200,8 @@ def norm_of_transpose(model: ir.Model, norm: standard.LayerNormalization | stand
         return False
     if len(turned.x.uses()) > 1 and len(norm.x.uses()) > 1:
         return False
-    y = norm.output
     new = insert_changed(norm.node, norm, {"x": turned.x}, {"axis": -1}, g.dims(turned.x) or ())
-    g.replace_uses(
-        y, insert(norm.node, standard.Transpose, {"x": new}, {"perm": perm}, dims=g.dims(y) or (), dtype=y.dtype)
-    )
-    return True
+    return replace(norm, standard.Transpose, {"x": new}, {"perm": perm})
 
 
 # Sizes -------------------------------------------------------------------------------------------------------------

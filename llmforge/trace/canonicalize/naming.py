@@ -41,17 +41,14 @@ def name_dims(model: ir.Model) -> None:
 def name_constants(model: ir.Model) -> None:
     """Merge equal constants that the translation numbered, and number them anew by the order in which they are read."""
     kept: dict[tuple[object, ...], ir.Value] = {}
-    for node in model.graph:
-        for value in node.inputs:
-            if value is None or not value.is_initializer() or not NUMBERED.fullmatch(value.name or ""):
-                continue
-            tensor = value.const_value
-            if tensor is None:
-                continue
-            content = (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
-            first = kept.setdefault(content, value)
-            if first is not value:
-                value.replace_all_uses_with(first)
+    read = dict.fromkeys(value for node in model.graph for value in node.inputs if value is not None)
+    for value in read:
+        tensor = value.const_value
+        if tensor is None or not value.is_initializer() or not NUMBERED.fullmatch(value.name or ""):
+            continue
+        first = kept.setdefault((tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()), value)
+        if first is not value:
+            value.replace_all_uses_with(first)
     for value in kept.values():
         model.graph.initializers.pop(value.name or "")
     for index, value in enumerate(kept.values()):

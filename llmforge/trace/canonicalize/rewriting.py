@@ -49,10 +49,26 @@ def bypass(operator: Operator, x: ir.Value) -> bool:
     return True
 
 
-def reshape(model: ir.Model, at: ir.Node, x: ir.Value, dims: Dims) -> ir.Value | None:
-    """Reshape `x` to `dims` in front of `at`; None where `constant_target` has none."""
-    wanted = constant_target(model, g.dims(x) or (), dims)
-    return None if wanted is None else insert(at, standard.Reshape, {"x": x, "shape": wanted}, dims=dims, dtype=x.dtype)
+def replace(
+    operator: Operator,
+    by: type[Operator],
+    inputs: Mapping[str, ir.Value | None],
+    attributes: Mapping[str, g.Attribute] | None = None,
+) -> bool:
+    """Let the readers of `operator` read a node `by` in its place, which makes the same."""
+    y = operator.output
+    g.replace_uses(y, insert(operator.node, by, inputs, attributes, dims=g.dims(y), dtype=y.dtype))
+    return True
+
+
+def reshape(model: ir.Model, operator: Operator, x: ir.Value) -> bool:
+    """Replace `operator`, which keeps the numbers of `x` in order, by a Reshape; not where its target is computed."""
+    dims = g.dims(operator.output) or ()
+    if (wanted := constant_target(model, g.dims(x) or (), dims)) is None:
+        return False
+    made = insert(operator.node, standard.Reshape, {"x": x, "shape": wanted}, dims=dims, dtype=x.dtype)
+    g.replace_uses(operator.output, made)
+    return True
 
 
 def lay_out(model: ir.Model, at: ir.Node, x: ir.Value, *sizes: int) -> ir.Value:

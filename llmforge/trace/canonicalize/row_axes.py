@@ -12,6 +12,7 @@ import onnx_ir as ir
 from llmforge.ir import graph as g
 from llmforge.ir import operators
 from llmforge.ir.operators import standard
+from llmforge.ir.subgraph import behind
 from llmforge.trace.canonicalize.rewriting import Dims, set_target, target
 
 
@@ -60,26 +61,16 @@ def _rows_of_token(entry: standard.Reshape) -> int | None:
 
 def _region(last: ir.Value, leading: Dims) -> tuple[set[ir.Node], list[standard.Reshape]]:
     """Collect what computes `last` on flat rows, and the reshapes that feed it; nothing where something else does."""
-    region: set[ir.Node] = set()
-    entries: dict[ir.Node, standard.Reshape] = {}
-    pending = [last]
-    while pending:
-        node = pending.pop().producer()
-        if node is None:
-            return set(), []
-        if node in region or node in entries:
-            continue
-        operator = operators.view(node)
-        if isinstance(operator, standard.Reshape):
-            if (g.dims(operator.x) or ())[:2] != leading or _rows_of_token(operator) is None:
-                return set(), []
-            entries[node] = operator
-            continue
-        if not operator.pointwise and not isinstance(operator, standard.RMSNormalization):
-            return set(), []
-        region.add(node)
-        for value in node.inputs:
-            dims = None if value is None else g.dims(value)
-            if value is not None and (dims is None or len(dims) > 1):  # a vector or a scalar broadcasts as before
-                pending.append(value)
-    return region, list(entries.values())
+
+    def broadcasts(value: ir.Value) -> bool:  # a vector or a scalar, with an axis more as before
+        return (dims := g.dims(value)) is not None and len(dims) < 2
+
+    def is_edge(value: ir.Value) -> bool:
+        node = value.producer()
+        by_row = node is not None and (operators.view(node).pointwise or standard.RMSNormalization.matches(node))
+        return broadcasts(value) or not by_row
+
+    region, edge = behind([last], is_edge)
+    entries = [standard.Reshape.made(value) for value in edge if not broadcasts(value)]
+    from_tokens = [x for x in entries if x and (g.dims(x.x) or ())[:2] == leading and _rows_of_token(x) is not None]
+    return (set(region), from_tokens) if len(from_tokens) == len(entries) else (set(), [])

@@ -7,7 +7,7 @@ operator that does not act on each token alone is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -180,19 +180,16 @@ def _matrix(model: ir.Model, product: standard.MatMul, tokens: str) -> None:
         raise _refused(product, "which multiplies tokens with each other")
 
 
-def _along_axis(model: ir.Model, operator: standard.Softmax | standard.ArgMax | standard.TopK, tokens: str) -> None:
-    _require_tokens(operator, [operator.x], tokens)
-    operator.axis = _shifted(operator, operator.axis, operator.x)
-
-
-def _concat(model: ir.Model, join: standard.Concat, tokens: str) -> None:
-    _require_tokens(join, join.node.inputs, tokens)
-    join.axis = _shifted(join, join.axis, join.x)
-
-
-def _gather_elements(model: ir.Model, lookup: standard.GatherElements, tokens: str) -> None:
-    _require_tokens(lookup, [lookup.data, lookup.indices], tokens)
-    lookup.axis = _shifted(lookup, lookup.axis, lookup.data)
+def _along_axis(
+    model: ir.Model,
+    operator: standard.ArgMax | standard.Concat | standard.GatherElements | standard.Softmax | standard.TopK,
+    tokens: str,
+) -> None:
+    joined = isinstance(operator, standard.Concat | standard.GatherElements)
+    read = operator.node.inputs if joined else [operator.first_input]
+    if any(value is not None and not _flat(value, tokens) for value in read):
+        raise _refused(operator, "which reads tokens and something else along one axis")
+    operator.axis = _shifted(operator, operator.axis, operator.first_input)
 
 
 def _gather(model: ir.Model, lookup: standard.Gather, tokens: str) -> None:
@@ -244,10 +241,10 @@ def _expand(model: ir.Model, expand: standard.Expand, tokens: str) -> None:
 RULES: Mapping[type[Operator], Rule] = {  # besides what is pointwise
     canonical.MoE: _keep,
     standard.ArgMax: _along_axis,
-    standard.Concat: _concat,
+    standard.Concat: _along_axis,
     standard.Expand: _expand,
     standard.Gather: _gather,
-    standard.GatherElements: _gather_elements,
+    standard.GatherElements: _along_axis,
     standard.LayerNormalization: _normalization,
     standard.MatMul: _matrix,
     standard.RMSNormalization: _normalization,
@@ -276,11 +273,6 @@ def _sizes(operator: Operator, dims: Dims, reason: str) -> list[int]:
     if len(sizes) != len(dims):
         raise _refused(operator, reason)
     return sizes
-
-
-def _require_tokens(operator: Operator, values: Iterable[ir.Value | None], tokens: str) -> None:
-    if any(value is not None and not _flat(value, tokens) for value in values):
-        raise _refused(operator, "which reads tokens and something else along one axis")
 
 
 def _shifted(operator: Operator, axis: int, counted: ir.Value) -> int:

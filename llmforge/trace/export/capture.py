@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import onnx_ir as ir
@@ -21,7 +21,6 @@ from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.trace.hooks import gated_norms, internals, modules, norms, recurrent, rotary
 from llmforge.trace.hooks.attention import Attention, CacheLayer
 
-Substitution = Callable[[nn.Module, int], AbstractContextManager[rotary.Tables]]
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
 
 OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
@@ -103,31 +102,19 @@ class Traced(nn.Module):
 
 
 def capture(
-    model: PreTrainedModel,
-    mode: internals.FakeTensorMode,
-    attention: Attention,
-    positions: int,
-    layers: int,
-    *,
-    shorten: bool = True,
-    substituted: Substitution = rotary.substituted,
+    model: PreTrainedModel, mode: internals.FakeTensorMode, attention: Attention, layers: int, *, shorten: bool
 ) -> tuple[ir.Model, Pattern | Irregular]:
     """Trace one step of `model`, whose fake parameters live in `mode`; initializers are named `MODEL` + parameter.
 
-    The model has `layers` layers and contexts up to `positions` tokens. Where its layers provably repeat and `shorten`
-    allows it, only the first of them are in the graph: as many as the pattern, which is returned, wants traced.
-    `substituted` substitutes rotary embedding.
+    The model has `layers` layers. Where they provably repeat and `shorten` allows it, only the first of them are in the
+    graph: as many as the pattern, which is returned, wants traced.
 
     Raises:
         UnsupportedError: it cannot be traced.
     """
-    with (
-        internals.third_party("tracing"),
-        torch.no_grad(),
-        prepared(model, attention, positions, substituted) as traced,
-    ):
+    with internals.third_party("tracing"), torch.no_grad(), prepared(model, attention) as traced:
         shapes = dry_run(traced, mode, layers)
-        longest = positions // 2 - 1 if attention.bounded else None
+        longest = attention.positions // 2 - 1 if attention.bounded else None
         pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
         if isinstance(pattern, Irregular):
             return _translate(_export(traced, shapes, longest), shapes), pattern
@@ -137,14 +124,12 @@ def capture(
 
 
 @contextmanager
-def prepared(
-    model: PreTrainedModel, attention: Attention, positions: int, substituted: Substitution = rotary.substituted
-) -> Iterator[Traced]:
+def prepared(model: PreTrainedModel, attention: Attention) -> Iterator[Traced]:
     """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
     norms.substitute(model)
     gated_norms.substitute(model)
     modules.substitute(model)
-    with substituted(model, positions) as tables, recurrent.substituted(model, attention):
+    with attention.tables(model) as tables, recurrent.substituted(model, attention):
         yield Traced(model, attention, tables)
 
 

@@ -52,12 +52,8 @@ def concatenate(program: torch.export.ExportedProgram) -> None:
         whole.meta = {**last.meta, "val": node.meta["val"]}
         for reader in readers:
             reader.replace_input_with(node, whole)
-        for piece in pieces:
-            view = piece.write.args[0]
-            assert isinstance(view, fx.Node)
-            graph.erase_node(piece.write)
-            graph.erase_node(view)
-        graph.erase_node(node)
+        for unused in (*(piece.write for piece in pieces), *slices, node):
+            graph.erase_node(unused)
         changed = True
     if changed:
         program.graph_module.recompile()

@@ -10,13 +10,13 @@ with the model's (`verification.trace_verifier`), on texts longer than whatever 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from llmforge.base.errors import NotADecoder, UnsupportedError
@@ -24,7 +24,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir.operators import standard
 from llmforge.trace.export import limits
 from llmforge.trace.export.reference import EAGER, Reference
-from llmforge.trace.hooks import attention, internals, masks
+from llmforge.trace.hooks import attention, internals, masks, rotary
 from llmforge.trace.hooks.symbolic import emit
 
 LOOK_AHEAD = 1e-3  # of a logit, in standard deviations, when what follows its token is left out: beyond rounding
@@ -52,11 +52,6 @@ class OwnCache(attention.CacheLayer):  # type: ignore[no-untyped-call]  # transf
             self.keys, self.values = self.present["key"], self.present["value"]
         return self.keys, self.values
 
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether the layer caches keys and values, as far as is known."""
-        return self.past is None or "key" in self.past
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many slots a query meets, and the first of them."""
         return (query_length if self.past is None else self.get_seq_length()), 0
@@ -74,16 +69,22 @@ class OwnAttention(attention.Attention):
     """What a model with its own attention gets from transformers: the cache, and masks as numbers."""
 
     NAME = EAGER  # attention in a model's own code
+    LAYER = OwnCache
 
     slots: Tensor  # int64 [B]: the first slot that a step writes in each row
-    _own: list[OwnCache]
 
     def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
-        """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
+        """Begin one run of the model."""
         self.slots = past_lengths.to(torch.int64)
-        self.past_lengths, self.lengths = past_lengths, lengths
-        self.layers = self._own = [OwnCache(parts, self) for parts in past]
-        return Cache(layers=[*self._own])
+        return super().step(past, past_lengths, lengths)
+
+    def registered(self) -> AbstractContextManager[None]:
+        """Make the masks of eager attention for a while."""
+        return internals.mask_replaced(EAGER, self.numbers)
+
+    def tables(self, model: nn.Module) -> AbstractContextManager[rotary.Tables]:
+        """Leave rotary embedding to the model."""
+        return nullcontext(rotary.Tables(self.positions))
 
     def numbers(
         self,
@@ -101,21 +102,15 @@ class OwnAttention(attention.Attention):
         """
         self.refuse_padding(attention_mask)
         masks.refuse_encoders(mask_function)
-        hidden = masks.hides_from(mask_function, self._positions)
+        hidden = masks.hides_from(mask_function, self.positions)
         if hidden is not None:
             _require_provable("an attention mask hides tokens", hidden)
-        slots = next(layer.get_mask_sizes(q_length)[0] for layer in self._own if layer.keeps_tokens)
+        caches = (layer for layer in self.layers if layer.past is None or "key" in layer.past)  # of tokens, not states
+        slots, _ = next(caches).get_mask_sizes(q_length)
         queries = (self.slots[:, None] + torch.arange(q_length))[:, None, :, None]
         keys, zero = torch.arange(slots)[None, None, None, :], torch.zeros(1, 1, 1, 1, dtype=torch.int64)
         seen = mask_function(zero, zero, queries, keys).expand(self.slots.shape[0], 1, q_length, slots)
         return torch.where(seen, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
-
-
-@contextmanager
-def eager(own: OwnAttention) -> Iterator[None]:
-    """Let `own` make the masks of eager attention while the context lasts."""
-    with internals.mask_replaced(EAGER, own.numbers):
-        yield
 
 
 def refuse_unprovable(checkpoint: Checkpoint) -> None:

@@ -8,12 +8,13 @@ reads, all layers share. Two periods of layers must be the same in every other r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
+from llmforge.ir.subgraph import copy_nodes
 from llmforge.trace.export.pattern import Irregular, Pattern
 
 INDEX = "layer"  # attribute of an operator that reads a cache: the number of the cache
@@ -200,13 +201,10 @@ def _numbered(value: ir.Value, stack: str, index: int) -> bool:
 def _cache_step(x: ir.Value, y: ir.Value, where: str) -> int:
     """Return by how much the numbers in the names of two caches are apart."""
     before, after = str(x.name), str(y.name)
-    numbers = CACHE_NUMBER.search(before), CACHE_NUMBER.search(after)
-    if numbers[0] is None or numbers[1] is None:
+    numbers = [int(found[0]) for name in (before, after) if (found := CACHE_NUMBER.search(name))]
+    if len(numbers) != 2 or _cache_name(before, numbers[1] - numbers[0]) != after:
         raise Irregular(f"{where} differ: one has {before}, the other {after}")
-    step = int(numbers[1][0]) - int(numbers[0][0])
-    if _cache_name(before, step) != after:
-        raise Irregular(f"{where} differ: one has {before}, the other {after}")
-    return step
+    return numbers[1] - numbers[0]
 
 
 def _cache_name(name: str, step: int) -> str:
@@ -230,62 +228,34 @@ class _Copy:
 
     def write(self, hidden: ir.Value, anchor: ir.Node) -> tuple[ir.Value, ir.Node]:
         """Insert the copy, which takes `hidden`, behind `anchor`; return what it gives and its last node."""
-        values: dict[ir.Value, ir.Value] = {self.source.takes: hidden}
-        values |= self._caches()
-        nodes = []
-        for node in self.source.nodes:
-            inputs = [None if value is None else self._value(value, values) for value in node.inputs]
-            copy = ir.Node(
-                node.domain,
-                node.op_type,
-                inputs,
-                self._attributes(node.attributes),
-                overload=node.overload,
-                num_outputs=len(node.outputs),
-                name=self._name(node.name),
-                version=node.version,
-            )
-            for old, new in zip(node.outputs, copy.outputs, strict=True):
-                new.shape, new.type = old.shape, old.type
-                new.name = (
-                    _cache_name(str(old.name), self.cache_step) if old.is_graph_output() else self._name(old.name)
-                )
-                values[old] = new
-            nodes.append(copy)
-        graph = self.model.graph
+        graph, source = self.model.graph, self.source
+        read = dict.fromkeys(value for node in source.nodes for value in node.inputs if value is not None)
+        copies = {value: value for value in read if value.producer() not in source.members}  # what all layers share
+        caches = [value for value in graph.inputs if value in read and source.members.issuperset(value.consumers())]
+        copies |= {value: ir.Value(name=self._cache(value), shape=value.shape, type=value.type) for value in caches}
+        graph.inputs.extend(copies[value] for value in caches)
+        for value in read:
+            if value.is_initializer() and (name := self._name(value.name)) != value.name:
+                own = ir.Value(name=name, shape=value.shape, type=value.type, const_value=value.const_value)
+                graph.register_initializer(own)
+                copies[value] = own
+        copies[source.takes] = hidden
+        nodes = copy_nodes(source.nodes, copies)
+        for node in nodes:
+            node.name = self._name(node.name)
+            if INDEX in node.attributes:
+                node.attributes.add(ir.AttrInt64(INDEX, node.attributes.get_int(INDEX) + self.cache_step))
+            for value in node.outputs:
+                value.name = self._name(value.name)
+        outputs = [value for value in graph.outputs if value.producer() in source.members]
+        for value in outputs:
+            copies[value].name = self._cache(value)
         graph.insert_after(anchor, nodes)
-        graph.outputs.extend(
-            [values[value] for value in list(graph.outputs) if value.producer() in self.source.members]
-        )
-        return values[self.source.gives], nodes[-1]
+        graph.outputs.extend(copies[value] for value in outputs)
+        return copies[source.gives], nodes[-1]
 
     def _name(self, name: str | None) -> str:
         return _renumbered(name, self.pattern.stack, self.source.index, self.index)
 
-    def _caches(self) -> dict[ir.Value, ir.Value]:
-        """Make the cache inputs of the copy, in the order of those of its source."""
-        made = {}
-        read = {value for node in self.source.nodes for value in node.inputs if value is not None}
-        for value in list(self.model.graph.inputs):
-            if value in read and all(node in self.source.members for node, _ in value.uses()):
-                made[value] = ir.Value(
-                    name=_cache_name(str(value.name), self.cache_step), shape=value.shape, type=value.type
-                )
-        self.model.graph.inputs.extend(made.values())
-        return made
-
-    def _value(self, value: ir.Value, values: dict[ir.Value, ir.Value]) -> ir.Value:
-        """Return what the copy reads for `value`."""
-        if value not in values:
-            name = self._name(value.name)
-            if value.is_initializer() and name != value.name:
-                own = ir.Value(name=name, shape=value.shape, type=value.type, const_value=value.const_value)
-                self.model.graph.register_initializer(own)
-                values[value] = own
-            else:
-                values[value] = value
-        return values[value]
-
-    def _attributes(self, attributes: Mapping[str, ir.Attr]) -> Iterator[ir.Attr]:
-        for name, attribute in attributes.items():
-            yield ir.AttrInt64(INDEX, attribute.as_int() + self.cache_step) if name == INDEX else attribute
+    def _cache(self, value: ir.Value) -> str:
+        return _cache_name(str(value.name), self.cache_step)

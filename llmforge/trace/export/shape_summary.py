@@ -68,7 +68,7 @@ def summarize(config: PretrainedConfig, layers: int, context: int | None) -> Sha
         with (
             internals.third_party("running the model without numbers"),
             torch.no_grad(),
-            capture.prepared(model, way.attention, way.positions) as traced,
+            capture.prepared(model, way.attention) as traced,
         ):
             shapes = capture.dry_run(traced, mode, layers)
     found = [

@@ -42,10 +42,10 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
     return model, mode
 
 
-def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
+def on_meta(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """Build the causal language model of `config` in fp32, its parameters on the meta device; buffers hold numbers.
 
-    `attention` names the attention implementation; None: transformers' own choice.
+    `attention` names the attention implementation.
 
     Raises:
         ValueError: transformers has no causal language model for `config`, or it does not take `attention`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -16,7 +16,7 @@ from llmforge.trace.canonicalize import attention_recognition, naming, simplific
 from llmforge.trace.canonicalize.attention_recognition import OpenAttention
 from llmforge.trace.export import capture, fallback, pattern, replicate_layers, skeleton, weights
 from llmforge.trace.export.pattern import Irregular, Pattern
-from llmforge.trace.hooks import experts, internals, rotary
+from llmforge.trace.hooks import experts, internals
 from llmforge.trace.hooks.attention import Attention
 
 UNBOUNDED = 8192  # positions at which a model is looked at whose configuration does not say how many it has
@@ -24,16 +24,13 @@ UNBOUNDED = 8192  # positions at which a model is looked at whose configuration 
 
 @dataclass(frozen=True, eq=False)
 class Strategy:
-    """How attention gets into a trace of a model of up to `positions` tokens.
+    """How attention gets into a trace.
 
-    `attention` is what transformers calls for it while `registered` lasts, `rotary` substitutes rotary embedding, and
-    `canonicalize` brings the raw graph to the dialect, given the names of its initializers that have no numbers.
+    `attention` is what transformers calls for it, and `canonicalize` brings the raw graph to the dialect, given the
+    names of its initializers that have no numbers.
     """
 
-    positions: int
     attention: Attention
-    registered: Callable[[], AbstractContextManager[None]]
-    rotary: capture.Substitution
     canonicalize: Callable[[ir.Model, set[str]], None]
 
     @contextmanager
@@ -45,7 +42,7 @@ class Strategy:
         Raises:
             UnsupportedError: see `skeleton.build`.
         """
-        with self.registered(), internals.registered_experts(experts.NAME, compute):
+        with self.attention.registered(), internals.registered_experts(experts.NAME, compute):
             model, mode = skeleton.build(config, self.attention.NAME)
             model.set_experts_implementation(experts.NAME)
             yield model, mode
@@ -66,25 +63,17 @@ def substituted(config: PretrainedConfig, context: int | None) -> Strategy:
         simplification.canonicalize(graph)
         tokenwise.check(graph)
 
-    return Strategy(
-        positions,
-        attention,
-        lambda: internals.registered(attention.NAME, attention.attend, attention.describe),
-        rotary.substituted,
-        canonicalize,
-    )
+    return Strategy(attention, canonicalize)
 
 
 def own(context: int | None, reason: str) -> Strategy:
     """Leave the model, of `context` tokens (None: not bounded), its own attention, because of `reason`."""
-    positions = UNBOUNDED if context is None else context
-    attention = fallback.OwnAttention(positions)
 
     def canonicalize(graph: ir.Model, weightless: set[str]) -> None:
         simplification.canonicalize(graph, weights=weightless)
         graph.metadata_props[interface.FALLBACK] = reason
 
-    return Strategy(positions, attention, lambda: fallback.eager(attention), rotary.untouched, canonicalize)
+    return Strategy(fallback.OwnAttention(UNBOUNDED if context is None else context), canonicalize)
 
 
 def export(checkpoint: Checkpoint, choose: Callable[[], Strategy], irregular: Irregular | None) -> ir.Model:
@@ -99,13 +88,7 @@ def export(checkpoint: Checkpoint, choose: Callable[[], Strategy], irregular: Ir
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
         graph, repetition = capture.capture(
-            model,
-            mode,
-            strategy.attention,
-            strategy.positions,
-            checkpoint.geometry.layers,
-            shorten=irregular is None,
-            substituted=strategy.rotary,
+            model, mode, strategy.attention, checkpoint.geometry.layers, shorten=irregular is None
         )
     strategy.canonicalize(graph, {capture.MODEL + name for name in model.state_dict()})
     if isinstance(repetition, Pattern):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
-from llmforge.trace.hooks import masks
+from llmforge.trace.hooks import internals, masks, rotary
 from llmforge.trace.hooks.ones import Ones
 from llmforge.trace.hooks.symbolic import emit
 
@@ -122,16 +123,25 @@ class Attention:
     """What transformers calls for the attention and the masks of a model, under a name in its registries."""
 
     NAME = "llmforge"
+    LAYER: Callable[..., CacheLayer] = CacheLayer  # takes the graph inputs of a layer (None: a dry run), and this
     bounded = False  # code that indexes tables by its sizes is right up to the longest context, and torch says so
 
     past_lengths: Tensor  # int32 [B], of the run under way
     lengths: Tensor  # int32 [B]
 
     def __init__(self, positions: int) -> None:
-        self._positions = positions
+        self.positions = positions  # of the longest context
         self.ones = Ones()
         self.layers: Sequence[CacheLayer] = []
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
+
+    def registered(self) -> AbstractContextManager[None]:
+        """Let transformers call this for a while."""
+        return internals.registered(self.NAME, self.attend, self.describe)
+
+    def tables(self, model: nn.Module) -> AbstractContextManager[rotary.Tables]:
+        """Substitute the rotary embedding of `model` for a while, by what reads these tables."""
+        return rotary.substituted(model, self.positions)
 
     @property
     def dry(self) -> bool:
@@ -140,16 +150,16 @@ class Attention:
 
     def step(self, past: Sequence[Mapping[str, Tensor] | None], past_lengths: Tensor, lengths: Tensor) -> Cache:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
-        self.layers = [CacheLayer(parts, self) for parts in past]
         self.past_lengths, self.lengths = past_lengths, lengths
+        self.layers = [self.LAYER(parts, self) for parts in past]
         return Cache(layers=[*self.layers])
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
         """Describe the mask that transformers asks for, instead of building it."""
         self.refuse_padding(attention_mask)
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
-        mask = masks.classify(mask_function, max(self._positions, 2 * local + 2))
-        return masks.Mask(0) if mask.window >= self._positions else mask  # a window that no query reaches beyond
+        mask = masks.classify(mask_function, max(self.positions, 2 * local + 2))
+        return masks.Mask(0) if mask.window >= self.positions else mask  # a window that no query reaches beyond
 
     def describe(self, **kwargs: Any) -> Any:
         """Answer transformers' call for a mask."""

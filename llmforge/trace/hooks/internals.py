@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -37,26 +39,6 @@ from llmforge.base.errors import ForgeError, UnsupportedError
 
 Function = Callable[..., Any]
 Replacement = Callable[[str, Function], Function | None]  # a function and its name → what stands for it, if anything
-
-__all__ = [
-    "FakeTensorMode",
-    "Function",
-    "Group",
-    "fake_mode",
-    "functions_replaced",
-    "is_fake",
-    "mask_replaced",
-    "mode_of",
-    "no_progress_bars",
-    "parameters_on_meta",
-    "quiet",
-    "real_tensors",
-    "registered",
-    "registered_experts",
-    "sources_by_parameter",
-    "takes_attention",
-    "third_party",
-]
 
 
 def fake_mode() -> FakeTensorMode:

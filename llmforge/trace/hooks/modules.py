@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,7 +33,7 @@ def substitute(model: nn.Module) -> None:
             if kind not in activations:
                 activations[kind] = gelu(module)
             if (approximate := activations[kind]) is not None:
-                module.forward = _gelu_emitter(approximate)
+                module.forward = functools.partial(nn.functional.gelu, approximate=approximate)
             continue
         key = norms.norm_like(module, ranks=(1, 2))
         if key is None or isinstance(module, nn.LayerNorm):  # no norm, or one that torch translates itself
@@ -68,13 +69,6 @@ def gelu(module: nn.Module) -> str | None:
             if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, 0, ACTIVATION_TOLERANCE):
                 return approximate
     return None
-
-
-def _gelu_emitter(approximate: str) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return nn.functional.gelu(x, approximate=approximate)
-
-    return forward
 
 
 def _norm_emitter(module: nn.Module, epsilon: float) -> Callable[[Tensor], Tensor]:

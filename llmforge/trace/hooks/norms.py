@@ -79,10 +79,10 @@ def run(module: nn.Module, weight: Tensor, inputs: Sequence[Tensor]) -> list[obj
         return []
 
 
-def close(outputs: Sequence[object], expected: Sequence[Tensor], tolerance: float = TOLERANCE) -> bool:
+def close(outputs: Sequence[object], expected: Sequence[Tensor]) -> bool:
     """Say whether `outputs` are `expected`, all of them."""
     return len(outputs) == len(expected) and all(
-        isinstance(y, Tensor) and y.shape == e.shape and torch.allclose(y, e, rtol=tolerance, atol=tolerance)
+        isinstance(y, Tensor) and y.shape == e.shape and torch.allclose(y, e, rtol=TOLERANCE, atol=TOLERANCE)
         for y, e in zip(outputs, expected, strict=True)
     )
 

@@ -120,12 +120,6 @@ def substituted(model: nn.Module, positions: int) -> Iterator[Tables]:
         yield tables
 
 
-@contextmanager
-def untouched(model: nn.Module, positions: int) -> Iterator[Tables]:
-    """Leave rotary embedding to the model."""
-    yield Tables(positions)
-
-
 def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> Callable[..., Any]:
     """Make the forward of a rotary module that computes a table once and hands out `Angles`."""
     known: dict[tuple[object, ...], int] = {}
