@@ -13,7 +13,7 @@ from rich.text import Text
 from llmforge.metrics.units import count, duration, ms, percent, significant, size, times
 from llmforge.planning.advice import Advice
 from llmforge.planning.building import Build
-from llmforge.planning.deployment import Decode, Plan
+from llmforge.planning.deployment import Degree, Plan
 from llmforge.planning.roofline import StepCost
 from llmforge.targets import Share, matrix_share_of
 
@@ -41,15 +41,17 @@ def comparison(planned: Sequence[Planned]) -> RenderableType:
     for name in ("fits", "weights", "largest batch", "TTFT", "TPOT", "tok/s", "MBU", "bound by", "$/M in", "$/M out"):
         table.add_column(name, justify="left" if name in ("fits", "bound by") else "right")
     for each in planned:
-        plan, decoded = each.plan, _asked(each.plan)
-        room = next(degree.largest_batch for degree in plan.degrees if degree.ranks == plan.ranks)
+        plan, asked, step = each.plan, each.plan.asked, each.plan.asked.decode.step
         table.add_row(
-            plan.target.name if plan.ranks == 1 else f"{plan.ranks} × {plan.target.name}",
+            plan.target.name if asked.ranks == 1 else f"{asked.ranks} × {plan.target.name}",
             f"{plan.scheme.weights}, cache {plan.scheme.kv}",
-            _fits(plan.memory.fits),
-            size(plan.memory.weights),
-            count(room),
-            *_times(plan, decoded),
+            _fits(asked.memory.fits),
+            size(asked.memory.weights),
+            count(asked.largest_batch),
+            *_times(asked),
+            significant(asked.decode.tokens_per_second),
+            percent(step.mbu),
+            step.bound,
             *_prices(plan),
         )
     return Group(Text(_model(planned[0].plan)), table)
@@ -58,7 +60,7 @@ def comparison(planned: Sequence[Planned]) -> RenderableType:
 def details(planned: Planned) -> RenderableType:
     """Show all of one plan."""
     plan = planned.plan
-    devices = plan.target.title if plan.ranks == 1 else f"{plan.ranks} × {plan.target.title}"
+    devices = plan.target.title if plan.asked.ranks == 1 else f"{plan.asked.ranks} × {plan.target.title}"
     head = Text.assemble((plan.shape.name, "bold"), " on ", (devices, "bold"), f", {plan.backend}")
     return Group(
         head,
@@ -91,12 +93,12 @@ def data(planned: Planned) -> dict[str, Any]:
         },
         "target": plan.target.name,
         "backend": plan.backend,
-        "ranks": plan.ranks,
+        "ranks": plan.asked.ranks,
         "scheme": asdict(plan.scheme),
         "workload": asdict(plan.workload),
-        "memory": {**asdict(plan.memory), "needed": plan.memory.needed, "fits": plan.memory.fits},
+        "memory": {**asdict(plan.asked.memory), "needed": plan.asked.memory.needed, "fits": plan.asked.memory.fits},
         "largest_batch": [{"context": context, "batch": batch} for context, batch in plan.largest],
-        "prefill": _step_data(plan.prefill),
+        "prefill": _step_data(plan.asked.prefill),
         "decode": [
             {
                 "batch": each.batch,
@@ -114,10 +116,10 @@ def data(planned: Planned) -> dict[str, Any]:
                 "fits": each.memory.fits,
                 "weights": each.memory.weights,
                 "largest_batch": each.largest_batch,
-                "ttft_s": each.ttft_s,
-                "tpot_s": each.tpot_s,
-                "links_share": each.links_share,
-                "tokens_per_second": each.tokens_per_second,
+                "ttft_s": each.prefill.seconds,
+                "tpot_s": each.decode.step.seconds,
+                "links_share": _links_share(each),
+                "tokens_per_second": each.decode.tokens_per_second,
             }
             for each in plan.degrees
         ],
@@ -154,23 +156,12 @@ def _workload(plan: Plan) -> str:
     return f"{at_once}, prompts of {count(asked.prompt)}, answers of {count(asked.output)} tokens"
 
 
-def _asked(plan: Plan) -> Decode:
-    return next(each for each in plan.decodes if each.batch == plan.workload.batch)
-
-
 def _fits(fits: bool) -> Text:
     return Text("yes", "green") if fits else Text("no", "bold red")
 
 
-def _times(plan: Plan, decoded: Decode) -> tuple[str, ...]:
-    step = decoded.step
-    return (
-        ms(plan.prefill.seconds * 1e3),
-        ms(step.seconds * 1e3),
-        significant(decoded.tokens_per_second),
-        percent(step.mbu),
-        step.bound,
-    )
+def _times(degree: Degree) -> tuple[str, str]:
+    return ms(degree.prefill.seconds * 1e3), ms(degree.decode.step.seconds * 1e3)
 
 
 def _prices(plan: Plan) -> tuple[str, str]:
@@ -180,7 +171,7 @@ def _prices(plan: Plan) -> tuple[str, str]:
 
 
 def _memory(plan: Plan) -> Table:
-    held = plan.memory
+    held = plan.asked.memory
     table = Table(title="Memory of one device", title_justify="left")
     for name in ("weights", "KV a token", "caches", "activations", "reserve", "needed", "there is", "fits"):
         table.add_column(name, justify="right")
@@ -202,13 +193,13 @@ def _steps(plan: Plan) -> Table:
     table = Table(title="Prefill, and decoding by batch", title_justify="left")
     for name in ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits"):
         table.add_column(name, justify="left" if name in ("step", "bound by", "fits") else "right")
-    first = plan.prefill
+    first = plan.asked.prefill
     table.add_row(
         f"prompt of {count(plan.workload.prompt)}",
         ms(first.seconds * 1e3),
         significant(plan.workload.prompt / first.seconds),
         *_shares_of(first),
-        _fits(plan.memory.fits),
+        _fits(plan.asked.memory.fits),
     )
     for each in plan.decodes:
         style = "bold" if each.batch == plan.workload.batch else ""
@@ -237,12 +228,15 @@ def _degrees(plan: Plan) -> Table:
             _fits(each.memory.fits),
             size(each.memory.weights),
             count(each.largest_batch),
-            ms(each.ttft_s * 1e3),
-            ms(each.tpot_s * 1e3),
-            percent(each.links_share),
-            significant(each.tokens_per_second),
+            *_times(each),
+            percent(_links_share(each)),
+            significant(each.decode.tokens_per_second),
         )
     return table
+
+
+def _links_share(degree: Degree) -> float:
+    return degree.decode.step.links_s / degree.decode.step.seconds
 
 
 def _passes(advice: Sequence[Advice]) -> Table:

@@ -10,8 +10,8 @@ from llmforge import targets
 from llmforge.base.backends import BackendName, Dtype
 from llmforge.base.errors import UsageError
 from llmforge.planning import advice, building, config, deployment, scheme
-from llmforge.planning.deployment import Workload
 from llmforge.planning.render import Planned
+from llmforge.planning.roofline import Workload
 from llmforge.planning.scheme import Wanted
 from llmforge.planning.shape import Shape
 from llmforge.recipe import Recipe
@@ -61,7 +61,7 @@ def answer(what: Path, asked: Request) -> list[Planned]:
     if not names:
         raise UsageError(
             f"{what}: a checkpoint names no device",
-            hint=f"say which: --target {', --target '.join(('h200', 'rtx-4090'))}; `llmforge targets` lists them",
+            hint="say which: --target h200, --target rtx-4090; `llmforge targets` lists them",
         )
     found = [targets.find(name) for name in names]
     shape = config.read(folder)
