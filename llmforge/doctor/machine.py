@@ -14,7 +14,8 @@ from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.doctor.ceilings import Ceilings
 from llmforge.doctor.gpus import Gpu
 from llmforge.evaluation.machine import Machine
-from llmforge.targets import Figure, Rate, Share, Target
+from llmforge.targets import Figure, Rate, Target
+from llmforge.targets.achieved import Share
 
 _DIGITS = 4  # of a measured figure
 

@@ -8,7 +8,7 @@ parameters of the model that transformers builds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
@@ -90,7 +90,8 @@ def shape(name: str, data: Mapping[str, Any]) -> Shape:
     hidden, vocabulary = config.size("hidden_size"), config.size("vocab_size")
     tied = config.flag("tie_word_embeddings", traits.tied)
     attend = _latent if kind in _LATENT else _grouped
-    layers = [_layer(config, traits, index, *attend(config, traits, index)) for index in range(_depth(config))]
+    depth = config.size("num_hidden_layers")
+    layers = [_layer(config, traits, index, *attend(config, traits, index)) for index in range(depth)]
     return Shape(
         name=name,
         architecture=kind,
@@ -104,10 +105,6 @@ def shape(name: str, data: Mapping[str, Any]) -> Shape:
         tied=tied,
         dtype=_dtype(data),
     )
-
-
-def _depth(config: Config) -> int:
-    return config.size("num_hidden_layers")
 
 
 def _dtype(data: Mapping[str, Any]) -> str:
@@ -184,7 +181,7 @@ def _if_said(config: Config, index: int) -> int | None:
 def _by_type(config: Config, index: int) -> int | None:
     """Find the window of a layer in `layer_types`; they must be there."""
     types = config.data.get("layer_types")
-    if not isinstance(types, list) or len(types) != _depth(config):
+    if not isinstance(types, list) or len(types) != config.size("num_hidden_layers"):
         raise Unsaid("layer_types")
     if types[index] not in ("sliding_attention", "full_attention"):
         raise Unsaid(f"layer type {types[index]!r}")
@@ -219,8 +216,7 @@ def _mixtral(config: Config, index: int) -> Experts:
 
 
 def _gpt_oss(config: Config, index: int) -> Experts:
-    chosen = config.size("num_experts_per_tok")
-    return Experts(config.size("num_local_experts"), chosen, config.size("intermediate_size"), bias=True)
+    return replace(_mixtral(config, index), bias=True)
 
 
 def _qwen_moe(config: Config, index: int) -> Experts | None:

@@ -15,9 +15,11 @@ from llmforge.planning.advice import Advice
 from llmforge.planning.building import Build
 from llmforge.planning.deployment import Degree, Plan
 from llmforge.planning.roofline import StepCost
-from llmforge.targets import Share, matrix_share_of
+from llmforge.targets import matrix_share_of
+from llmforge.targets.achieved import Share
 
 _VERDICTS = {"pays": "green", "does not pay": "dim", "refused": "yellow", "done": "dim"}
+_WORDS = {"target", "dtypes", "fits", "step", "bound by", "pass", "verdict", "why"}  # columns
 _STEP = (  # what is told of a step as data
     "seconds", "memory_s", "compute_s", "links_s", "overhead_s", "bytes", "operations", "intensity", "mbu", "mfu",
     "bound",
@@ -35,11 +37,9 @@ class Planned:
 
 def comparison(planned: Sequence[Planned]) -> RenderableType:
     """Set targets side by side, one line each."""
-    table = Table(title=_workload(planned[0].plan), title_justify="left", title_style="dim")
-    table.add_column("target")
-    table.add_column("dtypes")
-    for name in ("fits", "weights", "largest batch", "TTFT", "TPOT", "tok/s", "MBU", "bound by", "$/M in", "$/M out"):
-        table.add_column(name, justify="left" if name in ("fits", "bound by") else "right")
+    speeds = ("TTFT", "TPOT", "tok/s", "MBU", "bound by", "$/M in", "$/M out")
+    table = _table(_workload(planned[0].plan), "target", "dtypes", "fits", "weights", "largest batch", *speeds)
+    table.title_style = "dim"
     for each in planned:
         plan, asked, step = each.plan, each.plan.asked, each.plan.asked.decode.step
         table.add_row(
@@ -156,6 +156,14 @@ def _workload(plan: Plan) -> str:
     return f"{at_once}, prompts of {count(asked.prompt)}, answers of {count(asked.output)} tokens"
 
 
+def _table(title: str, *columns: str) -> Table:
+    """Make a table: words stand on the left, figures on the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in _WORDS else "right")
+    return table
+
+
 def _fits(fits: bool) -> Text:
     return Text("yes", "green") if fits else Text("no", "bold red")
 
@@ -172,9 +180,9 @@ def _prices(plan: Plan) -> tuple[str, str]:
 
 def _memory(plan: Plan) -> Table:
     held = plan.asked.memory
-    table = Table(title="Memory of one device", title_justify="left")
-    for name in ("weights", "KV a token", "caches", "activations", "reserve", "needed", "there is", "fits"):
-        table.add_column(name, justify="right")
+    names = ("weights", "KV a token", "caches", "activations", "reserve", "needed", "there is", "fits")
+    table = _table("Memory of one device", *names)
+    table.columns[-1].justify = "right"
     parts = (held.weights, held.kv_per_token, held.cache, held.activations, held.reserve, held.needed, held.capacity)
     table.add_row(*map(size, parts), _fits(held.fits))
     return table
@@ -182,17 +190,15 @@ def _memory(plan: Plan) -> Table:
 
 def _largest(plan: Plan) -> Table:
     title = "Largest batch by context"
-    table = Table(title=title, title_justify="left", min_width=len(title))
-    for context, _ in plan.largest:
-        table.add_column(count(context), justify="right")
+    table = _table(title, *(count(context) for context, _ in plan.largest))
+    table.min_width = len(title)
     table.add_row(*(count(batch) if batch else Text("none", "bold red") for _, batch in plan.largest))
     return table
 
 
 def _steps(plan: Plan) -> Table:
-    table = Table(title="Prefill, and decoding by batch", title_justify="left")
-    for name in ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits"):
-        table.add_column(name, justify="left" if name in ("step", "bound by", "fits") else "right")
+    names = ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits")
+    table = _table("Prefill, and decoding by batch", *names)
     first = plan.asked.prefill
     table.add_row(
         f"prompt of {count(plan.workload.prompt)}",
@@ -219,9 +225,8 @@ def _shares_of(step: StepCost) -> tuple[str, ...]:
 
 
 def _degrees(plan: Plan) -> Table:
-    table = Table(title="Split over several devices (tensor parallel)", title_justify="left")
-    for name in ("devices", "fits", "weights each", "largest batch", "TTFT", "TPOT", "links", "tok/s"):
-        table.add_column(name, justify="left" if name == "fits" else "right")
+    names = ("devices", "fits", "weights each", "largest batch", "TTFT", "TPOT", "links", "tok/s")
+    table = _table("Split over several devices (tensor parallel)", *names)
     for each in plan.degrees:
         table.add_row(
             str(each.ranks),
@@ -240,9 +245,7 @@ def _links_share(degree: Degree) -> float:
 
 
 def _passes(advice: Sequence[Advice]) -> Table:
-    table = Table(title="Which passes pay here", title_justify="left")
-    for name in ("pass", "verdict", "TPOT", "TTFT", "tok/s", "why"):
-        table.add_column(name, justify="right" if name in ("TPOT", "TTFT", "tok/s") else "left")
+    table = _table("Which passes pay here", "pass", "verdict", "TPOT", "TTFT", "tok/s", "why")
     for each in advice:
         tried = each.verdict in ("pays", "does not pay")
         ratios = (each.tpot, each.ttft, each.tokens_per_second)

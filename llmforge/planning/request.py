@@ -22,7 +22,7 @@ DEFAULT = Workload()
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks; what is None is the recipe's, else a default."""
+    """What a person asks, or a recipe says; what is None is the recipe's, else a default."""
 
     targets: tuple[str, ...] = ()
     backend: BackendName | None = None
@@ -33,17 +33,7 @@ class Request:
     wanted: Wanted = field(default_factory=Wanted)
     ranks: int = 1
     usd_per_hour: float | None = None
-
-
-@dataclass(frozen=True)
-class _Intent:
-    """What a recipe says that a plan depends on; nothing of it for a bare checkpoint."""
-
-    backend: BackendName | None = None
-    batch: int | None = None
-    context: int | None = None
-    wanted: Wanted = field(default_factory=Wanted)
-    calibration_tokens: int = 0
+    calibration_tokens: int = 0  # of a recipe
 
 
 def answer(what: Path, asked: Request) -> list[Planned]:
@@ -54,10 +44,11 @@ def answer(what: Path, asked: Request) -> list[Planned]:
         CheckpointError: the configuration is not usable.
         UnsupportedError: an engine does not run on a target, or does not take a dtype there.
     """
-    names, intent, folder = asked.targets, _Intent(), what
+    intent, folder = Request(), what
     if targets.is_file(what.name):
         recipe = Recipe.load(what)
-        names, intent, folder = names or (recipe.target,), _intent(recipe), recipe.checkpoint
+        intent, folder = _intent(recipe), recipe.checkpoint
+    names = asked.targets or intent.targets
     if not names:
         raise UsageError(
             f"{what}: a checkpoint names no device",
@@ -69,7 +60,7 @@ def answer(what: Path, asked: Request) -> list[Planned]:
     return [_planned(shape, target, workload, asked, intent) for target in found]
 
 
-def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: _Intent) -> Planned:
+def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
     backend = asked.backend or (intent.backend if intent.backend in target.engines else target.engines[0])
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(intent.wanted))
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)
@@ -77,7 +68,7 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     return Planned(made, build, advice.advise(made))
 
 
-def _workload(shape: Shape, asked: Request, intent: _Intent) -> Workload:
+def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
     """Fill in prompt and answer: the asked context, the recipe's, the default; at most the model's."""
     if asked.context is not None and asked.prompt is not None and asked.output is not None:
         raise UsageError("--context is prompt and answer together; give two of --context, --prompt and --output")
@@ -96,7 +87,7 @@ def _workload(shape: Shape, asked: Request, intent: _Intent) -> Workload:
     return Workload(prompt, output, asked.batch or intent.batch or DEFAULT.batch)
 
 
-def _intent(recipe: Recipe) -> _Intent:
+def _intent(recipe: Recipe) -> Request:
     """Read the dtypes that a recipe's passes will leave; options that it does not name have the passes' defaults."""
     from llmforge import passes
 
@@ -126,7 +117,14 @@ def _intent(recipe: Recipe) -> _Intent:
             head=channels.dtype if channels.head else None,
             block=0,
         )
-    return _Intent(spec.backend, spec.max_batch, spec.max_context, wanted, tokens)
+    return Request(
+        targets=(recipe.target,),
+        backend=spec.backend,
+        batch=spec.max_batch,
+        context=spec.max_context,
+        wanted=wanted,
+        calibration_tokens=tokens,
+    )
 
 
 def _embedding(weights: Any) -> Dtype | None:

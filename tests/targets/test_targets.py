@@ -138,8 +138,8 @@ def test_shares_are_defaults_with_a_source_until_a_file_says_otherwise() -> None
     own = targets.Figure(value=0.5, source="measured", verified=True)
     assert target.model_copy(update={"achieved": {"bandwidth": own}}).share("bandwidth").value == 0.5
     for sm in (None, "75", "120"):
-        for name in get_args(targets.Share):
-            assert getattr(achieved.defaults(sm), name).source
+        for name in get_args(achieved.Share):
+            assert achieved.defaults(sm)[name].source
 
 
 def test_a_target_cannot_be_changed() -> None:
