@@ -146,10 +146,6 @@ class Target(BaseModel):
         own = self.achieved.get(name)
         return defaults(self.sm)[name] if own is None else Assumption(own.value, own.source)
 
-    def matrix_share(self, dtype: str) -> Assumption:
-        """Return the share of the matrix rate of `dtype` that a long prompt reaches."""
-        return self.share(matrix_share_of(dtype))
-
     def require_engine(self, backend: BackendName) -> Provider:
         """Return what runs engines of `backend` on this device.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.engines.tensorrt import refusals
 from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.planning import roofline
 from llmforge.planning.roofline import Ceilings, Placement, StepCost, Workload
@@ -158,7 +157,7 @@ def _refuse_heads(shape: Shape, backend: BackendName) -> None:
         keys, values = attention.key_dim, attention.value_dim
         if keys == values and keys in head_dims:
             continue
-        rule = refusals.TABLE[Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER]
+        rule = (Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER).value
         raise UnsupportedError(
             f"{backend} builds no engine of {shape.name}, whose keys have {keys} channels a head and values {values}: "
             f"{rule.reason}",

@@ -20,7 +20,7 @@ from typing import Literal
 from llmforge.base.errors import UsageError
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Attention, Shape
-from llmforge.targets import Rate, Target
+from llmforge.targets import Rate, Target, matrix_share_of
 
 Bound = Literal["memory", "compute", "links", "overhead"]
 LARGEST_BATCH = 1 << 20  # beyond it a decode step is said never to be bound by compute
@@ -56,8 +56,8 @@ class Ceilings:
             rate=_rate(target, scheme.product),
             attention_rate=_rate(target, scheme.compute),
             bandwidth_share=target.share("bandwidth").value,
-            rate_share=target.matrix_share(scheme.product).value,
-            attention_share=target.matrix_share(scheme.compute).value,
+            rate_share=target.share(matrix_share_of(scheme.product)).value,
+            attention_share=target.share(matrix_share_of(scheme.compute)).value,
             layer_s=target.share("layer_us").value / 1e6,
             link=0.0 if link is None else link.gbs.value * 1e9 * target.share("link").value,
             collective_s=target.share("collective_us").value / 1e6,

@@ -129,7 +129,7 @@ def test_what_tensorrt_takes_is_what_its_builder_refuses_the_rest_of(sm: str) ->
     rules = {"bf16": refusals.Feature.BF16, "int4": refusals.Feature.INT4, "fp8": refusals.Feature.FP8,
              "fp4": refusals.Feature.FP4}  # fmt: skip
     for dtype, feature in rules.items():
-        assert (dtype in taken.weights) is not refusals.TABLE[feature].refuses(sm)  # type: ignore[comparison-overlap]
+        assert (dtype in taken.weights) is not feature.value.refuses(sm)  # type: ignore[comparison-overlap]
     assert not taken.kv & {"int8", "fp8"}  # Feature.QUANTIZED_UPDATE
 
 
