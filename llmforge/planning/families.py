@@ -88,6 +88,9 @@ def shape(name: str, data: Mapping[str, Any]) -> Shape:
         raise Unsaid(f"model_type {kind!r}")
     config, traits = Config(data), _FAMILIES[kind]
     hidden, vocabulary = config.size("hidden_size"), config.size("vocab_size")
+    dtype = data.get("dtype", data.get("torch_dtype"))
+    if dtype not in _DTYPES:
+        raise Unsaid("dtype")
     tied = config.flag("tie_word_embeddings", traits.tied)
     attend = _latent if kind in _LATENT else _grouped
     depth = config.size("num_hidden_layers")
@@ -103,15 +106,8 @@ def shape(name: str, data: Mapping[str, Any]) -> Shape:
         head=0 if tied else vocabulary * hidden,
         vectors=hidden,  # the last norm
         tied=tied,
-        dtype=_dtype(data),
+        dtype=_DTYPES[dtype],
     )
-
-
-def _dtype(data: Mapping[str, Any]) -> str:
-    written = data.get("dtype", data.get("torch_dtype"))
-    if written not in _DTYPES:
-        raise Unsaid("dtype")
-    return _DTYPES[written]
 
 
 def _layer(config: Config, traits: Traits, index: int, attention: Attention, matrices: int, vectors: int) -> LayerSizes:

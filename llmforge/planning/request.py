@@ -102,10 +102,11 @@ def _intent(recipe: Recipe) -> Request:
     if (blocks := instances.get("quantize-weights")) is not None:
         if blocks.demands() and calibration is not None:
             tokens = calibration.samples * calibration.length
+        table = blocks.embedding_bits  # and of the head; 16: both are left alone
         wanted = replace(
             wanted,
             weights=cast(Dtype, f"int{blocks.bits}"),
-            embedding=_embedding(blocks),
+            embedding=cast(Dtype, f"int{table}") if table in (4, 8) else None,
             block=blocks.block_size,
             symmetric=blocks.symmetric,
         )
@@ -125,10 +126,3 @@ def _intent(recipe: Recipe) -> Request:
         wanted=wanted,
         calibration_tokens=tokens,
     )
-
-
-def _embedding(weights: Any) -> Dtype | None:
-    """Return what `quantize-weights` makes of embedding and head; 16 bits mean that it leaves them alone."""
-    if weights.embedding_bits not in (4, 8):
-        return None
-    return cast(Dtype, f"int{weights.embedding_bits}")

@@ -89,13 +89,8 @@ class StepCost:
     @property
     def bound(self) -> Bound:
         """The part that takes longest."""
-        parts: dict[Bound, float] = {
-            "memory": self.memory_s,
-            "compute": self.compute_s,
-            "links": self.links_s,
-            "overhead": self.overhead_s,
-        }
-        return max(parts, key=lambda part: parts[part])
+        parts: tuple[Bound, ...] = ("memory", "compute", "links", "overhead")
+        return max(parts, key=lambda part: float(getattr(self, f"{part}_s")))
 
     @property
     def intensity(self) -> float:
@@ -105,17 +100,12 @@ class StepCost:
     @property
     def mbu(self) -> float:
         """Model bandwidth utilization: bytes over time over the peak bandwidth."""
-        return utilization(self.bytes, self.seconds, self.ceilings.bandwidth)
+        return self.bytes / self.seconds / self.ceilings.bandwidth
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization: operations over time over the peak rate."""
-        return utilization(self.operations, self.seconds, self.ceilings.rate)
-
-
-def utilization(amount: float, seconds: float, peak: float) -> float:
-    """Return which part of `peak` a second is reached by `amount` in `seconds`."""
-    return amount / seconds / peak
+        return self.operations / self.seconds / self.ceilings.rate
 
 
 @dataclass(frozen=True)

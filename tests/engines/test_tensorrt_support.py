@@ -24,6 +24,7 @@ from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeWeights
 from llmforge.quantization.statistics import Statistics
 from llmforge.recipe import EngineSpec
+from llmforge.runtime.backends.config import ProfileFacts
 
 from .. import graphs, tensorrt_operators
 
@@ -145,7 +146,7 @@ def test_a_fixed_batch_of_one_would_dequantize_in_every_step(tmp_path: Path) -> 
 
     def needed(largest: int) -> int:
         shapes = {"x": ((1, k), (1, k), (largest, k))}
-        one = profiles.Profile("decode", (1, 1, largest), (1, 1, 1), (1, 1, 1), shapes)
+        one = profiles.Profile(ProfileFacts("decode", largest, 1), shapes)
         return activation_bytes(built(bench.model(), "89", tmp_path / str(largest), [one]))[0]
 
     assert needed(1) - needed(profiles.SMALLEST_LARGEST) >= 2 * k * n

@@ -100,7 +100,7 @@ def _plan(
         version=chosen.version,
         sm=sm,
         flags=builder.FLAGS,
-        profiles={each.name: each.shapes for each in ranges},
+        profiles={each.facts.name: each.shapes for each in ranges},
         onnx_sha256=plan_file.digest(onnx / MODEL_FILE, onnx / DATA_FILE),
     )
     cache = PlanCache(default_folder() / "tensorrt")
