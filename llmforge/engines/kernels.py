@@ -150,17 +150,11 @@ def _infer(model: ir.Model, graph: ir.Graph, dtypes: dict[ir.Value, ir.DataType]
         subgraphs = [item for item in node.attributes.values() if item.type == ir.AttributeType.GRAPH]
         for attribute in subgraphs:
             _infer(model, attribute.as_graph(), dtypes)
-        if subgraphs:
-            _infer_control_flow(node, subgraphs[0].as_graph(), dtypes)
+        if subgraphs:  # Loop, Scan and If: outputs have the types of the body's; a Loop's has its condition in front
+            made = subgraphs[0].as_graph().outputs[1 if Loop.matches(node) else 0 :]
+            dtypes |= {output: dtypes[inner] for output, inner in zip(node.outputs, made, strict=False)}
         else:
             _infer_node(node, model.opset_imports.get(node.domain, 1), dtypes)
-
-
-def _infer_control_flow(node: ir.Node, body: ir.Graph, dtypes: dict[ir.Value, ir.DataType]) -> None:
-    """Loop, Scan and If: outputs have the types of the body's; that of a Loop has its condition in front."""
-    made = body.outputs[1:] if Loop.matches(node) else body.outputs
-    for output, inner in zip(node.outputs, made, strict=False):
-        dtypes[output] = dtypes[inner]
 
 
 def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) -> None:
