@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import itertools
 import platform
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,13 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from llmforge.base import located_yaml
 from llmforge.base.backends import BACKENDS, BackendName, Kind, Provider, Support
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
-from llmforge.targets.achieved import Assumption, defaults
+from llmforge.targets.achieved import Assumption, Share, defaults
 
 FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
 
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
-Share = Literal["bandwidth", "matrix_16", "matrix_8", "matrix_4", "layer_us", "link", "collective_us"]
 
 
 class Isa(enum.Enum):
@@ -144,14 +144,7 @@ class Target(BaseModel):
     def share(self, name: Share) -> Assumption:
         """Return how much of a ceiling is reached, or a fixed time: this file's figure, else the default."""
         own = self.achieved.get(name)
-        if own is not None:
-            return Assumption(own.value, own.source)
-        found: Assumption = getattr(defaults(self.sm), name)
-        return found
-
-    def matrix_share(self, dtype: str) -> Assumption:
-        """Return the share of the matrix rate of `dtype` that a long prompt reaches."""
-        return self.share(matrix_share_of(dtype))
+        return defaults(self.sm)[name] if own is None else Assumption(own.value, own.source)
 
     def require_engine(self, backend: BackendName) -> Provider:
         """Return what runs engines of `backend` on this device.
@@ -251,11 +244,10 @@ def read(path: Path) -> Target:
         UsageError: the file does not describe a target.
     """
     content = located_yaml.read(path).data
-    like = content.get("like") if isinstance(content, dict) else None
-    if like is not None and like not in names():
-        raise UsageError(f"{path}: `like` is {like!r}; wanted one of {', '.join(names())}")
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …")
+    if (like := content.get("like")) is not None and like not in names():
+        raise UsageError(f"{path}: `like` is {like!r}; wanted one of {', '.join(names())}")
     try:
         return Target.model_validate({"name": path.stem, **content})
     except ValidationError as error:
@@ -298,12 +290,7 @@ def detect() -> Isa:
 
 def classify(flags: Collection[str]) -> Isa:
     """Find the strongest instruction set among the `flags` of an x86 CPU, named as in /proc/cpuinfo."""
-    strongest = Isa.GENERIC
-    for isa, needed in _FLAGS.items():
-        if not needed.issubset(flags):
-            break
-        strongest = isa
-    return strongest
+    return [Isa.GENERIC, *itertools.takewhile(lambda isa: _FLAGS[isa].issubset(flags), _FLAGS)][-1]
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -71,14 +70,14 @@ def cuda_product(size: int) -> Callable[[str, Mapping[str, Any]], float]:
     """Make what times one product of `size` rows and columns on a GPU, by ONNX Runtime's CUDA provider. Unverified."""
 
     def product(dtype: str, options: Mapping[str, Any]) -> float:
-        session = _session(_dense(_HALVES[dtype], size, size, size), 1, [("CUDAExecutionProvider", dict(options))])
+        held, place = _HALVES[dtype], ("cuda", options["device_id"])
+        session = _session(_dense(held, size, size, size), 1, [("CUDAExecutionProvider", dict(options))])
         binding = session.io_binding()
         # Random numbers, because zeros draw less power and multiply faster; as words, which numpy has for bf16 as well.
-        numbers = np.random.default_rng(0).standard_normal((1, size, size), np.float32).astype(_held(_HALVES[dtype]))
-        rows = ort.OrtValue.ortvalue_from_numpy(numbers.view(np.uint16), "cuda", options["device_id"])
-        element = _HALVES[dtype].value
-        binding.bind_input("x", "cuda", options["device_id"], element, [1, size, size], rows.data_ptr())
-        binding.bind_output("y", "cuda", options["device_id"])
+        numbers = np.random.default_rng(0).standard_normal((1, size, size), np.float32).astype(held.numpy())
+        rows = ort.OrtValue.ortvalue_from_numpy(numbers.view(np.uint16), *place)
+        binding.bind_input("x", *place, held.value, [1, size, size], rows.data_ptr())
+        binding.bind_output("y", *place)
         return _best(lambda: (session.run_with_iobinding(binding), binding.synchronize_outputs())[1])
 
     return product
@@ -113,14 +112,9 @@ def _session(model: ir.Model, threads: int, providers: list[Any]) -> ort.Inferen
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers)
 
 
-def _held(dtype: ir.DataType) -> Any:
-    """Return numpy's type for `dtype`."""
-    return {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}.get(dtype, np.float32)
-
-
 def _dense(dtype: ir.DataType, rows: int, inner: int, columns: int) -> ir.Model:
     """Make y = x·W with random W, in `dtype`."""
-    weight: NDArray[Any] = np.random.default_rng(1).standard_normal((inner, columns), np.float32).astype(_held(dtype))
+    weight: NDArray[Any] = np.random.default_rng(1).standard_normal((inner, columns), np.float32).astype(dtype.numpy())
     return _model(dtype, MatMul, rows, inner, columns, {"w": ir.Tensor(weight, dtype=dtype)}, {})
 
 

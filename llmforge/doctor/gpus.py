@@ -39,13 +39,13 @@ class Gpu:
     def target(self) -> str | None:
         """Name the target that it is, if one is known: the longest whose words are all in its name."""
         words = set(self.title.lower().replace("-", " ").split())
-        names = [
-            name
-            for name in targets.names()
-            if targets.load(name).sm == self.sm and set(name.split("-")) - {"40", "80", "sxm"} <= words
-        ]
-        near = [name for name in names if _alike(targets.load(name), self.memory_bytes)]
-        return max(near, key=len) if near else None
+        known = [targets.load(name) for name in targets.names() if set(name.split("-")) - {"40", "80", "sxm"} <= words]
+        near = [each.name for each in known if each.sm == self.sm and self._has_memory_of(each)]
+        return max(near, key=len, default=None)
+
+    def _has_memory_of(self, target: targets.Target) -> bool:
+        """Compare with what the data sheet says; drivers show up to 10 % more or less."""
+        return bool(np.isclose(target.require_gpu().memory_gb.value * 1e9, self.memory_bytes, rtol=0.1))
 
 
 def find() -> list[Gpu]:
@@ -156,13 +156,5 @@ def matrix_rates(gpu: Gpu, product: Callable[[str, Mapping[str, Any]], float]) -
     if "CUDAExecutionProvider" not in targets.onnxruntime_providers("cuda"):
         raise EnvironmentLacks("this onnxruntime has no CUDA execution provider", hint="pip install 'llmforge[cuda]'")
     dtypes: tuple[Dtype, ...] = ("fp16", "bf16")
-    return {
-        dtype: 2 * PRODUCT**3 / product(dtype, {"device_id": gpu.index})
-        for dtype in dtypes
-        if has_arithmetic(dtype, gpu.sm)
-    }
-
-
-def _alike(target: targets.Target, memory_bytes: int) -> bool:
-    """Say whether a device with so much memory can be `target`; drivers show up to 10 % more or less."""
-    return bool(np.isclose(target.require_gpu().memory_gb.value * 1e9, memory_bytes, rtol=0.1))
+    computed = [dtype for dtype in dtypes if has_arithmetic(dtype, gpu.sm)]
+    return {dtype: 2 * PRODUCT**3 / product(dtype, {"device_id": gpu.index}) for dtype in computed}

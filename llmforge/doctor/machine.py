@@ -14,7 +14,8 @@ from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.doctor.ceilings import Ceilings
 from llmforge.doctor.gpus import Gpu
 from llmforge.evaluation.machine import Machine
-from llmforge.targets import Figure, Rate, Share, Target
+from llmforge.targets import Figure, Rate, Target
+from llmforge.targets.achieved import Share
 
 _DIGITS = 4  # of a measured figure
 
@@ -94,12 +95,11 @@ def write(target: Target, path: Path) -> None:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _figure(value: float, source: str) -> Figure:
-    return Figure(value=float(f"{value:.{_DIGITS}g}"), source=source, verified=True)
+def _figure(value: float, source: str, *, verified: bool = True) -> Figure:
+    return Figure(value=float(f"{value:.{_DIGITS}g}"), source=source, verified=verified)
 
 
 def _rebased(known: Target, share: Share, peak: float, measured: float) -> Figure:
     """Turn a share of the data sheet's `peak` into one of what was `measured`; at most all of it."""
     taken = known.share(share)
-    value = min(1.0, taken.value * peak / measured)
-    return Figure(value=float(f"{value:.{_DIGITS}g}"), source=f"{taken.source}, of what was measured", verified=False)
+    return _figure(min(1.0, taken.value * peak / measured), f"{taken.source}, of what was measured", verified=False)

@@ -54,10 +54,5 @@ def data(
         "gpus": [{**vars(gpu), "target": gpu.target} for gpu in gpus],
     }
     if ceilings is not None:
-        found["ceilings"] = {
-            "bandwidth": {str(count): rate for count, rate in ceilings.bandwidth.items()},
-            "rates": dict(ceilings.rates),
-            "kernels": dict(ceilings.kernels),
-            "threads": ceilings.threads,
-        }
+        found["ceilings"] = vars(ceilings)  # JSON writes the numbers of threads as text
     return found

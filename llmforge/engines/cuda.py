@@ -7,6 +7,7 @@ Nothing here needs a GPU. Whether the provider runs a node is looked up in the r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -30,7 +31,6 @@ from llmforge.lowering.pass_base import Changes, Skipped
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import (
     FILE,
-    FORMAT,
     MODEL_FILE,
     DeviceFacts,
     RuntimeConfig,
@@ -181,17 +181,9 @@ def configure(request: BuildRequest) -> RuntimeConfig:
     model, target, spec = request.model, request.target, request.spec
     graphs = cuda_graphs.plan(model, spec)
     buckets = cuda_graphs.decode_batches(spec)
-    return RuntimeConfig(
-        format=FORMAT,
+    return replace(
+        signatures.config(request, session_options(model, buckets)),
         onnxruntime=VERSION,
-        kernels=None,
-        max_context=spec.max_context,
-        max_batch=spec.max_batch,
-        vocabulary=signatures.vocabulary(model),
-        eos_token_ids=tuple(request.eos_token_ids),
-        bos_token_id=request.bos_token_id,
-        caches=signatures.caches(model),
-        session=session_options(model, buckets),
         provider="cuda",
         provider_options=provider_options(graphs.mode != "off"),
         buckets=buckets,

@@ -121,7 +121,7 @@ def widen(model: ir.Model) -> list[Rewritten]:
             if dtypes[output] == dtype:
                 made = _behind(output, "Cast", [], {"to": int(dtype)}, f"{node.name}/{output.name}.narrow")
                 made.type, output.type = ir.TensorType(dtype), ir.TensorType(wide)
-        what = f"{node.op_type} in {kernels.NAMES[wide]}: there is none for {kernels.NAMES[dtype]}"
+        what = f"{node.op_type} in {wide.name.lower()}: there is none for {dtype.name.lower()}"
         rewritten.append(Rewritten(str(node.name), what))
     return rewritten
 

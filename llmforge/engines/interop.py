@@ -11,7 +11,7 @@ Which of the two a graph is for is read off its inputs. The same model and check
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,7 @@ def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> tuple[str,
     Raises:
         UnsupportedError: no runtime of others would read the model right.
     """
-    inputs = {str(value.name): value for value in model.graph.inputs}
-    if interface.ATTENTION_MASK not in inputs:
+    if interface.ATTENTION_MASK not in {value.name for value in model.graph.inputs}:
         return ()
     check(model, checkpoint)
     notes, reason = [], _optimum_reason(model, checkpoint)
@@ -79,24 +78,21 @@ def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dic
 
     The type is "decoder", its word for a language model with no ways of its own. Every length, size and number is
     that of the graph and the engine, not of the checkpoint's configuration.
-
-    Raises:
-        UnsupportedError: the checkpoint names no end-of-sequence token.
     """
-    _check_genai(engine.config.eos_token_ids)
+    config = engine.config
     generation = _generation(checkpoint)
     pad = generation.get("pad_token_id", getattr(checkpoint.config, "pad_token_id", None))
     names = {str(value.name) for value in model.graph.inputs}
-    key = next(cache for cache in engine.config.caches if cache.name == interface.past_key(0))
+    key = next(cache for cache in config.caches if cache.name == interface.past_key(0))
     options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": []}
-    if engine.config.session.threads is not None:
-        options["intra_op_num_threads"] = engine.config.session.threads
+    if config.session.threads is not None:
+        options["intra_op_num_threads"] = config.session.threads
     described: dict[str, Any] = {
         "type": "decoder",
-        "context_length": engine.config.max_context,
-        "vocab_size": engine.config.vocabulary,
-        "eos_token_id": list(engine.config.eos_token_ids),
-        "pad_token_id": engine.config.eos_token_ids[0] if pad is None else pad,
+        "context_length": config.max_context,
+        "vocab_size": config.vocabulary,
+        "eos_token_id": list(config.eos_token_ids),
+        "pad_token_id": config.eos_token_ids[0] if pad is None else pad,
         "decoder": {
             "filename": MODEL_FILE,
             "session_options": options,
@@ -104,7 +100,7 @@ def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dic
             "num_key_value_heads": key.kv_heads,
             # Of the first attention: onnxruntime-genai wants one number, and does not use it.
             "num_attention_heads": GroupQueryAttention.all(model)[0].num_heads,
-            "num_hidden_layers": len(engine.config.caches) // 2,
+            "num_hidden_layers": len(config.caches) // 2,
             "inputs": {
                 **{name: name for name in (interface.INPUT_IDS, interface.ATTENTION_MASK)},
                 **{name: name for name in (interface.POSITION_IDS,) if name in names},
@@ -118,10 +114,10 @@ def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dic
             },
         },
     }
-    if engine.config.bos_token_id is not None:
-        described["bos_token_id"] = engine.config.bos_token_id
+    if config.bos_token_id is not None:
+        described["bos_token_id"] = config.bos_token_id
     search = {name: generation[name] for name in _SEARCH if generation.get(name) is not None}
-    fixed = {"max_length": engine.config.max_context, "num_beams": 1, "past_present_share_buffer": True}
+    fixed = {"max_length": config.max_context, "num_beams": 1, "past_present_share_buffer": True}
     return {"model": described, "search": {"do_sample": False, **search, **fixed}}
 
 
@@ -136,12 +132,7 @@ def check(model: ir.Model, checkpoint: Checkpoint) -> None:
     if _grows(model):
         if (reason := _optimum_reason(model, checkpoint)) is not None:
             raise UnsupportedError(reason, hint="leave optimum-interface out of the recipe")
-    else:
-        _check_genai(checkpoint.eos_token_ids)
-
-
-def _check_genai(eos_token_ids: Sequence[int]) -> None:
-    if not eos_token_ids:
+    elif not checkpoint.eos_token_ids:
         raise UnsupportedError(
             "the checkpoint names no end-of-sequence token; onnxruntime-genai would take the padding token for one",
             hint="set eos_token_id in the checkpoint's generation_config.json",

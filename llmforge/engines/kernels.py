@@ -29,21 +29,11 @@ from llmforge.ir.operators.standard import Cast, Constant, ConstantOfShape, Loop
 FILE = "cuda_kernels.json"
 
 # As ONNX Runtime calls element types; those of its kernels that llmforge's graphs may hold.
-NAMES: Mapping[ir.DataType, str] = {
-    ir.DataType.FLOAT: "float",
-    ir.DataType.FLOAT16: "float16",
-    ir.DataType.BFLOAT16: "bfloat16",
-    ir.DataType.DOUBLE: "double",
-    ir.DataType.INT4: "int4",
-    ir.DataType.UINT4: "uint4",
-    ir.DataType.INT8: "int8",
-    ir.DataType.UINT8: "uint8",
-    ir.DataType.INT32: "int32",
-    ir.DataType.INT64: "int64",
-    ir.DataType.BOOL: "bool",
-    ir.DataType.FLOAT8E4M3FN: "float8e4m3fn",
-}
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_NAMES = (
+    "float", "float16", "bfloat16", "double", "int4", "uint4", "int8", "uint8", "int32", "int64", "bool",
+    "float8e4m3fn",
+)  # fmt: skip
+_DTYPES = {name: ir.DataType[name.upper()] for name in _NAMES}
 
 
 @dataclass(frozen=True)
@@ -130,7 +120,7 @@ def _signature(node: ir.Node, since: int, dtypes: Mapping[ir.Value, ir.DataType]
             if value is None or value.name == "":  # left out
                 continue
             parameter = formal[min(index, len(formal) - 1)]
-            name = NAMES.get(dtypes[value], dtypes[value].name.lower())
+            name = dtypes[value].name.lower()
             signature.setdefault(parameter.typeStr, name)
             signature.setdefault(parameter.name, name)
     return signature
@@ -160,17 +150,11 @@ def _infer(model: ir.Model, graph: ir.Graph, dtypes: dict[ir.Value, ir.DataType]
         subgraphs = [item for item in node.attributes.values() if item.type == ir.AttributeType.GRAPH]
         for attribute in subgraphs:
             _infer(model, attribute.as_graph(), dtypes)
-        if subgraphs:
-            _infer_control_flow(node, subgraphs[0].as_graph(), dtypes)
+        if subgraphs:  # Loop, Scan and If: outputs have the types of the body's; a Loop's has its condition in front
+            made = subgraphs[0].as_graph().outputs[1 if Loop.matches(node) else 0 :]
+            dtypes |= {output: dtypes[inner] for output, inner in zip(node.outputs, made, strict=False)}
         else:
             _infer_node(node, model.opset_imports.get(node.domain, 1), dtypes)
-
-
-def _infer_control_flow(node: ir.Node, body: ir.Graph, dtypes: dict[ir.Value, ir.DataType]) -> None:
-    """Loop, Scan and If: outputs have the types of the body's; that of a Loop has its condition in front."""
-    made = body.outputs[1:] if Loop.matches(node) else body.outputs
-    for output, inner in zip(node.outputs, made, strict=False):
-        dtypes[output] = dtypes[inner]
 
 
 def _infer_node(node: ir.Node, opset: int, dtypes: dict[ir.Value, ir.DataType]) -> None:

@@ -5,6 +5,7 @@ The same model and options give the same bytes: nothing of the machine, of paths
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from llmforge.ir.operators.standard import Constant, MatMul, Transpose
 from llmforge.ir.recurrence import Recurrence
 from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import FILE, FORMAT, MODEL_FILE, RuntimeConfig, SessionOptions
+from llmforge.runtime.backends.config import FILE, MODEL_FILE, SessionOptions
 from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.backends.session import PROVIDER, Session
 from llmforge.runtime.serving import chat
@@ -157,18 +158,8 @@ def build(request: BuildRequest) -> Engine:
     options = session_options(spec.threads)
     session = Session(folder / MODEL_FILE, options.resolve())
     prove(session, session.allocate(1, spec.max_context))
-    config = RuntimeConfig(
-        format=FORMAT,
-        onnxruntime=onnxruntime.__version__,
-        kernels=native.VERSION if native.DOMAIN in model.opset_imports else None,
-        max_context=spec.max_context,
-        max_batch=spec.max_batch,
-        vocabulary=session.vocabulary,
-        eos_token_ids=tuple(request.eos_token_ids),
-        bos_token_id=request.bos_token_id,
-        caches=session.signature.caches,
-        session=options,
-    )
+    own_kernels = native.VERSION if native.DOMAIN in model.opset_imports else None
+    config = replace(signatures.config(request, options), onnxruntime=onnxruntime.__version__, kernels=own_kernels)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
     return Engine.built(request, config)
 

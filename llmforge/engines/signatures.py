@@ -5,7 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
+from llmforge.engines import BuildRequest
 from llmforge.ir import graph, interface, operators
+from llmforge.runtime.backends.config import FORMAT, RuntimeConfig, SessionOptions
 from llmforge.runtime.backends.signature import CacheInput
 
 
@@ -24,6 +26,23 @@ def caches(model: ir.Model) -> tuple[CacheInput, ...]:
         _, heads, _, channels = graph.static(value)
         found.append(CacheInput(name, graph.dtype(value).numpy().name, heads, channels))
     return tuple(found)
+
+
+def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
+    """Say of an engine what is told for all of them alike; what its provider needs besides is `replace`d."""
+    spec = request.spec
+    return RuntimeConfig(
+        format=FORMAT,
+        onnxruntime=None,
+        kernels=None,
+        max_context=spec.max_context,
+        max_batch=spec.max_batch,
+        vocabulary=vocabulary(request.model),
+        eos_token_ids=tuple(request.eos_token_ids),
+        bos_token_id=request.bos_token_id,
+        caches=caches(request.model),
+        session=session,
+    )
 
 
 def check_context(model: ir.Model, max_context: int) -> None:

@@ -8,9 +8,8 @@ from typing import Literal
 
 from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import UnsupportedError
-from llmforge.planning import roofline
-from llmforge.planning.deployment import Plan, largest_batch, memory
-from llmforge.planning.roofline import StepCost
+from llmforge.planning.deployment import Plan, degree
+from llmforge.planning.roofline import Placement, StepCost
 from llmforge.planning.scheme import BITS, Scheme, Wanted, choose
 
 WORTH = 0.05  # of TPOT, TTFT or tokens a second, for what costs quality; less is within what a plan can tell
@@ -84,25 +83,16 @@ def _tried(plan: Plan, name: str, wanted: Wanted) -> Advice:
 
 def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
     """Hold the plan with `scheme` against the plan."""
-    shape, workload, ranks = plan.shape, plan.workload, plan.ranks
-    ceilings = roofline.Ceilings.of(plan.target, scheme)
-    step = roofline.decode(shape, scheme, ceilings, workload.batch, workload.prompt + workload.output / 2, ranks)
-    reading = roofline.prefill(shape, scheme, ceilings, workload.prompt, ranks)
-    times = roofline.request_seconds(shape, scheme, ceilings, workload.batch, workload.prompt, workload.output, ranks)
-    was = next(each for each in plan.decodes if each.batch == workload.batch)
-    tpot, ttft = step.seconds / was.step.seconds, reading.seconds / plan.prefill.seconds
-    rate = workload.output / sum(times) / was.tokens_per_second
-    fits, fitted = memory(shape, plan.target, scheme, workload, ranks).fits, plan.memory.fits
-    room = (
-        largest_batch(shape, plan.target, scheme, workload.context, ranks),
-        largest_batch(shape, plan.target, plan.scheme, workload.context, ranks),
-    )
+    new, old = degree(Placement(plan.shape, plan.target, scheme, plan.asked.ranks), plan.workload), plan.asked
+    tpot, ttft = new.decode.step.seconds / old.decode.step.seconds, new.prefill.seconds / old.prefill.seconds
+    rate = new.decode.tokens_per_second / old.decode.tokens_per_second
+    fits, fitted = new.memory.fits, old.memory.fits
     pays = min(tpot, ttft, 1 / rate) < 1 - WORTH or (fits and not fitted)
-    reason = _why(plan.decode, tpot, pays)
+    reason = _why(old.decode.step, tpot, pays)
     if fits and not fitted:
         reason = "it makes the model fit"
-    elif room[0] > room[1] * (1 + WORTH):
-        reason += f"; room for {room[0]:,} sequences instead of {room[1]:,}"
+    elif new.largest_batch > old.largest_batch * (1 + WORTH):
+        reason += f"; room for {new.largest_batch:,} sequences instead of {old.largest_batch:,}"
     return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, rate)
 
 
@@ -129,7 +119,7 @@ def _structures(plan: Plan) -> Iterator[Advice]:
         count * attention.heads * plan.workload.prompt * attention.seen(plan.workload.prompt)
         for count, attention in plan.shape.attentions()
     )
-    moved = SCORE_PASSES * scores * BITS[plan.scheme.compute] / 8 / plan.ranks
+    moved = SCORE_PASSES * scores * BITS[plan.scheme.compute] / 8 / plan.asked.ranks
     reached = plan.ceilings.bandwidth * plan.ceilings.bandwidth_share
     yield _saving(
         plan,
@@ -152,8 +142,8 @@ def _own_kernels(plan: Plan) -> Advice:
 
 def _saving(plan: Plan, name: str, *, decode_s: float, prefill_s: float, what: str) -> Advice:
     """Judge a pass by the time that it saves of a step without it."""
-    tpot = plan.decode.seconds / (plan.decode.seconds + decode_s)
-    ttft = plan.prefill.seconds / (plan.prefill.seconds + prefill_s)
+    step_s, prompt_s = plan.asked.decode.step.seconds, plan.asked.prefill.seconds
+    tpot, ttft = step_s / (step_s + decode_s), prompt_s / (prompt_s + prefill_s)
     pays = min(tpot, ttft) < 1 - FREE_WORTH
     reason = what if pays else f"{what}: next to nothing of a step"
     return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, 1 / tpot)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.engines.tensorrt import refusals
 from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.planning import roofline
-from llmforge.planning.roofline import Ceilings, StepCost
+from llmforge.planning.roofline import Ceilings, Placement, StepCost, Workload
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
 from llmforge.runtime.serving.options import PREFILL_CHUNK
@@ -21,20 +21,6 @@ RESERVE_BYTES = {"gpu": 1_500_000_000, "cpu": 100_000_000}
 CONTEXTS = (1024, 4096, 16_384, 65_536, 131_072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SEVERAL = 1e6  # tokens that a price is for
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is asked of the deployment: `batch` sequences at once, each a prompt and an answer, in tokens."""
-
-    prompt: int = 1024
-    output: int = 256
-    batch: int = 1
-
-    @property
-    def context(self) -> int:
-        """Tokens of a sequence at its end."""
-        return self.prompt + self.output
 
 
 @dataclass(frozen=True)
@@ -76,10 +62,8 @@ class Degree:
     ranks: int
     memory: Memory
     largest_batch: int  # at the workload's context
-    ttft_s: float
-    tpot_s: float
-    links_share: float  # of a decode step
-    tokens_per_second: float
+    prefill: StepCost
+    decode: Decode  # at the workload's batch
 
 
 @dataclass(frozen=True)
@@ -101,10 +85,8 @@ class Plan:
     backend: BackendName
     scheme: Scheme
     workload: Workload
-    ranks: int
-    memory: Memory
+    asked: Degree  # at the number of devices that is asked for
     largest: tuple[tuple[int, int], ...]  # (context, largest batch)
-    prefill: StepCost
     decodes: tuple[Decode, ...]
     turning_batch: int | None
     degrees: tuple[Degree, ...]
@@ -112,14 +94,9 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def decode(self) -> StepCost:
-        """The decode step at the workload's batch and mean context."""
-        return next(each.step for each in self.decodes if each.batch == self.workload.batch)
-
-    @property
     def ceilings(self) -> Ceilings:
         """The ceilings of the device."""
-        return self.prefill.ceilings
+        return self.asked.prefill.ceilings
 
 
 def make(
@@ -145,15 +122,15 @@ def make(
             hint="give a shorter --prompt or --output",
         )
     _refuse_heads(shape, backend)
-    ceilings = Ceilings.of(target, scheme)
-    allowed = tuple(roofline.degrees(shape, target))
-    if ranks not in allowed:
+    splits = {each: Placement(shape, target, scheme, each) for each in roofline.degrees(shape, target)}
+    degrees = {each: degree(split, workload) for each, split in splits.items()}
+    if ranks not in splits:
         raise UnsupportedError(
             f"{shape.name} cannot be split over {ranks} of {target.name}: its heads and the devices that reach each "
-            f"other allow {', '.join(map(str, allowed))}"
+            f"other allow {', '.join(map(str, splits))}"
         )
+    placed = splits[ranks]
     batches = sorted({*BATCHES, workload.batch})
-    decodes = tuple(_decode(shape, target, scheme, ceilings, replace(workload, batch=each), ranks) for each in batches)
     contexts = [each for each in CONTEXTS if shape.context is None or each <= shape.context]
     return Plan(
         shape=shape,
@@ -161,15 +138,13 @@ def make(
         backend=backend,
         scheme=scheme,
         workload=workload,
-        ranks=ranks,
-        memory=memory(shape, target, scheme, workload, ranks),
-        largest=tuple((each, largest_batch(shape, target, scheme, each, ranks)) for each in contexts),
-        prefill=roofline.prefill(shape, scheme, ceilings, workload.prompt, ranks),
-        decodes=decodes,
-        turning_batch=roofline.turning_batch(shape, scheme, ceilings, _mean_context(workload), ranks),
-        degrees=tuple(_degree(shape, target, scheme, ceilings, workload, each) for each in allowed),
-        cost=_cost(shape, target, scheme, ceilings, workload, ranks, usd_per_hour),
-        notes=tuple(_notes(shape, target, backend, scheme)),
+        asked=degrees[ranks],
+        largest=tuple((each, largest_batch(placed, each)) for each in contexts),
+        decodes=tuple(_decode(placed, replace(workload, batch=each)) for each in batches),
+        turning_batch=placed.turning_batch(workload.mean_context),
+        degrees=tuple(degrees.values()),
+        cost=_cost(placed, workload, usd_per_hour),
+        notes=tuple(_notes(placed, backend)),
     )
 
 
@@ -182,7 +157,7 @@ def _refuse_heads(shape: Shape, backend: BackendName) -> None:
         keys, values = attention.key_dim, attention.value_dim
         if keys == values and keys in head_dims:
             continue
-        rule = refusals.TABLE[Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER]
+        rule = (Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER).value
         raise UnsupportedError(
             f"{backend} builds no engine of {shape.name}, whose keys have {keys} channels a head and values {values}: "
             f"{rule.reason}",
@@ -190,12 +165,13 @@ def _refuse_heads(shape: Shape, backend: BackendName) -> None:
         )
 
 
-def memory(shape: Shape, target: Target, scheme: Scheme, workload: Workload, ranks: int = 1) -> Memory:
-    """Count what one of `ranks` devices holds; caches have room for whole contexts, windows or not.
+def memory(placed: Placement, workload: Workload) -> Memory:
+    """Count what one of the devices holds; caches have room for whole contexts, windows or not.
 
     Raises:
         UsageError: the target's file does not say how much memory there is.
     """
+    shape, target, scheme, ranks = placed.shape, placed.target, placed.scheme, placed.ranks
     if target.memory_gb is None:
         raise UsageError(
             f"target {target.name} does not say how much memory there is",
@@ -213,20 +189,15 @@ def memory(shape: Shape, target: Target, scheme: Scheme, workload: Workload, ran
     )
 
 
-def largest_batch(shape: Shape, target: Target, scheme: Scheme, context: int, ranks: int = 1) -> int:
+def largest_batch(placed: Placement, context: int) -> int:
     """Find the largest number of sequences of `context` tokens that fit; 0 where not one does."""
 
-    def fits(batch: int) -> bool:
-        return memory(shape, target, scheme, Workload(context, 0, batch), ranks).fits
+    def lacks_room(batch: int) -> bool:
+        return not memory(placed, Workload(context, 0, batch)).fits
 
-    if not fits(1):
-        return 0
-    one = memory(shape, target, scheme, Workload(context, 0, 1), ranks)
-    low, high = 1, 2 + (one.capacity - one.needed) // max(one.cache, 1)  # activations leave no more
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    one = memory(placed, Workload(context, 0, 1))
+    most = 1 + (one.capacity - one.needed) // max(one.cache, 1)  # activations leave no more
+    return bisect_left(range(1, most + 1), True, key=lacks_room)
 
 
 def _activations(shape: Shape, scheme: Scheme, tokens: int, batch: int) -> int:
@@ -239,54 +210,40 @@ def _activations(shape: Shape, scheme: Scheme, tokens: int, batch: int) -> int:
     return rows * (3 * shape.hidden + 2 * width) * BITS[scheme.compute] // 8 + 4 * batch * shape.vocabulary
 
 
-def _mean_context(workload: Workload) -> float:
-    """Tokens that a cache holds half way through the answer."""
-    return workload.prompt + workload.output / 2
+def degree(placed: Placement, workload: Workload) -> Degree:
+    """Plan `workload` on the devices of `placed`.
 
-
-def _decode(shape: Shape, target: Target, scheme: Scheme, ceilings: Ceilings, workload: Workload, ranks: int) -> Decode:
-    reading, writing = roofline.request_seconds(
-        shape, scheme, ceilings, workload.batch, workload.prompt, workload.output, ranks
+    Raises:
+        UsageError: the target's file lacks a figure.
+    """
+    return Degree(
+        ranks=placed.ranks,
+        prefill=placed.prefill(workload.prompt),
+        decode=_decode(placed, workload),
+        memory=memory(placed, workload),
+        largest_batch=largest_batch(placed, workload.context),
     )
+
+
+def _decode(placed: Placement, workload: Workload) -> Decode:
     return Decode(
         batch=workload.batch,
-        fits=memory(shape, target, scheme, workload, ranks).fits,
-        step=roofline.decode(shape, scheme, ceilings, workload.batch, _mean_context(workload), ranks),
-        tokens_per_second=workload.output / (reading + writing),
+        step=placed.decode(workload.batch, workload.mean_context),
+        fits=memory(placed, workload).fits,
+        tokens_per_second=workload.output / sum(placed.request_seconds(workload)),
     )
 
 
-def _degree(shape: Shape, target: Target, scheme: Scheme, ceilings: Ceilings, workload: Workload, ranks: int) -> Degree:
-    decoded = _decode(shape, target, scheme, ceilings, workload, ranks)
-    return Degree(
-        ranks=ranks,
-        memory=memory(shape, target, scheme, workload, ranks),
-        largest_batch=largest_batch(shape, target, scheme, workload.context, ranks),
-        ttft_s=roofline.prefill(shape, scheme, ceilings, workload.prompt, ranks).seconds,
-        tpot_s=decoded.step.seconds,
-        links_share=decoded.step.links_s / decoded.step.seconds,
-        tokens_per_second=decoded.tokens_per_second,
-    )
-
-
-def _cost(
-    shape: Shape,
-    target: Target,
-    scheme: Scheme,
-    ceilings: Ceilings,
-    workload: Workload,
-    ranks: int,
-    given: float | None,
-) -> Cost | None:
+def _cost(placed: Placement, workload: Workload, given: float | None) -> Cost | None:
     """Price the devices' time: that of reading a prompt by its tokens, that of decode steps by theirs."""
-    price = target.usd_per_hour
-    if given is None and price is None:
+    price = placed.target.usd_per_hour
+    if given is not None:
+        hourly, source = placed.ranks * given, "given"
+    elif price is not None:
+        hourly, source = placed.ranks * price.value, f"{price.source}, {price.date}"
+    else:
         return None
-    hourly = ranks * (price.value if given is None and price is not None else given or 0.0)
-    source = f"{price.source}, {price.date}" if given is None and price is not None else "given"
-    reading, writing = roofline.request_seconds(
-        shape, scheme, ceilings, workload.batch, workload.prompt, workload.output, ranks
-    )
+    reading, writing = placed.request_seconds(workload)
     per_second = hourly / 3600
     return Cost(
         usd_per_hour=hourly,
@@ -296,7 +253,8 @@ def _cost(
     )
 
 
-def _notes(shape: Shape, target: Target, backend: BackendName, scheme: Scheme) -> list[str]:
+def _notes(placed: Placement, backend: BackendName) -> list[str]:
+    shape, target, scheme = placed.shape, placed.target, placed.scheme
     notes = []
     latent = [(count, each) for count, each in shape.attentions() if each.latent is not None]
     if latent:

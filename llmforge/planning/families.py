@@ -8,7 +8,7 @@ parameters of the model that transformers builds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
@@ -88,9 +88,13 @@ def shape(name: str, data: Mapping[str, Any]) -> Shape:
         raise Unsaid(f"model_type {kind!r}")
     config, traits = Config(data), _FAMILIES[kind]
     hidden, vocabulary = config.size("hidden_size"), config.size("vocab_size")
+    dtype = data.get("dtype", data.get("torch_dtype"))
+    if dtype not in _DTYPES:
+        raise Unsaid("dtype")
     tied = config.flag("tie_word_embeddings", traits.tied)
     attend = _latent if kind in _LATENT else _grouped
-    layers = [_layer(config, traits, index, *attend(config, traits, index)) for index in range(_depth(config))]
+    depth = config.size("num_hidden_layers")
+    layers = [_layer(config, traits, index, *attend(config, traits, index)) for index in range(depth)]
     return Shape(
         name=name,
         architecture=kind,
@@ -102,19 +106,8 @@ def shape(name: str, data: Mapping[str, Any]) -> Shape:
         head=0 if tied else vocabulary * hidden,
         vectors=hidden,  # the last norm
         tied=tied,
-        dtype=_dtype(data),
+        dtype=_DTYPES[dtype],
     )
-
-
-def _depth(config: Config) -> int:
-    return config.size("num_hidden_layers")
-
-
-def _dtype(data: Mapping[str, Any]) -> str:
-    written = data.get("dtype", data.get("torch_dtype"))
-    if written not in _DTYPES:
-        raise Unsaid("dtype")
-    return _DTYPES[written]
 
 
 def _layer(config: Config, traits: Traits, index: int, attention: Attention, matrices: int, vectors: int) -> LayerSizes:
@@ -184,7 +177,7 @@ def _if_said(config: Config, index: int) -> int | None:
 def _by_type(config: Config, index: int) -> int | None:
     """Find the window of a layer in `layer_types`; they must be there."""
     types = config.data.get("layer_types")
-    if not isinstance(types, list) or len(types) != _depth(config):
+    if not isinstance(types, list) or len(types) != config.size("num_hidden_layers"):
         raise Unsaid("layer_types")
     if types[index] not in ("sliding_attention", "full_attention"):
         raise Unsaid(f"layer type {types[index]!r}")
@@ -219,8 +212,7 @@ def _mixtral(config: Config, index: int) -> Experts:
 
 
 def _gpt_oss(config: Config, index: int) -> Experts:
-    chosen = config.size("num_experts_per_tok")
-    return Experts(config.size("num_local_experts"), chosen, config.size("intermediate_size"), bias=True)
+    return replace(_mixtral(config, index), bias=True)
 
 
 def _qwen_moe(config: Config, index: int) -> Experts | None:

@@ -109,7 +109,7 @@ def chart(plan: Plan, top: float = 0.0) -> Chart:
     ceilings = plan.ceilings
     shown = [each for each in plan.decodes if each.fits or each.batch == plan.workload.batch]
     steps = [("decode", f"{each.batch:,}", each.step) for each in shown]
-    steps.append(("prefill", f"prompt of {plan.workload.prompt:,}", plan.prefill))
+    steps.append(("prefill", f"prompt of {plan.workload.prompt:,}", plan.asked.prefill))
     intensities = [ceilings.balance, *(step.intensity for _, _, step in steps)]
     rates = [step.operations / step.seconds for _, _, step in steps]
     axes = _Axes(
@@ -118,7 +118,7 @@ def chart(plan: Plan, top: float = 0.0) -> Chart:
         low=math.floor(math.log10(min(rates))),
         high=math.ceil(math.log10(ceilings.rate) + 0.15),
     )
-    device = plan.target.title if plan.ranks == 1 else f"{plan.target.title}, one of {plan.ranks}"
+    device = plan.target.title if plan.asked.ranks == 1 else f"{plan.target.title}, one of {plan.asked.ranks}"
     reached = (ceilings.bandwidth * ceilings.bandwidth_share, ceilings.rate * ceilings.rate_share)
     dots: list[Dot] = []
     for kind, label, step in steps:

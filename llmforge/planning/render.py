@@ -13,11 +13,13 @@ from rich.text import Text
 from llmforge.metrics.units import count, duration, ms, percent, significant, size, times
 from llmforge.planning.advice import Advice
 from llmforge.planning.building import Build
-from llmforge.planning.deployment import Decode, Plan
+from llmforge.planning.deployment import Degree, Plan
 from llmforge.planning.roofline import StepCost
-from llmforge.targets import Share, matrix_share_of
+from llmforge.targets import matrix_share_of
+from llmforge.targets.achieved import Share
 
 _VERDICTS = {"pays": "green", "does not pay": "dim", "refused": "yellow", "done": "dim"}
+_WORDS = {"target", "dtypes", "fits", "step", "bound by", "pass", "verdict", "why"}  # columns
 _STEP = (  # what is told of a step as data
     "seconds", "memory_s", "compute_s", "links_s", "overhead_s", "bytes", "operations", "intensity", "mbu", "mfu",
     "bound",
@@ -35,21 +37,21 @@ class Planned:
 
 def comparison(planned: Sequence[Planned]) -> RenderableType:
     """Set targets side by side, one line each."""
-    table = Table(title=_workload(planned[0].plan), title_justify="left", title_style="dim")
-    table.add_column("target")
-    table.add_column("dtypes")
-    for name in ("fits", "weights", "largest batch", "TTFT", "TPOT", "tok/s", "MBU", "bound by", "$/M in", "$/M out"):
-        table.add_column(name, justify="left" if name in ("fits", "bound by") else "right")
+    speeds = ("TTFT", "TPOT", "tok/s", "MBU", "bound by", "$/M in", "$/M out")
+    table = _table(_workload(planned[0].plan), "target", "dtypes", "fits", "weights", "largest batch", *speeds)
+    table.title_style = "dim"
     for each in planned:
-        plan, decoded = each.plan, _asked(each.plan)
-        room = next(degree.largest_batch for degree in plan.degrees if degree.ranks == plan.ranks)
+        plan, asked, step = each.plan, each.plan.asked, each.plan.asked.decode.step
         table.add_row(
-            plan.target.name if plan.ranks == 1 else f"{plan.ranks} × {plan.target.name}",
+            plan.target.name if asked.ranks == 1 else f"{asked.ranks} × {plan.target.name}",
             f"{plan.scheme.weights}, cache {plan.scheme.kv}",
-            _fits(plan.memory.fits),
-            size(plan.memory.weights),
-            count(room),
-            *_times(plan, decoded),
+            _fits(asked.memory.fits),
+            size(asked.memory.weights),
+            count(asked.largest_batch),
+            *_times(asked),
+            significant(asked.decode.tokens_per_second),
+            percent(step.mbu),
+            step.bound,
             *_prices(plan),
         )
     return Group(Text(_model(planned[0].plan)), table)
@@ -58,7 +60,7 @@ def comparison(planned: Sequence[Planned]) -> RenderableType:
 def details(planned: Planned) -> RenderableType:
     """Show all of one plan."""
     plan = planned.plan
-    devices = plan.target.title if plan.ranks == 1 else f"{plan.ranks} × {plan.target.title}"
+    devices = plan.target.title if plan.asked.ranks == 1 else f"{plan.asked.ranks} × {plan.target.title}"
     head = Text.assemble((plan.shape.name, "bold"), " on ", (devices, "bold"), f", {plan.backend}")
     return Group(
         head,
@@ -91,12 +93,12 @@ def data(planned: Planned) -> dict[str, Any]:
         },
         "target": plan.target.name,
         "backend": plan.backend,
-        "ranks": plan.ranks,
+        "ranks": plan.asked.ranks,
         "scheme": asdict(plan.scheme),
         "workload": asdict(plan.workload),
-        "memory": {**asdict(plan.memory), "needed": plan.memory.needed, "fits": plan.memory.fits},
+        "memory": {**asdict(plan.asked.memory), "needed": plan.asked.memory.needed, "fits": plan.asked.memory.fits},
         "largest_batch": [{"context": context, "batch": batch} for context, batch in plan.largest],
-        "prefill": _step_data(plan.prefill),
+        "prefill": _step_data(plan.asked.prefill),
         "decode": [
             {
                 "batch": each.batch,
@@ -114,10 +116,10 @@ def data(planned: Planned) -> dict[str, Any]:
                 "fits": each.memory.fits,
                 "weights": each.memory.weights,
                 "largest_batch": each.largest_batch,
-                "ttft_s": each.ttft_s,
-                "tpot_s": each.tpot_s,
-                "links_share": each.links_share,
-                "tokens_per_second": each.tokens_per_second,
+                "ttft_s": each.prefill.seconds,
+                "tpot_s": each.decode.step.seconds,
+                "links_share": _links_share(each),
+                "tokens_per_second": each.decode.tokens_per_second,
             }
             for each in plan.degrees
         ],
@@ -154,23 +156,20 @@ def _workload(plan: Plan) -> str:
     return f"{at_once}, prompts of {count(asked.prompt)}, answers of {count(asked.output)} tokens"
 
 
-def _asked(plan: Plan) -> Decode:
-    return next(each for each in plan.decodes if each.batch == plan.workload.batch)
+def _table(title: str, *columns: str) -> Table:
+    """Make a table: words stand on the left, figures on the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in _WORDS else "right")
+    return table
 
 
 def _fits(fits: bool) -> Text:
     return Text("yes", "green") if fits else Text("no", "bold red")
 
 
-def _times(plan: Plan, decoded: Decode) -> tuple[str, ...]:
-    step = decoded.step
-    return (
-        ms(plan.prefill.seconds * 1e3),
-        ms(step.seconds * 1e3),
-        significant(decoded.tokens_per_second),
-        percent(step.mbu),
-        step.bound,
-    )
+def _times(degree: Degree) -> tuple[str, str]:
+    return ms(degree.prefill.seconds * 1e3), ms(degree.decode.step.seconds * 1e3)
 
 
 def _prices(plan: Plan) -> tuple[str, str]:
@@ -180,10 +179,10 @@ def _prices(plan: Plan) -> tuple[str, str]:
 
 
 def _memory(plan: Plan) -> Table:
-    held = plan.memory
-    table = Table(title="Memory of one device", title_justify="left")
-    for name in ("weights", "KV a token", "caches", "activations", "reserve", "needed", "there is", "fits"):
-        table.add_column(name, justify="right")
+    held = plan.asked.memory
+    names = ("weights", "KV a token", "caches", "activations", "reserve", "needed", "there is", "fits")
+    table = _table("Memory of one device", *names)
+    table.columns[-1].justify = "right"
     parts = (held.weights, held.kv_per_token, held.cache, held.activations, held.reserve, held.needed, held.capacity)
     table.add_row(*map(size, parts), _fits(held.fits))
     return table
@@ -191,24 +190,22 @@ def _memory(plan: Plan) -> Table:
 
 def _largest(plan: Plan) -> Table:
     title = "Largest batch by context"
-    table = Table(title=title, title_justify="left", min_width=len(title))
-    for context, _ in plan.largest:
-        table.add_column(count(context), justify="right")
+    table = _table(title, *(count(context) for context, _ in plan.largest))
+    table.min_width = len(title)
     table.add_row(*(count(batch) if batch else Text("none", "bold red") for _, batch in plan.largest))
     return table
 
 
 def _steps(plan: Plan) -> Table:
-    table = Table(title="Prefill, and decoding by batch", title_justify="left")
-    for name in ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits"):
-        table.add_column(name, justify="left" if name in ("step", "bound by", "fits") else "right")
-    first = plan.prefill
+    names = ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits")
+    table = _table("Prefill, and decoding by batch", *names)
+    first = plan.asked.prefill
     table.add_row(
         f"prompt of {count(plan.workload.prompt)}",
         ms(first.seconds * 1e3),
         significant(plan.workload.prompt / first.seconds),
         *_shares_of(first),
-        _fits(plan.memory.fits),
+        _fits(plan.asked.memory.fits),
     )
     for each in plan.decodes:
         style = "bold" if each.batch == plan.workload.batch else ""
@@ -228,27 +225,27 @@ def _shares_of(step: StepCost) -> tuple[str, ...]:
 
 
 def _degrees(plan: Plan) -> Table:
-    table = Table(title="Split over several devices (tensor parallel)", title_justify="left")
-    for name in ("devices", "fits", "weights each", "largest batch", "TTFT", "TPOT", "links", "tok/s"):
-        table.add_column(name, justify="left" if name == "fits" else "right")
+    names = ("devices", "fits", "weights each", "largest batch", "TTFT", "TPOT", "links", "tok/s")
+    table = _table("Split over several devices (tensor parallel)", *names)
     for each in plan.degrees:
         table.add_row(
             str(each.ranks),
             _fits(each.memory.fits),
             size(each.memory.weights),
             count(each.largest_batch),
-            ms(each.ttft_s * 1e3),
-            ms(each.tpot_s * 1e3),
-            percent(each.links_share),
-            significant(each.tokens_per_second),
+            *_times(each),
+            percent(_links_share(each)),
+            significant(each.decode.tokens_per_second),
         )
     return table
 
 
+def _links_share(degree: Degree) -> float:
+    return degree.decode.step.links_s / degree.decode.step.seconds
+
+
 def _passes(advice: Sequence[Advice]) -> Table:
-    table = Table(title="Which passes pay here", title_justify="left")
-    for name in ("pass", "verdict", "TPOT", "TTFT", "tok/s", "why"):
-        table.add_column(name, justify="right" if name in ("TPOT", "TTFT", "tok/s") else "left")
+    table = _table("Which passes pay here", "pass", "verdict", "TPOT", "TTFT", "tok/s", "why")
     for each in advice:
         tried = each.verdict in ("pays", "does not pay")
         ratios = (each.tpot, each.ttft, each.tokens_per_second)

@@ -10,8 +10,8 @@ from llmforge import targets
 from llmforge.base.backends import BackendName, Dtype
 from llmforge.base.errors import UsageError
 from llmforge.planning import advice, building, config, deployment, scheme
-from llmforge.planning.deployment import Workload
 from llmforge.planning.render import Planned
+from llmforge.planning.roofline import Workload
 from llmforge.planning.scheme import Wanted
 from llmforge.planning.shape import Shape
 from llmforge.recipe import Recipe
@@ -22,7 +22,7 @@ DEFAULT = Workload()
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks; what is None is the recipe's, else a default."""
+    """What a person asks, or a recipe says; what is None is the recipe's, else a default."""
 
     targets: tuple[str, ...] = ()
     backend: BackendName | None = None
@@ -33,17 +33,7 @@ class Request:
     wanted: Wanted = field(default_factory=Wanted)
     ranks: int = 1
     usd_per_hour: float | None = None
-
-
-@dataclass(frozen=True)
-class _Intent:
-    """What a recipe says that a plan depends on; nothing of it for a bare checkpoint."""
-
-    backend: BackendName | None = None
-    batch: int | None = None
-    context: int | None = None
-    wanted: Wanted = field(default_factory=Wanted)
-    calibration_tokens: int = 0
+    calibration_tokens: int = 0  # of a recipe
 
 
 def answer(what: Path, asked: Request) -> list[Planned]:
@@ -54,14 +44,15 @@ def answer(what: Path, asked: Request) -> list[Planned]:
         CheckpointError: the configuration is not usable.
         UnsupportedError: an engine does not run on a target, or does not take a dtype there.
     """
-    names, intent, folder = asked.targets, _Intent(), what
+    intent, folder = Request(), what
     if targets.is_file(what.name):
         recipe = Recipe.load(what)
-        names, intent, folder = names or (recipe.target,), _intent(recipe), recipe.checkpoint
+        intent, folder = _intent(recipe), recipe.checkpoint
+    names = asked.targets or intent.targets
     if not names:
         raise UsageError(
             f"{what}: a checkpoint names no device",
-            hint=f"say which: --target {', --target '.join(('h200', 'rtx-4090'))}; `llmforge targets` lists them",
+            hint="say which: --target h200, --target rtx-4090; `llmforge targets` lists them",
         )
     found = [targets.find(name) for name in names]
     shape = config.read(folder)
@@ -69,7 +60,7 @@ def answer(what: Path, asked: Request) -> list[Planned]:
     return [_planned(shape, target, workload, asked, intent) for target in found]
 
 
-def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: _Intent) -> Planned:
+def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
     backend = asked.backend or (intent.backend if intent.backend in target.engines else target.engines[0])
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(intent.wanted))
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)
@@ -77,7 +68,7 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     return Planned(made, build, advice.advise(made))
 
 
-def _workload(shape: Shape, asked: Request, intent: _Intent) -> Workload:
+def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
     """Fill in prompt and answer: the asked context, the recipe's, the default; at most the model's."""
     if asked.context is not None and asked.prompt is not None and asked.output is not None:
         raise UsageError("--context is prompt and answer together; give two of --context, --prompt and --output")
@@ -96,7 +87,7 @@ def _workload(shape: Shape, asked: Request, intent: _Intent) -> Workload:
     return Workload(prompt, output, asked.batch or intent.batch or DEFAULT.batch)
 
 
-def _intent(recipe: Recipe) -> _Intent:
+def _intent(recipe: Recipe) -> Request:
     """Read the dtypes that a recipe's passes will leave; options that it does not name have the passes' defaults."""
     from llmforge import passes
 
@@ -111,10 +102,11 @@ def _intent(recipe: Recipe) -> _Intent:
     if (blocks := instances.get("quantize-weights")) is not None:
         if blocks.demands() and calibration is not None:
             tokens = calibration.samples * calibration.length
+        table = blocks.embedding_bits  # and of the head; 16: both are left alone
         wanted = replace(
             wanted,
             weights=cast(Dtype, f"int{blocks.bits}"),
-            embedding=_embedding(blocks),
+            embedding=cast(Dtype, f"int{table}") if table in (4, 8) else None,
             block=blocks.block_size,
             symmetric=blocks.symmetric,
         )
@@ -126,11 +118,11 @@ def _intent(recipe: Recipe) -> _Intent:
             head=channels.dtype if channels.head else None,
             block=0,
         )
-    return _Intent(spec.backend, spec.max_batch, spec.max_context, wanted, tokens)
-
-
-def _embedding(weights: Any) -> Dtype | None:
-    """Return what `quantize-weights` makes of embedding and head; 16 bits mean that it leaves them alone."""
-    if weights.embedding_bits not in (4, 8):
-        return None
-    return cast(Dtype, f"int{weights.embedding_bits}")
+    return Request(
+        targets=(recipe.target,),
+        backend=spec.backend,
+        batch=spec.max_batch,
+        context=spec.max_context,
+        wanted=wanted,
+        calibration_tokens=tokens,
+    )

@@ -12,14 +12,15 @@ even and independent. Traffic of activations is not counted. Everything here is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from llmforge.base.errors import UsageError
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Attention, Shape
-from llmforge.targets import Rate, Target
+from llmforge.targets import Rate, Target, matrix_share_of
 
 Bound = Literal["memory", "compute", "links", "overhead"]
 LARGEST_BATCH = 1 << 20  # beyond it a decode step is said never to be bound by compute
@@ -55,8 +56,8 @@ class Ceilings:
             rate=_rate(target, scheme.product),
             attention_rate=_rate(target, scheme.compute),
             bandwidth_share=target.share("bandwidth").value,
-            rate_share=target.matrix_share(scheme.product).value,
-            attention_share=target.matrix_share(scheme.compute).value,
+            rate_share=target.share(matrix_share_of(scheme.product)).value,
+            attention_share=target.share(matrix_share_of(scheme.compute)).value,
             layer_s=target.share("layer_us").value / 1e6,
             link=0.0 if link is None else link.gbs.value * 1e9 * target.share("link").value,
             collective_s=target.share("collective_us").value / 1e6,
@@ -88,13 +89,8 @@ class StepCost:
     @property
     def bound(self) -> Bound:
         """The part that takes longest."""
-        parts: dict[Bound, float] = {
-            "memory": self.memory_s,
-            "compute": self.compute_s,
-            "links": self.links_s,
-            "overhead": self.overhead_s,
-        }
-        return max(parts, key=lambda part: parts[part])
+        parts: tuple[Bound, ...] = ("memory", "compute", "links", "overhead")
+        return max(parts, key=lambda part: float(getattr(self, f"{part}_s")))
 
     @property
     def intensity(self) -> float:
@@ -104,130 +100,125 @@ class StepCost:
     @property
     def mbu(self) -> float:
         """Model bandwidth utilization: bytes over time over the peak bandwidth."""
-        return utilization(self.bytes, self.seconds, self.ceilings.bandwidth)
+        return self.bytes / self.seconds / self.ceilings.bandwidth
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization: operations over time over the peak rate."""
-        return utilization(self.operations, self.seconds, self.ceilings.rate)
+        return self.operations / self.seconds / self.ceilings.rate
 
 
-def utilization(amount: float, seconds: float, peak: float) -> float:
-    """Return which part of `peak` a second is reached by `amount` in `seconds`."""
-    return amount / seconds / peak
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of the deployment: `batch` sequences at once, each a prompt and an answer, in tokens."""
+
+    prompt: int = 1024
+    output: int = 256
+    batch: int = 1
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.prompt + self.output
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens that a cache holds half way through the answer."""
+        return self.prompt + self.output / 2
 
 
-def decode(shape: Shape, scheme: Scheme, ceilings: Ceilings, batch: int, context: float, ranks: int = 1) -> StepCost:
-    """Time a step that gives one token to each of `batch` sequences, each with `context` tokens in its cache."""
-    seen = sum(
-        count * attention.kv_elements(ranks) * attention.seen(context) for count, attention in shape.attentions()
-    )
-    cached = batch * (seen * BITS[scheme.kv] / 8 + scheme.kv_bytes_per_token(shape, ranks))
-    attended = batch * sum(
-        count * 2 * _pair(attention) * attention.seen(context + 1) for count, attention in shape.attentions()
-    )
-    return _step(shape, scheme, ceilings, rows=batch, heads=batch, cached=cached, attended=attended, ranks=ranks)
+@dataclass(frozen=True)
+class Placement:
+    """A decoder in its dtypes, split over `ranks` devices of a target; bytes and times are those of one of them."""
+
+    shape: Shape
+    target: Target
+    scheme: Scheme
+    ranks: int = 1
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """The ceilings of one device."""
+        return Ceilings.of(self.target, self.scheme)
+
+    def decode(self, batch: int, context: float) -> StepCost:
+        """Time a step that gives one token to each of `batch` sequences, each with `context` tokens in its cache."""
+        attentions = list(self.shape.attentions())
+        seen = sum(count * each.kv_elements(self.ranks) * each.seen(context) for count, each in attentions)
+        cached = batch * (seen * BITS[self.scheme.kv] / 8 + self.scheme.kv_bytes_per_token(self.shape, self.ranks))
+        attended = batch * sum(count * 2 * _pair(each) * each.seen(context + 1) for count, each in attentions)
+        return self._step(rows=batch, heads=batch, cached=cached, attended=attended)
+
+    def prefill(self, tokens: int) -> StepCost:
+        """Time the step that reads a prompt of `tokens` tokens and gives the first token."""
+        cached = tokens * self.scheme.kv_bytes_per_token(self.shape, self.ranks)
+        attended = sum(count * 2 * _pair(each) * _pairs(tokens, each.window) for count, each in self.shape.attentions())
+        return self._step(rows=tokens, heads=1, cached=cached, attended=attended)
+
+    def request_seconds(self, workload: Workload) -> tuple[float, float]:
+        """Return what one request takes of the devices' time when a batch is served at once: reading and writing.
+
+        Prompts are read one at a time between decode steps (in-flight batching), with caches half full on average.
+        """
+        step = self.decode(workload.batch, workload.mean_context).seconds
+        return self.prefill(workload.prompt).seconds, workload.output * step / workload.batch
+
+    def turning_batch(self, context: float) -> int | None:
+        """Find the smallest batch whose decode step takes compute as long as memory; None where no batch does.
+
+        Every sequence brings its own cache, so that with a long context no batch ever does.
+        """
+
+        def bound(batch: int) -> bool:
+            step = self.decode(batch, context)
+            return step.compute_s >= step.memory_s
+
+        found = 1 + bisect_left(range(1, LARGEST_BATCH + 1), True, key=bound)
+        return found if found <= LARGEST_BATCH else None
+
+    def weights_read(self, rows: float) -> float:
+        """Return the bytes of weights that a step over `rows` tokens reads."""
+        shape, scheme = self.shape, self.scheme
+        split = sum(
+            count * (layer.matrices + layer.expert * _touched(layer.experts, layer.chosen, rows))
+            for count, layer in shape.layers
+        )
+        products = scheme.bytes_of(split) + scheme.head_bytes(shape)
+        return products / self.ranks + scheme.bytes_of(shape.all_vectors, scheme.compute)
+
+    def _step(self, *, rows: int, heads: int, cached: float, attended: float) -> StepCost:
+        """Put a step over `rows` tokens together, `heads` of which get logits."""
+        shape, ceilings, ranks = self.shape, self.ceilings, self.ranks
+        moved = self.weights_read(rows) + cached + 2 * heads * self.scheme.state_bytes(shape, ranks)
+        products = 2 * rows * sum(count * (each.matrices + each.expert * each.chosen) for count, each in shape.layers)
+        products += 2 * heads * shape.head_matrix
+        products += 2 * rows * shape.state_elements()  # a state is updated and read once a token
+        compute_s = products / ranks / (ceilings.rate * ceilings.rate_share)
+        compute_s += attended / ranks / (ceilings.attention_rate * ceilings.attention_share)
+        return StepCost(
+            bytes=moved,
+            operations=(products + attended) / ranks,
+            memory_s=moved / (ceilings.bandwidth * ceilings.bandwidth_share),
+            compute_s=compute_s,
+            links_s=self._all_reduces(rows),
+            overhead_s=shape.depth * ceilings.layer_s,
+            ceilings=ceilings,
+        )
+
+    def _all_reduces(self, rows: int) -> float:
+        """Time the all-reduces of a step: in a ring, 2 · (n - 1) / n of the bytes leave each device."""
+        if self.ranks == 1:
+            return 0.0
+        size = rows * self.shape.hidden * BITS[self.scheme.compute] / 8
+        one = 2 * (self.ranks - 1) / self.ranks * size / self.ceilings.link + self.ceilings.collective_s
+        return ALL_REDUCES * self.shape.depth * one
 
 
-def prefill(shape: Shape, scheme: Scheme, ceilings: Ceilings, tokens: int, ranks: int = 1) -> StepCost:
-    """Time the step that reads a prompt of `tokens` tokens and gives the first token."""
-    cached = tokens * scheme.kv_bytes_per_token(shape, ranks)
-    attended = sum(
-        count * 2 * _pair(attention) * _pairs(tokens, attention.window) for count, attention in shape.attentions()
-    )
-    return _step(shape, scheme, ceilings, rows=tokens, heads=1, cached=cached, attended=attended, ranks=ranks)
-
-
-def weights_read(shape: Shape, scheme: Scheme, rows: float, ranks: int = 1) -> float:
-    """Return the bytes of weights that a step over `rows` tokens reads on one of `ranks` devices."""
-    split = sum(
-        count * (layer.matrices + layer.expert * _touched(layer.experts, layer.chosen, rows))
-        for count, layer in shape.layers
-    )
-    vectors = shape.vectors + sum(count * layer.vectors for count, layer in shape.layers)
-    return (scheme.bytes_of(split) + scheme.head_bytes(shape)) / ranks + scheme.bytes_of(vectors, scheme.compute)
-
-
-def turning_batch(shape: Shape, scheme: Scheme, ceilings: Ceilings, context: float, ranks: int = 1) -> int | None:
-    """Find the smallest batch whose decode step takes compute as long as memory; None where no batch does.
-
-    Every sequence brings its own cache, so that with a long context no batch ever does.
-    """
-
-    def bound(batch: int) -> bool:
-        step = decode(shape, scheme, ceilings, batch, context, ranks)
-        return step.compute_s >= step.memory_s
-
-    high = 1
-    while not bound(high):
-        high *= 2
-        if high > LARGEST_BATCH:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if bound(middle) else (middle, high)
-    return high
-
-
-def request_seconds(
-    shape: Shape, scheme: Scheme, ceilings: Ceilings, batch: int, prompt: int, output: int, ranks: int = 1
-) -> tuple[float, float]:
-    """Return what one request takes of the devices' time when `batch` are served at once: reading and writing.
-
-    Prompts are read one at a time between decode steps (in-flight batching), with caches half full on average.
-    """
-    reading = prefill(shape, scheme, ceilings, prompt, ranks).seconds
-    step = decode(shape, scheme, ceilings, batch, prompt + output / 2, ranks).seconds
-    return reading, output * step / batch
-
-
-def degrees(shape: Shape, target: Target) -> Iterator[int]:
-    """Yield the numbers of devices, powers of two, that heads and matrices can be split over."""
-    ranks = 1
+def degrees(shape: Shape, target: Target) -> list[int]:
+    """List the numbers of devices, powers of two, that heads and matrices can be split over."""
     domain = 1 if target.interconnect is None else target.interconnect.domain
-    while ranks <= min(domain, 8) and all(attention.heads % ranks == 0 for _, attention in shape.attentions()):
-        yield ranks
-        ranks *= 2
-
-
-def _step(
-    shape: Shape,
-    scheme: Scheme,
-    ceilings: Ceilings,
-    *,
-    rows: int,
-    heads: int,
-    cached: float,
-    attended: float,
-    ranks: int,
-) -> StepCost:
-    """Put a step over `rows` tokens together, `heads` of which get logits."""
-    states = 2 * heads * scheme.state_bytes(shape, ranks)
-    moved = weights_read(shape, scheme, rows, ranks) + cached + states
-    products = 2 * rows * sum(count * (layer.matrices + layer.expert * layer.chosen) for count, layer in shape.layers)
-    products += 2 * heads * shape.head_matrix
-    products += 2 * rows * shape.state_elements()  # a state is updated and read once a token
-    compute_s = products / ranks / (ceilings.rate * ceilings.rate_share)
-    compute_s += attended / ranks / (ceilings.attention_rate * ceilings.attention_share)
-    return StepCost(
-        bytes=moved,
-        operations=(products + attended) / ranks,
-        memory_s=moved / (ceilings.bandwidth * ceilings.bandwidth_share),
-        compute_s=compute_s,
-        links_s=_all_reduces(shape, scheme, ceilings, rows, ranks),
-        overhead_s=shape.depth * ceilings.layer_s,
-        ceilings=ceilings,
-    )
-
-
-def _all_reduces(shape: Shape, scheme: Scheme, ceilings: Ceilings, rows: int, ranks: int) -> float:
-    """Time the all-reduces of a step: in a ring, 2 · (n - 1) / n of the bytes leave each device."""
-    if ranks == 1:
-        return 0.0
-    size = rows * shape.hidden * BITS[scheme.compute] / 8
-    one = 2 * (ranks - 1) / ranks * size / ceilings.link + ceilings.collective_s
-    return ALL_REDUCES * shape.depth * one
+    heads = [attention.heads for _, attention in shape.attentions()]
+    return [ranks for ranks in (1, 2, 4, 8) if ranks <= domain and all(each % ranks == 0 for each in heads)]
 
 
 def _touched(experts: int, chosen: int, rows: float) -> float:

@@ -51,11 +51,10 @@ class Scheme:
 
     def weight_bytes(self, shape: Shape, ranks: int = 1) -> int:
         """Return the bytes of all parameters on one of `ranks` devices; vectors are on each."""
-        vectors = shape.vectors + sum(count * layer.vectors for count, layer in shape.layers)
         split = sum(count * (layer.matrices + layer.expert * layer.experts) for count, layer in shape.layers)
         own_head = shape.head or (0 if self.head in (None, self.embedding) else shape.head_matrix)
         tables = self.bytes_of(shape.embedding, self.embedding) + self.bytes_of(own_head, self.head or self.embedding)
-        return math.ceil((self.bytes_of(split) + tables) / ranks + self.bytes_of(vectors, self.compute))
+        return math.ceil((self.bytes_of(split) + tables) / ranks + self.bytes_of(shape.all_vectors, self.compute))
 
     def head_bytes(self, shape: Shape) -> float:
         """Return the bytes of the product that gives logits."""

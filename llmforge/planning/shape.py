@@ -83,6 +83,11 @@ class Shape:
         return self.embedding + self.head + self.vectors + sum(count * layer.active for count, layer in self.layers)
 
     @property
+    def all_vectors(self) -> int:
+        """Count the parameters of vectors, in the layers and outside of them."""
+        return self.vectors + sum(count * layer.vectors for count, layer in self.layers)
+
+    @property
     def head_matrix(self) -> int:
         """Count the parameters of the product that gives logits, shared or not."""
         return self.vocabulary * self.hidden

@@ -331,7 +331,7 @@ def test_experts_are_all_computed_up_to_a_measure() -> None:
 def test_refusals_of_a_compute_capability(target: str, steps: tuple[Pass, ...], feature: Feature | None) -> None:
     lowered, _ = lower.rewrite(after(graphs.llama(graphs.Llama(hidden=64, mlp=64)), *steps), CAPACITY)
     sm = targets.load(target).require_gpu().sm
-    found = {each for each, _ in refusals.features(lowered) if refusals.TABLE[each].refuses(sm)}
+    found = {each for each, _ in refusals.features(lowered) if each.value.refuses(sm)}
     assert found == ({feature} if feature else set())
 
 

@@ -12,7 +12,7 @@ from llmforge.base.errors import ForgeError, UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.engines import onnx_file
 from llmforge.engines.tensorrt import builder, library, refusals
-from llmforge.engines.tensorrt.refusals import TABLE, Feature
+from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.runtime.backends.config import MODEL_FILE
 
 from ..tensorrt_graphs import GRAPHS
@@ -24,7 +24,7 @@ TARGETS = {"75": "t4", "80": "a100-80", "86": "a10g", "89": "rtx-4090", "120": "
 
 
 def test_every_feature_has_a_rule_and_a_graph() -> None:
-    assert set(TABLE) == set(Feature) == set().union(*(features for _, features in GRAPHS.values()))
+    assert set(Feature) == set().union(*(features for _, features in GRAPHS.values()))
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -34,13 +34,13 @@ def test_the_table_agrees_with_the_builder(name: str, tmp_path: Path) -> None:
     assert {feature for feature, _ in refusals.features(model)} == features
     onnx_file.write(model, tmp_path, Silent())
     for sm, target in TARGETS.items():
-        refused = {feature for feature in features if TABLE[feature].refuses(sm)}
+        refused = {feature for feature in features if feature.value.refuses(sm)}
         said = refusal(model, target)
         assert (said is not None) is bool(refused)
         if said is not None:
             assert f"(SM{sm})" in said.message
-            assert all(feature.value in said.message for feature in refused)
-            assert all(TABLE[feature].hint in (said.hint or "") for feature in refused)
+            assert all(feature.value.named in said.message for feature in refused)
+            assert all(feature.value.hint in (said.hint or "") for feature in refused)
         assert builds(model, tmp_path, sm) is not bool(refused), f"SM{sm}: the table and the builder disagree"
 
 

@@ -24,6 +24,7 @@ from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeWeights
 from llmforge.quantization.statistics import Statistics
 from llmforge.recipe import EngineSpec
+from llmforge.runtime.backends.config import ProfileFacts
 
 from .. import graphs, tensorrt_operators
 
@@ -53,7 +54,7 @@ def test_every_row_of_the_table_builds(sm: str, tmp_path: Path) -> None:
         alone = tensorrt_operators.Bench()
         alone.add(operator, dtype)
         found = {feature for feature, _ in refusals.features(alone.model())}
-        if any(refusals.TABLE[feature].refuses(sm) for feature in found):
+        if any(feature.value.refuses(sm) for feature in found):
             continue
         bench.add(operator, dtype)
         put += 1
@@ -145,7 +146,7 @@ def test_a_fixed_batch_of_one_would_dequantize_in_every_step(tmp_path: Path) -> 
 
     def needed(largest: int) -> int:
         shapes = {"x": ((1, k), (1, k), (largest, k))}
-        one = profiles.Profile("decode", (1, 1, largest), (1, 1, 1), (1, 1, 1), shapes)
+        one = profiles.Profile(ProfileFacts("decode", largest, 1), shapes)
         return activation_bytes(built(bench.model(), "89", tmp_path / str(largest), [one]))[0]
 
     assert needed(1) - needed(profiles.SMALLEST_LARGEST) >= 2 * k * n

@@ -14,8 +14,8 @@ from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
 from llmforge.planning import advice, building, deployment, families, roofline, scheme
-from llmforge.planning.deployment import Plan, Workload
-from llmforge.planning.roofline import Ceilings
+from llmforge.planning.deployment import Plan
+from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import Scheme, Wanted
 from llmforge.targets import Target
 
@@ -129,7 +129,7 @@ def test_what_tensorrt_takes_is_what_its_builder_refuses_the_rest_of(sm: str) ->
     rules = {"bf16": refusals.Feature.BF16, "int4": refusals.Feature.INT4, "fp8": refusals.Feature.FP8,
              "fp4": refusals.Feature.FP4}  # fmt: skip
     for dtype, feature in rules.items():
-        assert (dtype in taken.weights) is not refusals.TABLE[feature].refuses(sm)  # type: ignore[comparison-overlap]
+        assert (dtype in taken.weights) is not feature.value.refuses(sm)  # type: ignore[comparison-overlap]
     assert not taken.kv & {"int8", "fp8"}  # Feature.QUANTIZED_UPDATE
 
 
@@ -138,8 +138,7 @@ def test_what_tensorrt_takes_is_what_its_builder_refuses_the_rest_of(sm: str) ->
 
 def test_a_decode_step_by_hand() -> None:
     shape = SHAPES["llama-2-7b"]
-    ceilings = Ceilings.of(A100, BF16)
-    step = roofline.decode(shape, BF16, ceilings, 4, 1000)
+    step = Placement(shape, A100, BF16).decode(4, 1000)
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     vectors = 32 * 2 * 4096 + 4096
     head = 32000 * 4096
@@ -158,7 +157,7 @@ def test_a_decode_step_by_hand() -> None:
 
 def test_a_prompt_by_hand() -> None:
     shape = SHAPES["llama-2-7b"]
-    step = roofline.prefill(shape, BF16, Ceilings.of(A100, BF16), 512)
+    step = Placement(shape, A100, BF16).prefill(512)
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     pairs = 512 * 513 / 2
     assert step.operations == 512 * 2 * matrices + 2 * 32000 * 4096 + 32 * 2 * 32 * 256 * pairs
@@ -167,7 +166,7 @@ def test_a_prompt_by_hand() -> None:
 
 def test_an_all_reduce_by_hand() -> None:
     shape = SHAPES["llama-2-70b"]
-    step = roofline.decode(shape, BF16, Ceilings.of(A100, BF16), 16, 100, ranks=4)
+    step = Placement(shape, A100, BF16, ranks=4).decode(16, 100)
     each = 2 * 3 / 4 * (16 * 8192 * 2) / (300e9 * 0.8) + 10e-6
     assert step.links_s == pytest.approx(2 * 80 * each)
 
@@ -175,33 +174,30 @@ def test_an_all_reduce_by_hand() -> None:
 def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
     shape = SHAPES["mixtral-8x7b"]
     expert = 3 * 4096 * 14336 * 2 * 32
-    one = roofline.weights_read(shape, BF16, 1)
+    placed = Placement(shape, A100, BF16)
+    one = placed.weights_read(1)
     rest = 2 * (shape.parameters - shape.embedding) - 8 * expert
     assert one == pytest.approx(rest + 2 * expert)
-    assert roofline.weights_read(shape, BF16, 2) == pytest.approx(rest + (8 - 8 * 0.75**2) * expert)
-    assert roofline.weights_read(shape, BF16, 10_000) == pytest.approx(rest + 8 * expert)
+    assert placed.weights_read(2) == pytest.approx(rest + (8 - 8 * 0.75**2) * expert)
+    assert placed.weights_read(10_000) == pytest.approx(rest + 8 * expert)
 
 
 def test_windows_bound_what_is_read_and_not_what_is_kept() -> None:
-    windowed = families.shape("w", {**LLAMA, "model_type": "mistral", "sliding_window": 256})
-    ceilings = Ceilings.of(A100, BF16)
-    steps = [roofline.decode(windowed, BF16, ceilings, 1, context) for context in (256, 4000)]
+    shape = families.shape("w", {**LLAMA, "model_type": "mistral", "sliding_window": 256})
+    windowed, full = Placement(shape, A100, BF16), Placement(SHAPES["llama-2-7b"], A100, BF16)
+    steps = [windowed.decode(1, context) for context in (256, 4000)]
     assert steps[0].bytes == steps[1].bytes
-    full = SHAPES["llama-2-7b"]
-    prompt = (roofline.prefill(windowed, BF16, ceilings, 4000), roofline.prefill(full, BF16, ceilings, 4000))
-    assert prompt[0].operations < prompt[1].operations
-    assert deployment.memory(windowed, A100, BF16, Workload(3000, 1000)) == deployment.memory(
-        full, A100, BF16, Workload(3000, 1000)
-    )
+    assert windowed.prefill(4000).operations < full.prefill(4000).operations
+    assert deployment.memory(windowed, Workload(3000, 1000)) == deployment.memory(full, Workload(3000, 1000))
 
 
 def test_the_turning_batch_is_where_compute_takes_over() -> None:
-    shape, ceilings = SHAPES["llama-2-7b"], Ceilings.of(A100, BF16)
-    batch = roofline.turning_batch(shape, BF16, ceilings, 16)
+    placed = Placement(SHAPES["llama-2-7b"], A100, BF16)
+    batch = placed.turning_batch(16)
     assert batch is not None
-    assert roofline.decode(shape, BF16, ceilings, batch, 16).bound == "compute"
-    assert roofline.decode(shape, BF16, ceilings, batch - 1, 16).bound == "memory"
-    assert roofline.turning_batch(shape, BF16, ceilings, 4000) is None  # half a byte of cache for each operation
+    assert placed.decode(batch, 16).bound == "compute"
+    assert placed.decode(batch - 1, 16).bound == "memory"
+    assert placed.turning_batch(4000) is None  # half a byte of cache for each operation
 
 
 contexts = st.integers(1, 100_000)
@@ -210,18 +206,15 @@ names = st.sampled_from(sorted(SHAPES))
 devices = st.sampled_from(GPUS)
 
 
-def ceilings_of(device: str, chosen: Scheme) -> Ceilings:
-    return Ceilings.of(targets.load(device), chosen)
-
-
 @settings(max_examples=60, deadline=None)
 @given(names, devices, batches, contexts, st.floats(1.01, 10))
 def test_more_bandwidth_is_never_slower(name: str, device: str, batch: int, context: int, factor: float) -> None:
-    chosen = scheme.choose(targets.load(device), targets.load(device).engines[0], "bf16")
-    ceilings = ceilings_of(device, chosen)
-    faster = replace(ceilings, bandwidth=ceilings.bandwidth * factor)
-    old = roofline.decode(SHAPES[name], chosen, ceilings, batch, context)
-    new = roofline.decode(SHAPES[name], chosen, faster, batch, context)
+    target = targets.load(device)
+    chosen = scheme.choose(target, target.engines[0], "bf16")
+    figure = target.require_gpu().bandwidth_gbs
+    more = figure.model_copy(update={"value": figure.value * factor})
+    faster = target.model_copy(update={"bandwidth_gbs": more})
+    old, new = (Placement(SHAPES[name], each, chosen).decode(batch, context) for each in (target, faster))
     assert new.seconds <= old.seconds
     assert (new.seconds < old.seconds) is (old.memory_s > old.compute_s)
 
@@ -229,11 +222,11 @@ def test_more_bandwidth_is_never_slower(name: str, device: str, batch: int, cont
 @settings(max_examples=60, deadline=None)
 @given(names, batches, contexts, st.integers(1, 64), st.integers(0, 4096))
 def test_more_work_is_never_faster(name: str, batch: int, context: int, more: int, longer: int) -> None:
-    shape, ceilings = SHAPES[name], Ceilings.of(A100, BF16)
-    step = roofline.decode(shape, BF16, ceilings, batch, context)
-    assert roofline.decode(shape, BF16, ceilings, batch + more, context).seconds > step.seconds
-    assert roofline.decode(shape, BF16, ceilings, batch, context + longer).seconds >= step.seconds
-    wider = roofline.decode(shape, BF16, ceilings, batch + more, context)
+    placed = Placement(SHAPES[name], A100, BF16)
+    step = placed.decode(batch, context)
+    assert placed.decode(batch + more, context).seconds > step.seconds
+    assert placed.decode(batch, context + longer).seconds >= step.seconds
+    wider = placed.decode(batch + more, context)
     assert wider.seconds / (batch + more) < step.seconds / batch  # a token of a larger batch is cheaper
     assert 0 < step.mbu < 1
     assert 0 < step.mfu < 1
@@ -242,8 +235,8 @@ def test_more_work_is_never_faster(name: str, batch: int, context: int, more: in
 @settings(max_examples=40, deadline=None)
 @given(names, st.integers(1, 8192), st.integers(1, 8192))
 def test_longer_prompts_are_never_faster(name: str, tokens: int, more: int) -> None:
-    shape, ceilings = SHAPES[name], Ceilings.of(A100, BF16)
-    first, second = (roofline.prefill(shape, BF16, ceilings, each) for each in (tokens, tokens + more))
+    placed = Placement(SHAPES[name], A100, BF16)
+    first, second = (placed.prefill(each) for each in (tokens, tokens + more))
     assert second.seconds > first.seconds
 
 
@@ -252,14 +245,15 @@ def test_longer_prompts_are_never_faster(name: str, tokens: int, more: int) -> N
 def test_the_largest_batch_fits_and_one_more_does_not(name: str, device: str, context: int) -> None:
     target, shape = targets.load(device), SHAPES[name]
     chosen = scheme.choose(target, target.engines[0], "bf16")
-    batch = deployment.largest_batch(shape, target, chosen, context)
-    assert batch == 0 or deployment.memory(shape, target, chosen, Workload(context, 0, batch)).fits
-    assert not deployment.memory(shape, target, chosen, Workload(context, 0, batch + 1)).fits
+    placed = Placement(shape, target, chosen)
+    batch = deployment.largest_batch(placed, context)
+    assert batch == 0 or deployment.memory(placed, Workload(context, 0, batch)).fits
+    assert not deployment.memory(placed, Workload(context, 0, batch + 1)).fits
 
 
 def test_larger_caches_leave_less_room() -> None:
-    shape, target = SHAPES["llama-3.1-8b"], targets.load("rtx-4090")
-    rooms = [deployment.largest_batch(shape, target, BF16, context) for context in (1024, 4096, 16384, 131072)]
+    placed = Placement(SHAPES["llama-3.1-8b"], targets.load("rtx-4090"), BF16)
+    rooms = [deployment.largest_batch(placed, context) for context in (1024, 4096, 16384, 131072)]
     assert rooms == sorted(rooms, reverse=True)
     assert rooms[-1] == 0
 
@@ -282,15 +276,17 @@ def test_twelve_devices_and_four_models_take_no_time() -> None:
         plans.append((made, advice.advise(made), building.predict(shape, chosen, made.backend)))
     assert time.process_time() - began < 2
     assert len(plans) == 48
-    assert sum(made.memory.fits for made, _, _ in plans) == 12 + 2 + 3 + 5
+    assert sum(made.asked.memory.fits for made, _, _ in plans) == 12 + 2 + 3 + 5
 
 
 def test_a_plan_holds_together() -> None:
     plan = planned(batch=3)
-    assert plan.memory.fits
-    assert plan.decode.seconds == roofline.decode(plan.shape, plan.scheme, plan.ceilings, 3, 1024 + 128).seconds
+    assert plan.asked.memory.fits
+    expected = Placement(plan.shape, plan.target, plan.scheme).decode(3, 1024 + 128)
+    assert plan.asked.decode.step.seconds == expected.seconds
     assert [each.ranks for each in plan.degrees] == [1, 2, 4, 8]
-    assert [each.tpot_s for each in plan.degrees] == sorted((each.tpot_s for each in plan.degrees), reverse=True)
+    steps = [each.decode.step.seconds for each in plan.degrees]
+    assert steps == sorted(steps, reverse=True)
     assert [each.batch for each in plan.decodes] == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256]
     assert plan.largest[0][0] == 1024
 
@@ -299,8 +295,8 @@ def test_cost_is_price_times_time() -> None:
     plan = planned(batch=8, usd_per_hour=3.6)
     assert plan.cost is not None
     assert plan.cost.source == "given"
-    assert plan.cost.per_million_in == pytest.approx(plan.prefill.seconds / 1024 * 1e6 / 1000)
-    assert plan.cost.per_million_out == pytest.approx(plan.decode.seconds / 8 * 1e6 / 1000)
+    assert plan.cost.per_million_in == pytest.approx(plan.asked.prefill.seconds / 1024 * 1e6 / 1000)
+    assert plan.cost.per_million_out == pytest.approx(plan.asked.decode.step.seconds / 8 * 1e6 / 1000)
     assert planned(batch=8, usd_per_hour=3.6, ranks=2).cost.usd_per_hour == 7.2  # type: ignore[union-attr]
     assert planned(target="gb200").cost is None
     own = planned().cost
@@ -330,7 +326,7 @@ def test_heads_without_a_kernel_of_tensorrt_are_refused(change: dict[str, int], 
     with pytest.raises(UnsupportedError, match="whose keys have") as caught:
         deployment.make(shape, A100, "tensorrt", BF16, Workload())
     assert says in caught.value.message
-    assert deployment.make(shape, A100, "onnxruntime", BF16, Workload()).memory.fits
+    assert deployment.make(shape, A100, "onnxruntime", BF16, Workload()).asked.memory.fits
 
 
 def test_a_cpu_without_figures_says_how_to_get_them() -> None:

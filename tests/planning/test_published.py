@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from llmforge import targets
-from llmforge.planning import deployment, families, roofline
-from llmforge.planning.deployment import Workload
-from llmforge.planning.roofline import Ceilings
+from llmforge.planning import deployment, families
+from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import Scheme
 from llmforge.planning.shape import Shape
 from llmforge.targets import Figure, Target
@@ -50,12 +49,13 @@ def test_kv_cache_of_llama_2_70b() -> None:
 
 def test_mbu_of_7_billion_parameters_at_14_ms() -> None:
     """Databricks, "LLM Inference Performance Engineering: Best Practices" (2023): 14 ms on 2 TB/s are 50 %."""
-    assert roofline.utilization(7e9 * 2, 0.014, 2e12) == pytest.approx(0.5)
     model = shape("llama-2-7b")
     a100 = targets.load("a100-80")
     slow = a100.model_copy(update={"bandwidth_gbs": a100.bandwidth_gbs.model_copy(update={"value": 2000.0})})  # type: ignore[union-attr]
-    step = roofline.decode(model, FP16, Ceilings.of(slow, FP16), 1, 1)
-    assert roofline.utilization(step.bytes, 0.014, 2e12) == pytest.approx(0.48, abs=0.01)  # 6.6 B of them are read
+    step = Placement(model, slow, FP16).decode(1, 1)
+    published = replace(step, memory_s=0.014, overhead_s=0.0)
+    assert replace(published, bytes=7e9 * 2).mbu == pytest.approx(0.5)
+    assert published.mbu == pytest.approx(0.48, abs=0.01)  # 6.6 B of them are read
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ MODELOPT = [
 @pytest.mark.parametrize("row", GPT_FAST + MODELOPT, ids=lambda row: f"{row.device}-{row.model}-{row.ranks}")
 def test_decoding_one_sequence(row: Decoding) -> None:
     target = targets.load(row.device)
-    step = roofline.decode(shape(row.model), row.scheme, Ceilings.of(target, row.scheme), 1, 100, row.ranks)
+    step = Placement(shape(row.model), target, row.scheme, row.ranks).decode(1, 100)
     assert abs(off(step.seconds, 1 / row.tokens_per_second)) <= row.within
 
 
@@ -105,8 +105,7 @@ def test_decoding_one_sequence(row: Decoding) -> None:
 )
 def test_decoding_eight_sequences_on_an_h200(model: str, ranks: int, published_s: float, within: float) -> None:
     """vLLM's own latency benchmark (buildkite.com/vllm/performance-benchmark/builds/9515): 32 in, 128 out, batch 8."""
-    ceilings = Ceilings.of(targets.load("h200"), BF16)
-    step = roofline.decode(shape(model), BF16, ceilings, 8, 32 + 64, ranks)
+    step = Placement(shape(model), targets.load("h200"), BF16, ranks).decode(8, 32 + 64)
     assert abs(off(128 * step.seconds, published_s)) <= within
 
 
@@ -124,7 +123,7 @@ def test_prompts_of_2048(
     device: str, scheme: Scheme, model: str, ranks: int, published_ms: float, within: float
 ) -> None:
     """TensorRT-LLM 0.6.1, docs/source/performance.md, "Low Latency": time to the first token, batch 1."""
-    step = roofline.prefill(shape(model), scheme, Ceilings.of(targets.load(device), scheme), 2048, ranks)
+    step = Placement(shape(model), targets.load(device), scheme, ranks).prefill(2048)
     assert abs(off(step.seconds * 1e3, published_ms)) <= within
     assert step.bound == "compute"
 
@@ -151,8 +150,8 @@ THROUGHPUT = [
 def test_throughput_at_large_batches(
     device: str, scheme: Scheme, batch: int, prompt: int, output: int, published: float, within: float
 ) -> None:
-    target = targets.load(device)
-    parts = roofline.request_seconds(shape("llama-2-7b"), scheme, Ceilings.of(target, scheme), batch, prompt, output)
+    placed = Placement(shape("llama-2-7b"), targets.load(device), scheme)
+    parts = placed.request_seconds(Workload(prompt, output, batch))
     assert abs(off(output / sum(parts), published)) <= within
 
 
@@ -172,9 +171,9 @@ def test_throughput_of_the_largest_batch_that_fits(
     device: str, model: str, ranks: int, prompt: int, output: int, published: float
 ) -> None:
     """Within 12 %, though which batch their scheduler reached is not said."""
-    target, scheme = targets.load(device), replace(FP8, compute="bf16")
-    batch = deployment.largest_batch(shape(model), target, scheme, prompt + output, ranks)
-    parts = roofline.request_seconds(shape(model), scheme, Ceilings.of(target, scheme), batch, prompt, output, ranks)
+    placed = Placement(shape(model), targets.load(device), replace(FP8, compute="bf16"), ranks)
+    batch = deployment.largest_batch(placed, prompt + output)
+    parts = placed.request_seconds(Workload(prompt, output, batch))
     assert abs(off(output / sum(parts), published)) <= 0.12
 
 
@@ -184,12 +183,12 @@ def test_throughput_of_the_largest_batch_that_fits(
 )
 def test_decoding_on_this_project_s_own_cpu(rows: int, context: int, measured_ms: float, within: float) -> None:
     """docs/performance.md, "Where the time goes": Qwen3-0.6B in int4, int8 cache, 321 MB in 9.9 ms at the bandwidth."""
-    step = roofline.decode(QWEN, ZEN4, Ceilings.of(zen4(), ZEN4), rows, context)
+    step = Placement(QWEN, zen4(), ZEN4).decode(rows, context)
     assert abs(off(step.seconds * 1e3, measured_ms)) <= within
 
 
 def test_a_prompt_on_this_project_s_own_cpu() -> None:
-    step = roofline.prefill(QWEN, ZEN4, Ceilings.of(zen4(), ZEN4), 512)
+    step = Placement(QWEN, zen4(), ZEN4).prefill(512)
     assert abs(off(step.seconds * 1e3, 960)) <= 0.15
     assert step.bound == "compute"
 
@@ -215,7 +214,7 @@ def test_what_fits_agrees_with_what_was_run() -> None:
     model, a100 = shape("llama-2-70b"), targets.load("a100-80")
 
     def fits(scheme: Scheme, ranks: int, target: Target = a100) -> bool:
-        return deployment.memory(model, target, scheme, Workload(5, 200), ranks).fits
+        return deployment.memory(Placement(model, target, scheme, ranks), Workload(5, 200)).fits
 
     assert not fits(BF16, 1)
     assert fits(BF16, 2)

@@ -133,13 +133,13 @@ def test_an_engine_that_does_not_run_cannot_be_listed(tmp_path: Path) -> None:
 def test_shares_are_defaults_with_a_source_until_a_file_says_otherwise() -> None:
     target = targets.load("l4")
     assert 0 < target.share("bandwidth").value <= 1
-    assert target.matrix_share("int8") == target.share("matrix_8")
-    assert target.matrix_share("bf16") == target.share("matrix_16")
+    assert targets.matrix_share_of("int8") == "matrix_8"
+    assert targets.matrix_share_of("bf16") == "matrix_16"
     own = targets.Figure(value=0.5, source="measured", verified=True)
     assert target.model_copy(update={"achieved": {"bandwidth": own}}).share("bandwidth").value == 0.5
     for sm in (None, "75", "120"):
-        for name in get_args(targets.Share):
-            assert getattr(achieved.defaults(sm), name).source
+        for name in get_args(achieved.Share):
+            assert achieved.defaults(sm)[name].source
 
 
 def test_a_target_cannot_be_changed() -> None:

@@ -17,6 +17,7 @@ Where no kernel computes an attention (`written_out`), it is written as two MatM
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -53,7 +54,6 @@ class Attentions(Builder):
 
     capacity: int
     _lengths: ir.Value | None = None
-    _own: ir.Value | None = None
     _masks: dict[int, ir.Value] = field(default_factory=dict)
     _biases: dict[tuple[ir.Value, ir.Value], ir.Value] = field(default_factory=dict)
 
@@ -136,25 +136,23 @@ class Attentions(Builder):
         """bool [B, 1, S, C]."""
         if window not in self._masks:
             slots = self._constant("slots", np.arange(self.capacity).reshape(1, 1, 1, -1))
-            allowed = self._first("LessOrEqual", [slots, self._places()])
+            allowed = self._first("LessOrEqual", [slots, self._places])
             if window:
-                start = self._first("Sub", [self._places(), self._constant(f"window_{window}", window)])
+                start = self._first("Sub", [self._places, self._constant(f"window_{window}", window)])
                 allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
             self._masks[window] = allowed
         return self._masks[window]
 
+    @cached_property
     def _places(self) -> ir.Value:
         """Positions of the queries, int64 [B, 1, S, 1]."""
-        if self._own is None:
-            positions = position_ids(self.model)
-            self._own = self._first("Unsqueeze", [positions, self._constant("axes_1_3", [1, 3])])
-        return self._own
+        return self._first("Unsqueeze", [position_ids(self.model), self._constant("axes_1_3", [1, 3])])
 
     def _with_slopes(self, mask: ir.Value, slopes: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Write the mask as a bias in `dtype`, slope·(t - p) where slot t is seen from p: [B, H, S, C]."""
         if (mask, slopes) not in self._biases:
             slots = self._constant("slots", np.arange(self.capacity).reshape(1, 1, 1, -1))
-            away = self._first("Cast", [self._first("Sub", [slots, self._places()])], {"to": int(ir.DataType.FLOAT)})
+            away = self._first("Cast", [self._first("Sub", [slots, self._places])], {"to": int(ir.DataType.FLOAT)})
             column = self._first("Reshape", [slopes, self._constant("column", [1, -1, 1, 1])])
             bias = self._first("Mul", [column, away])
             bias = self._first("Where", [mask, bias, self._number(HIDDEN, ir.DataType.FLOAT)])

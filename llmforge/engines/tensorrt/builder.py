@@ -86,7 +86,9 @@ def _config(library: Library, builder: Any, sm: str, profiles: Sequence[Profile]
         for name, (low, best, high) in wanted.shapes.items():
             profile.set_shape(name, low, best, high)
         if config.add_optimization_profile(profile) < 0:
-            raise VerificationError(f"{library.title} rejects the optimization profile {wanted.name}: {wanted.shapes}")
+            raise VerificationError(
+                f"{library.title} rejects the optimization profile {wanted.facts.name}: {wanted.shapes}"
+            )
     return config
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -24,12 +25,10 @@ from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import (
     DATA_FILE,
     FILE,
-    FORMAT,
     MODEL_FILE,
     PLAN_FILE,
     DeviceFacts,
     PlanFacts,
-    RuntimeConfig,
     SessionOptions,
 )
 from llmforge.runtime.backends.signature import ELEMENTS, CacheInput
@@ -82,24 +81,10 @@ def build(request: BuildRequest) -> Engine:
         onnx_file.write(model, Path(scratch), request.progress)
         record, reused = _plan(chosen, model, Path(scratch), folder / PLAN_FILE, sm, ranges)
     (folder / plan_file.FILE).write_text(record.to_json(), encoding="utf-8")
-    caches = signatures.caches(model)
-    device = DeviceFacts(int(sm), record.size_bytes + _cache_bytes(caches, spec))
+    common = signatures.config(request, SessionOptions(threads=None, optimize=False, entries={}))
+    device = DeviceFacts(int(sm), record.size_bytes + _cache_bytes(common.caches, spec))
     plan = PlanFacts(chosen.backend.module, record.source.version, PLAN_FILE, tuple(each.facts for each in ranges))
-    config = RuntimeConfig(
-        format=FORMAT,
-        onnxruntime=None,
-        kernels=None,
-        max_context=spec.max_context,
-        max_batch=spec.max_batch,
-        vocabulary=signatures.vocabulary(model),
-        eos_token_ids=tuple(request.eos_token_ids),
-        bos_token_id=request.bos_token_id,
-        caches=caches,
-        session=SessionOptions(threads=None, optimize=False, entries={}),
-        provider=chosen.provider.name,
-        device=device,
-        plan=plan,
-    )
+    config = replace(common, provider=chosen.provider.name, device=device, plan=plan)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
     notes = [f"{chosen.title}: {warning}" for warning in record.warnings]
     notes += ["the plan was taken from an earlier build with the same key"] if reused else []
@@ -115,7 +100,7 @@ def _plan(
         version=chosen.version,
         sm=sm,
         flags=builder.FLAGS,
-        profiles={each.name: each.shapes for each in ranges},
+        profiles={each.facts.name: each.shapes for each in ranges},
         onnx_sha256=plan_file.digest(onnx / MODEL_FILE, onnx / DATA_FILE),
     )
     cache = PlanCache(default_folder() / "tensorrt")

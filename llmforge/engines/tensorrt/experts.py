@@ -12,7 +12,6 @@ reads E / top_k times the matrices that it needs: refused where that is more tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +45,8 @@ def lower(model: ir.Model, layer: canonical.MoE) -> str:
 class _Dense(moe.Expansion):
     """The products of one layer; comments give shapes."""
 
+    _inner = moe.Expansion._outer  # no loop, so nothing inside of one
+
     def result(self) -> ir.Value:
         layer = self.experts
         experts, hidden, width = g.static(layer.up)
@@ -76,8 +77,3 @@ class _Dense(moe.Expansion):
     def _number(self, value: float) -> ir.Value:
         """In what the experts compute in."""
         return self._constant(f"number_{value}_{self._dtype.name}", np.asarray(value, self._dtype.numpy()))
-
-    def _inner(
-        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
-    ) -> ir.Value:
-        return self._outer(op_type, inputs, attributes)

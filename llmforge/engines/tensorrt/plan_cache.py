@@ -37,7 +37,8 @@ class PlanCache:
 
     def take(self, key: str, plan: Path) -> PlanRecord | None:
         """Put the plan of `key` at `plan` and return its record; None where there is none that is whole."""
-        kept, record_file = self._plan(key), self._record(key)
+        record_file = self._record(key)
+        kept = record_file.with_suffix(".plan")
         try:
             record = PlanRecord.read(record_file)
         except InputError:  # there is none, or it is of another format
@@ -52,9 +53,10 @@ class PlanCache:
         """Keep a plan, with a hard link where the file system allows it, and drop the oldest above the limit."""
         if record.size_bytes > self.limit_bytes:
             return
-        self._record(record.key).parent.mkdir(parents=True, exist_ok=True)
-        _replace(self._plan(record.key), lambda partial: _link(plan, partial))
-        _replace(self._record(record.key), lambda partial: partial.write_text(record.to_json(), encoding="utf-8"))
+        file = self._record(record.key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _replace(file.with_suffix(".plan"), lambda partial: _link(plan, partial))
+        _replace(file, lambda partial: partial.write_text(record.to_json(), encoding="utf-8"))
         self._drop_oldest()
 
     def timings(self, version: str, sm: str) -> bytes:
@@ -79,10 +81,8 @@ class PlanCache:
             record.with_suffix(".plan").unlink(missing_ok=True)
             total -= sizes.get(record, 0)
 
-    def _plan(self, key: str) -> Path:
-        return self.folder / "plans" / f"{key}.plan"
-
     def _record(self, key: str) -> Path:
+        """Name the record of a plan; the plan lies beside it."""
         return self.folder / "plans" / f"{key}.json"
 
     def _timings(self, version: str, sm: str) -> Path:

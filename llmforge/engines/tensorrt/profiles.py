@@ -27,16 +27,8 @@ Shape = tuple[int, ...]
 class Profile:
     """Shapes that every input takes in one kind of step: smallest, tuned for, largest."""
 
-    name: Literal["prefill", "decode"]
-    batch: Range
-    sequence: Range
-    rows: Range  # of logits
+    facts: ProfileFacts  # what a runtime must know of it
     shapes: Mapping[str, tuple[Shape, Shape, Shape]]
-
-    @property
-    def facts(self) -> ProfileFacts:
-        """What a runtime must know of it."""
-        return ProfileFacts(self.name, max_batch=self.batch[2], max_sequence=self.sequence[2])
 
 
 def of(model: ir.Model, spec: EngineSpec) -> tuple[Profile, Profile]:
@@ -60,14 +52,13 @@ def of(model: ir.Model, spec: EngineSpec) -> tuple[Profile, Profile]:
 def _profile(
     model: ir.Model, name: Literal["prefill", "decode"], *, batch: Range, sequence: Range, rows: Range
 ) -> Profile:
-    symbols = _symbols(model)
-    known = {symbols[0]: batch, symbols[1]: sequence, symbols[2]: rows}
+    known = dict(zip(_symbols(model), (batch, sequence, rows), strict=True))
     shapes: dict[str, tuple[Shape, Shape, Shape]] = {}
     for value in model.graph.inputs:
         ranges = [_range(str(value.name), size, known) for size in graph.dims(value) or ()]
         low, best, high = (tuple(each[i] for each in ranges) for i in range(3))
         shapes[str(value.name)] = (low, best, high)
-    return Profile(name, batch, sequence, rows, shapes)
+    return Profile(ProfileFacts(name, max_batch=batch[2], max_sequence=sequence[2]), shapes)
 
 
 def _symbols(model: ir.Model) -> tuple[object, object, object]:

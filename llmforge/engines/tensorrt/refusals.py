@@ -22,70 +22,65 @@ from llmforge.targets import Target
 _FIXED = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16  # what a cache may hold that is updated in place
 
 
-class Feature(enum.Enum):
-    """A property of a graph that not every device, or no device, has code for."""
-
-    BF16 = "bf16"
-    FP32_MATMUL = "fp32 matrix product"
-    INT4 = "int4 weights"
-    FP8 = "fp8"
-    FP4 = "fp4"
-    E8M0 = "e8m0 scales"
-    ZERO_POINT = "zero points"
-    FP32_ATTENTION = "fp32 attention"
-    HEAD_DIM = "head size"
-    HEAD_DIMS_DIFFER = "keys and values of different sizes"
-    SOFTCAP = "softcap"
-    PAST = "past and present of attention"
-    PADDED_LENGTHS = "lengths of padded keys"
-    QUANTIZED_UPDATE = "quantized cache updated in place"
-    FOREIGN_OPERATOR = "operators outside ONNX"
-
-
 @dataclass(frozen=True)
 class Rule:
-    """Where a feature builds: from compute capability `least_sm` on, or nowhere (None); why, and what to do."""
+    """Where what is `named` builds: from compute capability `least_sm` on, or nowhere (None); why, and what to do."""
 
-    least_sm: int | None
+    named: str
     reason: str
     hint: str
+    least_sm: int | None = None
 
     def refuses(self, sm: str) -> bool:
         """Say whether a device of compute capability `sm`, "89", cannot run the feature."""
         return self.least_sm is None or int(sm) < self.least_sm
 
 
-TABLE: dict[Feature, Rule] = {
-    Feature.BF16: Rule(ARITHMETIC["bf16"], "the device has no bf16 arithmetic", "compute in fp16"),
-    Feature.FP32_MATMUL: Rule(80, "TensorRT has no fp32 matrix product for Turing", "compute in fp16"),
-    Feature.INT4: Rule(
-        INT4_TENSORRT,
+class Feature(enum.Enum):
+    """A property of a graph that not every device, or no device, has code for, and where it has."""
+
+    BF16 = Rule("bf16", "the device has no bf16 arithmetic", "compute in fp16", ARITHMETIC["bf16"])
+    FP32_MATMUL = Rule("fp32 matrix product", "TensorRT has no fp32 matrix product for Turing", "compute in fp16", 80)
+    INT4 = Rule(
+        "int4 weights",
         "TensorRT has no int4 weights for Turing",
         "store weights with `quantize-channels: {dtype: int8}`, or in fp16",
-    ),
-    Feature.FP8: Rule(ARITHMETIC["fp8"], "the device has no fp8 arithmetic", "quantize weights to int4 or int8"),
-    Feature.FP4: Rule(ARITHMETIC["fp4"], "the device has no fp4 arithmetic", "quantize weights to int4 or fp8"),
-    Feature.E8M0: Rule(None, "the ONNX parser reads no e8m0 tensors", "choose a format whose scales are fp16 or fp8"),
-    Feature.ZERO_POINT: Rule(
-        None, "weights are symmetric: a zero point other than 0 is rejected", "quantize symmetrically"
-    ),
-    Feature.FP32_ATTENTION: Rule(
-        None, "no fused attention kernel computes in fp32", "add `lower-precision: {dtype: fp16}`"
-    ),
-    Feature.HEAD_DIM: Rule(
-        None, "fused attention kernels exist for 16 to 256 channels a head, in multiples of 8", "use another engine"
-    ),
-    Feature.HEAD_DIMS_DIFFER: Rule(None, "keys and values must have the same shape", "use another engine"),
-    Feature.SOFTCAP: Rule(None, "the ONNX parser rejects a soft cap of attention scores", "use another engine"),
-    Feature.PAST: Rule(None, "the ONNX parser takes attention with one output only", "use TensorScatter for the cache"),
-    Feature.PADDED_LENGTHS: Rule(
-        None, "the ONNX parser drops nonpad_kv_seqlen without an error: results would be wrong", "use a mask"
-    ),
-    Feature.QUANTIZED_UPDATE: Rule(
-        None, "an update in place takes fp32, fp16 and bf16 caches", "leave the KV cache in the model's dtype"
-    ),
-    Feature.FOREIGN_OPERATOR: Rule(None, "it would need a plugin", "leave out the pass that makes it"),
-}
+        INT4_TENSORRT,
+    )
+    FP8 = Rule("fp8", "the device has no fp8 arithmetic", "quantize weights to int4 or int8", ARITHMETIC["fp8"])
+    FP4 = Rule("fp4", "the device has no fp4 arithmetic", "quantize weights to int4 or fp8", ARITHMETIC["fp4"])
+    E8M0 = Rule("e8m0 scales", "the ONNX parser reads no e8m0 tensors", "choose a format whose scales are fp16 or fp8")
+    ZERO_POINT = Rule(
+        "zero points", "weights are symmetric: a zero point other than 0 is rejected", "quantize symmetrically"
+    )
+    FP32_ATTENTION = Rule(
+        "fp32 attention", "no fused attention kernel computes in fp32", "add `lower-precision: {dtype: fp16}`"
+    )
+    HEAD_DIM = Rule(
+        "head size",
+        "fused attention kernels exist for 16 to 256 channels a head, in multiples of 8",
+        "use another engine",
+    )
+    HEAD_DIMS_DIFFER = Rule(
+        "keys and values of different sizes", "keys and values must have the same shape", "use another engine"
+    )
+    SOFTCAP = Rule("softcap", "the ONNX parser rejects a soft cap of attention scores", "use another engine")
+    PAST = Rule(
+        "past and present of attention",
+        "the ONNX parser takes attention with one output only",
+        "use TensorScatter for the cache",
+    )
+    PADDED_LENGTHS = Rule(
+        "lengths of padded keys",
+        "the ONNX parser drops nonpad_kv_seqlen without an error: results would be wrong",
+        "use a mask",
+    )
+    QUANTIZED_UPDATE = Rule(
+        "quantized cache updated in place",
+        "an update in place takes fp32, fp16 and bf16 caches",
+        "leave the KV cache in the model's dtype",
+    )
+    FOREIGN_OPERATOR = Rule("operators outside ONNX", "it would need a plugin", "leave out the pass that makes it")
 
 
 def check(model: ir.Model, target: Target, title: str) -> None:
@@ -95,14 +90,14 @@ def check(model: ir.Model, target: Target, title: str) -> None:
         UnsupportedError: it does not; every feature that is refused is named, with the first node or tensor of each.
     """
     sm = target.require_gpu().sm
-    refused = {feature: where for feature, where in reversed(list(features(model))) if TABLE[feature].refuses(sm)}
+    refused = {feature: where for feature, where in reversed(list(features(model))) if feature.value.refuses(sm)}
     if not refused:
         return
     ordered = [feature for feature in Feature if feature in refused]
-    listed = "; ".join(f"{feature.value} ({refused[feature]}): {TABLE[feature].reason}" for feature in ordered)
+    listed = "; ".join(f"{feature.value.named} ({refused[feature]}): {feature.value.reason}" for feature in ordered)
     raise UnsupportedError(
         f"{title} builds no such engine for target {target.name} (SM{sm}): {listed}",
-        hint="; ".join(dict.fromkeys(TABLE[feature].hint for feature in ordered)),
+        hint="; ".join(dict.fromkeys(feature.value.hint for feature in ordered)),
     )
 
 
