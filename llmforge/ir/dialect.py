@@ -176,12 +176,10 @@ def _check_attributes(view: Operator, where: str) -> None:
     given = view.node.attributes
     for name, attribute in given.items():
         _require(name in view.attributes, where, f"attribute {name!r} is unknown; known are {listed(view.attributes)}")
-        wanted = view.attributes[name]
-        _require(
-            attribute.type == wanted.type, where, f"attribute {name!r} is {attribute.type.name}, must be {wanted.kind}"
-        )
-    for name, wanted in view.attributes.items():
-        _require(not wanted.required or name in given, where, f"attribute {name!r} is missing")
+        wanted, held = view.attributes[name].type, attribute.type
+        _require(held == wanted, where, f"attribute {name!r} is {held.name}, must be {wanted.name.lower()}")
+    for name, described in view.attributes.items():
+        _require(not described.required or name in given, where, f"attribute {name!r} is missing")
 
 
 def _check_value(value: ir.Value, where: str, dtypes: Dtypes, ranks: frozenset[int], *, typed: bool) -> None:

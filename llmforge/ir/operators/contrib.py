@@ -119,7 +119,7 @@ class GatherBlockQuantized(Operator, domain=MICROSOFT):
     """Rows of a table of blocks of codes."""
 
     data = Input(_CODES, table=True)
-    indices = Input({ir.DataType.INT32, ir.DataType.INT64})
+    indices = Input(I32 | I64)
     scales = Input(table=True)
     zero_points = OptionalInput(_CODES, table=True)
     bits = integer(4)
@@ -131,6 +131,8 @@ class GatherBlockQuantized(Operator, domain=MICROSOFT):
 
 
 class _Experts(Experts, domain=MICROSOFT):
+    input = Input()
+    router_probs = Input(FLOATS, 2, chooses=True)
     k = integer()
     activation_type = text()
     activation_alpha = real(1.0)
@@ -148,8 +150,6 @@ class _Experts(Experts, domain=MICROSOFT):
 class MoE(_Experts):
     """Experts in floating point."""
 
-    input = Input()
-    router_probs = Input(FLOATS, 2, chooses=True)
     fc1_experts_weights = Input(FLOATS, 3, experts=True)
     fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
     fc2_experts_weights = Input(FLOATS, 3, experts=True)
@@ -160,8 +160,6 @@ class MoE(_Experts):
 class QMoE(_Experts):
     """Experts in codes of 4 or 8 bits."""
 
-    input = Input()
-    router_probs = Input(FLOATS, 2, chooses=True)
     fc1_experts_weights = Input(_BYTES, 3, experts=True)
     fc1_scales = Input(FLOATS, 3, experts=True)
     fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
@@ -201,32 +199,26 @@ class LinearAttention(Operator, domain=MICROSOFT):
     stage = Stage.LOWERED
 
 
-class SkipSimplifiedLayerNormalization(Operator, domain=MICROSOFT):
+class _SkipNormalization(Operator, domain=MICROSOFT):
+    input = Input()
+    skip = Input()
+    gamma = Input(FLOATS, 1)
+    epsilon = real()
+    y = Output()
+    mean = Output()
+    inverse_deviation = Output()
+    sum = Output()
+    adds_residual = True
+
+
+class SkipSimplifiedLayerNormalization(_SkipNormalization):
     """RMSNormalization of a sum, which it gives out as well."""
 
-    input = Input()
-    skip = Input()
-    gamma = Input(FLOATS, 1)
     bias = OptionalInput(FLOATS, 1)
-    epsilon = real()
-    y = Output()
-    mean = Output()
-    inverse_deviation = Output()
-    sum = Output()
-    adds_residual = True
 
 
-class SkipLayerNormalization(Operator, domain=MICROSOFT):
+class SkipLayerNormalization(_SkipNormalization):
     """LayerNormalization of a sum, which it gives out as well."""
 
-    input = Input()
-    skip = Input()
-    gamma = Input(FLOATS, 1)
     beta = OptionalInput(FLOATS, 1)
     bias = OptionalInput(FLOATS, 1)
-    epsilon = real()
-    y = Output()
-    mean = Output()
-    inverse_deviation = Output()
-    sum = Output()
-    adds_residual = True

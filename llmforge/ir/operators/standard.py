@@ -1,6 +1,7 @@
 """The operators of ONNX (opset 24) that the package knows.
 
-Sources: https://onnx.ai/onnx/operators; inputs have the names that the dialect's messages use.
+Sources: https://onnx.ai/onnx/operators; inputs have the names that the dialect's messages use. An operator of a
+family that adds no input and no attribute of its own is one line (`Operator.named`), unless annotations name it.
 """
 
 from __future__ import annotations
@@ -57,28 +58,6 @@ class _Unary(Operator):
     tensorrt = Seen(FLOATS)
 
 
-class Sigmoid(_Unary):
-    sign = Sign.NEVER_NEGATIVE
-
-
-class Tanh(_Unary):
-    pass
-
-
-class Relu(_Unary):
-    moves = True
-    sign = Sign.NEVER_NEGATIVE
-
-
-class Erf(_Unary):
-    pass
-
-
-class Neg(_Unary):
-    moves = True
-    tensorrt = Seen(_SEEN)
-
-
 class Abs(_Unary):
     x = Input(NUMBERS)
     moves = True
@@ -90,40 +69,20 @@ class Gelu(_Unary):
     approximate = text("none")
 
 
-class Floor(_Unary):
-    pass
+Erf = _Unary.named("Erf")
+Floor = _Unary.named("Floor")
+Neg = _Unary.named("Neg", moves=True, tensorrt=Seen(_SEEN))
+Relu = _Unary.named("Relu", moves=True, sign=Sign.NEVER_NEGATIVE)
+Sigmoid = _Unary.named("Sigmoid", sign=Sign.NEVER_NEGATIVE)
+Tanh = _Unary.named("Tanh")
 
-
-class _Delicate(_Unary):
-    precision = Precision.FP32
-
-
-class Exp(_Delicate):
-    sign = Sign.NEVER_NEGATIVE
-
-
-class Log(_Delicate):
-    pass
-
-
-class Softplus(_Delicate):
-    sign = Sign.NEVER_NEGATIVE
-
-
-class Sqrt(_Delicate):
-    pass
-
-
-class Reciprocal(_Delicate):
-    pass
-
-
-class Sin(_Delicate):
-    pass
-
-
-class Cos(_Delicate):
-    pass
+Cos = _Unary.named("Cos", precision=Precision.FP32)
+Exp = _Unary.named("Exp", precision=Precision.FP32, sign=Sign.NEVER_NEGATIVE)
+Log = _Unary.named("Log", precision=Precision.FP32)
+Reciprocal = _Unary.named("Reciprocal", precision=Precision.FP32)
+Sin = _Unary.named("Sin", precision=Precision.FP32)
+Softplus = _Unary.named("Softplus", precision=Precision.FP32, sign=Sign.NEVER_NEGATIVE)
+Sqrt = _Unary.named("Sqrt", precision=Precision.FP32)
 
 
 class _Binary(Operator):
@@ -142,27 +101,14 @@ class Add(_Binary):
     sign = Sign.AS_ALL
 
 
-class Sub(_Binary):
-    pass
-
-
 class Mul(_Binary):
     sign = Sign.AS_ALL
 
 
-class Div(_Binary):
-    sign = Sign.AS_ALL
-
-
-class Mod(_Binary):
-    stage = Stage.LOWERED
-    tensorrt = None
-
-
-class Pow(_Binary):
-    precision = Precision.FP32
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(FLOATS)
+Div = _Binary.named("Div", sign=Sign.AS_ALL)
+Mod = _Binary.named("Mod", stage=Stage.LOWERED, tensorrt=None)
+Pow = _Binary.named("Pow", precision=Precision.FP32, sign=Sign.AS_FIRST, tensorrt=Seen(FLOATS))
+Sub = _Binary.named("Sub")
 
 
 class _Compared(Operator):
@@ -173,24 +119,11 @@ class _Compared(Operator):
     tensorrt = Seen(_SEEN, BOOLS)
 
 
-class Equal(_Compared):
-    tensorrt = Seen(_MOVED, BOOLS)
-
-
-class Greater(_Compared):
-    pass
-
-
-class GreaterOrEqual(_Compared):
-    pass
-
-
-class Less(_Compared):
-    pass
-
-
-class LessOrEqual(_Compared):
-    pass
+Equal = _Compared.named("Equal", tensorrt=Seen(_MOVED, BOOLS))
+Greater = _Compared.named("Greater")
+GreaterOrEqual = _Compared.named("GreaterOrEqual")
+Less = _Compared.named("Less")
+LessOrEqual = _Compared.named("LessOrEqual")
 
 
 class _Logical(Operator):
@@ -201,12 +134,8 @@ class _Logical(Operator):
     tensorrt = Seen(BOOLS)
 
 
-class And(_Logical):
-    pass
-
-
-class Or(_Logical):
-    pass
+And = _Logical.named("And")
+Or = _Logical.named("Or")
 
 
 class Not(Operator):
@@ -228,8 +157,7 @@ class Max(_Extremum):
     sign = Sign.AS_ANY
 
 
-class Min(_Extremum):
-    pass
+Min = _Extremum.named("Min")
 
 
 class Clip(Operator):
@@ -300,33 +228,26 @@ class Gemm(Operator):
     precision = Precision.HALF
 
 
-class RMSNormalization(Operator):
+class _Normalization(Operator):
     x = Input()
     scale = Input(FLOATS, 1)
     axis = integer(-1)
     epsilon = real(1e-5)
     stash_type = integer(int(FLOAT))
+
+
+class RMSNormalization(_Normalization):
     tensorrt = Seen(FLOATS)
 
 
-class LayerNormalization(Operator):
-    x = Input()
-    scale = Input(FLOATS, 1)
+class LayerNormalization(_Normalization):
     bias = OptionalInput(FLOATS, 1)
-    axis = integer(-1)
-    epsilon = real(1e-5)
-    stash_type = integer(int(FLOAT))
     tensorrt = Seen(FLOATS)
 
 
-class SimplifiedLayerNormalization(Operator):
+class SimplifiedLayerNormalization(_Normalization):
     """ONNX Runtime's, in the standard domain."""
 
-    x = Input()
-    scale = Input(FLOATS, 1)
-    axis = integer(-1)
-    epsilon = real(1e-5)
-    stash_type = integer(int(FLOAT))
     y = Output()
     inverse_deviation = Output()
 
@@ -432,76 +353,53 @@ class GatherElements(Operator):
     tensorrt = Seen(_SEEN, I64)
 
 
-class Transpose(Operator):
+class _Moved(Operator):
     x = Input(ANY)
-    perm = integers()
     moves = True
     sign = Sign.AS_FIRST
     tensorrt = Seen(_MOVED)
 
 
-class Reshape(Operator):
-    x = Input(ANY)
+class Transpose(_Moved):
+    perm = integers()
+
+
+class Reshape(_Moved):
     shape = Input(I64, 1)
     allowzero = integer(0)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
 
 
-class Split(Operator):
-    x = Input(ANY)
-    split = OptionalInput(I64, 1)
-    axis = integer(0)
-    num_outputs = optional_integer()
-    most_outputs = 64
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_SEEN, I64)
+class Expand(_Moved):
+    shape = Input(I64, 1)
 
 
-class Concat(Operator):
-    x = Input(ANY)
-    axis = integer()
-    variadic = True
-    moves = True
-    sign = Sign.AS_ALL
-    tensorrt = Seen(_MOVED)
+class Unsqueeze(_Moved):
+    axes = Input(I64, 1)
 
 
-class Slice(Operator):
-    x = Input(ANY)
+class Squeeze(_Moved):
+    axes = OptionalInput(I64, 1)
+
+
+class Slice(_Moved):
     starts = Input(I64, 1)
     ends = Input(I64, 1)
     axes = OptionalInput(I64, 1)
     steps = OptionalInput(I64, 1)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
 
 
-class Unsqueeze(Operator):
-    x = Input(ANY)
-    axes = Input(I64, 1)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
+class Split(_Moved):
+    split = OptionalInput(I64, 1)
+    axis = integer(0)
+    num_outputs = optional_integer()
+    most_outputs = 64
+    tensorrt = Seen(_SEEN)
 
 
-class Squeeze(Operator):
-    x = Input(ANY)
-    axes = OptionalInput(I64, 1)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
-
-
-class Expand(Operator):
-    x = Input(ANY)
-    shape = Input(I64, 1)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
+class Concat(_Moved):
+    axis = integer()
+    variadic = True
+    sign = Sign.AS_ALL
 
 
 class Tile(Operator):
@@ -517,21 +415,19 @@ class Pad(Operator):
     stage = Stage.LOWERED
 
 
-class ScatterElements(Operator):
+class _Scatter(Operator):
     data = Input(NUMBERS)
     indices = Input(I64)
     updates = Input(NUMBERS)
+    reduction = text("none")
+    stage = Stage.OWN_ATTENTION
+
+
+class ScatterElements(_Scatter):
     axis = integer()
-    reduction = text("none")
-    stage = Stage.OWN_ATTENTION
 
 
-class ScatterND(Operator):
-    data = Input(NUMBERS)
-    indices = Input(I64)
-    updates = Input(NUMBERS)
-    reduction = text("none")
-    stage = Stage.OWN_ATTENTION
+ScatterND = _Scatter.named("ScatterND")
 
 
 # Choices and reductions ------------------------------------------------------------------------------------------
