@@ -7,12 +7,12 @@ integers, a few nodes for the whole graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import Builder, shared
 from llmforge.ir.operators.canonical import CacheLengths, RowPlaces, TokenOrder
 
 
@@ -22,10 +22,6 @@ class MaskedStep(Builder):
 
     Comments give shapes: B, S, T = batch, tokens of the step, slots that the mask covers; R rows.
     """
-
-    _sizes: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    _extents: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    _counts: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def cache_lengths(self, lengths: CacheLengths) -> None:
         """Replace `CacheLengths`: int64 [B, T] → int32 [B], the ones of each row less 1; int32 scalar T."""
@@ -55,20 +51,17 @@ class MaskedStep(Builder):
         tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._extent(places.input_ids)])
         g.replace_value(places.output, self._add(node, "Mod", [places.logits_rows, tokens]))
 
+    @shared
     def _count(self, mask: ir.Value) -> ir.Value:
         """Sum the ones of each row: [B, T] → [B, 1]."""
-        if mask not in self._counts:
-            self._counts[mask] = self._first("ReduceSum", [mask, self._constant("axis_1", [1])], {"keepdims": 1})
-        return self._counts[mask]
+        return self._first("ReduceSum", [mask, self._constant("axis_1", [1])], {"keepdims": 1})
 
+    @shared
     def _size(self, x: ir.Value) -> ir.Value:
         """Read the size of axis 1: [1]."""
-        if x not in self._sizes:
-            self._sizes[x] = self._first("Shape", [x], {"start": 1, "end": 2})
-        return self._sizes[x]
+        return self._first("Shape", [x], {"start": 1, "end": 2})
 
+    @shared
     def _extent(self, x: ir.Value) -> ir.Value:
         """Read the size of axis 1 as a scalar."""
-        if x not in self._extents:
-            self._extents[x] = self._first("Squeeze", [self._size(x)])
-        return self._extents[x]
+        return self._first("Squeeze", [self._size(x)])
