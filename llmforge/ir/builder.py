@@ -47,6 +47,15 @@ class Builder:
             self.model.graph.insert_before(self.model.graph[0], node)
         return node.outputs[0]
 
+    def _extent(self, x: ir.Value, axis: int) -> ir.Value:
+        """Read the size of `axis` as a scalar."""
+        return self._first("Squeeze", [self._first("Shape", [x], {"start": axis, "end": axis + 1})])
+
+    def _count_along(self, x: ir.Value, axis: int) -> ir.Value:
+        """0, 1, … up to the size of `axis`: int64."""
+        extent = self._extent(x, axis)
+        return self._first("Range", [self._constant("zero", 0), extent, self._constant("one", 1)])
+
 
 def shared(method: Callable[[B, *Arguments], ir.Value]) -> Callable[[B, *Arguments], ir.Value]:
     """Let `method` of a builder make a value that every layer reads: once for the same arguments."""

@@ -46,7 +46,7 @@ def check(model: ir.Model) -> None:
     _check_opsets(model)
     _check_names(model.graph)
     _check_initializers(model.graph)
-    _check_interface(model.graph)
+    _check_interface(model)
     defined = {id(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
     own_attention = interface.FALLBACK in model.metadata_props
     for node in model.graph:
@@ -114,7 +114,8 @@ def _check_initializers(graph: ir.Graph) -> None:
             _require(dims == held, where, f"is declared {shown(dims)}, its tensor is {shown(held)}")
 
 
-def _check_interface(graph: ir.Graph) -> None:
+def _check_interface(model: ir.Model) -> None:
+    graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     outputs = {str(value.name): value for value in graph.outputs}
     _require(len(inputs) == len(graph.inputs), "graph inputs", "one is listed twice")
@@ -124,11 +125,9 @@ def _check_interface(graph: ir.Graph) -> None:
         _require(name in inputs or (masked and name == interface.LOGITS_ROWS), f"graph input {name!r}", "is missing")
     if rows := inputs.get(interface.LOGITS_ROWS):
         _require(rows.is_initializer(), f"graph input {interface.LOGITS_ROWS!r}", "has no default (an initializer)")
-    caches: dict[int, set[str]] = {}
     for name, value in inputs.items():
         where = f"graph input {name!r}"
         if past := interface.PAST.fullmatch(name):
-            caches.setdefault(int(past[1]), set()).add(past[2])
             _check_value(value, where, CACHE, frozenset({RANKS[past[2]]}), typed=True)
             present = outputs.get(interface.present_of(name))
             if present is None:
@@ -140,10 +139,10 @@ def _check_interface(graph: ir.Graph) -> None:
             _require(name in INPUTS, where, f"is unknown; known are {listed(INPUTS)} and the caches")
             dtypes, rank = INPUTS[name]
             _check_value(value, where, dtypes, frozenset({rank}), typed=True)
-    for position, layer in enumerate(sorted(caches)):
+    for position, (layer, parts) in enumerate(sorted(caches(model).items())):
         _require(layer == position, f"cache of layer {layer}", f"there is none of layer {position}")
-        both = len({"key", "value"} & caches[layer]) != 1
-        _require(both, f"cache of layer {layer}", f"has only its {listed(sorted(caches[layer]))}")
+        both = len({"key", "value"} & parts) != 1
+        _require(both, f"cache of layer {layer}", f"has only its {listed(sorted(parts))}")
     _require(interface.LOGITS in outputs, f"graph output {interface.LOGITS!r}", "is missing")
     _check_value(outputs[interface.LOGITS], f"graph output {interface.LOGITS!r}", FLOATS, frozenset({3}), typed=True)
     known = {interface.LOGITS} | {interface.present_of(name) for name in inputs if interface.PAST.fullmatch(name)}

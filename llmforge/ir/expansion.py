@@ -121,16 +121,16 @@ class _Expansion(Builder):
         """Slots int64 [C], and those of the queries [B, S, 1]."""
         if self._slots is None:
             rows = self._first("Unsqueeze", [self._write_indices(lengths), self._constant("axes_1_2", [1, 2])])
-            steps = self._first("Unsqueeze", [self._count(self._ids(), 1), self._constant("axis_1", [1])])
-            self._slots = self._count(past_key, 2), self._first("Add", [rows, steps])
+            steps = self._first("Unsqueeze", [self._count_along(self._ids(), 1), self._constant("axis_1", [1])])
+            self._slots = self._count_along(past_key, 2), self._first("Add", [rows, steps])
         return self._slots
 
     def _growing_places(self, past_key: ir.Value, held: ir.Value) -> Places:
         """Slots int64 [P + S], and those of the queries [S, 1]."""
         if self._slots is None:
-            past = self._first("Squeeze", [self._first("Shape", [past_key], {"start": 2, "end": 3})])
-            own = self._first("Add", [self._count(self._ids(), 1), past])
-            self._slots = self._count(held, 1), self._first("Unsqueeze", [own, self._constant("axis_1", [1])])
+            past = self._extent(past_key, 2)
+            own = self._first("Add", [self._count_along(self._ids(), 1), past])
+            self._slots = self._count_along(held, 1), self._first("Unsqueeze", [own, self._constant("axis_1", [1])])
         return self._slots
 
     @shared
@@ -154,12 +154,6 @@ class _Expansion(Builder):
 
     def _ids(self) -> ir.Value:
         return g.input_named(self.model, interface.INPUT_IDS)
-
-    def _count(self, size: ir.Value, axis: int) -> ir.Value:
-        """0, 1, … up to the size of `axis`."""
-        extent = self._first("Shape", [size], {"start": axis, "end": axis + 1})
-        end = self._first("Squeeze", [extent])
-        return self._first("Range", [self._constant("zero", 0), end, self._constant("one", 1)])
 
     @shared
     def _with_slopes(self, mask: ir.Value, slopes: ir.Value, places: Places, heads: int) -> ir.Value:

@@ -28,7 +28,7 @@ class MaskedStep(Builder):
         node, mask = lengths.node, lengths.attention_mask
         last = self._add(node, "Sub", [self._count(mask), self._constant("one", 1)])  # [B, 1]
         last = self._add(node, "Squeeze", [last, self._constant("axis_1", [1])])
-        made = (self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}) for new in (last, self._extent(mask)))
+        made = (self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}) for new in (last, self._tokens(mask)))
         g.replace_outputs(node, made)
 
     def token_order(self, order: TokenOrder) -> None:
@@ -38,7 +38,7 @@ class MaskedStep(Builder):
         first = self._add(node, "ArgMax", [mask], {"axis": 1, "keepdims": 1})  # [B, 1]
         alone = self._add(node, "Equal", [size, self._size(mask)])  # the mask covers this step and no past
         padding = self._add(node, "Where", [alone, first, zero])  # [B, 1]
-        steps = self._add(node, "Range", [zero, self._extent(ids), self._constant("one", 1)])  # [S]
+        steps = self._add(node, "Range", [zero, self._tokens(ids), self._constant("one", 1)])  # [S]
         for old, turn in zip(node.outputs, ("Add", "Sub"), strict=False):
             if old.uses():
                 moved = self._add(node, turn, [steps, padding])
@@ -48,7 +48,7 @@ class MaskedStep(Builder):
         """Replace `RowPlaces`: (rows [R], mask [B, T], ids [B, S]) → int64 [B, R]."""
         node, mask = places.node, places.attention_mask
         # [B, 1]; at least 1, for a row of padding alone: its remainder would be a division by 0.
-        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._extent(places.input_ids)])
+        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._tokens(places.input_ids)])
         g.replace_value(places.output, self._add(node, "Mod", [places.logits_rows, tokens]))
 
     @shared
@@ -62,6 +62,6 @@ class MaskedStep(Builder):
         return self._first("Shape", [x], {"start": 1, "end": 2})
 
     @shared
-    def _extent(self, x: ir.Value) -> ir.Value:
+    def _tokens(self, x: ir.Value) -> ir.Value:
         """Read the size of axis 1 as a scalar."""
         return self._first("Squeeze", [self._size(x)])

@@ -117,9 +117,7 @@ class Recurrence(Builder):
     @shared
     def _real(self, lengths: ir.Value) -> ir.Value:
         """bool [B, S, 1]: the tokens that are no padding."""
-        ids = g.input_named(self.model, interface.INPUT_IDS)
-        extent = self._first("Squeeze", [self._first("Shape", [ids], {"start": 1, "end": 2})])
-        steps = self._first("Range", [self._constant("zero", 0), extent, self._constant("one", 1)])
+        steps = self._count_along(g.input_named(self.model, interface.INPUT_IDS), 1)
         real = self._first("Less", [steps, self._column(lengths)])
         return self._first("Unsqueeze", [real, self._constant("axis_2", [2])])
 

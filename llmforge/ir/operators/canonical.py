@@ -78,8 +78,8 @@ class _Attention(CachedAttention, domain=CANONICAL):
             self,
             layer,
             [self.past_key, self.past_value, self.tokens],
-            [interface.past_key(layer), interface.past_value(layer), held],
-            [interface.present_key(layer), interface.present_value(layer)],
+            [interface.past_part(layer, "key"), interface.past_part(layer, "value"), held],
+            [interface.present_part(layer, "key"), interface.present_part(layer, "value")],
         )
         for name, value, count, cache in (
             ("q", self.q, heads, self.past_key),

@@ -10,6 +10,7 @@ from typing import Final
 import onnx_ir as ir
 
 from llmforge.ir.operators.record import (
+    BYTES,
     FLOATS,
     FP32,
     I32,
@@ -34,7 +35,6 @@ from llmforge.ir.operators.record import (
 INT8_ACTIVATIONS: Final = 4  # `accuracy_level` of MatMulNBits and QMoE: activations are rounded to int8
 CACHE = FLOATS | {INT8, UINT8}  # uint8: two 4-bit values
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
-_BYTES = frozenset({UINT8})
 
 
 class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
@@ -85,7 +85,7 @@ class MatMulNBits(Operator, domain=MICROSOFT):
     """A product with a matrix of blocks of codes: a [..., K], b [N, K / block_size, bytes of a block]."""
 
     a = Input()
-    b = Input(_BYTES, 2, 3)
+    b = Input(BYTES, 2, 3)
     scales = Input(FLOATS, 1, 2)
     zero_points = OptionalInput(FLOATS | {UINT8}, 1, 2)
     g_idx = OptionalInput(I32, 1)
@@ -160,18 +160,18 @@ class MoE(_Experts):
 class QMoE(_Experts):
     """Experts in codes of 4 or 8 bits."""
 
-    fc1_experts_weights = Input(_BYTES, 3, experts=True)
+    fc1_experts_weights = Input(BYTES, 3, experts=True)
     fc1_scales = Input(FLOATS, 3, experts=True)
     fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    fc2_experts_weights = Input(_BYTES, 3, experts=True)
+    fc2_experts_weights = Input(BYTES, 3, experts=True)
     fc2_scales = Input(FLOATS, 3, experts=True)
     fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
     fc3_experts_weights = OptionalInput(experts=True)
     fc3_scales = OptionalInput(experts=True)
     fc3_experts_bias = OptionalInput(experts=True)
-    fc1_zero_points = OptionalInput(_BYTES, 3, experts=True)
-    fc2_zero_points = OptionalInput(_BYTES, 3, experts=True)
-    fc3_zero_points = OptionalInput(_BYTES, 3, experts=True)
+    fc1_zero_points = OptionalInput(BYTES, 3, experts=True)
+    fc2_zero_points = OptionalInput(BYTES, 3, experts=True)
+    fc3_zero_points = OptionalInput(BYTES, 3, experts=True)
     router_weights = OptionalInput(FLOATS, 2, chooses=True)
     expert_weight_bits = integer()
     block_size = integer()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from llmforge.ir.operators.record import (
+    BYTES,
     CPU,
     FLOAT,
     FP32,
     I32,
     I64,
     INT8,
-    UINT8,
     Input,
     Operator,
     OptionalInput,
@@ -18,8 +18,6 @@ from llmforge.ir.operators.record import (
     integer,
     real,
 )
-
-_BYTES = frozenset({UINT8})
 
 
 class _Kernel(Operator, domain=CPU):
@@ -30,7 +28,7 @@ class Linear(_Kernel):
     """A product with packed codes, perhaps with the norm in front of it and the sum behind it."""
 
     x = Input(FP32)
-    weights = Input(_BYTES, 2)
+    weights = Input(BYTES, 2)
     bias = OptionalInput(FP32, 1)
     norm = OptionalInput(FP32, 1)
     residual = OptionalInput(FP32)
@@ -47,7 +45,7 @@ class Embedding(_Kernel):
     """Rows of packed codes."""
 
     ids = Input(I64)
-    weights = Input(_BYTES, 2, table=True)
+    weights = Input(BYTES, 2, table=True)
     N = integer()
     K = integer()
     bits = integer()

@@ -28,16 +28,18 @@ import onnx_ir as ir
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
 
-FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
+FLOAT = ir.DataType.FLOAT
 INT8, INT32, INT64, UINT8 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
 BOOL, FLOAT8 = ir.DataType.BOOL, ir.DataType.FLOAT8E4M3FN
 T = TypeVar("T")
 Dtypes = frozenset[ir.DataType]
-FLOATS: Dtypes = frozenset({FLOAT, FLOAT16, BFLOAT16})
+HALVES: Dtypes = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+FLOATS: Dtypes = HALVES | {FLOAT}
 FP32: Dtypes = frozenset({FLOAT})
 I32: Dtypes = frozenset({INT32})
 I64: Dtypes = frozenset({INT64})
 BOOLS: Dtypes = frozenset({BOOL})
+BYTES: Dtypes = frozenset({UINT8})
 NUMBERS: Dtypes = FLOATS | {INT32, INT64}
 ANY: Dtypes = frozenset(ir.DataType)
 
@@ -456,6 +458,6 @@ def listed(names: Iterable[str]) -> str:
 
 def shown(dims: Iterable[int | str | None] | None) -> str:
     """Show a shape in a message."""
-    return (
-        "of unknown rank" if dims is None else "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
-    )
+    if dims is None:
+        return "of unknown rank"
+    return f"[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"

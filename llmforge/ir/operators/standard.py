@@ -13,13 +13,12 @@ import onnx_ir as ir
 from llmforge.ir import interface
 from llmforge.ir.operators.record import (
     ANY,
-    BFLOAT16,
     BOOL,
     BOOLS,
     FLOAT,
     FLOAT8,
-    FLOAT16,
     FLOATS,
+    HALVES,
     I32,
     I64,
     INT8,
@@ -44,7 +43,6 @@ from llmforge.ir.operators.record import (
 )
 
 _BYTES = frozenset({INT8, FLOAT8})
-_HALVES = frozenset({FLOAT16, BFLOAT16})
 _SEEN = FLOATS | I64  # numbers that TensorRT was seen to build most operators with
 _MOVED = _SEEN | BOOLS
 
@@ -261,7 +259,7 @@ class RotaryEmbedding(Operator):
     interleaved = integer(0)
     rotary_embedding_dim = integer(0)
     precision = Precision.HALF
-    tensorrt = Seen(_HALVES, I64)
+    tensorrt = Seen(HALVES, I64)
 
 
 class TensorScatter(Operator):
@@ -275,7 +273,7 @@ class TensorScatter(Operator):
     stage = Stage.OWN_ATTENTION
     moves = True
     precision = Precision.HALF
-    tensorrt = Seen(_HALVES, I64)
+    tensorrt = Seen(HALVES, I64)
 
     def check(self) -> None:
         name = self.past.name or ""
@@ -313,7 +311,7 @@ class DequantizeLinear(Operator):
     y = Output(like="scales")
     lookup = True
     indivisible = "layers in codes of a channel are not divided; split the graph before quantize-channels"
-    tensorrt = Seen(_HALVES, _BYTES | {ir.DataType.INT4})
+    tensorrt = Seen(HALVES, _BYTES | {ir.DataType.INT4})
 
 
 class QuantizeLinear(Operator):
@@ -321,7 +319,7 @@ class QuantizeLinear(Operator):
     scale = Input(FLOATS, 0)
     zero_point = Input(_BYTES, 0)
     y = Output(like="zero_point")
-    tensorrt = Seen(_HALVES, _BYTES)
+    tensorrt = Seen(HALVES, _BYTES)
 
 
 # What moves numbers ----------------------------------------------------------------------------------------------
@@ -572,7 +570,7 @@ class Attention(Operator):
     present_key = Output(like="k")
     present_value = Output(like="v")
     stage = Stage.LOWERED
-    tensorrt = Seen(_HALVES, BOOLS)
+    tensorrt = Seen(HALVES, BOOLS)
 
 
 class DistCollective(Operator):
