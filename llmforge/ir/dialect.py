@@ -83,21 +83,15 @@ def _check_opsets(model: ir.Model) -> None:
 
 def _check_names(graph: ir.Graph) -> None:
     values: dict[str, ir.Value] = {}
-    for value in (
-        *graph.inputs,
-        *graph.initializers.values(),
-        *(output for node in graph for output in node.outputs),
-    ):
-        if value.name == "" and value.producer() is not None and not value.uses():
-            continue  # an optional output that is not wanted
+    made = (output for node in graph for output in node.outputs)
+    for value in (*graph.inputs, *graph.initializers.values(), *made):
         if not value.name:
             _require(not value.uses() and value.producer() is not None, "a value", "has no name")
-            continue  # an output that its node leaves out
+            continue  # an optional output that is not wanted
         _require(values.setdefault(value.name, value) is value, f"value {value.name!r}", "two values have this name")
-    nodes: set[str] = set()
+    nodes: set[str | None] = set()
     for node in graph:
-        if not node.name:
-            raise VerificationError(f"a node {node.op_type}: has no name")
+        _require(bool(node.name), f"a node {node.op_type}", "has no name")
         _require(node.name not in nodes, f"node {node.name!r}", "two nodes have this name")
         nodes.add(node.name)
 

@@ -42,7 +42,7 @@ def expand(model: ir.Model) -> ir.Model:
     rules: Mapping[type[Operator], Callable[[Any], None]] = {
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
-        canonical.MoE: lambda experts: g.replace_value(experts.output, moe.expand(clone, experts)),
+        canonical.MoE: lambda experts: g.replace_value(experts.output, moe.Expansion(clone, experts).result()),
         canonical.CacheLengths: masked.cache_lengths,
         canonical.TokenOrder: masked.token_order,
         canonical.RowPlaces: masked.row_places,

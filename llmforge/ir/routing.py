@@ -74,10 +74,7 @@ def share_read(value: ir.Value) -> Fraction:
 
 
 def _share(value: ir.Value, node: ir.Node, index: int) -> Fraction:
-    view = operators.view(node)
-    if not isinstance(view, Experts) or not view.inputs[index].experts:
-        return Fraction(1)
-    count = (graph.dims(value) or (None,))[0]
-    if not isinstance(count, int) or view.chosen is None:
+    view, (count, *_) = operators.view(node), graph.static(value) or (0,)
+    if not isinstance(view, Experts) or not view.inputs[index].experts or not count or view.chosen is None:
         return Fraction(1)
     return min(Fraction(1), Fraction(view.chosen, count))

@@ -44,16 +44,10 @@ class _Attention(CachedAttention, domain=CANONICAL):
     v = Input(FLOATS, 3)
     past_key = Input(FLOATS, 4)
     past_value = Input(FLOATS, 4)
-    num_heads = integer()
-    kv_num_heads = integer()
     scale = real()
     softcap = real()
     window = integer()
     layer = integer()
-    y = Output()
-    present_key = Output(like="past_key")
-    present_value = Output(like="past_value")
-    precision = Precision.HALF
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -134,7 +128,6 @@ class MoE(Experts, domain=CANONICAL):
     alpha = real()
     beta = real()
     limit = real()
-    precision = Precision.HALF
 
     def check(self) -> None:
         """Check the activation, and that matrices and biases belong together."""

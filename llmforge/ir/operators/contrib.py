@@ -56,8 +56,6 @@ class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
     v_scale = OptionalInput(FP32, fp32=True, kv_heads=1)
     q_norm_weight = OptionalInput(FLOATS, 1)
     k_norm_weight = OptionalInput(FLOATS, 1)
-    num_heads = integer()
-    kv_num_heads = integer()
     scale = optional_real()
     softcap = real(0.0)
     local_window_size = integer(-1)
@@ -70,10 +68,6 @@ class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
     k_quant_type = text("NONE")
     v_quant_type = text("NONE")
     kv_cache_bit_width = integer(0)
-    y = Output()
-    present_key = Output(like="past_key")
-    present_value = Output(like="past_value")
-    precision = Precision.HALF
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -140,7 +134,6 @@ class _Experts(Experts, domain=MICROSOFT):
     swiglu_fusion = integer(0)
     swiglu_limit = optional_real()
     normalize_routing_weights = integer(0)
-    precision = Precision.HALF
 
     @property
     def chosen(self) -> int | None:

@@ -24,7 +24,15 @@ class _Kernel(Operator, domain=CPU):
     precision = Precision.NO_HALF
 
 
-class Linear(_Kernel):
+class _Packed(_Kernel):
+    N = integer()
+    K = integer()
+    bits = integer()
+    block_size = integer()
+    zero_points = integer()
+
+
+class Linear(_Packed):
     """A product with packed codes, perhaps with the norm in front of it and the sum behind it."""
 
     x = Input(FP32)
@@ -32,25 +40,15 @@ class Linear(_Kernel):
     bias = OptionalInput(FP32, 1)
     norm = OptionalInput(FP32, 1)
     residual = OptionalInput(FP32)
-    N = integer()
-    K = integer()
-    bits = integer()
-    block_size = integer()
-    zero_points = integer()
     activation = integer()
     epsilon = real()
 
 
-class Embedding(_Kernel):
+class Embedding(_Packed):
     """Rows of packed codes."""
 
     ids = Input(I64)
     weights = Input(BYTES, 2, table=True)
-    N = integer()
-    K = integer()
-    bits = integer()
-    block_size = integer()
-    zero_points = integer()
     y = Output(dtype=FLOAT)
 
 

@@ -423,8 +423,12 @@ class CachedAttention(Operator):
 
     past_key: Input
     past_value: Input
-    num_heads: Attribute[int]
-    kv_num_heads: Attribute[int]
+    num_heads = integer()
+    kv_num_heads = integer()
+    y = Output()
+    present_key = Output(like="past_key")
+    present_value = Output(like="past_value")
+    precision = Precision.HALF
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -434,6 +438,8 @@ class CachedAttention(Operator):
 
 class Experts(Operator):
     """Experts, of which each token chooses some; not an operator itself."""
+
+    precision = Precision.HALF
 
     @property
     def chosen(self) -> int | None:

@@ -406,13 +406,6 @@ class Tile(Operator):
     stage = Stage.OWN_ATTENTION
 
 
-class Pad(Operator):
-    x = Input(NUMBERS)
-    pads = Input(I64, 1)
-    constant_value = OptionalInput(NUMBERS)
-    stage = Stage.LOWERED
-
-
 class _Scatter(Operator):
     data = Input(NUMBERS)
     indices = Input(I64)
