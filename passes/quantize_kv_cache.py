@@ -60,7 +60,7 @@ class QuantizeKvCache(Pass):
         """
         context.require_onnxruntime(self.name, "int8 caches are those of its GroupQueryAttention")
         ranges = {} if context.statistics is None else context.statistics.kv
-        layers = {interface.past_key(layer): layer for layer in ranges}
+        layers = {interface.past_part(layer, "key"): layer for layer in ranges}
         changes = Changes()
         for node in model.graph:
             if canonical.Attention.matches(node):
@@ -81,8 +81,8 @@ class QuantizeKvCache(Pass):
         """Quantize the caches of one attention."""
         keys = self._scales(peaks.key, f"layer {layer}, key")
         values = self._scales(peaks.value, f"layer {layer}, value")
-        attention.k_scale = graph.initializer(model, f"{interface.past_key(layer)}.scale", keys)
-        attention.v_scale = graph.initializer(model, f"{interface.past_value(layer)}.scale", values)
+        attention.k_scale = graph.initializer(model, f"{interface.past_part(layer, 'key')}.scale", keys)
+        attention.v_scale = graph.initializer(model, f"{interface.past_part(layer, 'value')}.scale", values)
         for cache in (attention.past_key, attention.past_value, attention.present_key, attention.present_value):
             cache.type = ir.TensorType(ir.DataType.INT8)
         attention.k_quant_type = attention.v_quant_type = self.granularity.upper()
@@ -112,6 +112,6 @@ def _reason(attention: GroupQueryAttention, layers: dict[str, int]) -> str | Non
             return f"cache {cache.name} is not an input of the graph that nothing else reads"
     if key.name not in layers:
         return f"calibration has no ranges for cache {key.name}"
-    if value.name != interface.past_value(layers[str(key.name)]):
+    if value.name != interface.past_part(layers[str(key.name)], "value"):
         return f"caches {key.name} and {value.name} are not of one layer"
     return None

@@ -83,7 +83,7 @@ def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dic
     generation = _generation(checkpoint)
     pad = generation.get("pad_token_id", getattr(checkpoint.config, "pad_token_id", None))
     names = {str(value.name) for value in model.graph.inputs}
-    key = next(cache for cache in config.caches if cache.name == interface.past_key(0))
+    key = next(cache for cache in config.caches if cache.name == interface.past_part(0, "key"))
     options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": []}
     if config.session.threads is not None:
         options["intra_op_num_threads"] = config.session.threads

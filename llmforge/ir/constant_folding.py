@@ -6,7 +6,8 @@ nothing is read here. numpy and ONNX Runtime round such an operation alike (IEEE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -36,7 +37,7 @@ def fold(model: ir.Model) -> list[str]:
             continue
         name = str(old.name)
         old.name = f"{name}.computed"
-        read = _reader(operation, tensors, name)
+        read = functools.partial(_computed, operation, tensors, name)
         lazy = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(shape), name=name)
         g.replace_uses(old, g.initializer(model, name, lazy))
         model.graph.remove(view.node, safe=True)
@@ -53,10 +54,5 @@ def _constants(node: ir.Node) -> list[ir.TensorProtocol] | None:
     return held if len(held) == len(node.inputs) else None
 
 
-def _reader(
-    operation: Callable[..., object], tensors: Sequence[ir.TensorProtocol], name: str
-) -> Callable[[], ir.TensorProtocol]:
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(np.asarray(operation(*(tensor.numpy() for tensor in tensors)), np.float32), name=name)
-
-    return read
+def _computed(operation: np.ufunc, tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorProtocol:
+    return ir.Tensor(np.asarray(operation(*(tensor.numpy() for tensor in tensors)), np.float32), name=name)

@@ -46,7 +46,7 @@ def check(model: ir.Model) -> None:
     _check_opsets(model)
     _check_names(model.graph)
     _check_initializers(model.graph)
-    _check_interface(model.graph)
+    _check_interface(model)
     defined = {id(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
     own_attention = interface.FALLBACK in model.metadata_props
     for node in model.graph:
@@ -83,21 +83,15 @@ def _check_opsets(model: ir.Model) -> None:
 
 def _check_names(graph: ir.Graph) -> None:
     values: dict[str, ir.Value] = {}
-    for value in (
-        *graph.inputs,
-        *graph.initializers.values(),
-        *(output for node in graph for output in node.outputs),
-    ):
-        if value.name == "" and value.producer() is not None and not value.uses():
-            continue  # an optional output that is not wanted
+    made = (output for node in graph for output in node.outputs)
+    for value in (*graph.inputs, *graph.initializers.values(), *made):
         if not value.name:
             _require(not value.uses() and value.producer() is not None, "a value", "has no name")
-            continue  # an output that its node leaves out
+            continue  # an optional output that is not wanted
         _require(values.setdefault(value.name, value) is value, f"value {value.name!r}", "two values have this name")
-    nodes: set[str] = set()
+    nodes: set[str | None] = set()
     for node in graph:
-        if not node.name:
-            raise VerificationError(f"a node {node.op_type}: has no name")
+        _require(bool(node.name), f"a node {node.op_type}", "has no name")
         _require(node.name not in nodes, f"node {node.name!r}", "two nodes have this name")
         nodes.add(node.name)
 
@@ -114,7 +108,8 @@ def _check_initializers(graph: ir.Graph) -> None:
             _require(dims == held, where, f"is declared {shown(dims)}, its tensor is {shown(held)}")
 
 
-def _check_interface(graph: ir.Graph) -> None:
+def _check_interface(model: ir.Model) -> None:
+    graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     outputs = {str(value.name): value for value in graph.outputs}
     _require(len(inputs) == len(graph.inputs), "graph inputs", "one is listed twice")
@@ -124,11 +119,9 @@ def _check_interface(graph: ir.Graph) -> None:
         _require(name in inputs or (masked and name == interface.LOGITS_ROWS), f"graph input {name!r}", "is missing")
     if rows := inputs.get(interface.LOGITS_ROWS):
         _require(rows.is_initializer(), f"graph input {interface.LOGITS_ROWS!r}", "has no default (an initializer)")
-    caches: dict[int, set[str]] = {}
     for name, value in inputs.items():
         where = f"graph input {name!r}"
         if past := interface.PAST.fullmatch(name):
-            caches.setdefault(int(past[1]), set()).add(past[2])
             _check_value(value, where, CACHE, frozenset({RANKS[past[2]]}), typed=True)
             present = outputs.get(interface.present_of(name))
             if present is None:
@@ -140,10 +133,10 @@ def _check_interface(graph: ir.Graph) -> None:
             _require(name in INPUTS, where, f"is unknown; known are {listed(INPUTS)} and the caches")
             dtypes, rank = INPUTS[name]
             _check_value(value, where, dtypes, frozenset({rank}), typed=True)
-    for position, layer in enumerate(sorted(caches)):
+    for position, (layer, parts) in enumerate(sorted(caches(model).items())):
         _require(layer == position, f"cache of layer {layer}", f"there is none of layer {position}")
-        both = len({"key", "value"} & caches[layer]) != 1
-        _require(both, f"cache of layer {layer}", f"has only its {listed(sorted(caches[layer]))}")
+        both = len({"key", "value"} & parts) != 1
+        _require(both, f"cache of layer {layer}", f"has only its {listed(sorted(parts))}")
     _require(interface.LOGITS in outputs, f"graph output {interface.LOGITS!r}", "is missing")
     _check_value(outputs[interface.LOGITS], f"graph output {interface.LOGITS!r}", FLOATS, frozenset({3}), typed=True)
     known = {interface.LOGITS} | {interface.present_of(name) for name in inputs if interface.PAST.fullmatch(name)}
@@ -176,12 +169,10 @@ def _check_attributes(view: Operator, where: str) -> None:
     given = view.node.attributes
     for name, attribute in given.items():
         _require(name in view.attributes, where, f"attribute {name!r} is unknown; known are {listed(view.attributes)}")
-        wanted = view.attributes[name]
-        _require(
-            attribute.type == wanted.type, where, f"attribute {name!r} is {attribute.type.name}, must be {wanted.kind}"
-        )
-    for name, wanted in view.attributes.items():
-        _require(not wanted.required or name in given, where, f"attribute {name!r} is missing")
+        wanted, held = view.attributes[name].type, attribute.type
+        _require(held == wanted, where, f"attribute {name!r} is {held.name}, must be {wanted.name.lower()}")
+    for name, described in view.attributes.items():
+        _require(not described.required or name in given, where, f"attribute {name!r} is missing")
 
 
 def _check_value(value: ir.Value, where: str, dtypes: Dtypes, ranks: frozenset[int], *, typed: bool) -> None:

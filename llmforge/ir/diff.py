@@ -61,9 +61,7 @@ def diff(a: ir.Model, b: ir.Model) -> GraphDiff:
 
 def text(difference: GraphDiff) -> list[str]:
     """Write a difference for people, a line each: `-` only in A, `+` only in B, `~` in both and different."""
-    lines = []
-    for domain, (a, b) in difference.opsets.items():
-        lines.append(f"~ opset of {domain or 'ai.onnx'}: {a} → {b}")
+    lines = [f"~ opset of {domain or 'ai.onnx'}: {a} → {b}" for domain, (a, b) in difference.opsets.items()]
     lines += [f"~ {what}: {change}" for what, change in difference.interface.items()]
     lines += [f"~ {operator}: {a} → {b} nodes" for operator, (a, b) in difference.operators.items()]
     lines += [f"- node {name}" for name in difference.nodes_removed]
@@ -92,14 +90,12 @@ def _titled(node: ir.Node) -> str:
 def _node_changes(a: ir.Node, b: ir.Node) -> Iterator[str]:
     if operator_name(a) != operator_name(b):
         yield f"{operator_name(a)} → {operator_name(b)}"
-    attributes_a = {name: _plain(attribute) for name, attribute in a.attributes.items()}
-    attributes_b = {name: _plain(attribute) for name, attribute in b.attributes.items()}
-    for name, (before, after) in _apart(attributes_a, attributes_b, None).items():
+    ours, theirs = ({name: _plain(attribute) for name, attribute in node.attributes.items()} for node in (a, b))
+    for name, (before, after) in _apart(ours, theirs, None).items():
         yield f"{name}: {before} → {after}"
-    reads_a = ["" if value is None else str(value.name) for value in a.inputs]
-    reads_b = ["" if value is None else str(value.name) for value in b.inputs]
-    if reads_a != reads_b:
-        yield f"inputs: {', '.join(reads_a)} → {', '.join(reads_b)}"
+    reads, instead = (["" if value is None else str(value.name) for value in node.inputs] for node in (a, b))
+    if reads != instead:
+        yield f"inputs: {', '.join(reads)} → {', '.join(instead)}"
     if len(a.outputs) != len(b.outputs):
         yield f"outputs: {len(a.outputs)} → {len(b.outputs)}"
 

@@ -15,7 +15,6 @@ def complete(model: ir.Model) -> None:
     for node in model.graph:
         view = operators.view(node)
         for index, value in enumerate(node.outputs):
-            if value.dtype is None and value.name != "":
-                dtype = view.output_dtype(index)
-                if dtype is not None:
-                    value.type = ir.TensorType(dtype)
+            untyped = value.dtype is None and value.name != ""
+            if untyped and (dtype := view.output_dtype(index)) is not None:
+                value.type = ir.TensorType(dtype)

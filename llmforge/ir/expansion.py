@@ -12,7 +12,7 @@ written stands in `llmforge.ir.recurrence`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir import interface, moe, operators
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import Builder, shared
 from llmforge.ir.masked_step import MaskedStep
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import CANONICAL, Operator
@@ -42,7 +42,7 @@ def expand(model: ir.Model) -> ir.Model:
     rules: Mapping[type[Operator], Callable[[Any], None]] = {
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
-        canonical.MoE: lambda experts: g.replace_value(experts.output, moe.expand(clone, experts)),
+        canonical.MoE: lambda experts: g.replace_value(experts.output, moe.Expansion(clone, experts).result()),
         canonical.CacheLengths: masked.cache_lengths,
         canonical.TokenOrder: masked.token_order,
         canonical.RowPlaces: masked.row_places,
@@ -62,10 +62,7 @@ def expand(model: ir.Model) -> ir.Model:
 class _Expansion(Builder):
     """The expansion of attention: what its layers share."""
 
-    _lengths: ir.Value | None = None
     _slots: Places | None = None
-    _masks: dict[int, ir.Value] = field(default_factory=dict)
-    _biases: dict[tuple[ir.Value, ir.Value], ir.Value] = field(default_factory=dict)
 
     def attention(self, layer: canonical.Attention) -> None:
         """Replace one `llmforge::Attention`; comments give shapes: B, S, C = batch, sequence, capacity."""
@@ -74,7 +71,7 @@ class _Expansion(Builder):
         keys = self._scatter(node, layer.past_key, self._split(node, layer.k, kv_heads), write)
         values = self._scatter(node, layer.past_value, self._split(node, layer.v, kv_heads), write)
         places = self._places(layer.past_key, layer.past_lengths)
-        self._attend(layer, keys, values, places, self._mask(layer.window, places))
+        self._attend(layer, keys, values, places, self._mask(layer.window, places, None))
 
     def growing_attention(self, layer: canonical.GrowingAttention) -> None:
         """Replace one `llmforge::GrowingAttention`; the caches hold P slots before the step, and P + S after it."""
@@ -115,70 +112,58 @@ class _Expansion(Builder):
         """Write [B, kv_heads, S, D] into the slots of [B, kv_heads, C, D] from each row's length on."""
         return self._add(node, "TensorScatter", [past, new, write], {"axis": -2})
 
+    @shared
     def _write_indices(self, lengths: ir.Value) -> ir.Value:
         """int64 [B], as TensorScatter wants them."""
-        if self._lengths is None:
-            self._lengths = self._first("Cast", [lengths], {"to": int(ir.DataType.INT64)})
-        return self._lengths
+        return self._first("Cast", [lengths], {"to": int(ir.DataType.INT64)})
 
     def _places(self, past_key: ir.Value, lengths: ir.Value) -> Places:
         """Slots int64 [C], and those of the queries [B, S, 1]."""
         if self._slots is None:
             rows = self._first("Unsqueeze", [self._write_indices(lengths), self._constant("axes_1_2", [1, 2])])
-            steps = self._first("Unsqueeze", [self._count(self._ids(), 1), self._constant("axis_1", [1])])
-            self._slots = self._count(past_key, 2), self._first("Add", [rows, steps])
+            steps = self._first("Unsqueeze", [self._count_along(self._ids(), 1), self._constant("axis_1", [1])])
+            self._slots = self._count_along(past_key, 2), self._first("Add", [rows, steps])
         return self._slots
 
     def _growing_places(self, past_key: ir.Value, held: ir.Value) -> Places:
         """Slots int64 [P + S], and those of the queries [S, 1]."""
         if self._slots is None:
-            past = self._first("Squeeze", [self._first("Shape", [past_key], {"start": 2, "end": 3})])
-            own = self._first("Add", [self._count(self._ids(), 1), past])
-            self._slots = self._count(held, 1), self._first("Unsqueeze", [own, self._constant("axis_1", [1])])
+            past = self._extent(past_key, 2)
+            own = self._first("Add", [self._count_along(self._ids(), 1), past])
+            self._slots = self._count_along(held, 1), self._first("Unsqueeze", [own, self._constant("axis_1", [1])])
         return self._slots
 
-    def _mask(self, window: int, places: Places, held: ir.Value | None = None) -> ir.Value:
+    @shared
+    def _mask(self, window: int, places: Places, held: ir.Value | None) -> ir.Value:
         """bool [B, 1, S, slots]: slot t for the query of slot p where t ≤ p, and t > p - window where there is one.
 
         `held` [B, slots] says which slots hold a token, where not all up to p do. A query always sees itself: padding
         that saw nothing would come out as NaN, and its value poison every sum.
         """
-        if window in self._masks:
-            return self._masks[window]
         slots, own = places
         allowed = self._first("LessOrEqual", [slots, own])
         if window:
             start = self._first("Sub", [own, self._constant(f"window_{window}", window)])
             allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
         if held is None:
-            self._masks[window] = self._first("Unsqueeze", [allowed, self._constant("axis_1", [1])])
-        else:
-            tokens = self._first("Cast", [held], {"to": int(ir.DataType.BOOL)})
-            tokens = self._first("Unsqueeze", [tokens, self._constant("axes_1_2", [1, 2])])  # [B, 1, 1, slots]
-            allowed = self._first("And", [tokens, allowed])
-            self._masks[window] = self._first("Or", [allowed, self._first("Equal", [slots, own])])
-        return self._masks[window]
+            return self._first("Unsqueeze", [allowed, self._constant("axis_1", [1])])
+        tokens = self._first("Cast", [held], {"to": int(ir.DataType.BOOL)})
+        tokens = self._first("Unsqueeze", [tokens, self._constant("axes_1_2", [1, 2])])  # [B, 1, 1, slots]
+        allowed = self._first("And", [tokens, allowed])
+        return self._first("Or", [allowed, self._first("Equal", [slots, own])])
 
     def _ids(self) -> ir.Value:
         return g.input_named(self.model, interface.INPUT_IDS)
 
-    def _count(self, size: ir.Value, axis: int) -> ir.Value:
-        """0, 1, … up to the size of `axis`."""
-        extent = self._first("Shape", [size], {"start": axis, "end": axis + 1})
-        end = self._first("Squeeze", [extent])
-        return self._first("Range", [self._constant("zero", 0), end, self._constant("one", 1)])
-
+    @shared
     def _with_slopes(self, mask: ir.Value, slopes: ir.Value, places: Places, heads: int) -> ir.Value:
         """Write the mask as a bias, slope·(t - p) where slot t is seen from p; layers of one mask share it."""
-        if (mask, slopes) not in self._biases:
-            slots, own = places
-            away = self._first("Cast", [self._first("Sub", [slots, own])], {"to": int(ir.DataType.FLOAT)})
-            away = self._first("Unsqueeze", [away, self._constant("axis_before_2", [-3])])  # [B, 1, S, slots]
-            column = self._first("Reshape", [slopes, self._constant(f"column_{heads}", [1, heads, 1, 1])])
-            bias = self._first("Mul", [column, away])
-            hidden = self._constant("hidden", HIDDEN_SLOT)
-            self._biases[(mask, slopes)] = self._first("Where", [mask, bias, hidden])  # [B, H, S, slots]
-        return self._biases[(mask, slopes)]
+        slots, own = places
+        away = self._first("Cast", [self._first("Sub", [slots, own])], {"to": int(ir.DataType.FLOAT)})
+        away = self._first("Unsqueeze", [away, self._constant("axis_before_2", [-3])])  # [B, 1, S, slots]
+        column = self._first("Reshape", [slopes, self._constant(f"column_{heads}", [1, heads, 1, 1])])
+        bias = self._first("Mul", [column, away])
+        return self._first("Where", [mask, bias, self._constant("hidden", HIDDEN_SLOT)])  # [B, H, S, slots]
 
     def _with_sinks(
         self, node: ir.Node, keys: ir.Value, values: ir.Value, mask: ir.Value, sinks: ir.Value, heads: int, biased: bool

@@ -32,26 +32,6 @@ STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, in
 FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own attention was traced, in plain words
 
 
-def past_key(layer: int) -> str:
-    """Name the graph input that holds the cached keys of `layer`."""
-    return f"past_key_values.{layer}.key"
-
-
-def past_value(layer: int) -> str:
-    """Name the graph input that holds the cached values of `layer`."""
-    return f"past_key_values.{layer}.value"
-
-
-def present_key(layer: int) -> str:
-    """Name the graph output that holds the keys of `layer` after the step."""
-    return f"present.{layer}.key"
-
-
-def present_value(layer: int) -> str:
-    """Name the graph output that holds the values of `layer` after the step."""
-    return f"present.{layer}.value"
-
-
 def past_part(layer: int, part: str) -> str:
     """Name the graph input that holds a part of the cache of `layer`: key, value, conv or recurrent."""
     return f"past_key_values.{layer}.{part}"

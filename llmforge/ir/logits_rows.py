@@ -50,8 +50,8 @@ def give_all(model: ir.Model) -> str:
     (old,) = graph.dims(rows) or (None,)
     _, sequence = graph.input_named(model, interface.INPUT_IDS).shape or (None, None)
     for value in (value for node in model.graph for value in node.outputs):
-        if old is not None and value.shape is not None and old in (graph.dims(value) or ()):
-            value.shape = ir.Shape([sequence if _names(dim, old) else dim for dim in value.shape])
+        if isinstance(old, str) and old in (dims := graph.dims(value) or ()):
+            value.shape = ir.Shape([sequence if dim == old else dim for dim in dims])
     return selection.name
 
 
@@ -85,7 +85,3 @@ def find_selection(model: ir.Model) -> tuple[ir.Value, standard.Gather]:
             "sequence selects them"
         )
     return rows, selection
-
-
-def _names(dim: int | ir.SymbolicDim, symbol: int | str) -> bool:
-    return isinstance(dim, ir.SymbolicDim) and dim.value == symbol

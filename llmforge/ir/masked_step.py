@@ -7,12 +7,12 @@ integers, a few nodes for the whole graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import Builder, shared
 from llmforge.ir.operators.canonical import CacheLengths, RowPlaces, TokenOrder
 
 
@@ -23,16 +23,12 @@ class MaskedStep(Builder):
     Comments give shapes: B, S, T = batch, tokens of the step, slots that the mask covers; R rows.
     """
 
-    _sizes: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    _extents: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    _counts: dict[ir.Value, ir.Value] = field(default_factory=dict)
-
     def cache_lengths(self, lengths: CacheLengths) -> None:
         """Replace `CacheLengths`: int64 [B, T] → int32 [B], the ones of each row less 1; int32 scalar T."""
         node, mask = lengths.node, lengths.attention_mask
         last = self._add(node, "Sub", [self._count(mask), self._constant("one", 1)])  # [B, 1]
         last = self._add(node, "Squeeze", [last, self._constant("axis_1", [1])])
-        made = (self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}) for new in (last, self._extent(mask)))
+        made = (self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}) for new in (last, self._tokens(mask)))
         g.replace_outputs(node, made)
 
     def token_order(self, order: TokenOrder) -> None:
@@ -42,7 +38,7 @@ class MaskedStep(Builder):
         first = self._add(node, "ArgMax", [mask], {"axis": 1, "keepdims": 1})  # [B, 1]
         alone = self._add(node, "Equal", [size, self._size(mask)])  # the mask covers this step and no past
         padding = self._add(node, "Where", [alone, first, zero])  # [B, 1]
-        steps = self._add(node, "Range", [zero, self._extent(ids), self._constant("one", 1)])  # [S]
+        steps = self._add(node, "Range", [zero, self._tokens(ids), self._constant("one", 1)])  # [S]
         for old, turn in zip(node.outputs, ("Add", "Sub"), strict=False):
             if old.uses():
                 moved = self._add(node, turn, [steps, padding])
@@ -52,23 +48,20 @@ class MaskedStep(Builder):
         """Replace `RowPlaces`: (rows [R], mask [B, T], ids [B, S]) → int64 [B, R]."""
         node, mask = places.node, places.attention_mask
         # [B, 1]; at least 1, for a row of padding alone: its remainder would be a division by 0.
-        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._extent(places.input_ids)])
+        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._tokens(places.input_ids)])
         g.replace_value(places.output, self._add(node, "Mod", [places.logits_rows, tokens]))
 
+    @shared
     def _count(self, mask: ir.Value) -> ir.Value:
         """Sum the ones of each row: [B, T] → [B, 1]."""
-        if mask not in self._counts:
-            self._counts[mask] = self._first("ReduceSum", [mask, self._constant("axis_1", [1])], {"keepdims": 1})
-        return self._counts[mask]
+        return self._first("ReduceSum", [mask, self._constant("axis_1", [1])], {"keepdims": 1})
 
+    @shared
     def _size(self, x: ir.Value) -> ir.Value:
         """Read the size of axis 1: [1]."""
-        if x not in self._sizes:
-            self._sizes[x] = self._first("Shape", [x], {"start": 1, "end": 2})
-        return self._sizes[x]
+        return self._first("Shape", [x], {"start": 1, "end": 2})
 
-    def _extent(self, x: ir.Value) -> ir.Value:
+    @shared
+    def _tokens(self, x: ir.Value) -> ir.Value:
         """Read the size of axis 1 as a scalar."""
-        if x not in self._extents:
-            self._extents[x] = self._first("Squeeze", [self._size(x)])
-        return self._extents[x]
+        return self._first("Squeeze", [self._size(x)])

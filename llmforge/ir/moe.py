@@ -14,18 +14,14 @@ from llmforge.ir.builder import PREFIX, Builder
 from llmforge.ir.operators import canonical
 
 
-def expand(model: ir.Model, experts: canonical.MoE) -> ir.Value:
-    """Write one `llmforge::MoE` in front of itself as a Loop over the experts that a step chooses; return its result.
-
-    An iteration takes one expert's matrices and the tokens that chose it, and adds what it makes of them: memory is
-    that of one expert, and a decode step reads no more than top_k experts a row.
-    """
-    return Expansion(model, experts).result()
-
-
 @dataclass
 class Expansion(Builder):
-    """One expansion; comments give shapes: T tokens, of which one expert gets n."""
+    """One `llmforge::MoE` as a Loop over the experts that a step chooses.
+
+    An iteration takes one expert's matrices and the tokens that chose it, and adds what it makes of them: memory is
+    that of one expert, and a decode step reads no more than top_k experts a row. Comments give shapes: T tokens, of
+    which one expert gets n.
+    """
 
     experts: canonical.MoE
     body: list[ir.Node] = field(default_factory=list)

@@ -7,7 +7,6 @@ nothing. For ONNX Runtime there is a kernel of the same rule, which needs the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir import interface
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import Builder, shared
 from llmforge.ir.operators import canonical, contrib
 
 
@@ -95,37 +94,32 @@ class Recurrence(Builder):
 
     def _start(self, layer: canonical.CausalConv | canonical.LinearAttention, rank: int) -> ir.Value:
         """Take the state where a row has a past; else zeros, whatever the buffer holds."""
-        none = self._constant("none", np.int32(0))
-        some = self._shared(("some", rank), lambda: self._first("Greater", [layer.past_lengths, none]))
-        axes = self._constant(f"axes_to_{rank - 1}", [*range(1, rank)])
-        some = self._shared(("some by", rank), lambda: self._first("Unsqueeze", [some, axes]))
+        some = self._some(layer.past_lengths, rank)
         return self._add(layer.node, "Where", [some, layer.past, self._zero(layer.past)])
+
+    @shared
+    def _some(self, past_lengths: ir.Value, rank: int) -> ir.Value:
+        """bool [B, 1, …] of `rank` axes: the rows that have a past."""
+        some = self._first("Greater", [past_lengths, self._constant("none", np.int32(0))])
+        return self._first("Unsqueeze", [some, self._constant(f"axes_to_{rank - 1}", [*range(1, rank)])])
 
     def _zero(self, like: ir.Value) -> ir.Value:
         """A scalar of the dtype of `like`."""
         dtype = like.dtype or ir.DataType.FLOAT
         return self._constant(f"zero_{dtype.name.lower()}", dtype.numpy().type(0))
 
+    @shared
     def _column(self, lengths: ir.Value) -> ir.Value:
         """int64 [B, 1]: the real tokens of each row."""
+        counts = self._first("Cast", [lengths], {"to": int(ir.DataType.INT64)})
+        return self._first("Unsqueeze", [counts, self._constant("axis_1", [1])])
 
-        def make() -> ir.Value:
-            counts = self._first("Cast", [lengths], {"to": int(ir.DataType.INT64)})
-            return self._first("Unsqueeze", [counts, self._constant("axis_1", [1])])
-
-        return self._shared(("column",), make)
-
+    @shared
     def _real(self, lengths: ir.Value) -> ir.Value:
         """bool [B, S, 1]: the tokens that are no padding."""
-        ids = g.input_named(self.model, interface.INPUT_IDS)
-
-        def make() -> ir.Value:
-            extent = self._first("Squeeze", [self._first("Shape", [ids], {"start": 1, "end": 2})])
-            steps = self._first("Range", [self._constant("zero", 0), extent, self._constant("one", 1)])
-            real = self._first("Less", [steps, self._column(lengths)])
-            return self._first("Unsqueeze", [real, self._constant("axis_2", [2])])
-
-        return self._shared(("real",), make)
+        steps = self._count_along(g.input_named(self.model, interface.INPUT_IDS), 1)
+        real = self._first("Less", [steps, self._column(lengths)])
+        return self._first("Unsqueeze", [real, self._constant("axis_2", [2])])
 
     def _by_head(self, node: ir.Node, x: ir.Value, num_heads: int, heads: int, width: int) -> ir.Value:
         """[B, S, num_heads·D] → [B, S, H, D]; each of `num_heads` heads serves H / num_heads neighbours."""
@@ -136,15 +130,6 @@ class Recurrence(Builder):
         times = heads // num_heads
         x = self._add(node, "Expand", [x, self._constant(f"repeat_{times}", [1, 1, 1, times, 1])])
         return self._add(node, "Reshape", [x, self._constant(f"heads_{heads}_{width}", [0, 0, heads, width])])
-
-    def _shared(self, key: tuple[object, ...], make: Callable[[], ir.Value]) -> ir.Value:
-        """Make a value that every layer reads, the first time that one asks."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def __post_init__(self) -> None:
-        self._made: dict[tuple[object, ...], ir.Value] = {}
 
 
 def _one_token(heads: int, width: int, value_width: int) -> ir.Graph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from fractions import Fraction
 
 import onnx_ir as ir
@@ -10,6 +9,7 @@ import onnx_ir as ir
 from llmforge.ir import graph, operators
 from llmforge.ir.operators.record import Experts, Sign
 from llmforge.ir.operators.standard import Clip, Mul, Where
+from llmforge.ir.subgraph import behind
 
 _READ_AT_MOST = 4096  # elements of a constant that are looked at: a number for each expert, not a matrix
 
@@ -22,24 +22,11 @@ def routers(model: ir.Model) -> dict[ir.Node, ir.Node]:
     found: dict[ir.Node, ir.Node] = {}
     for node in model.graph:
         view = operators.view(node)
-        if choices := [view.operand(field) for field in view.inputs if field.chooses]:
-            tokens = _ancestors([view.first_input])
-            found |= dict.fromkeys(_ancestors(choices, tokens), node)
+        choices = [value for field in view.inputs if field.chooses and (value := view.operand(field)) is not None]
+        if choices:
+            tokens = {made for each in behind([view.first_input], lambda _: False)[0] for made in each.outputs}
+            found |= dict.fromkeys(behind(choices, tokens.__contains__)[0], node)
     return found
-
-
-def _ancestors(values: Iterable[ir.Value | None], without: Iterable[ir.Node] = ()) -> dict[ir.Node, None]:
-    """Collect the nodes that `values` depend on, but for those of `without` and what only they depend on."""
-    seen: dict[ir.Node, None] = {}
-    left = set(without)
-    waiting = list(values)
-    while waiting:
-        value = waiting.pop()
-        node = None if value is None else value.producer()
-        if node is not None and node not in seen and node not in left:
-            seen[node] = None
-            waiting.extend(node.inputs)
-    return seen
 
 
 def never_negative(value: ir.Value | None) -> bool:
@@ -87,10 +74,7 @@ def share_read(value: ir.Value) -> Fraction:
 
 
 def _share(value: ir.Value, node: ir.Node, index: int) -> Fraction:
-    view = operators.view(node)
-    if not isinstance(view, Experts) or not view.inputs[index].experts:
-        return Fraction(1)
-    count = (graph.dims(value) or (None,))[0]
-    if not isinstance(count, int) or view.chosen is None:
+    view, (count, *_) = operators.view(node), graph.static(value) or (0,)
+    if not isinstance(view, Experts) or not view.inputs[index].experts or not count or view.chosen is None:
         return Fraction(1)
     return min(Fraction(1), Fraction(view.chosen, count))

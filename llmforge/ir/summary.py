@@ -40,7 +40,7 @@ def facts(model: ir.Model) -> GraphFacts:
         initializers=len(tensors),
         parameters=sum(size for size, _ in sizes),
         active_parameters=int(sum(size * share for size, share in sizes)),
-        weight_bytes=sum(tensor.nbytes for tensor in tensors),
+        weight_bytes=g.weight_bytes(model),
         caches=len(caches),
         cache_bytes_per_token=sum(_bytes_per_token(value) for value in caches),
     )

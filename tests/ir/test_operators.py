@@ -53,6 +53,7 @@ def test_every_record_is_in_the_table_once() -> None:
             if not name.startswith("_")
         }
         assert written == {each for each in RECORDS if each.domain == domain}
+        assert all(getattr(module, each.op_type) is each for each in written)
     assert all(each.identity == (each.domain, each.op_type) == key for key, each in operators.TABLE.items())
 
 

@@ -268,4 +268,4 @@ def test_blocks_make_every_value_that_later_ones_read(block_bytes: int) -> None:
         assert block.inputs <= made
         made |= set(block.outputs)
     assert interface.LOGITS in made
-    assert {interface.present_key(layer) for layer in range(LAYERS)} <= made
+    assert {interface.present_part(layer, "key") for layer in range(LAYERS)} <= made

@@ -7,8 +7,6 @@ routers, footprints, tables of support, rules of canonicalization. A new operato
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import onnx_ir as ir
 
 from llmforge.ir.operators import canonical, contrib, cpu, standard
@@ -30,15 +28,13 @@ __all__ = [
 ]
 
 
-def _records() -> Iterator[type[Operator]]:
-    for module in (standard, canonical, contrib, cpu):
-        for name, value in vars(module).items():
-            own = isinstance(value, type) and issubclass(value, Operator) and value.__module__ == module.__name__
-            if own and not name.startswith("_"):
-                yield value
-
-
-TABLE: dict[tuple[str, str], type[Operator]] = {each.identity: each for each in _records()}
+TABLE: dict[tuple[str, str], type[Operator]] = {
+    each.identity: each
+    for module in (standard, canonical, contrib, cpu)
+    for name, each in vars(module).items()
+    if isinstance(each, type) and issubclass(each, Operator) and each.__module__ == module.__name__
+    if not name.startswith("_")
+}
 
 
 def record(node: ir.Node) -> type[Operator] | None:

@@ -44,16 +44,10 @@ class _Attention(CachedAttention, domain=CANONICAL):
     v = Input(FLOATS, 3)
     past_key = Input(FLOATS, 4)
     past_value = Input(FLOATS, 4)
-    num_heads = integer()
-    kv_num_heads = integer()
     scale = real()
     softcap = real()
     window = integer()
     layer = integer()
-    y = Output()
-    present_key = Output(like="past_key")
-    present_value = Output(like="past_value")
-    precision = Precision.HALF
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -78,8 +72,8 @@ class _Attention(CachedAttention, domain=CANONICAL):
             self,
             layer,
             [self.past_key, self.past_value, self.tokens],
-            [interface.past_key(layer), interface.past_value(layer), held],
-            [interface.present_key(layer), interface.present_value(layer)],
+            [interface.past_part(layer, "key"), interface.past_part(layer, "value"), held],
+            [interface.present_part(layer, "key"), interface.present_part(layer, "value")],
         )
         for name, value, count, cache in (
             ("q", self.q, heads, self.past_key),
@@ -134,7 +128,6 @@ class MoE(Experts, domain=CANONICAL):
     alpha = real()
     beta = real()
     limit = real()
-    precision = Precision.HALF
 
     def check(self) -> None:
         """Check the activation, and that matrices and biases belong together."""

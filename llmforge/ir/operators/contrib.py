@@ -10,6 +10,7 @@ from typing import Final
 import onnx_ir as ir
 
 from llmforge.ir.operators.record import (
+    BYTES,
     FLOATS,
     FP32,
     I32,
@@ -34,7 +35,6 @@ from llmforge.ir.operators.record import (
 INT8_ACTIVATIONS: Final = 4  # `accuracy_level` of MatMulNBits and QMoE: activations are rounded to int8
 CACHE = FLOATS | {INT8, UINT8}  # uint8: two 4-bit values
 _CODES = frozenset({UINT8, ir.DataType.INT4, ir.DataType.UINT4})
-_BYTES = frozenset({UINT8})
 
 
 class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
@@ -56,8 +56,6 @@ class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
     v_scale = OptionalInput(FP32, fp32=True, kv_heads=1)
     q_norm_weight = OptionalInput(FLOATS, 1)
     k_norm_weight = OptionalInput(FLOATS, 1)
-    num_heads = integer()
-    kv_num_heads = integer()
     scale = optional_real()
     softcap = real(0.0)
     local_window_size = integer(-1)
@@ -70,10 +68,6 @@ class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
     k_quant_type = text("NONE")
     v_quant_type = text("NONE")
     kv_cache_bit_width = integer(0)
-    y = Output()
-    present_key = Output(like="past_key")
-    present_value = Output(like="past_value")
-    precision = Precision.HALF
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -85,7 +79,7 @@ class MatMulNBits(Operator, domain=MICROSOFT):
     """A product with a matrix of blocks of codes: a [..., K], b [N, K / block_size, bytes of a block]."""
 
     a = Input()
-    b = Input(_BYTES, 2, 3)
+    b = Input(BYTES, 2, 3)
     scales = Input(FLOATS, 1, 2)
     zero_points = OptionalInput(FLOATS | {UINT8}, 1, 2)
     g_idx = OptionalInput(I32, 1)
@@ -119,7 +113,7 @@ class GatherBlockQuantized(Operator, domain=MICROSOFT):
     """Rows of a table of blocks of codes."""
 
     data = Input(_CODES, table=True)
-    indices = Input({ir.DataType.INT32, ir.DataType.INT64})
+    indices = Input(I32 | I64)
     scales = Input(table=True)
     zero_points = OptionalInput(_CODES, table=True)
     bits = integer(4)
@@ -131,6 +125,8 @@ class GatherBlockQuantized(Operator, domain=MICROSOFT):
 
 
 class _Experts(Experts, domain=MICROSOFT):
+    input = Input()
+    router_probs = Input(FLOATS, 2, chooses=True)
     k = integer()
     activation_type = text()
     activation_alpha = real(1.0)
@@ -138,7 +134,6 @@ class _Experts(Experts, domain=MICROSOFT):
     swiglu_fusion = integer(0)
     swiglu_limit = optional_real()
     normalize_routing_weights = integer(0)
-    precision = Precision.HALF
 
     @property
     def chosen(self) -> int | None:
@@ -148,8 +143,6 @@ class _Experts(Experts, domain=MICROSOFT):
 class MoE(_Experts):
     """Experts in floating point."""
 
-    input = Input()
-    router_probs = Input(FLOATS, 2, chooses=True)
     fc1_experts_weights = Input(FLOATS, 3, experts=True)
     fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
     fc2_experts_weights = Input(FLOATS, 3, experts=True)
@@ -160,20 +153,18 @@ class MoE(_Experts):
 class QMoE(_Experts):
     """Experts in codes of 4 or 8 bits."""
 
-    input = Input()
-    router_probs = Input(FLOATS, 2, chooses=True)
-    fc1_experts_weights = Input(_BYTES, 3, experts=True)
+    fc1_experts_weights = Input(BYTES, 3, experts=True)
     fc1_scales = Input(FLOATS, 3, experts=True)
     fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    fc2_experts_weights = Input(_BYTES, 3, experts=True)
+    fc2_experts_weights = Input(BYTES, 3, experts=True)
     fc2_scales = Input(FLOATS, 3, experts=True)
     fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
     fc3_experts_weights = OptionalInput(experts=True)
     fc3_scales = OptionalInput(experts=True)
     fc3_experts_bias = OptionalInput(experts=True)
-    fc1_zero_points = OptionalInput(_BYTES, 3, experts=True)
-    fc2_zero_points = OptionalInput(_BYTES, 3, experts=True)
-    fc3_zero_points = OptionalInput(_BYTES, 3, experts=True)
+    fc1_zero_points = OptionalInput(BYTES, 3, experts=True)
+    fc2_zero_points = OptionalInput(BYTES, 3, experts=True)
+    fc3_zero_points = OptionalInput(BYTES, 3, experts=True)
     router_weights = OptionalInput(FLOATS, 2, chooses=True)
     expert_weight_bits = integer()
     block_size = integer()
@@ -201,32 +192,26 @@ class LinearAttention(Operator, domain=MICROSOFT):
     stage = Stage.LOWERED
 
 
-class SkipSimplifiedLayerNormalization(Operator, domain=MICROSOFT):
+class _SkipNormalization(Operator, domain=MICROSOFT):
+    input = Input()
+    skip = Input()
+    gamma = Input(FLOATS, 1)
+    epsilon = real()
+    y = Output()
+    mean = Output()
+    inverse_deviation = Output()
+    sum = Output()
+    adds_residual = True
+
+
+class SkipSimplifiedLayerNormalization(_SkipNormalization):
     """RMSNormalization of a sum, which it gives out as well."""
 
-    input = Input()
-    skip = Input()
-    gamma = Input(FLOATS, 1)
     bias = OptionalInput(FLOATS, 1)
-    epsilon = real()
-    y = Output()
-    mean = Output()
-    inverse_deviation = Output()
-    sum = Output()
-    adds_residual = True
 
 
-class SkipLayerNormalization(Operator, domain=MICROSOFT):
+class SkipLayerNormalization(_SkipNormalization):
     """LayerNormalization of a sum, which it gives out as well."""
 
-    input = Input()
-    skip = Input()
-    gamma = Input(FLOATS, 1)
     beta = OptionalInput(FLOATS, 1)
     bias = OptionalInput(FLOATS, 1)
-    epsilon = real()
-    y = Output()
-    mean = Output()
-    inverse_deviation = Output()
-    sum = Output()
-    adds_residual = True

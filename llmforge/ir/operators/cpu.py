@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from llmforge.ir.operators.record import (
+    BYTES,
     CPU,
     FLOAT,
     FP32,
     I32,
     I64,
     INT8,
-    UINT8,
     Input,
     Operator,
     OptionalInput,
@@ -19,40 +19,36 @@ from llmforge.ir.operators.record import (
     real,
 )
 
-_BYTES = frozenset({UINT8})
-
 
 class _Kernel(Operator, domain=CPU):
     precision = Precision.NO_HALF
 
 
-class Linear(_Kernel):
-    """A product with packed codes, perhaps with the norm in front of it and the sum behind it."""
-
-    x = Input(FP32)
-    weights = Input(_BYTES, 2)
-    bias = OptionalInput(FP32, 1)
-    norm = OptionalInput(FP32, 1)
-    residual = OptionalInput(FP32)
+class _Packed(_Kernel):
     N = integer()
     K = integer()
     bits = integer()
     block_size = integer()
     zero_points = integer()
+
+
+class Linear(_Packed):
+    """A product with packed codes, perhaps with the norm in front of it and the sum behind it."""
+
+    x = Input(FP32)
+    weights = Input(BYTES, 2)
+    bias = OptionalInput(FP32, 1)
+    norm = OptionalInput(FP32, 1)
+    residual = OptionalInput(FP32)
     activation = integer()
     epsilon = real()
 
 
-class Embedding(_Kernel):
+class Embedding(_Packed):
     """Rows of packed codes."""
 
     ids = Input(I64)
-    weights = Input(_BYTES, 2, table=True)
-    N = integer()
-    K = integer()
-    bits = integer()
-    block_size = integer()
-    zero_points = integer()
+    weights = Input(BYTES, 2, table=True)
     y = Output(dtype=FLOAT)
 
 

@@ -28,16 +28,18 @@ import onnx_ir as ir
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
 
-FLOAT, FLOAT16, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
+FLOAT = ir.DataType.FLOAT
 INT8, INT32, INT64, UINT8 = ir.DataType.INT8, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8
 BOOL, FLOAT8 = ir.DataType.BOOL, ir.DataType.FLOAT8E4M3FN
 T = TypeVar("T")
 Dtypes = frozenset[ir.DataType]
-FLOATS: Dtypes = frozenset({FLOAT, FLOAT16, BFLOAT16})
+HALVES: Dtypes = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+FLOATS: Dtypes = HALVES | {FLOAT}
 FP32: Dtypes = frozenset({FLOAT})
 I32: Dtypes = frozenset({INT32})
 I64: Dtypes = frozenset({INT64})
 BOOLS: Dtypes = frozenset({BOOL})
+BYTES: Dtypes = frozenset({UINT8})
 NUMBERS: Dtypes = FLOATS | {INT32, INT64}
 ANY: Dtypes = frozenset(ir.DataType)
 
@@ -80,6 +82,26 @@ class Seen:
     besides: Dtypes = frozenset()  # of indices, shapes, masks and codes, and of what comparisons make
 
 
+class Field(Generic[T]):
+    """A part of a record that is read by its name; on a view, what the node has there."""
+
+    name = ""
+
+    def __set_name__(self, owner: type[Operator], name: str) -> None:
+        self.name = name
+
+    def _read(self, view: Operator) -> T:
+        """Return what the node of `view` has there."""
+        raise NotImplementedError
+
+    @overload
+    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
+    @overload
+    def __get__(self, view: Operator, owner: type[Operator]) -> T: ...
+    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | T:
+        return self if view is None else self._read(view)
+
+
 class Operand:
     """An input of an operator: one that every node has (`Input`), or may leave out (`OptionalInput`).
 
@@ -95,6 +117,7 @@ class Operand:
         rotary: a table of rotary embedding, a row a position.
     """
 
+    name: str
     optional = False
 
     def __init__(
@@ -109,40 +132,28 @@ class Operand:
         kv_heads: int | None = None,
         rotary: bool = False,
     ) -> None:
-        self.name, self.index = "", -1
-        self.dtypes, self.ranks = frozenset(dtypes), frozenset(ranks)
+        self.index, self.dtypes, self.ranks = -1, frozenset(dtypes), frozenset(ranks)
         self.fp32, self.table, self.experts, self.chooses = fp32, table or rotary, experts, chooses
         self.heads, self.kv_heads, self.rotary = heads, kv_heads, rotary
 
-    def __set_name__(self, owner: type[Operator], name: str) -> None:
-        self.name = name
 
-
-class Input(Operand):
+class Input(Operand, Field[ir.Value]):
     """An input that every node has; on a view, its value."""
 
-    @overload
-    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
-    @overload
-    def __get__(self, view: Operator, owner: type[Operator]) -> ir.Value: ...
-    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | ir.Value:
-        return self if view is None else view.required(self)
+    def _read(self, view: Operator) -> ir.Value:
+        return view.required(self)
 
     def __set__(self, view: Operator, value: ir.Value) -> None:
         view.node.replace_input_with(self.index, value)
 
 
-class OptionalInput(Operand):
+class OptionalInput(Operand, Field[ir.Value | None]):
     """An input that a node may leave out; on a view, its value or None."""
 
     optional = True
 
-    @overload
-    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
-    @overload
-    def __get__(self, view: Operator, owner: type[Operator]) -> ir.Value | None: ...
-    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | ir.Value | None:
-        return self if view is None else view.operand(self)
+    def _read(self, view: Operator) -> ir.Value | None:
+        return view.operand(self)
 
     def __set__(self, view: Operator, value: ir.Value | None) -> None:
         if len(view.node.inputs) <= self.index:
@@ -154,7 +165,7 @@ class OptionalInput(Operand):
             view.node.resize_inputs(len(view.node.inputs) - 1)
 
 
-class Output:
+class Output(Field[ir.Value]):
     """An output; on a view, its value.
 
     Args:
@@ -163,44 +174,25 @@ class Output:
     """
 
     def __init__(self, like: str = "", dtype: ir.DataType | None = None) -> None:
-        self.name, self.index = "", -1
-        self.like, self.dtype = like, dtype
+        self.index, self.like, self.dtype = -1, like, dtype
 
-    def __set_name__(self, owner: type[Operator], name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
-    @overload
-    def __get__(self, view: Operator, owner: type[Operator]) -> ir.Value: ...
-    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | ir.Value:
-        return self if view is None else view.node.outputs[self.index]
+    def _read(self, view: Operator) -> ir.Value:
+        return view.node.outputs[self.index]
 
 
-class Attribute(Generic[T]):
+class Attribute(Field[T]):
     """An attribute; on a view, its value. Made by `integer`, `real`, `text` and so on."""
 
     def __init__(
-        self, kind: str, type_: ir.AttributeType, read: Callable[[ir.Attr], T], default: T, *, required: bool
+        self, type_: ir.AttributeType, parse: Callable[[ir.Attr], T], default: T, *, required: bool = False
     ) -> None:
-        self.name = ""
-        self.kind, self.type = kind, type_  # as messages call it; as ONNX does
-        self.default, self.required = default, required
-        self._read = read
+        self.type, self.default, self.required = type_, default, required
+        self._parse = parse
 
-    def __set_name__(self, owner: type[Operator], name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, view: None, owner: type[Operator]) -> Self: ...
-    @overload
-    def __get__(self, view: Operator, owner: type[Operator]) -> T: ...
-    def __get__(self, view: Operator | None, owner: type[Operator]) -> Self | T:
-        if view is None:
-            return self
+    def _read(self, view: Operator) -> T:
         attribute = view.node.attributes.get(self.name)
         if attribute is not None:
-            return self._read(attribute)
+            return self._parse(attribute)
         if self.required:
             raise view.malformed(f"attribute {self.name!r} is missing")
         return self.default
@@ -211,39 +203,37 @@ class Attribute(Generic[T]):
 
 def integer(default: int | None = None) -> Attribute[int]:
     """Describe an integer; without a default it must be there."""
-    return Attribute("int", ir.AttributeType.INT, ir.Attr.as_int, default or 0, required=default is None)
+    return Attribute(ir.AttributeType.INT, ir.Attr.as_int, default or 0, required=default is None)
 
 
 def real(default: float | None = None) -> Attribute[float]:
     """Describe a number; without a default it must be there."""
-    return Attribute("float", ir.AttributeType.FLOAT, ir.Attr.as_float, default or 0.0, required=default is None)
+    return Attribute(ir.AttributeType.FLOAT, ir.Attr.as_float, default or 0.0, required=default is None)
 
 
 def text(default: str | None = None) -> Attribute[str]:
     """Describe a text; without a default it must be there."""
-    return Attribute("string", ir.AttributeType.STRING, ir.Attr.as_string, default or "", required=default is None)
+    return Attribute(ir.AttributeType.STRING, ir.Attr.as_string, default or "", required=default is None)
 
 
 def integers() -> Attribute[Sequence[int]]:
     """Describe a list of integers, which must be there."""
-    return Attribute("ints", ir.AttributeType.INTS, ir.Attr.as_ints, (), required=True)
+    return Attribute(ir.AttributeType.INTS, ir.Attr.as_ints, (), required=True)
 
 
 def optional_integer() -> Attribute[int | None]:
     """Describe an integer that may be left out, with no number in its place."""
-    return Attribute[int | None]("int", ir.AttributeType.INT, ir.Attr.as_int, None, required=False)
+    return Attribute[int | None](ir.AttributeType.INT, ir.Attr.as_int, None)
 
 
 def optional_real() -> Attribute[float | None]:
     """Describe a number that may be left out, with none in its place."""
-    return Attribute[float | None]("float", ir.AttributeType.FLOAT, ir.Attr.as_float, None, required=False)
+    return Attribute[float | None](ir.AttributeType.FLOAT, ir.Attr.as_float, None)
 
 
 def optional_tensor() -> Attribute[ir.TensorProtocol | None]:
     """Describe a tensor that may be left out."""
-    return Attribute[ir.TensorProtocol | None](
-        "tensor", ir.AttributeType.TENSOR, ir.Attr.as_tensor, None, required=False
-    )
+    return Attribute[ir.TensorProtocol | None](ir.AttributeType.TENSOR, ir.Attr.as_tensor, None)
 
 
 class Operator:
@@ -276,10 +266,10 @@ class Operator:
 
     __slots__ = ("node",)
 
-    def __init_subclass__(cls, *, domain: str | None = None, op_type: str | None = None) -> None:
+    def __init_subclass__(cls, *, domain: str | None = None) -> None:
         super().__init_subclass__()
         cls.domain = cls.domain if domain is None else domain
-        cls.op_type = op_type or cls.__name__
+        cls.op_type = cls.__name__
         cls.identity = (cls.domain, cls.op_type)
         own = vars(cls)
         inputs = {field.name: field for field in cls.inputs}
@@ -296,6 +286,12 @@ class Operator:
 
     def __init__(self, node: ir.Node) -> None:
         self.node = node
+
+    @classmethod
+    def named(cls, op_type: str, **traits: object) -> type[Self]:
+        """Make the record of an operator that differs from this family in its name and `traits` alone."""
+        assert all(hasattr(cls, trait) for trait in traits), f"{op_type} has a trait that no operator has: {traits}"
+        return type(op_type, (cls,), {"__module__": cls.__module__, **traits})
 
     @classmethod
     def matches(cls, node: ir.Node | None) -> bool:
@@ -427,8 +423,12 @@ class CachedAttention(Operator):
 
     past_key: Input
     past_value: Input
-    num_heads: Attribute[int]
-    kv_num_heads: Attribute[int]
+    num_heads = integer()
+    kv_num_heads = integer()
+    y = Output()
+    present_key = Output(like="past_key")
+    present_value = Output(like="past_value")
+    precision = Precision.HALF
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -438,6 +438,8 @@ class CachedAttention(Operator):
 
 class Experts(Operator):
     """Experts, of which each token chooses some; not an operator itself."""
+
+    precision = Precision.HALF
 
     @property
     def chosen(self) -> int | None:
@@ -462,6 +464,6 @@ def listed(names: Iterable[str]) -> str:
 
 def shown(dims: Iterable[int | str | None] | None) -> str:
     """Show a shape in a message."""
-    return (
-        "of unknown rank" if dims is None else "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
-    )
+    if dims is None:
+        return "of unknown rank"
+    return f"[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"

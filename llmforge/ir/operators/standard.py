@@ -1,6 +1,7 @@
 """The operators of ONNX (opset 24) that the package knows.
 
-Sources: https://onnx.ai/onnx/operators; inputs have the names that the dialect's messages use.
+Sources: https://onnx.ai/onnx/operators; inputs have the names that the dialect's messages use. An operator of a
+family that adds no input and no attribute of its own is one line (`Operator.named`), unless annotations name it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import onnx_ir as ir
 from llmforge.ir import interface
 from llmforge.ir.operators.record import (
     ANY,
-    BFLOAT16,
     BOOL,
     BOOLS,
     FLOAT,
     FLOAT8,
-    FLOAT16,
     FLOATS,
+    HALVES,
     I32,
     I64,
     INT8,
@@ -43,7 +43,6 @@ from llmforge.ir.operators.record import (
 )
 
 _BYTES = frozenset({INT8, FLOAT8})
-_HALVES = frozenset({FLOAT16, BFLOAT16})
 _SEEN = FLOATS | I64  # numbers that TensorRT was seen to build most operators with
 _MOVED = _SEEN | BOOLS
 
@@ -57,28 +56,6 @@ class _Unary(Operator):
     tensorrt = Seen(FLOATS)
 
 
-class Sigmoid(_Unary):
-    sign = Sign.NEVER_NEGATIVE
-
-
-class Tanh(_Unary):
-    pass
-
-
-class Relu(_Unary):
-    moves = True
-    sign = Sign.NEVER_NEGATIVE
-
-
-class Erf(_Unary):
-    pass
-
-
-class Neg(_Unary):
-    moves = True
-    tensorrt = Seen(_SEEN)
-
-
 class Abs(_Unary):
     x = Input(NUMBERS)
     moves = True
@@ -90,40 +67,20 @@ class Gelu(_Unary):
     approximate = text("none")
 
 
-class Floor(_Unary):
-    pass
+Erf = _Unary.named("Erf")
+Floor = _Unary.named("Floor")
+Neg = _Unary.named("Neg", moves=True, tensorrt=Seen(_SEEN))
+Relu = _Unary.named("Relu", moves=True, sign=Sign.NEVER_NEGATIVE)
+Sigmoid = _Unary.named("Sigmoid", sign=Sign.NEVER_NEGATIVE)
+Tanh = _Unary.named("Tanh")
 
-
-class _Delicate(_Unary):
-    precision = Precision.FP32
-
-
-class Exp(_Delicate):
-    sign = Sign.NEVER_NEGATIVE
-
-
-class Log(_Delicate):
-    pass
-
-
-class Softplus(_Delicate):
-    sign = Sign.NEVER_NEGATIVE
-
-
-class Sqrt(_Delicate):
-    pass
-
-
-class Reciprocal(_Delicate):
-    pass
-
-
-class Sin(_Delicate):
-    pass
-
-
-class Cos(_Delicate):
-    pass
+Cos = _Unary.named("Cos", precision=Precision.FP32)
+Exp = _Unary.named("Exp", precision=Precision.FP32, sign=Sign.NEVER_NEGATIVE)
+Log = _Unary.named("Log", precision=Precision.FP32)
+Reciprocal = _Unary.named("Reciprocal", precision=Precision.FP32)
+Sin = _Unary.named("Sin", precision=Precision.FP32)
+Softplus = _Unary.named("Softplus", precision=Precision.FP32, sign=Sign.NEVER_NEGATIVE)
+Sqrt = _Unary.named("Sqrt", precision=Precision.FP32)
 
 
 class _Binary(Operator):
@@ -142,27 +99,14 @@ class Add(_Binary):
     sign = Sign.AS_ALL
 
 
-class Sub(_Binary):
-    pass
-
-
 class Mul(_Binary):
     sign = Sign.AS_ALL
 
 
-class Div(_Binary):
-    sign = Sign.AS_ALL
-
-
-class Mod(_Binary):
-    stage = Stage.LOWERED
-    tensorrt = None
-
-
-class Pow(_Binary):
-    precision = Precision.FP32
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(FLOATS)
+Div = _Binary.named("Div", sign=Sign.AS_ALL)
+Mod = _Binary.named("Mod", stage=Stage.LOWERED, tensorrt=None)
+Pow = _Binary.named("Pow", precision=Precision.FP32, sign=Sign.AS_FIRST, tensorrt=Seen(FLOATS))
+Sub = _Binary.named("Sub")
 
 
 class _Compared(Operator):
@@ -173,24 +117,11 @@ class _Compared(Operator):
     tensorrt = Seen(_SEEN, BOOLS)
 
 
-class Equal(_Compared):
-    tensorrt = Seen(_MOVED, BOOLS)
-
-
-class Greater(_Compared):
-    pass
-
-
-class GreaterOrEqual(_Compared):
-    pass
-
-
-class Less(_Compared):
-    pass
-
-
-class LessOrEqual(_Compared):
-    pass
+Equal = _Compared.named("Equal", tensorrt=Seen(_MOVED, BOOLS))
+Greater = _Compared.named("Greater")
+GreaterOrEqual = _Compared.named("GreaterOrEqual")
+Less = _Compared.named("Less")
+LessOrEqual = _Compared.named("LessOrEqual")
 
 
 class _Logical(Operator):
@@ -201,12 +132,8 @@ class _Logical(Operator):
     tensorrt = Seen(BOOLS)
 
 
-class And(_Logical):
-    pass
-
-
-class Or(_Logical):
-    pass
+And = _Logical.named("And")
+Or = _Logical.named("Or")
 
 
 class Not(Operator):
@@ -228,8 +155,7 @@ class Max(_Extremum):
     sign = Sign.AS_ANY
 
 
-class Min(_Extremum):
-    pass
+Min = _Extremum.named("Min")
 
 
 class Clip(Operator):
@@ -300,33 +226,26 @@ class Gemm(Operator):
     precision = Precision.HALF
 
 
-class RMSNormalization(Operator):
+class _Normalization(Operator):
     x = Input()
     scale = Input(FLOATS, 1)
     axis = integer(-1)
     epsilon = real(1e-5)
     stash_type = integer(int(FLOAT))
+
+
+class RMSNormalization(_Normalization):
     tensorrt = Seen(FLOATS)
 
 
-class LayerNormalization(Operator):
-    x = Input()
-    scale = Input(FLOATS, 1)
+class LayerNormalization(_Normalization):
     bias = OptionalInput(FLOATS, 1)
-    axis = integer(-1)
-    epsilon = real(1e-5)
-    stash_type = integer(int(FLOAT))
     tensorrt = Seen(FLOATS)
 
 
-class SimplifiedLayerNormalization(Operator):
+class SimplifiedLayerNormalization(_Normalization):
     """ONNX Runtime's, in the standard domain."""
 
-    x = Input()
-    scale = Input(FLOATS, 1)
-    axis = integer(-1)
-    epsilon = real(1e-5)
-    stash_type = integer(int(FLOAT))
     y = Output()
     inverse_deviation = Output()
 
@@ -340,7 +259,7 @@ class RotaryEmbedding(Operator):
     interleaved = integer(0)
     rotary_embedding_dim = integer(0)
     precision = Precision.HALF
-    tensorrt = Seen(_HALVES, I64)
+    tensorrt = Seen(HALVES, I64)
 
 
 class TensorScatter(Operator):
@@ -354,7 +273,7 @@ class TensorScatter(Operator):
     stage = Stage.OWN_ATTENTION
     moves = True
     precision = Precision.HALF
-    tensorrt = Seen(_HALVES, I64)
+    tensorrt = Seen(HALVES, I64)
 
     def check(self) -> None:
         name = self.past.name or ""
@@ -392,7 +311,7 @@ class DequantizeLinear(Operator):
     y = Output(like="scales")
     lookup = True
     indivisible = "layers in codes of a channel are not divided; split the graph before quantize-channels"
-    tensorrt = Seen(_HALVES, _BYTES | {ir.DataType.INT4})
+    tensorrt = Seen(HALVES, _BYTES | {ir.DataType.INT4})
 
 
 class QuantizeLinear(Operator):
@@ -400,7 +319,7 @@ class QuantizeLinear(Operator):
     scale = Input(FLOATS, 0)
     zero_point = Input(_BYTES, 0)
     y = Output(like="zero_point")
-    tensorrt = Seen(_HALVES, _BYTES)
+    tensorrt = Seen(HALVES, _BYTES)
 
 
 # What moves numbers ----------------------------------------------------------------------------------------------
@@ -432,76 +351,53 @@ class GatherElements(Operator):
     tensorrt = Seen(_SEEN, I64)
 
 
-class Transpose(Operator):
+class _Moved(Operator):
     x = Input(ANY)
-    perm = integers()
     moves = True
     sign = Sign.AS_FIRST
     tensorrt = Seen(_MOVED)
 
 
-class Reshape(Operator):
-    x = Input(ANY)
+class Transpose(_Moved):
+    perm = integers()
+
+
+class Reshape(_Moved):
     shape = Input(I64, 1)
     allowzero = integer(0)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
 
 
-class Split(Operator):
-    x = Input(ANY)
-    split = OptionalInput(I64, 1)
-    axis = integer(0)
-    num_outputs = optional_integer()
-    most_outputs = 64
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_SEEN, I64)
+class Expand(_Moved):
+    shape = Input(I64, 1)
 
 
-class Concat(Operator):
-    x = Input(ANY)
-    axis = integer()
-    variadic = True
-    moves = True
-    sign = Sign.AS_ALL
-    tensorrt = Seen(_MOVED)
+class Unsqueeze(_Moved):
+    axes = Input(I64, 1)
 
 
-class Slice(Operator):
-    x = Input(ANY)
+class Squeeze(_Moved):
+    axes = OptionalInput(I64, 1)
+
+
+class Slice(_Moved):
     starts = Input(I64, 1)
     ends = Input(I64, 1)
     axes = OptionalInput(I64, 1)
     steps = OptionalInput(I64, 1)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
 
 
-class Unsqueeze(Operator):
-    x = Input(ANY)
-    axes = Input(I64, 1)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
+class Split(_Moved):
+    split = OptionalInput(I64, 1)
+    axis = integer(0)
+    num_outputs = optional_integer()
+    most_outputs = 64
+    tensorrt = Seen(_SEEN)
 
 
-class Squeeze(Operator):
-    x = Input(ANY)
-    axes = OptionalInput(I64, 1)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
-
-
-class Expand(Operator):
-    x = Input(ANY)
-    shape = Input(I64, 1)
-    moves = True
-    sign = Sign.AS_FIRST
-    tensorrt = Seen(_MOVED, I64)
+class Concat(_Moved):
+    axis = integer()
+    variadic = True
+    sign = Sign.AS_ALL
 
 
 class Tile(Operator):
@@ -510,28 +406,19 @@ class Tile(Operator):
     stage = Stage.OWN_ATTENTION
 
 
-class Pad(Operator):
-    x = Input(NUMBERS)
-    pads = Input(I64, 1)
-    constant_value = OptionalInput(NUMBERS)
-    stage = Stage.LOWERED
-
-
-class ScatterElements(Operator):
+class _Scatter(Operator):
     data = Input(NUMBERS)
     indices = Input(I64)
     updates = Input(NUMBERS)
+    reduction = text("none")
+    stage = Stage.OWN_ATTENTION
+
+
+class ScatterElements(_Scatter):
     axis = integer()
-    reduction = text("none")
-    stage = Stage.OWN_ATTENTION
 
 
-class ScatterND(Operator):
-    data = Input(NUMBERS)
-    indices = Input(I64)
-    updates = Input(NUMBERS)
-    reduction = text("none")
-    stage = Stage.OWN_ATTENTION
+ScatterND = _Scatter.named("ScatterND")
 
 
 # Choices and reductions ------------------------------------------------------------------------------------------
@@ -676,7 +563,7 @@ class Attention(Operator):
     present_key = Output(like="k")
     present_value = Output(like="v")
     stage = Stage.LOWERED
-    tensorrt = Seen(_HALVES, BOOLS)
+    tensorrt = Seen(HALVES, BOOLS)
 
 
 class DistCollective(Operator):

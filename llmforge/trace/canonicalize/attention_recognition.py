@@ -119,7 +119,7 @@ def recognize(model: ir.Model, weights: Collection[str], positions: int) -> None
     origins = Origins(weights)
     shared: dict[bytes, ir.Value] = {}
     outputs = {value.name for value in model.graph.outputs}
-    for layer in itertools.takewhile(lambda index: interface.present_key(index) in outputs, itertools.count()):
+    for layer in itertools.takewhile(lambda index: interface.present_part(index, "key") in outputs, itertools.count()):
         subgraph = find(model, layer, origins)
         _replace(model, subgraph, probe(model, subgraph, positions), shared)
     g.drop_unused(model)
@@ -133,7 +133,7 @@ def find(model: ir.Model, layer: int, origins: Origins) -> AttentionSubgraph:
     """
     where = f"layer {layer}"
     outputs = {str(value.name): value for value in model.graph.outputs}
-    keys, values = outputs[interface.present_key(layer)], outputs[interface.present_value(layer)]
+    keys, values = outputs[interface.present_part(layer, "key")], outputs[interface.present_part(layer, "value")]
     of_keys, of_values = {keys}, {values}
     output: ir.Value | None = None
     for node in model.graph:
@@ -375,7 +375,7 @@ def _replace(
         raise UnsupportedError(f"layer {layer} caches something else than past and new keys and values joined")
     _, key, _, value = parts
     inputs = {str(value.name): value for value in model.graph.inputs}
-    past_key, past_value = inputs[interface.past_key(layer)], inputs[interface.past_value(layer)]
+    past_key, past_value = inputs[interface.past_part(layer, "key")], inputs[interface.past_part(layer, "value")]
     if parameters.slopes is not None and parameters.slopes.tobytes() not in shared:
         name = "alibi.slopes" + (f"_{len(shared)}" if shared else "")
         shared[parameters.slopes.tobytes()] = g.initializer(model, name, parameters.slopes)
