@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
@@ -182,7 +181,7 @@ class DecoderLayer:
             hooks.enter_context(modules[name].register_forward_pre_hook(hook(name), with_kwargs=True))
         return hooks
 
-    def _shifted(self, name: str) -> RemovableHandle:
+    def _shifted(self, name: str) -> AbstractContextManager[object]:
         """Add to what linear `name` makes, to each feature something else."""
 
         def shift(y: Any) -> Any:

@@ -171,7 +171,7 @@ def test_caches_of_int8_keep_every_bit(tmp_path: Path) -> None:
     context = replace(graphs.CPU, statistics=Statistics(samples=1, tokens=1, linears={}, kv=peaks))
     assert QuantizeKvCache(budget=Budget(kld_mean=1.0)).run(model, context)
     graphs.prove(GenaiInterface(), model, tmp_path)
-    assert {cache.dtype for cache in open_(model).caches} == {"int8"}
+    assert {cache.dtype for cache in open_(model).signature.caches} == {"int8"}
 
 
 @pytest.mark.parametrize("logits", ["all", "last"])

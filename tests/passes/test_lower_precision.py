@@ -238,7 +238,7 @@ def test_fp16_runs_in_the_cpu_engine(fused: bool) -> None:
     arrays = {name: tensor.numpy() for name, tensor in probe.strip(lowered).items()}
     serialized = ir.serde.serialize_model(lowered).SerializeToString()
     session = Session(serialized, SessionConfig(threads=1), initializers=arrays)
-    assert {cache.dtype for cache in session.caches} == {"float16"}
+    assert {cache.dtype for cache in session.signature.caches} == {"float16"}
     for run in probe.random_runs(96):
         pairs = zip(probe.drive(twin, run, caches=False), probe.drive(session, run, caches=False), strict=True)
         for emulated, real in pairs:
