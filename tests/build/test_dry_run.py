@@ -139,8 +139,9 @@ def test_a_layer_that_caches_more_than_keys_and_values_is_refused(tmp_path: Path
 @pytest.mark.parametrize("recipe", ALL)
 def test_what_is_not_refused_is_built(name: str, recipe: str, tmp_path: Path) -> None:
     """The whole table: no traceback, no late refusal."""
+    checkpoint = open_unread(name, tmp_path / "plan")
     try:
-        run_dry(open_unread(name, tmp_path / "plan"), trace(Checkpoint.open(tmp_path / "plan")), steps_of(recipe))
+        run_dry(checkpoint, trace(checkpoint), steps_of(recipe))
     except UnsupportedError:
         return
     build(name, recipe, tmp_path / "build")

@@ -429,10 +429,13 @@ def test_the_recipes_that_were_promised_are_there() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_recipe_builds(path: Path, tmp_path: Path) -> None:
+    from llmforge import targets
     from llmforge.base.progress import Silent
     from llmforge.build import pipeline
     from llmforge.evaluation.gates import Verdict
 
-    result = pipeline.build(Recipe.load(path), tmp_path, Silent())
+    recipe = Recipe.load(path)
+    result = pipeline.build(recipe, tmp_path, Silent())
     assert (result.path / "manifest.json").is_file()
-    assert result.report.verdict is Verdict.PASS
+    measured = targets.find(recipe.target).kind == "cpu"  # what no device here runs stays undecided
+    assert result.report.verdict is (Verdict.PASS if measured else Verdict.INCONCLUSIVE)
