@@ -16,7 +16,7 @@ first, which later ones fit into, and the fast product has chosen its tactics fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -37,13 +37,9 @@ LENGTH_CLASSES = (1024, 4096, 16384, 65536)
 LAUNCH_BYTES = 64 << 10
 LAUNCHES_A_NODE = 2  # GroupQueryAttention has up to four, pointwise operators one
 
-# Operators that no graph can hold, and why.
-REASONS: Mapping[type[operators.Operator] | None, str] = {
-    standard.Loop: "control flow: ONNX Runtime captures no graph that has any",
-    standard.Scan: "control flow: ONNX Runtime captures no graph that has any",
-    standard.NonZero: "the shape of its result depends on numbers, which the host waits for",
-    standard.Unique: "the shape of its result depends on numbers, which the host waits for",
-}
+# Operators whose results have shapes that depend on numbers. The table of operators has no others of that kind.
+NUMBERED_SHAPES = (standard.NonZero, standard.Unique)
+_SUBGRAPHS = {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS}
 
 
 @dataclass(frozen=True)
@@ -111,8 +107,12 @@ def require(model: ir.Model, spec: EngineSpec) -> None:
 def reasons(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
     """Yield the nodes of the lowered `model` that keep a step from being captured, with the reason."""
     for node in model.graph.all_nodes():
-        if (reason := REASONS.get(operators.record(node))) is not None:
-            yield node, reason
+        if any(attribute.type in _SUBGRAPHS for attribute in node.attributes.values()):
+            yield node, "control flow: ONNX Runtime captures no graph that has any"
+        elif any(operator.matches(node) for operator in NUMBERED_SHAPES):
+            yield node, "the shape of its result depends on numbers, which the host waits for"
+        elif operators.record(node) is None:
+            yield node, "the operator is unknown"
         elif (product := contrib.MatMulNBits.of(node)) is not None and product.g_idx is not None:
             yield node, "the host reads its group indices"
 

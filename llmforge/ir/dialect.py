@@ -172,7 +172,7 @@ def _check_attributes(view: Operator, where: str) -> None:
         wanted, held = view.attributes[name].type, attribute.type
         _require(held == wanted, where, f"attribute {name!r} is {held.name}, must be {wanted.name.lower()}")
     for name, described in view.attributes.items():
-        _require(not described.required or name in given, where, f"attribute {name!r} is missing")
+        _require(not described.stated or name in given, where, f"attribute {name!r} is missing")
 
 
 def _check_value(value: ir.Value, where: str, dtypes: Dtypes, ranks: frozenset[int], *, typed: bool) -> None:

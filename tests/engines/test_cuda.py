@@ -297,11 +297,19 @@ def test_what_cannot_be_captured_is_refused_or_left() -> None:
         assert cuda_graphs.plan(lowered, spec) == GraphPlan("off", ())
 
 
-@pytest.mark.parametrize("op_type", ["Loop", "Scan"])
+@pytest.mark.parametrize("op_type", ["If", "Loop", "Scan"])
 def test_control_flow_is_never_captured(op_type: str) -> None:
     lowered, _ = lower(prepared())
-    lowered.graph.append(ir.Node("", op_type, [lowered.graph.inputs[0]], name="body"))
-    with pytest.raises(UnsupportedError, match=f"{op_type} body: control flow"):
+    body = ir.AttrGraph("body", ir.Graph([], [], nodes=[]))
+    lowered.graph.append(ir.Node("", op_type, [lowered.graph.inputs[0]], [body], name="step"))
+    with pytest.raises(UnsupportedError, match=f"{op_type} step: control flow"):
+        cuda_graphs.require(lowered, SPEC)
+
+
+def test_an_operator_that_no_record_knows_is_never_captured() -> None:
+    lowered, _ = lower(prepared())
+    lowered.graph.append(ir.Node("", "Compress", [lowered.graph.inputs[0]], name="few"))
+    with pytest.raises(UnsupportedError, match="Compress few: the operator is unknown"):
         cuda_graphs.require(lowered, SPEC)
 
 

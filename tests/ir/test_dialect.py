@@ -237,6 +237,12 @@ def insert_unknown(model: ir.Model) -> None:
     y.name = "odd"
 
 
+def insert_norm_of_no_epsilon(model: ir.Model) -> None:
+    """ONNX has a default; models differ in the number."""
+    scale = graph.initializer(model.graph, "gamma", np.ones(32, np.float32))
+    graph.insert(node(model, "q_proj"), "RMSNormalization", [graph.operand(node(model, "q_proj"), 0), scale], name="odd")
+
+
 def set_attribute(name: str, value: int | float | None) -> Callable[[ir.Model], None]:
     def change(model: ir.Model) -> None:
         attributes = node(model, "attention").attributes
@@ -288,6 +294,7 @@ def other_cache(model: ir.Model) -> None:
         (swap_first_nodes, "node 'q_proj': reads 'x' before it is made, or from another graph"),
         (read_foreign_value, "node 'q_proj': reads 'foreign' before it is made, or from another graph"),
         (insert_unknown, "node 'odd': operator ai.onnx::Hardmax is not in the dialect"),
+        (insert_norm_of_no_epsilon, "node 'odd': attribute 'epsilon' is missing"),
         (set_attribute("window", None), "node 'attention': attribute 'window' is missing"),
         (set_attribute("scale", 1), "node 'attention': attribute 'scale' is INT, must be float"),
         (set_attribute("causal", 1), "node 'attention': attribute 'causal' is unknown; known are num_heads,"),

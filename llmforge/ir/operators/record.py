@@ -184,9 +184,16 @@ class Attribute(Field[T]):
     """An attribute; on a view, its value. Made by `integer`, `real`, `text` and so on."""
 
     def __init__(
-        self, type_: ir.AttributeType, parse: Callable[[ir.Attr], T], default: T, *, required: bool = False
+        self,
+        type_: ir.AttributeType,
+        parse: Callable[[ir.Attr], T],
+        default: T,
+        *,
+        required: bool = False,
+        stated: bool = False,
     ) -> None:
         self.type, self.default, self.required = type_, default, required
+        self.stated = required or stated  # the dialect wants it written, whatever its default
         self._parse = parse
 
     def _read(self, view: Operator) -> T:
@@ -206,9 +213,10 @@ def integer(default: int | None = None) -> Attribute[int]:
     return Attribute(ir.AttributeType.INT, ir.Attr.as_int, default or 0, required=default is None)
 
 
-def real(default: float | None = None) -> Attribute[float]:
-    """Describe a number; without a default it must be there."""
-    return Attribute(ir.AttributeType.FLOAT, ir.Attr.as_float, default or 0.0, required=default is None)
+def real(default: float | None = None, *, stated: bool = False) -> Attribute[float]:
+    """Describe a number; without a default it must be there, and in the dialect where it is `stated`."""
+    missing = default is None
+    return Attribute(ir.AttributeType.FLOAT, ir.Attr.as_float, default or 0.0, required=missing, stated=stated)
 
 
 def text(default: str | None = None) -> Attribute[str]:

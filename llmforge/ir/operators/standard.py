@@ -235,6 +235,7 @@ class _Normalization(Operator):
 
 
 class RMSNormalization(_Normalization):
+    epsilon = real(1e-5, stated=True)  # models differ in it: none may take the default by accident
     tensorrt = Seen(FLOATS)
 
 
@@ -246,6 +247,7 @@ class LayerNormalization(_Normalization):
 class SimplifiedLayerNormalization(_Normalization):
     """ONNX Runtime's, in the standard domain."""
 
+    epsilon = real(1e-5, stated=True)
     y = Output()
     inverse_deviation = Output()
 
