@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # `llmforge build --defer` and TensorRT-RTX need no GPU either: what they publish is compared, too.
 RECIPES = (
-    "cpu", "fp32", "genai", "int4-rtn", "int8", "optimum", "quickstart",
+    "fp32", "genai", "int4-rtn", "int8", "optimum", "portable", "quickstart",
     "h200-tensorrt", "llama-h100-cuda",
 )  # fmt: skip
 DOCUMENTS = 3  # of the evaluation text

@@ -17,7 +17,8 @@ Fires for
 - every GatherBlockQuantized whose table has such blocks,
 - every GroupQueryAttention with heads of a multiple of 16 channels and caches of fp32 or int8.
 
-Needs the compiled kernels (llmforge.native), here and wherever the artifact runs.
+Needs the compiled kernels (llmforge.native), here and wherever the artifact runs. Where llmforge was installed without
+a C compiler there are none: the pass refuses, or, with `fallback: onnxruntime`, leaves the graph as it is and says so.
 
 Numerics: lossy, within the budget of the recipe: sums come in another order, and what is rounded to int8 may land on a
 neighbour.
@@ -25,7 +26,7 @@ neighbour.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import onnx_ir as ir
 from pydantic import Field
@@ -38,6 +39,8 @@ from llmforge.ir.operators import contrib
 from llmforge.lowering import cpu_attention, cpu_linear
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
+FALLBACK = "cpu-kernels: ONNX Runtime's kernels compute, slower: llmforge was installed here without a C compiler"
+
 
 @dataclass(frozen=True)
 class CpuKernels(Pass):
@@ -47,19 +50,25 @@ class CpuKernels(Pass):
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     budget: Annotated[Budget, Field(description="what the pass may cost")]
+    fallback: Annotated[
+        Literal["none", "onnxruntime"],
+        Field(description="whose kernels compute where llmforge's are not compiled; none: the build ends"),
+    ] = "none"
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every layer and every attention of `model` that the kernels compute.
 
         Raises:
             UnsupportedError: the target is no CPU with ONNX Runtime.
-            EnvironmentLacks: the kernels are not compiled here.
+            EnvironmentLacks: the kernels are not compiled here, and there is no fallback.
         """
         if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
             raise UnsupportedError(
                 f"{self.name}: target {context.target.name} runs no ONNX Runtime on a CPU, which the kernels are for",
                 hint=f"leave {self.name} out of the recipe, or choose a CPU target",
             )
+        if self.fallback == "onnxruntime" and native.library() is None:
+            return Changes(notes=[FALLBACK], skipped=[Skipped("every layer", "the kernels are not compiled")])
         native.require()
         changes = Changes()
         layers = {layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)}

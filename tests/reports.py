@@ -21,6 +21,7 @@ from llmforge.report.model import (
     EngineRecord,
     PassRecord,
     Report,
+    StageRecord,
     TargetRecord,
     VerificationRecord,
 )
@@ -105,6 +106,7 @@ def checked(numerics: Numerics, difference: float, kld: float | None = None, bud
         kld_mean=kld,
         budget=budget,
         probes=("prefill", "decode", "ragged"),
+        seconds=1.5,
     )
 
 
@@ -214,7 +216,15 @@ def make(**changes: object) -> Report:
             data="calibration.jsonl", digest="c1" * 32, documents=64, samples=64, tokens=32_768
         ),
         "notes": ("The embedding stays at 8 bits: GatherBlockQuantized shares it with the head.",),
-        "build": BuildRecord(seconds=74.2, cpu_seconds=131.0, peak_rss_bytes=1_310_000_000),
+        "build": BuildRecord(
+            seconds=74.2,
+            cpu_seconds=131.0,
+            peak_rss_bytes=1_310_000_000,
+            stages=tuple(
+                StageRecord(title=title, seconds=seconds)
+                for title, seconds in (("Trace", 9.1), ("Calibrate", 31.0), ("Engine", 0.4), ("Quality", 33.7))
+            ),
+        ),
         "machine": Machine(
             cpu="Example CPU 9000",
             cores=2,

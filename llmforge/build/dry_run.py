@@ -57,7 +57,7 @@ def run(
         changes = pass_base.run(step, copy, context)
         if changes:
             facts |= step.provides
-        elif step.numerics is Numerics.LOSSY:
+        elif step.numerics is Numerics.LOSSY and not changes.notes:  # those of a fallback
             raise UnsupportedError(
                 f"{step.name} finds nothing to do on this model: {_reason(changes)}",
                 hint=f"leave {step.name} out of the recipe",

@@ -64,17 +64,34 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Clock:
-    """Counts what a build takes, from when it was made."""
+    """Counts what a build takes from when it was made, stage by stage, and hands its progress on."""
 
+    progress: Progress
     began: float = field(default_factory=time.perf_counter)
     cpu_began: float = field(default_factory=time.process_time)
+    stages: list[tuple[str, float]] = field(default_factory=list)  # title, and when it began
+
+    def stage(self, title: str) -> None:
+        """Begin a stage; the first one counts from the beginning."""
+        self.stages.append((title, time.perf_counter() if self.stages else self.began))
+        self.progress.stage(title)
+
+    def advance(self, done: int, total: int) -> None:
+        """Hand on how much of the stage is done."""
+        self.progress.advance(done, total)
 
     def record(self) -> records.BuildRecord:
-        """Read it."""
+        """Read it; the stages add up to the whole."""
+        now = time.perf_counter()
+        ends = [*(began for _, began in self.stages[1:]), now]
         return records.BuildRecord(
-            seconds=time.perf_counter() - self.began,
+            seconds=now - self.began,
             cpu_seconds=time.process_time() - self.cpu_began,
             peak_rss_bytes=_peak_rss_bytes(),
+            stages=tuple(
+                records.StageRecord(title=title, seconds=end - began)
+                for (title, began), end in zip(self.stages, ends, strict=True)
+            ),
         )
 
 

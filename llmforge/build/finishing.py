@@ -38,7 +38,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         EnvironmentLacks: this machine has not what builds the engine.
         ForgeError: anything else that keeps it from being built; nothing that looks finished is left behind.
     """
-    clock, progress = Clock(), progress or Silent()
+    progress = clock = Clock(progress or Silent())
     progress.stage("Check artifact and host")
     opened = Artifact.open(path)
     manifest, waiting = opened.manifest, pending.read(opened.path / "engine")

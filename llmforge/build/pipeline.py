@@ -43,7 +43,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     Raises:
         ForgeError: anything that keeps the artifact from being built; nothing that looks finished is left behind.
     """
-    clock, progress = Clock(), progress or Silent()
+    progress = clock = Clock(progress or Silent())
     progress.stage("Check recipe, target and data")
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
@@ -68,7 +68,11 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
         verifier = Verifier(model, folder=out / recipe.name / ".failed", texts=chosen, threads=threads)
         notes += coverage(verifier, model)
-        done = tuple(transform(step, model, Context(target, statistics), verifier, progress) for step in steps)
+        done = []
+        for step in steps:
+            record, noted = transform(step, model, Context(target, statistics), verifier, progress)
+            done.append(record)
+            notes += noted
         engine, said = build_engine(recipe, checkpoint, target, model, staging, progress)
         found = evidence.measure(
             staging,
@@ -87,7 +91,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             "name": recipe.name,
             "checkpoint": checkpoint_record(checkpoint),
             "target": records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
-            "passes": done,
+            "passes": tuple(done),
             "calibration": seen,
             "notes": (*notes, *said),
             "recipe": recipe.resolved(steps),
@@ -173,14 +177,14 @@ def coverage(verifier: Verifier, model: ir.Model) -> list[str]:
 
 def transform(
     step: Pass, model: ir.Model, context: Context, verifier: Verifier, progress: Progress
-) -> records.PassRecord:
-    """Run one pass over `model`, and hold it to what it declares."""
+) -> tuple[records.PassRecord, list[str]]:
+    """Run one pass over `model`, and hold it to what it declares; return its record, and what must not be missed."""
     progress.stage(f"Pass {step.name}")
     nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
     changes = pass_base.run(step, model, context)
     seconds = time.perf_counter() - began
     proof = verifier.check(step, model, changes)
-    return records.PassRecord(
+    record = records.PassRecord(
         name=step.name,
         options=options.values(step),
         numerics=step.numerics,
@@ -193,6 +197,7 @@ def transform(
         seconds=seconds,
         verification=records.VerificationRecord.model_validate(proof, from_attributes=True),
     )
+    return record, changes.notes
 
 
 def build_engine(

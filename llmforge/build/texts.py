@@ -35,15 +35,19 @@ def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
     if spec is None:
         return []
     found = documents.read_documents(spec.data)
-    return text.windows(checkpoint.tokenizer, found, spec.context, checkpoint.bos_token_id)
+    cut = text.windows(checkpoint.tokenizer, found, spec.context, checkpoint.bos_token_id)
+    return cut if spec.max_tokens is None else text.spread(cut, spec.max_tokens)
 
 
 def budget_windows(evaluation: Sequence[Window], recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
-    """Choose the windows that budgets are measured on: of the `evaluation` text, else of the calibration text."""
+    """Choose the windows that budgets are measured on: of the `evaluation` text, else of the calibration text.
+
+    Each third of them is spread over all documents: a budget may be decided before the others are read.
+    """
     pool = evaluation
     if not pool and recipe.calibration is not None:
         read = documents.read_documents(recipe.calibration.data)
         pool = calibration_windows(recipe.calibration, read, checkpoint)
     pool = [window for window in pool if len(window.ids) > 1]
     picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
-    return [pool[i] for i in picked]
+    return [pool[i] for third in range(3) for i in picked[third::3]]

@@ -59,3 +59,23 @@ def sample(pool: Sequence[Window], count: int, seed: int) -> list[Window]:
         )
     shuffled = [pool[i] for i in np.random.default_rng(seed).permutation(len(pool))]
     return sorted(shuffled, key=lambda window: -len(window.ids))[:count]
+
+
+def spread(pool: Sequence[Window], tokens: int) -> list[Window]:
+    """Choose of `pool` the first window of every document, then the second and so on, up to `tokens` tokens in all.
+
+    The first window is chosen whatever its length. Windows keep their order.
+    """
+    seen: dict[str, int] = {}
+    turns = []
+    for place, window in enumerate(pool):
+        turns.append((seen.setdefault(window.document, 0), place))
+        seen[window.document] += 1
+    chosen: list[int] = []
+    left = tokens
+    for _, place in sorted(turns):
+        left -= len(pool[place].ids)
+        if left < 0 and chosen:
+            break
+        chosen.append(place)
+    return [pool[place] for place in sorted(chosen)]

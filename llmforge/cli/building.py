@@ -60,7 +60,10 @@ def build(
     if loaded is not None:
         loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
 
+    if pending is None and loaded is None:
+        raise UsageError("a recipe is missing", hint="llmforge build RECIPE")
     with console.progress(quiet=quiet) as progress:
+        progress.stage("Load torch and transformers")
         if pending is not None:
             from llmforge.build import finishing
 
@@ -69,8 +72,6 @@ def build(
             from llmforge.build import pipeline
 
             result = pipeline.build(loaded, out, progress)
-        else:
-            raise UsageError("a recipe is missing", hint="llmforge build RECIPE")
     if as_json:
         output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
     else:

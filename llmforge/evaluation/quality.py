@@ -14,6 +14,7 @@ from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.quality import Quality, TokenScores, summarize, values
 from llmforge.metrics.tokens import require_finite, score
 
+BLOCK_BYTES = 128 << 20  # of the baseline's logits, which wait for the artifact's
 Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # ids [S] -> logits [S, V]
 
 
@@ -27,8 +28,9 @@ def compare(
 ) -> Quality:
     """Run every window through `baseline` and `artifact` and compare them on each next token.
 
-    Logits of one window at a time are in memory, log-probabilities never; kept are a few numbers a token. `progress` is
-    told the windows done and their total.
+    Both take turns, a block of windows each: threads that wait for the next window by spinning would take the cores
+    from the other side. Logits of one block are in memory, log-probabilities never; kept are a few numbers a token.
+    `progress` is told the windows done and their total.
 
     Raises:
         DataError: there is nothing to predict.
@@ -40,15 +42,25 @@ def compare(
     forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
     of_tokens = values(tuple(forms.values()))
     scores: dict[str, list[TokenScores]] = {}
-    for done, window in enumerate(windows):
-        progress(done, len(windows))
-        where = f"window {done} (document {window.document}, {len(window.ids)} tokens)"
-        theirs = baseline(window.ids)
-        require_finite("baseline", theirs, where)
-        ours = artifact(window.ids)
-        require_finite("artifact", ours, where)
-        # Nothing follows the last token, and nothing predicts the first.
-        found = score(theirs[:-1], ours[:-1], np.asarray(window.ids[1:]), of_tokens)
-        scores.setdefault(window.document, []).append(found)
+    done = 0
+    while done < len(windows):
+        expected: list[NDArray[np.float32]] = []
+        while done + len(expected) < len(windows) and sum(logits.nbytes for logits in expected) < BLOCK_BYTES:
+            progress(done, len(windows))
+            expected.append(_finite("baseline", baseline, windows, done + len(expected)))
+        for theirs in expected:
+            progress(done, len(windows))
+            ours = _finite("artifact", artifact, windows, done)
+            # Nothing follows the last token, and nothing predicts the first.
+            found = score(theirs[:-1], ours[:-1], np.asarray(windows[done].ids[1:]), of_tokens)
+            scores.setdefault(windows[done].document, []).append(found)
+            done += 1
     progress(len(windows), len(windows))
     return summarize(forms, scores, context=max(len(window.ids) for window in windows), seed=seed)
+
+
+def _finite(side: str, logits: Logits, windows: Sequence[Window], number: int) -> NDArray[np.float32]:
+    window = windows[number]
+    made = logits(window.ids)
+    require_finite(side, made, f"window {number} (document {window.document}, {len(window.ids)} tokens)")
+    return made

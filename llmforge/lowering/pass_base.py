@@ -53,6 +53,7 @@ class Changes:
 
     rewritten: list[Rewritten] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what the reader of a build must not miss: fallbacks
 
     def __bool__(self) -> bool:
         return bool(self.rewritten)

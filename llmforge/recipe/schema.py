@@ -128,6 +128,9 @@ class QualitySpec(_Section):
 
     data: RecipePath = Field(description="JSON Lines of {id, text} that calibration must not have seen")
     context: int = Field(ge=2, description="tokens of a window")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="read no more, spread over all documents (none: everything)"
+    )
 
 
 class LatencySpec(_Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from llmforge.evaluation.gates import GateResult
 from llmforge.metrics import catalog
@@ -13,7 +14,7 @@ from llmforge.metrics.latency import Latency, Spread
 from llmforge.metrics.quality import Histogram as LogHistogram
 from llmforge.metrics.quality import Quality
 from llmforge.report import view
-from llmforge.report.model import PassRecord
+from llmforge.report.model import BuildRecord, PassRecord, StageRecord
 
 _MARGIN = 0.2  # of a gate's span, left free on both sides
 
@@ -155,6 +156,16 @@ def passes(records: Sequence[PassRecord]) -> list[tuple[PassRecord, float, float
     kld = _shares([record.verification.kld_mean for record in records])
     weights = _shares([record.weight_bytes_after for record in records])
     return list(zip(records, kld, weights, strict=True))
+
+
+def stages(build: BuildRecord) -> list[tuple[StageRecord, float, float]]:
+    """Lay out the stages of a build one behind the other: where each bar begins and how long it is, in percent."""
+    ends = accumulate(stage.seconds for stage in build.stages)
+    scale = 100 / (build.seconds or 1.0)
+    return [
+        (stage, (end - stage.seconds) * scale, stage.seconds * scale)
+        for stage, end in zip(build.stages, ends, strict=True)
+    ]
 
 
 def _shares(values: Sequence[float | None]) -> list[float]:

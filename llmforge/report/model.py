@@ -48,6 +48,7 @@ class VerificationRecord(Record):
     kld_mean: float | None  # nats a token; None where it was not measured
     budget: float | None  # the recipe's, nats a token
     probes: tuple[str, ...]  # "prefill", "decode", "ragged"
+    seconds: float = 0.0  # that the check took
 
 
 class PassRecord(Record):
@@ -99,12 +100,20 @@ class CalibrationRecord(Record):
     tokens: int
 
 
+class StageRecord(Record):
+    """A stage of a build, as its progress names it."""
+
+    title: str
+    seconds: float
+
+
 class BuildRecord(Record):
-    """What the build itself took."""
+    """What the build itself took, up to the writing of its report."""
 
     seconds: float
     cpu_seconds: float
     peak_rss_bytes: int
+    stages: tuple[StageRecord, ...] = ()  # in their order; their times add up to `seconds`
 
 
 class Report(Record):

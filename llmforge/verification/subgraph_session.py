@@ -54,8 +54,7 @@ class SubgraphSession:
         shapes = {str(value.name): graph.dims(value) for value in (*model.graph.inputs, *model.graph.outputs)}
         executable = dialect.expand(emulation.emulate(model))
         fuse_transposed_weights(executable)
-        entries = {"session.intra_op.allow_spinning": "0"}
-        options = session_options(SessionConfig(threads=threads, optimize=False, entries=entries))
+        options = session_options(SessionConfig(threads=threads, optimize=False, entries=probe.QUIET))
         native.register(options)
         arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
         self._weights: Arrays = {}

@@ -17,11 +17,11 @@ from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS, MatMulNBits, QMoE
 from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass
-from llmforge.metrics.tokens import mean_kld
 from llmforge.runtime.backends.session import Session
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.verification import comparison, probe, streamed_verifier
 from llmforge.verification.streamed_verifier import Difference, Loss
+from llmforge.verification.text_loss import TextCost, TextLoss
 
 # Largest |difference| that ROUNDING allows, in standard deviations of what is compared: all logits of the probes, or
 # one cache. Only dtypes that were measured stand here.
@@ -137,7 +137,7 @@ class Verifier:
         self._loss = Loss(texts, threads) if graph.weight_bytes(model) > whole_bytes else None
         if self._loss is not None:
             return
-        self._text_runs = probe.text_runs(texts)
+        self._text = TextLoss(probe.text_runs(texts))
         session = probe.open_session(model, self._weights, threads)
         self._runs = probe.random_runs(session.vocabulary)
         self._outcomes = self._drive(session)
@@ -223,8 +223,8 @@ class Verifier:
         failure = self._not_finite(outcomes) or self._other_caches(outcomes)
         if failure is None and step.numerics is Numerics.LOSSY:
             budget = _budget(step).kld_mean
-            names += [run.name for run in self._text_runs]
-            kld_mean, failure = self._over_budget(step, session, budget)
+            cost, failure = self._over_budget(step, session, budget)
+            kld_mean, names = cost.kld_mean, [*names, *cost.names]
         elif failure is None:
             tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
             allowed = tolerance * _spread(self._outcomes)
@@ -285,28 +285,22 @@ class Verifier:
                     return _Failure(what, run, index, tolerance)
         return None
 
-    def _over_budget(self, step: Pass, after: Session, budget: float) -> tuple[float, _Failure | None]:
-        """Measure KL(before || after) on text: the mean over all tokens, and a failure where it exceeds `budget`."""
-        if not self._text_runs:
+    def _over_budget(self, step: Pass, after: Session, budget: float) -> tuple[TextCost, _Failure | None]:
+        """Measure KL(before || after) on text: what it costs, and a failure where that exceeds `budget`."""
+        if not self._text.runs:
             raise _no_text(step)
-        before = probe.open_session(self._before.model, self._weights, self._threads)
-        total, tokens = 0.0, 0
-        worst: tuple[float, probe.Run, int] = (-1.0, self._text_runs[0], 0)
-        for run in self._text_runs:
-            steps = zip(probe.drive(before, run, caches=False), probe.drive(after, run, caches=False), strict=True)
-            for index, (b, a) in enumerate(steps):
-                if not np.isfinite(a.logits).all():
-                    return np.nan, _Failure("logits are NaN or infinite", run, index, np.inf)
-                mean = mean_kld(b.logits, a.logits)
-                total, tokens = total + mean * len(b.logits), tokens + len(b.logits)
-                worst = max(worst, (mean, run, index), key=lambda entry: entry[0])
-        if total / tokens <= budget:
-            return total / tokens, None
-        mean, run, index = worst
-        what = (
-            f"mean KLD is {total / tokens:.3g} nats over {tokens} tokens, its budget {budget:.3g}; highest, {mean:.3g},"
+        cost = self._text.measure(
+            lambda: probe.open_session(self._before.model, self._weights, self._threads), after, budget
         )
-        return total / tokens, _Failure(what, run, index, np.nan)
+        if not cost.finite:
+            return cost, _Failure("logits are NaN or infinite", *cost.where, np.inf)
+        if cost.kld_mean <= budget:
+            return cost, None
+        what = (
+            f"mean KLD is {cost.kld_mean:.3g} nats over {cost.tokens} tokens, its budget {budget:.3g}; "
+            f"highest, {cost.worst:.3g},"
+        )
+        return cost, _Failure(what, *cost.where, np.nan)
 
     def _origin(self, model: ir.Model, failure: _Failure) -> str:
         """Name the first tensor that has one name in both graphs and differs in the step of `failure`."""

@@ -29,7 +29,7 @@ from .. import zoo
 TARGET = targets.load("cpu-avx2")
 ENGINE = EngineSpec(max_context=64, threads=1)
 FOLDER = Path(__file__).parents[2] / "recipes"
-ALL = ("cpu", "fp32", "genai", "int4-rtn", "int8", "optimum", "quickstart")
+ALL = ("fp32", "genai", "int4-rtn", "int8", "optimum", "portable", "quickstart")
 
 # type → recipe → why it is refused; recipes that are not named are not
 LATENT = "heads of keys have 24 channels and those of values 12"
@@ -40,10 +40,10 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "deepseek-v2": {
         "cpu": LATENT,
         "genai": LATENT,
-        "quickstart": LATENT,
+        "portable": LATENT,
         "optimum": "would feed caches that do not fit",
     },
-    "qwen3-5": dict.fromkeys(("genai", "optimum", "quickstart"), "keeps a state of fixed size"),
+    "qwen3-5": dict.fromkeys(("genai", "optimum", "portable"), "keeps a state of fixed size"),
     "mixtral": {"optimum": "would feed caches that do not fit"},
 }
 
@@ -117,7 +117,7 @@ def build(name: str, recipe: str, folder: Path, *, without: str = "") -> Statist
 
 @pytest.mark.slow
 def test_ranges_are_calibrated_where_a_layer_caches_keys_and_values(tmp_path: Path) -> None:
-    statistics = build("qwen3-5", "quickstart", tmp_path, without="genai-interface")
+    statistics = build("qwen3-5", "portable", tmp_path, without="genai-interface")
     # layer 0 keeps a state, layer 1 attends
     assert statistics is not None
     assert sorted(statistics.kv) == [1]

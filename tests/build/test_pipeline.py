@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from pydantic.dataclasses import dataclass
 
-from llmforge import passes
+from llmforge import native, passes
 from llmforge.artifact import Artifact
 from llmforge.base.errors import VerificationError
 from llmforge.build import pipeline
@@ -28,6 +28,7 @@ from llmforge.cli import cli
 from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten
 from llmforge.recipe import Recipe
+from llmforge.report import model as reports
 from llmforge.report.model import Report
 from llmforge.runtime import Sampling, load
 
@@ -100,6 +101,11 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     assert 0 < report.quality.kld_mean.value < 5
     assert report.latency is not None
     assert report.latency.points[0].tpot_speedup is not None
+    stages = {stage.title: stage.seconds for stage in report.build.stages}
+    assert sum(stages.values()) == pytest.approx(report.build.seconds)
+    assert all(stages[f"Pass {p.name}"] >= p.seconds + p.verification.seconds > 0 for p in report.passes)
+    assert stages["Calibrate"] > 0
+    assert stages["Measure quality"] > 0
     assert report.engine.size_bytes == sum(file.stat().st_size for file in (path / "engine").iterdir())
     chunks = list(load(path).generate("graph", Sampling(max_tokens=8, ignore_eos=True)))
     assert chunks[-1].usage is not None
@@ -256,6 +262,22 @@ def test_a_pass_that_breaks_is_named(recipe_file: Write, monkeypatch: pytest.Mon
         pipeline.build(Recipe.load(recipe_file(passes=["boast-idly"])), tmp_path / "out")
     assert caught.value.__notes__ == ["in pass boast-idly"]
     assert visible(tmp_path / "out") == []
+
+
+def test_without_compiled_kernels_a_build_goes_on_where_its_recipe_allows(
+    recipe_file: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    steps = [*QUANTIZED, {"cpu-kernels": {"budget": {"kld_mean": 1.0}}}]
+    refused = run(recipe_file(passes=steps, validation={}))
+    assert (refused.exit_code, "install a C compiler" in refused.stderr) == (8, True), refused.output
+    steps[-1]["cpu-kernels"]["fallback"] = "onnxruntime"
+    built = run(recipe_file(passes=steps, validation={}))
+    assert built.exit_code == 0, built.output
+    assert "note: cpu-kernels: ONNX Runtime's kernels compute" in built.output
+    report = reports.read(Path(built.stdout.splitlines()[-1]) / "report" / "report.json")
+    assert any(note.startswith("cpu-kernels: ONNX Runtime's kernels compute") for note in report.notes)
+    assert [skipped.reason for skipped in report.passes[-1].skipped] == ["the kernels are not compiled"]
 
 
 def test_a_budget_that_is_exceeded_ends_the_build(recipe_file: Write, tmp_path: Path) -> None:

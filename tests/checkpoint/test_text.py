@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import DataError
 from llmforge.checkpoint.documents import Document
-from llmforge.checkpoint.text import Window, sample, windows
+from llmforge.checkpoint.text import Window, sample, spread, windows
 
 from ..checkpoints import write_tokenizer
 
@@ -62,3 +62,13 @@ def test_samples_are_long_and_drawn_by_the_seed() -> None:
 def test_too_few_windows_are_refused() -> None:
     with pytest.raises(DataError, match="holds 6 windows, the recipe asks for 7 samples"):
         sample(pool(), 7, 0)
+
+
+def test_tokens_are_spread_over_all_documents_before_any_gives_more() -> None:
+    pool = [Window(name, np.zeros(length, np.int64)) for name, length in
+            [("a", 4), ("a", 4), ("a", 2), ("b", 4), ("c", 4), ("c", 3)]]  # fmt: skip
+    assert spread(pool, 1) == pool[:1]
+    assert spread(pool, 12) == [pool[0], pool[3], pool[4]]
+    assert spread(pool, 15) == [pool[0], pool[3], pool[4]]
+    assert spread(pool, 16) == [pool[0], pool[1], pool[3], pool[4]]
+    assert spread(pool, 99) == pool

@@ -291,7 +291,9 @@ def test_what_was_measured_is_a_target_that_plans_take(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli, ["targets", str(path)]).stdout
     assert "cores  2" in shown
     assert "bandwidth  39 GB/s\n    measured by llmforge doctor on 2026-11-21" in shown
-    planned = CliRunner().invoke(cli, ["plan", str(ROOT / "recipes" / "cpu.yaml"), "--target", str(path), "--json"])
+    planned = CliRunner().invoke(
+        cli, ["plan", str(ROOT / "recipes" / "quickstart.yaml"), "--target", str(path), "--json"]
+    )
     assert planned.exit_code == 0, planned.stderr
     assert json.loads(planned.stdout)["target"] == "here"
 
