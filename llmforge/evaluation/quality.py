@@ -43,19 +43,18 @@ def compare(
     of_tokens = values(tuple(forms.values()))
     scores: dict[str, list[TokenScores]] = {}
     done = 0
+    progress(done, len(windows))
     while done < len(windows):
         expected: list[NDArray[np.float32]] = []
         while done + len(expected) < len(windows) and sum(logits.nbytes for logits in expected) < BLOCK_BYTES:
-            progress(done, len(windows))
             expected.append(_finite("baseline", baseline, windows, done + len(expected)))
         for theirs in expected:
-            progress(done, len(windows))
             ours = _finite("artifact", artifact, windows, done)
             # Nothing follows the last token, and nothing predicts the first.
             found = score(theirs[:-1], ours[:-1], np.asarray(windows[done].ids[1:]), of_tokens)
             scores.setdefault(windows[done].document, []).append(found)
             done += 1
-    progress(len(windows), len(windows))
+            progress(done, len(windows))
     return summarize(forms, scores, context=max(len(window.ids) for window in windows), seed=seed)
 
 
