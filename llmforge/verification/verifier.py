@@ -70,8 +70,9 @@ class Snapshot:
         if graph.fingerprint(model) != self.fingerprint:
             return "the structure of the graph"
         for name, tensor in _tensors(model).items():
-            # A fingerprint reads no lazy tensor: another object may hold other numbers.
-            if isinstance(tensor, ir.LazyTensor) and tensor is not self.tensors[name]:
+            before = self.tensors[name]
+            # A fingerprint reads no lazy tensor and knows no folder: another object may hold other numbers.
+            if tensor is not None and before is not None and not graph.same(tensor, before):
                 return f"initializer {name}"
         return None
 

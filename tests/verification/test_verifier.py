@@ -302,6 +302,24 @@ def test_a_lazy_tensor_that_was_exchanged_in_silence() -> None:
         check_changes("silent", before, model, Changes())
 
 
+def test_an_external_tensor_of_another_folder_that_was_exchanged_in_silence() -> None:
+    model = graphs.llama()
+    value = model.graph.initializers[WEIGHT]
+    tensor, shape = graph.tensor(value), value.shape
+    assert shape is not None
+
+    def stored_in(folder: str) -> ir.ExternalTensor:
+        return ir.ExternalTensor("w.bin", 0, tensor.nbytes, tensor.dtype, shape=shape, name=WEIGHT, base_dir=folder)
+
+    value.const_value = stored_in("one")
+    before = Snapshot.of(model)
+    value.const_value = stored_in("one")
+    check_changes("honest", before, model, Changes())
+    value.const_value = stored_in("two")
+    with pytest.raises(VerificationError, match=f"pass silent reports no changes and changed initializer {WEIGHT}"):
+        check_changes("silent", before, model, Changes())
+
+
 def test_a_graph_outside_the_dialect(tmp_path: Path) -> None:
     def act(model: ir.Model) -> None:
         graphs.find(model, "Sigmoid")[0].op_type = "Sinusoid"
