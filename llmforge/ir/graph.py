@@ -144,7 +144,7 @@ def operand(node: ir.Node, index: int) -> ir.Value | None:
 def initializer(
     place: ir.Model | ir.Graph,
     name: str,
-    data: NDArray[np.generic] | ir.TensorProtocol,
+    data: NDArray[np.generic] | np.generic | ir.TensorProtocol,
     sources: Sequence[str] = (),
 ) -> ir.Value:
     """Register `data` under `name` and return its value; what is known to be the `same` under that name is shared.

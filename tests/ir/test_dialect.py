@@ -240,7 +240,9 @@ def insert_unknown(model: ir.Model) -> None:
 def insert_norm_of_no_epsilon(model: ir.Model) -> None:
     """ONNX has a default; models differ in the number."""
     scale = graph.initializer(model.graph, "gamma", np.ones(32, np.float32))
-    graph.insert(node(model, "q_proj"), "RMSNormalization", [graph.operand(node(model, "q_proj"), 0), scale], name="odd")
+    graph.insert(
+        node(model, "q_proj"), "RMSNormalization", [graph.operand(node(model, "q_proj"), 0), scale], name="odd"
+    )
 
 
 def set_attribute(name: str, value: int | float | None) -> Callable[[ir.Model], None]:

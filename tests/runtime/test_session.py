@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge.base.errors import InputError, UnsupportedError, UsageError
+from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
+from llmforge.ir import interface
 from llmforge.runtime.backends.session import Session, SessionConfig
 
 from ..decoder_graph import decoder
@@ -216,3 +217,21 @@ def test_what_is_no_decoder_is_refused(tmp_path):
     next(v for v in model.graph.outputs if v.name == "present.1.key").name = "elsewhere"
     with pytest.raises(InputError, match=r"cache input past_key_values\.1\.key .* no output present\.1\.key"):
         Session(serialized(model), ONE_THREAD)
+
+
+def test_a_step_that_fails_and_a_bug_of_ours_are_told_apart(monkeypatch):
+    s = session()
+    cache = s.allocate(1, CAPACITY)
+    beyond = np.array([[1_000_000]])
+    with pytest.raises(RunFailed, match=r"ONNX Runtime .* fails to run the graph: .*idx=1000000 must be within"):
+        s.step(beyond, lengths(0), cache)
+    with pytest.raises(RunFailed, match="fails to run the graph"):
+        s.read(["logits"], beyond, lengths(0), cache, np.arange(1))
+    s.step(tokens(3), lengths(0), cache)
+
+    def buggy(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(interface, "feeds", buggy)
+    with pytest.raises(RuntimeError, match="a bug"):
+        s.step(tokens(1), lengths(3), cache)

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
+from llmforge.base.errors import RunFailed, UnsupportedError, UsageError, VerificationError
 from llmforge.ir import graph
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
 from llmforge.passes.flash_attention import FlashAttention
@@ -337,6 +337,45 @@ def test_a_graph_that_does_not_run(tmp_path: Path) -> None:
     error = fail(Planted(act), tmp_path)
     assert "pass planted wrote a graph that does not run" in error.message
     assert "num_heads" in error.message
+
+
+def look_beyond(model: ir.Model) -> None:
+    """Let the first gate read a row that is not there: ONNX Runtime takes the graph and fails at the first step."""
+    node = graphs.find(model, "Sigmoid")[0]
+    given = graph.operand(node, 0)
+    assert given is not None
+    beyond = graph.initializer(model, "beyond", np.array([1_000_000], np.int64))
+    node.replace_input_with(0, graph.insert(node, "Gather", [given, beyond], {"axis": 1}, name="look_beyond")[0])
+    graph.producer(graph.operand(node, 0)).outputs[0].name = "looked_up"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("whole_bytes", [2**40, 0], ids=["whole", "streamed"])
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_a_graph_that_loads_and_does_not_run(numerics: Numerics, whole_bytes: int, tmp_path: Path) -> None:
+    model = graphs.llama()
+    check = Verifier(model, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
+    planted = Planted(look_beyond, numerics)
+    with pytest.raises(VerificationError, match="pass planted wrote a graph that does not run") as caught:
+        check.check(planted, model, planted.run(model, graphs.CPU))
+    assert "fails to run the graph: " in caught.value.message
+    assert isinstance(caught.value.__cause__, RunFailed)
+
+
+@pytest.mark.parametrize("whole_bytes", [2**40, 0], ids=["whole", "streamed"])
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_a_bug_of_ours_is_not_a_graph_that_does_not_run(numerics: Numerics, whole_bytes: int, tmp_path: Path) -> None:
+    def act(model: ir.Model) -> None:
+        def read() -> ir.TensorProtocol:
+            raise RuntimeError("a bug")
+
+        value = model.graph.initializers[WEIGHT]
+        value.const_value = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape(graph.static(value)), name=WEIGHT)
+
+    model = graphs.llama()
+    check = Verifier(model, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
+    planted = Planted(act, numerics)
+    with pytest.raises(RuntimeError, match="a bug"):
+        check.check(planted, model, planted.run(model, graphs.CPU))
 
 
 def test_lossy_without_text_is_a_usage_error(tmp_path: Path) -> None:
