@@ -86,7 +86,7 @@ def test_a_pass_that_writes_it_is_proven(tmp_path: Path) -> None:
     assert graphs.lines(model, ["ScaledRows"]) == ["embedded = ScaledRows(input_ids, model.embed_tokens.weight)"]
     assert changes.rewritten == [Rewritten("embedded_node", "scaled by 1")]
     assert [(each.node, each.reason) for each in changes.skipped] == [("selected_node", "it reads no table")]
-    assert verification.max_abs_difference == 0
+    assert verification.largest_difference == 0
 
 
 def test_a_pass_that_lies_with_it_is_caught(tmp_path: Path) -> None:
