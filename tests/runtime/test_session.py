@@ -10,10 +10,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from llmforge import targets
 from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
-from llmforge.ir import interface
+from llmforge.engines import BuildRequest, onnxruntime
+from llmforge.ir import graph, interface
+from llmforge.ir.operators import contrib
+from llmforge.lowering import cpu_attention
+from llmforge.passes.flash_attention import FlashAttention
+from llmforge.recipe import EngineSpec
+from llmforge.runtime.backends import loading
+from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.session import Session, SessionConfig
 
+from .. import graphs
 from ..decoder_graph import decoder
 
 ONE_THREAD = SessionConfig(threads=1)
@@ -235,3 +244,21 @@ def test_a_step_that_fails_and_a_bug_of_ours_are_told_apart(monkeypatch):
     monkeypatch.setattr(interface, "feeds", buggy)
     with pytest.raises(RuntimeError, match="a bug"):
         s.step(tokens(1), lengths(3), cache)
+
+
+@pytest.mark.parametrize(("own", "steady_from"), [(0, 2), (1, 9), (2, 9)], ids=["none", "mixed", "all"])
+def test_one_attention_of_our_own_decides_how_many_tokens_are_steady(own, steady_from, tmp_path):
+    """Also beside ONNX Runtime's, whose inputs the graph then has."""
+    target = targets.local()
+    model = graphs.llama()
+    FlashAttention().run(model, graphs.CPU)
+    for attention in contrib.GroupQueryAttention.all(model)[:own]:
+        cpu_attention.lower(attention)
+        model.graph.remove(attention.node, safe=True)
+    graph.drop_unused(model)
+    lowered, _ = onnxruntime.lower(model, target)
+    spec = EngineSpec(max_context=64, max_batch=1, threads=1)
+    onnxruntime.build(BuildRequest(lowered, tmp_path, spec, target, (5,), 0))
+    opened = loading.open_engine(tmp_path, RuntimeConfig.read(tmp_path / "runtime.json"))
+    assert ("total_sequence_length" in opened.signature.inputs) == (own < 2)
+    assert opened.signature.steady_from == steady_from

@@ -97,6 +97,7 @@ class Session(Backend[Cache]):
         config: threads and options of ONNX Runtime.
         initializers: values, by name, of initializers that the model declares as external; they stay in memory here
             and no file is read for them.
+        own_kernels: the graph has nodes that kernels of llmforge's own run.
 
     Raises:
         InputError: the model cannot be read, or is not a decoder graph.
@@ -109,6 +110,7 @@ class Session(Backend[Cache]):
         config: SessionConfig,
         *,
         initializers: Mapping[str, NDArray[Any]] | None = None,
+        own_kernels: bool = False,
     ) -> None:
         options = session_options(config)
         native.register(options)
@@ -120,7 +122,7 @@ class Session(Backend[Cache]):
         self._session = open_graph(model, options, [PROVIDER], where)
         graph = self._session
         inputs = [*graph.get_inputs(), *graph.get_overridable_initializers()]
-        self.signature = signature = Signature.of(inputs, graph.get_outputs(), where)
+        self.signature = signature = Signature.of(inputs, graph.get_outputs(), where, own_kernels=own_kernels)
         for name, dtype in signature.cache_types.items():
             if not ELEMENTS[dtype].on_hosts:
                 raise UnsupportedError(f"{where}: {name} is {dtype}, which no kernel for CPUs reads")
@@ -304,4 +306,4 @@ class _Binding:
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: None) -> Session:
     """Open the engine whose graph is in `file` (llmforge.base.backends, Provider.session)."""
-    return Session(file, config.session.resolve(threads))
+    return Session(file, config.session.resolve(threads), own_kernels=config.kernels is not None)
