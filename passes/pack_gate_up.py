@@ -20,9 +20,12 @@ from typing import ClassVar
 import onnx_ir as ir
 from pydantic.dataclasses import dataclass
 
+from llmforge.ir.operators.record import Operator
 from llmforge.ir.operators.standard import Gelu, Mul, Relu, Sigmoid, Softplus, Tanh
 from llmforge.lowering import linear
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+
+ACTIVATIONS: tuple[type[Operator], ...] = (Gelu, Relu, Sigmoid, Softplus, Tanh)
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,18 @@ def _gated(product: Mul) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _activated(value: ir.Value) -> ir.Value | None:
-    """Return `g` where `value` is an activation of `g`; None where it is none."""
-    for activation in (Gelu, Relu, Sigmoid, Softplus, Tanh):
-        if (found := activation.made(value)) is not None:
-            return found.x
+    """Return `g` where `value` is an activation of `g` alone; None where it is none."""
+    for activation in ACTIVATIONS:
+        if (read := _read_by(activation, value)) is not None:
+            return read
     silu = Mul.made(value)
     for factor, other in () if silu is None else silu.either_way:
-        sigmoid = Sigmoid.made(other)
-        if sigmoid is not None and sigmoid.x is factor:
+        if _read_by(Sigmoid, other) is factor:
             return factor
     return None
+
+
+def _read_by(activation: type[Operator], value: ir.Value) -> ir.Value | None:
+    """Return the one input of the `activation` that makes `value`; None where something else does."""
+    found = activation.made(value)
+    return found.first_input if found is not None and len(found.node.inputs) == 1 else None

@@ -121,9 +121,8 @@ class QuantizeChannels(Pass):
         rounded = next((each.outputs[0] for each in model.graph if each.outputs[0].name == name), None)
         if rounded is None:
             step = np.float32(max(peaks) / channels.LARGEST[dtype])
-            scale = graph.initializer(model, f"{name}.scale", ir.Tensor(np.asarray(step), name=f"{name}.scale"))
-            none = ir.Tensor(np.zeros((), dtype.numpy()), dtype=dtype, name=f"{self.name}.zero")
-            zero = graph.initializer(model, str(none.name), none)
+            scale = graph.initializer(model, f"{name}.scale", step)
+            zero = graph.initializer(model, f"{self.name}.zero", np.zeros((), dtype.numpy()))
             [codes] = graph.insert(node, "QuantizeLinear", [x, scale, zero], name=f"{name}/codes")
             codes.name, codes.type, codes.shape = f"{name}.codes", ir.TensorType(dtype), x.shape
             [rounded] = graph.insert(node, "DequantizeLinear", [codes, scale], name=f"{name}/values")

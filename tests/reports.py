@@ -101,7 +101,7 @@ LATENCY = Latency(
 def checked(numerics: Numerics, difference: float, kld: float | None = None, budget: float | None = None):
     return VerificationRecord(
         numerics=numerics,
-        max_abs_difference=difference,
+        largest_difference=difference,
         allowed=None if numerics is Numerics.LOSSY else 0.0 if numerics is Numerics.EXACT else 1e-4,
         kld_mean=kld,
         budget=budget,

@@ -75,12 +75,12 @@ def build(
     ends = opened.eos_token_ids, opened.bos_token_id
     engine = builder.build(engines.BuildRequest(lowered, folder / "engine", spec, chosen, *ends))
     write_tokenizer(opened, folder / "tokenizer")
-    read = footprint.count(model, engine.size_bytes)
+    read = footprint.count(model)
     facts = {
         "nodes": engine.nodes,
         "size_bytes": engine.size_bytes,
-        "weight_bytes_per_token": read.weight_bytes_per_token,
-        "kv_bytes_per_token": read.kv_bytes_per_token,
+        "weight_bytes_per_token": read.weights,
+        "kv_bytes_per_token": read.kv,
         "notes": list(engine.notes),
         "slower": [f"{each.node}: {each.reason}" for each in changes.skipped],
     }

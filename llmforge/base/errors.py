@@ -12,7 +12,8 @@
     │   ├── CheckpointError         5
     │   └── DataError               5
     ├── UnsupportedError            6   the target, architecture or option cannot be served
-    │   └── NotADecoder             6   the model is an encoder, or has one
+    │   ├── NotADecoder             6   the model is an encoder, or has one
+    │   └── RunFailed               6   what runs a graph took it, and a run of it failed
     ├── VerificationError           7   a pass did not do what it declares
     └── EnvironmentLacks            8   a package, a device or disk space is missing
         └── VersionMismatch         8   an artifact needs other versions than are installed
@@ -90,6 +91,10 @@ class UnsupportedError(ForgeError):
 
 class NotADecoder(UnsupportedError):
     """The architecture is no decoder; no other way to trace it would help."""
+
+
+class RunFailed(UnsupportedError):
+    """ONNX Runtime, TensorRT or CUDA took a graph, and failed at running it."""
 
 
 class VerificationError(ForgeError):

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import onnx_ir as ir
-
 from llmforge import engines
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
-from llmforge.evaluation import footprint, gates, latency, quality
+from llmforge.evaluation import gates, latency, quality
 from llmforge.evaluation.baseline import Baseline
+from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
@@ -98,7 +97,7 @@ class Clock:
 def measure(
     artifact: Path,
     engine: Engine | None,
-    model: ir.Model,
+    read: BytesRead,
     *,
     spec: ValidationSpec,
     target: Target,
@@ -109,8 +108,8 @@ def measure(
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
-    `model` is the graph that the engine was made of, `windows` the text for its quality. An engine that is not built
-    yet (None), or that this machine does not run, is not measured.
+    `read` is what a decode step reads, `windows` the text for its quality. An engine that is not built yet (None), or
+    that this machine does not run, is not measured.
     """
     reason = PENDING if engine is None else engines.why_not_run(target)
     if engine is None or reason is not None or (spec.quality is None and spec.latency is None):
@@ -131,7 +130,7 @@ def measure(
         timed = latency.measure(
             Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds),
             Subject(baseline.description, baseline.generate, baseline.load_seconds),
-            footprint.count(model, engine.size_bytes),
+            read.footprint(engine.size_bytes),
             prompt_tokens=spec.latency.prompt_tokens,
             output_tokens=spec.latency.output_tokens,
             repetitions=spec.latency.repetitions,

@@ -9,8 +9,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import onnx_ir as ir
-
 from llmforge import artifact, engines, passes, targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import UsageError
@@ -20,9 +18,11 @@ from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, pending
+from llmforge.engines.pending import Pending
+from llmforge.evaluation.footprint import BytesRead
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.report import model as records
-from llmforge.runtime.backends.config import MODEL_FILE, physical_cores
+from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.triton import repository
 
@@ -58,7 +58,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         made_of = {"checkpoint": f"{manifest.recipe['checkpoint']} {manifest.checkpoint}"}
         model = repository.Model(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
-        found = measure(opened, staging, engine, target, recipe, progress)
+        found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened.path / artifact.REPORT / "report.json")
         built_from = f"the engine was built from version {manifest.version}, which {before.machine.cpu} wrote"
         facts = {**dict(before), "notes": (*before.notes, built_from, *engine.notes)}  # passes and calibration stay
@@ -83,7 +83,7 @@ def check_recipe(recipe: Recipe, opened: Artifact) -> None:
 
 
 def measure(
-    opened: Artifact, staging: Path, engine: Engine, target: Target, recipe: Recipe | None, progress: Progress
+    waiting: Pending, staging: Path, engine: Engine, target: Target, recipe: Recipe | None, progress: Progress
 ) -> Evidence:
     """Measure the engine as it ships, where this machine runs it and the recipe says beside what."""
     if recipe is None:
@@ -93,7 +93,7 @@ def measure(
     return evidence.measure(
         staging,
         engine,
-        ir.load(opened.path / "engine" / MODEL_FILE),
+        BytesRead(waiting.weight_bytes_per_token, waiting.kv_bytes_per_token),
         spec=recipe.validation,
         target=target,
         checkpoint=checkpoint,

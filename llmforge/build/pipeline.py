@@ -20,6 +20,8 @@ from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
+from llmforge.evaluation import footprint
+from llmforge.evaluation.footprint import BytesRead
 from llmforge.ir import dialect, graph, interface
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Context, Numerics, Pass
@@ -73,11 +75,12 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             record, noted = transform(step, model, Context(target, statistics), verifier, progress)
             done.append(record)
             notes += noted
-        engine, said = build_engine(recipe, checkpoint, target, model, staging, progress)
+        read = footprint.count(model)
+        engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
         found = evidence.measure(
             staging,
             engine,
-            model,
+            read,
             spec=recipe.validation,
             target=target,
             checkpoint=checkpoint,
@@ -201,11 +204,17 @@ def transform(
 
 
 def build_engine(
-    recipe: Recipe, checkpoint: Checkpoint, target: Target, model: ir.Model, staging: Path, progress: Progress
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    target: Target,
+    model: ir.Model,
+    read: BytesRead,
+    staging: Path,
+    progress: Progress,
 ) -> tuple[Engine | None, tuple[str, ...]]:
     """Lower `model` and write the engine, the tokenizer and the model repository, and what there is to say of them.
 
-    The engine is None where it is deferred.
+    The engine is None where it is deferred: what a decode step of it reads is written down for the build that ends it.
     """
     progress.stage("Build engine")
     builder = engines.for_target(recipe.engine.backend, target)
@@ -216,7 +225,7 @@ def build_engine(
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress)
     if recipe.engine.deferred:
-        pending.write(request)
+        pending.write(request, weight_bytes_per_token=read.weights, kv_bytes_per_token=read.kv)
         return None, tuple(notes)
     engine = builder.build(request)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]

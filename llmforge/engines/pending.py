@@ -21,7 +21,7 @@ from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.config import MODEL_FILE, PENDING_FILE
 from llmforge.targets import Target
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Pending:
     engine: str  # the recipe's section `engine`, as JSON
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    weight_bytes_per_token: int  # read by a decode step at batch 1: the lowered graph does not tell experts apart
+    kv_bytes_per_token: int
 
     @property
     def spec(self) -> EngineSpec:
@@ -47,8 +49,8 @@ class Pending:
         return BuildRequest(model, folder, self.spec, target, self.eos_token_ids, self.bos_token_id, progress)
 
 
-def write(request: BuildRequest) -> None:
-    """Write what a later build takes into the folder of `request` (created)."""
+def write(request: BuildRequest, *, weight_bytes_per_token: int, kv_bytes_per_token: int) -> None:
+    """Write what a later build takes into the folder of `request` (created); see `Pending`."""
     pending = Pending(
         format=FORMAT,
         backend=request.spec.backend,
@@ -57,6 +59,8 @@ def write(request: BuildRequest) -> None:
         engine=request.spec.model_dump_json(),
         eos_token_ids=tuple(request.eos_token_ids),
         bos_token_id=request.bos_token_id,
+        weight_bytes_per_token=weight_bytes_per_token,
+        kv_bytes_per_token=kv_bytes_per_token,
     )
     request.folder.mkdir(parents=True, exist_ok=True)
     onnx_file.write(request.model, request.folder, request.progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -11,11 +12,23 @@ from llmforge.ir.routing import share_read
 from llmforge.metrics.latency import Footprint
 
 
-def count(model: ir.Model, artifact_bytes: int) -> Footprint:
+@dataclass(frozen=True)
+class BytesRead:
+    """What a decode step reads at batch 1."""
+
+    weights: int
+    kv: int  # for each token of context
+
+    def footprint(self, artifact_bytes: int) -> Footprint:
+        """Put it beside the size of the artifact's engine."""
+        return Footprint(artifact_bytes=artifact_bytes, weight_bytes_per_token=self.weights, kv_bytes_per_token=self.kv)
+
+
+def count(model: ir.Model) -> BytesRead:
     """Count the bytes that a decode step of `model` reads; an initializer that several nodes read counts once.
 
-    Of experts count those that a token chooses, at batch 1. Experts that were expanded to a Loop cannot be told apart
-    from tables: count before the lowering.
+    Of experts count those that a token chooses, at batch 1. In a lowered graph these cannot be told any more: count
+    before the lowering.
 
     A cache input is [batch, kv_heads, capacity, head_dim]; a token of context is one slot of it. States of fixed size
     do not grow with the context and count as none.
@@ -32,7 +45,7 @@ def count(model: ir.Model, artifact_bytes: int) -> Footprint:
             if value.shape is None or value.dtype is None:
                 raise ValueError(f"cache input {value.name} has no shape or dtype")
             kv += _bytes(value.dtype, [value.shape[axis] for axis in (1, 3)])
-    return Footprint(artifact_bytes=artifact_bytes, weight_bytes_per_token=weights, kv_bytes_per_token=kv)
+    return BytesRead(weights, kv)
 
 
 def _only_looked_up(value: ir.Value) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
@@ -11,6 +12,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+
+from llmforge.ir.derived import Derived
 
 SOURCES = "llmforge.sources"  # metadata_props key of an initializer: JSON list of parameter names (docs/dialect.md)
 
@@ -141,24 +144,24 @@ def operand(node: ir.Node, index: int) -> ir.Value | None:
 def initializer(
     place: ir.Model | ir.Graph,
     name: str,
-    data: NDArray[np.generic] | ir.TensorProtocol,
+    data: NDArray[np.generic] | np.generic | ir.TensorProtocol,
     sources: Sequence[str] = (),
 ) -> ir.Value:
-    """Register `data` under `name` and return its value; the same data under the same name is shared.
+    """Register `data` under `name` and return its value; what is known to be the `same` under that name is shared.
 
-    `sources` are the parameters that it comes from. A lazy or external tensor is taken as it is and never read.
-
-    Raises:
-        ValueError: another tensor has that name.
+    Other data gets a name of its own: `name`_1, `name`_2 and so on. `sources` are the parameters that it comes from. A
+    lazy or external tensor is taken as it is and never read.
     """
     graph = place.graph if isinstance(place, ir.Model) else place
-    tensor = data if isinstance(data, ir.TensorProtocol) else ir.Tensor(np.ascontiguousarray(data), name=name)
-    existing = graph.initializers.get(name)
-    if existing is not None:
-        if existing.const_value is None or identity(existing.const_value) != identity(tensor):
-            raise ValueError(f"initializer {name!r} exists with other content")
-        return existing
-    value = ir.val(name, const_value=tensor)
+    tensor = data if isinstance(data, ir.TensorProtocol) else ir.Tensor(np.asarray(data, order="C"))
+    for own in itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1))):
+        existing = graph.initializers.get(own)
+        if existing is None:
+            break
+        if existing.const_value is not None and same(existing.const_value, tensor):
+            return existing
+    tensor.name = own
+    value = ir.val(own, const_value=tensor)
     graph.register_initializer(value)
     if sources:
         set_sources(value, sources)
@@ -349,6 +352,26 @@ def _put_nodes(graph: ir.Graph, put: _Put, places: dict[ir.Value, str]) -> None:
 def _signature(value: ir.Value) -> tuple[object, ...]:
     dtype = None if value.dtype is None else value.dtype.name
     return value.name, dtype, dims(value)
+
+
+def same(one: ir.TensorProtocol, other: ir.TensorProtocol) -> bool:
+    """Say whether two tensors are known to hold the same, without reading a file or computing anything.
+
+    They are one object, hold the same bytes in memory, stand in one place of one file, or are derived by one function
+    from the same operands.
+    """
+    if one is other:
+        return True
+    if one.dtype != other.dtype or one.shape.numpy() != other.shape.numpy():
+        return False
+    if isinstance(one, Derived) and isinstance(other, Derived):
+        alike = one.function is other.function and len(one.operands) == len(other.operands)
+        return alike and all(map(same, one.operands, other.operands))
+    if isinstance(one, ir.ExternalTensor) and isinstance(other, ir.ExternalTensor):
+        return (one.path, one.offset, one.length) == (other.path, other.offset, other.length)
+    if any(isinstance(tensor, ir.LazyTensor | ir.ExternalTensor) for tensor in (one, other)):
+        return False
+    return one.tobytes() == other.tobytes()
 
 
 def identity(tensor: ir.TensorProtocol) -> tuple[object, ...]:

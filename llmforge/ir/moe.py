@@ -127,8 +127,7 @@ class Expansion(Builder):
 
     def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
-        own = f"{PREFIX}.moe_{name}"
-        return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes
+        return g.initializer(self.model, f"{PREFIX}.moe_{name}", array)
 
     def _outer(
         self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None

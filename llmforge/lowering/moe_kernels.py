@@ -189,8 +189,7 @@ class _KernelWriter:
 
     def constant(self, name: str, value: list[int] | np.generic) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, list) else np.asarray(value)
-        own = f"moe.{name}"
-        return g.initializer(self.model, own, ir.Tensor(array, name=own))  # a tensor keeps scalars without axes
+        return g.initializer(self.model, f"moe.{name}", array)
 
     def add(
         self,

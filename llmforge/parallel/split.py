@@ -174,9 +174,7 @@ class _Rank:
         node, ids, dtype, [(first, stop)] = lookup.node, lookup.indices, g.dtype(lookup.data), self.vocabulary
         begin, size = self._constant(first), self._constant(stop - first)
         zero, last = self._constant(0), g.initializer(self.model, "rank.axis_-1", np.array([-1]))
-        none = g.initializer(
-            self.model, f"rank.none_{dtype.name.lower()}", ir.Tensor(np.zeros((), dtype.numpy()), dtype=dtype)
-        )
+        none = g.initializer(self.model, f"rank.none_{dtype.name.lower()}", np.zeros((), dtype.numpy()))
         local = self._before(node, "Sub", [ids, begin], like=ids)
         above = self._before(node, "GreaterOrEqual", [local, zero], ir.DataType.BOOL, like=ids)
         below = self._before(node, "Less", [local, size], ir.DataType.BOOL, like=ids)

@@ -86,9 +86,6 @@ def register(
     Provenance); `flat` makes them [n, bytes of a row], for GatherBlockQuantized. Where the matrix is those of
     `experts`, on top of each other, each part gets an axis of experts in front: codes [experts, n / experts, bytes of a
     row].
-
-    Raises:
-        ValueError: an initializer has one of these names.
     """
     values = {}
     for part, dtype, shape in matrix.parts():

@@ -40,11 +40,15 @@ class TargetRecord(Record):
 
 
 class VerificationRecord(Record):
-    """What the check after a pass found, on probe inputs and against the graph before the pass."""
+    """What the check after a pass found, on probe inputs and against the graph before the pass.
+
+    A difference is in standard deviations of what differs: all logits of the probes, a cache, or what a changed
+    subgraph makes, where `probes` tell of subgraphs.
+    """
 
     numerics: Numerics  # what the pass declares
-    max_abs_difference: float  # of any logit
-    allowed: float | None  # largest max_abs_difference that its numerics allow; None where the budget decides
+    largest_difference: float
+    allowed: float | None  # largest `largest_difference` that its numerics allow; None where the budget decides
     kld_mean: float | None  # nats a token; None where it was not measured
     budget: float | None  # the recipe's, nats a token
     probes: tuple[str, ...]  # "prefill", "decode", "ragged"

@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from llmforge.ir import dialect, graph, interface
 from llmforge.lowering import emulation
-from llmforge.runtime.backends.session import LOAD_FAILURES, Cache, Session, SessionConfig
+from llmforge.runtime.backends.session import Cache, Session, SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
 _INLINE_BYTES = 1024
 _SEED = 20_240_229  # any fixed number: probes must be the same in every build
-RUN_FAILURES = (*LOAD_FAILURES, RuntimeError)  # what `run_with_iobinding` makes of each of these
 # Threads of a session that waits for work would take the cores from the one that it is held against.
 QUIET = {"session.intra_op.allow_spinning": "0"}
 _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 16 of 512 lift the mean over any budget

@@ -179,7 +179,7 @@ class Cost:
 
     kld_mean: float
     tokens: int
-    largest: float  # |difference| of a logit
+    largest: float  # difference of a logit, in standard deviations of all
     not_finite: str | None  # the first step whose logits are NaN or infinite
 
 
@@ -207,13 +207,13 @@ class Loss:
         run = self.run
         if self._before is None:
             self._before = self._logits(before, run)
-        made = self._logits(after, run)
+        made, spread = self._logits(after, run), float(np.concatenate(self._before).std())
         total, tokens, largest = 0.0, 0, 0.0
         for number, (b, a) in enumerate(zip(self._before, made, strict=True)):
             if not np.isfinite(a).all():
                 return Cost(np.nan, tokens, np.inf, run.where(number))
             total, tokens = total + mean_kld(b, a) * len(b), tokens + len(b)
-            largest = max(largest, comparison.largest(b, a))
+            largest = max(largest, comparison.deviation(b, a, spread))
         self._before = made
         return Cost(total / tokens, tokens, largest, None)
 

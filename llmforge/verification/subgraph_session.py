@@ -10,21 +10,20 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.base.errors import UnsupportedError
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.ir import dialect, graph, interface, operators
 from llmforge.lowering import emulation
 from llmforge.runtime.backends.session import (
     CACHE_DTYPES,
-    LOAD_FAILURES,
     PROVIDER,
     SessionConfig,
     grown,
+    open_graph,
     ort_value,
+    run,
     session_options,
     store_grown,
 )
@@ -68,12 +67,8 @@ class SubgraphSession:
         self._held = [ort_value(array) for array in arrays.values()]
         if arrays:
             options.add_external_initializers(list(arrays), self._held)
-        try:
-            self._session = ort.InferenceSession(
-                ir.serde.serialize_model(executable).SerializeToString(), options, providers=[PROVIDER]
-            )
-        except LOAD_FAILURES as error:
-            raise UnsupportedError(f"ONNX Runtime {ort.__version__} refuses a part of the graph: {error}") from error
+        serialized = ir.serde.serialize_model(executable).SerializeToString()
+        self._session = open_graph(serialized, options, [PROVIDER], "a part of the graph")
         arguments = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
         self.inputs = tuple(argument.name for argument in arguments if argument.name not in self._weights)
         self.outputs = tuple(argument.name for argument in self._session.get_outputs())
@@ -118,9 +113,8 @@ class SubgraphSession:
         )
         past = grown(caches, step.past) if self._growing else caches
         fed = {name: given[name] for name in self.inputs if name in given}
-        results = dict(
-            zip(self.outputs, self._session.run(None, {**feeds, **past, **fed, **self._weights}), strict=True)
-        )
+        values = run(self._session, None, {**feeds, **past, **fed, **self._weights})
+        results = dict(zip(self.outputs, values, strict=True))
         for name in caches:
             present = results.get(interface.present_of(name))
             if present is None:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.base.errors import NotADecoder, UnsupportedError, VerificationError
+from llmforge.base.errors import NotADecoder, RunFailed, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph, interface, summary
 from llmforge.ir.operators import canonical
@@ -117,7 +117,7 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     del reference  # its weights make room for those of the graph
     try:
         made = streamed_execution.drive(model, runs, threads=threads, rows=_selected, capacity=slots, fill=GARBAGE)
-    except probe.RUN_FAILURES as error:
+    except RunFailed as error:
         raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error
     compared = [
         comparison

@@ -35,11 +35,15 @@ _Outcomes = list[list[probe.Outcome]]  # by run, by step
 
 @dataclass(frozen=True)
 class Verification:
-    """What the check of one pass found, against the graph before the pass."""
+    """What the check of one pass found, against the graph before the pass.
+
+    A difference is in standard deviations of what differs: all logits of the probes, a cache, or what a changed
+    subgraph makes, where `probes` tell of subgraphs.
+    """
 
     numerics: Numerics
-    max_abs_difference: float  # of a logit; of subgraphs: of a value at their boundary, in its deviation
-    allowed: float | None  # largest max_abs_difference that the numerics allow; None where the budget decides
+    largest_difference: float
+    allowed: float | None  # largest `largest_difference` that the numerics allow; None where the budget decides
     kld_mean: float | None  # nats a token, on text; None where it was not measured
     budget: float | None  # largest kld_mean that the recipe allows
     probes: tuple[str, ...]  # names of the runs; () where the graph is unchanged
@@ -70,8 +74,9 @@ class Snapshot:
         if graph.fingerprint(model) != self.fingerprint:
             return "the structure of the graph"
         for name, tensor in _tensors(model).items():
-            # A fingerprint reads no lazy tensor: another object may hold other numbers.
-            if isinstance(tensor, ir.LazyTensor) and tensor is not self.tensors[name]:
+            before = self.tensors[name]
+            # A fingerprint reads no lazy tensor and knows no folder: another object may hold other numbers.
+            if tensor is not None and before is not None and not graph.same(tensor, before):
                 return f"initializer {name}"
         return None
 
@@ -184,7 +189,7 @@ class Verifier:
                 result = self._measure_loss(step, model, self._loss)
             else:
                 result = self._prove_subgraphs(step, model)
-        except (UnsupportedError, *probe.RUN_FAILURES) as error:
+        except UnsupportedError as error:
             raise VerificationError(f"pass {step.name} wrote a graph that does not run: {error}") from error
         self._before = Snapshot.of(model)
         return result
@@ -219,28 +224,28 @@ class Verifier:
 
     def _prove_whole(self, step: Pass, model: ir.Model, session: Session, outcomes: _Outcomes) -> Verification:
         names = [run.name for run in self._runs]
-        allowed, kld_mean, budget = None, None, None
+        difference, allowed, kld_mean, budget = 0.0, None, None, None
         failure = self._not_finite(outcomes) or self._other_caches(outcomes)
         if failure is None and step.numerics is Numerics.LOSSY:
             budget = _budget(step).kld_mean
             cost, failure = self._over_budget(step, session, budget)
             kld_mean, names = cost.kld_mean, [*names, *cost.names]
+            difference = self._logits_moved(outcomes)
         elif failure is None:
-            tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
-            allowed = tolerance * _spread(self._outcomes)
-            if tolerance and _rounds_activations(self._before.model):
+            allowed = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
+            if allowed and _rounds_activations(self._before.model):
                 # a rounding error may move a number to the next step of int8, and logits by far more than itself
                 proof = self._prove_subgraphs(step, model)
-                allowed, names = proof.allowed, [*proof.probes]
+                difference, names = proof.largest_difference, [*proof.probes]
             else:
-                failure = self._too_different(outcomes, tolerance)
+                found = self._compare(outcomes, allowed)
+                difference, failure = (np.inf, found) if isinstance(found, _Failure) else (found, None)
         if failure is not None:
             overflow = _end_of_range(model) if np.isinf(failure.bound) else ""
             raise VerificationError(
                 f"pass {step.name} declares {step.numerics.value}: {failure.what} in {failure.where}; "
                 f"{self._origin(model, failure)}{overflow}"
             )
-        difference = max(float(np.abs(b.logits - a.logits).max()) for _, _, b, a in self._steps(outcomes))
         self._outcomes = outcomes
         self._weights.keep(model)
         return Verification(step.numerics, difference, allowed, kld_mean, budget, tuple(names), 0.0)
@@ -268,9 +273,17 @@ class Verifier:
         names = ", ".join(sorted(before.keys() ^ after.keys()))
         return _Failure(f"the graph has other cache inputs ({names})", self._runs[0], 0, self._tolerance)
 
-    def _too_different(self, outcomes: _Outcomes, tolerance: float) -> _Failure | None:
-        """Find the first step whose logits or caches differ by more than `tolerance`, in standard deviations."""
+    def _logits_moved(self, outcomes: _Outcomes) -> float:
+        """Return the largest difference of a logit of the probes, in standard deviations of all."""
         spread = _spread(self._outcomes)
+        return max(comparison.deviation(b.logits, a.logits, spread) for _, _, b, a in self._steps(outcomes))
+
+    def _compare(self, outcomes: _Outcomes, tolerance: float) -> float | _Failure:
+        """Return the largest difference of logits and caches, each in its standard deviation.
+
+        Or the first step where one is more than `tolerance`; 0: where a bit differs.
+        """
+        spread, largest = _spread(self._outcomes), 0.0
         for run, index, before, after in self._steps(outcomes):
             compared = [("logits", before.logits, after.logits, spread)]
             for name in before.caches:
@@ -283,7 +296,8 @@ class Verifier:
                     difference = comparison.largest(b, a)
                     what = f"{name} differ by {difference:.3g}, allowed is {tolerance * unit:.3g},"
                     return _Failure(what, run, index, tolerance)
-        return None
+                largest = max(largest, comparison.deviation(b, a, unit))
+        return largest
 
     def _over_budget(self, step: Pass, after: Session, budget: float) -> tuple[TextCost, _Failure | None]:
         """Measure KL(before || after) on text: what it costs, and a failure where that exceeds `budget`."""

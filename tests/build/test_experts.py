@@ -12,9 +12,14 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from llmforge import passes
-from llmforge.build import pipeline
+from llmforge import passes, targets
+from llmforge.base.progress import Silent
+from llmforge.build import evidence, finishing, pipeline
+from llmforge.build.evidence import Evidence
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines import Engine, pending
+from llmforge.evaluation import footprint
+from llmforge.evaluation.footprint import BytesRead
 from llmforge.lowering.pass_base import Budget, Pass
 from llmforge.recipe import Recipe
 from llmforge.runtime import Sampling, load
@@ -123,3 +128,26 @@ def test_every_pass_of_a_recipe_holds(name: str, tmp_path: Path) -> None:
     operators = graphs.operators(model)
     assert (operators.get("QMoE", 0), operators["MoE"]) == (layers - 1, 1)
     assert operators["SkipSimplifiedLayerNormalization"] > 0
+
+
+def test_an_engine_that_is_finished_elsewhere_reads_what_one_built_in_one_go_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the experts those that a token chooses: the lowered graph, which is all that lies there, cannot say it."""
+    reads: list[BytesRead] = []
+
+    def measure(artifact: Path, engine: Engine | None, read: BytesRead, **_: object) -> Evidence:
+        reads.append(read)
+        return Evidence(None, None, None, "nothing is measured here")
+
+    monkeypatch.setattr(evidence, "measure", measure)
+    step = {"lower-precision": {"dtype": "fp16", "budget": LOOSE}}
+    engine = {"backend": "tensorrt", "max_context": 128, "max_batch": 2, "deferred": True}
+    given = recipe(tmp_path, "mixtral", [step], target="l4", engine=engine)
+    folder = pipeline.build(given, tmp_path / "out").path / "engine"
+    finishing.measure(pending.read(folder), tmp_path, None, targets.load("l4"), given, Silent())  # type: ignore[arg-type]
+    built, finished = reads
+    assert finished == built
+    lowered = footprint.count(ir.load(folder / "model.onnx"))
+    assert built.kv == lowered.kv
+    assert 1.5 * built.weights < lowered.weights  # 2 of 4 experts

@@ -25,7 +25,10 @@ from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import InputRangeDemand, KvRangeDemand, Statistics, WeightDemand
+from llmforge.trace import trace
+from llmforge.trace.export import pattern
 
+from .. import edited_llama, zoo
 from ..checkpoints import write_checkpoint
 
 GRID = Grid(4, 32, False)
@@ -104,6 +107,33 @@ def test_layers_one_by_one_are_the_model(changes: dict[str, object], tmp_path: P
                 torch.testing.assert_close(got, want[index], atol=1e-5, rtol=1e-5)
             layer = skeleton.load(index, calls[index])
             states = [layer.run(i, state) for i, state in enumerate(states)]
+
+
+LIST = "nn.ModuleList([nn.Identity() for _ in range(config.num_hidden_layers)])"
+
+
+def with_list_in(part: str) -> Callable[[str], str]:
+    """Give Llama a second list of as many modules as it has layers, in front of the first: in the model, or a layer."""
+    before = {"model": "        self.layers = nn.ModuleList(", "layer": "        self.mlp = DroverMLP(config)"}[part]
+    return lambda source: source.replace(before, f"        self.others = {LIST}\n{before}")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_calibration_sees_the_layers_that_the_trace_sees(part: str, tmp_path: Path) -> None:
+    with edited_llama.registered(tmp_path, with_list_in(part)) as modeling:
+        zoo.save(modeling.DroverConfig(**{**zoo.BASE, "num_hidden_layers": 4}), tmp_path / "checkpoint")
+        opened = Checkpoint.open(tmp_path / "checkpoint")
+        graph = trace(opened)
+        if part == "layer":  # within the layers: no doubt which list they are
+            found = pattern.recorded(graph)
+            assert found is not None
+            assert Skeleton.build(opened).prefixes == [f"{found.stack}.{index}" for index in range(4)]
+            return
+        reason = "2 lists of 4 modules could be the layers"
+        assert graph.metadata_props[pattern.LAYERS] == json.dumps({"irregular": reason})
+        with pytest.raises(UnsupportedError, match=f"cannot be calibrated: {reason}"):
+            Skeleton.build(opened)
 
 
 def test_ranges_are_those_of_a_cache(checkpoint: Checkpoint, windows: list[Window]) -> None:

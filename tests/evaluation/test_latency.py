@@ -192,7 +192,7 @@ untied (int64[1, sequence] input_ids, float[batch, 2, capacity, 8] "past_key_val
 
 
 def test_footprint_leaves_out_the_looked_up_embedding() -> None:
-    got = footprint.count(ir.from_onnx_text(FOOTPRINT_GRAPH), artifact_bytes=999)
+    got = footprint.count(ir.from_onnx_text(FOOTPRINT_GRAPH)).footprint(artifact_bytes=999)
     assert got.artifact_bytes == 999
     assert got.weight_bytes_per_token == 4 * (4 * 6 + 4)
     assert got.kv_bytes_per_token == 2 * 8 * 4 + 2 * 16
@@ -202,7 +202,7 @@ def test_footprint_counts_a_tied_embedding_once() -> None:
     text = FOOTPRINT_GRAPH.replace(", float[4, 6] head = {0" + ", 0" * 23 + "}", "").replace(
         "logits = MatMul (again, head)", "head = Transpose (embedding)\n logits = MatMul (again, head)"
     )
-    assert footprint.count(ir.from_onnx_text(text), artifact_bytes=1).weight_bytes_per_token == 4 * (6 * 4 + 4)
+    assert footprint.count(ir.from_onnx_text(text)).weights == 4 * (6 * 4 + 4)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_footprint_leaves_out_tables_of_which_rows_are_read(domain: str, op_type
     inputs[index], inputs[6] = table, norm
     node = ir.Node(domain, op_type, inputs)
     model = ir.Model(ir.Graph([], node.outputs, nodes=[node], initializers=[table, norm]), ir_version=10)
-    assert footprint.count(model, artifact_bytes=1).weight_bytes_per_token == 32
+    assert footprint.count(model).weights == 32
 
 
 def test_footprint_counts_the_experts_that_a_token_chooses() -> None:
@@ -238,7 +238,7 @@ def test_footprint_counts_the_experts_that_a_token_chooses() -> None:
         inputs[first] = held
         node = ir.Node(*operator, inputs, ir.convenience.convert_attributes(attributes))
         model = ir.Model(ir.Graph([], node.outputs, nodes=[node], initializers=[held, norm]), ir_version=10)
-        assert footprint.count(model, artifact_bytes=1).weight_bytes_per_token == 8 * 4 + 20
+        assert footprint.count(model).weights == 8 * 4 + 20
 
 
 def test_bandwidth_of_this_machine_is_plausible() -> None:

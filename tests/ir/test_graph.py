@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from llmforge.ir import graph as g
+from llmforge.ir.derived import Derived, Function, side_by_side, to_fp32
 
 TEXT = """
 <ir_version: 11, opset_import: ["" : 24]>
@@ -32,21 +35,83 @@ def test_dims_give_integers_symbols_and_nothing_for_an_unknown_rank() -> None:
     assert g.dims(ir.Value(name="a")) is None
 
 
-def test_initializer_shares_equal_data_and_refuses_other_data_of_that_name() -> None:
+def test_initializer_shares_equal_data_and_names_other_data_apart() -> None:
     m = model()
     rows = g.initializer(m, "rows", np.array([-1], np.int64))
     assert rows.dtype == ir.DataType.INT64
     assert g.dims(rows) == (1,)
     assert g.initializer(m.graph, "rows", np.array([-1], np.int64)) is rows
-    with pytest.raises(ValueError, match="'rows' exists with other content"):
-        g.initializer(m, "rows", np.array([0], np.int64))
+    other = g.initializer(m, "rows", np.array([0], np.int64))
+    assert other is g.initializer(m, "rows", np.array([0], np.int64)) is not rows
+    assert (rows.name, other.name) == ("rows", "rows_1")
+    assert g.tensor(other).name == "rows_1"
+    assert g.tensor(other).numpy().tolist() == [0]
+    assert m.graph.initializers["rows"] is rows
 
 
-def test_initializer_takes_a_lazy_tensor_without_reading_it() -> None:
+@pytest.mark.parametrize("data", [np.float32(2.5), np.array(2.5, np.float32), ir.tensor(np.float32(2.5))])
+def test_initializer_keeps_a_scalar_without_axes(data: np.ndarray | ir.TensorProtocol) -> None:
+    value = g.initializer(model(), "scalar", data)
+    assert g.dims(value) == g.tensor(value).shape.numpy() == ()
+    assert g.tensor(value).numpy() == 2.5
+
+
+def unread(name: str = "lazy") -> ir.LazyTensor:
+    """Make a lazy fp32 tensor [2, 3] that must not be read."""
+
     def read() -> ir.TensorProtocol:
         raise AssertionError("the tensor was read")
 
-    lazy = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape([2, 3]), name="lazy")
+    return ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape([2, 3]), name=name)
+
+
+def in_a_file(folder: str = "", offset: int = 0) -> ir.ExternalTensor:
+    """Make an fp32 tensor [2, 3] of a file that is not there."""
+    shape = ir.Shape([2, 3])
+    return ir.ExternalTensor("w.bin", offset, 24, ir.DataType.FLOAT, shape=shape, name="lazy", base_dir=folder)
+
+
+def doubled(operand: ir.TensorProtocol, function: Function = to_fp32) -> Derived:
+    return Derived(function, [operand], ir.DataType.FLOAT, ir.Shape([2, 3]), "lazy")
+
+
+OPERAND = unread("operand")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (unread(), unread()),
+        (unread(), in_a_file()),
+        (in_a_file(), ir.tensor(np.zeros((2, 3), np.float32))),
+        (in_a_file(), in_a_file(offset=24)),
+        (in_a_file("one"), in_a_file("two")),
+        (doubled(OPERAND), doubled(unread("operand"))),
+        (doubled(OPERAND), doubled(OPERAND, side_by_side)),
+        (doubled(OPERAND), doubled(doubled(OPERAND))),
+    ],
+)
+def test_initializer_tells_tensors_apart_that_nobody_has_read(
+    first: ir.TensorProtocol, second: ir.TensorProtocol
+) -> None:
+    """Of one name, dtype and shape: the second must not vanish behind the first."""
+    m = model()
+    values = [g.initializer(m, "lazy", tensor) for tensor in (first, second)]
+    assert [value.const_value for value in values] == [first, second]
+    assert [value.name for value in values] == ["lazy", "lazy_1"]
+    assert [g.initializer(m, "lazy", tensor) for tensor in (first, second)] == values
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: OPERAND, in_a_file, lambda: doubled(OPERAND), lambda: doubled(doubled(in_a_file()))]
+)
+def test_initializer_shares_what_is_known_to_be_the_same(make: Callable[[], ir.TensorProtocol]) -> None:
+    m = model()
+    assert g.initializer(m, "lazy", make()) is g.initializer(m, "lazy", make())
+
+
+def test_initializer_takes_a_lazy_tensor_without_reading_it() -> None:
+    lazy = unread()
     m = model()
     value = g.initializer(m, "lazy", lazy)
     assert value.const_value is lazy

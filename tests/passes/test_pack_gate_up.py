@@ -8,7 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge.ir import graph
+from llmforge.ir import graph, operators
+from llmforge.ir.operators.record import Stage
+from llmforge.passes import pack_gate_up
 from llmforge.passes.pack_gate_up import PackGateUp
 
 from .. import graphs
@@ -81,3 +83,26 @@ def test_a_packed_mlp_is_skipped_with_a_reason() -> None:
     changes = PackGateUp().run(model, graphs.CPU)
     assert not changes
     assert changes.skipped[0].reason == "l0_gate does not come from a linear layer"
+
+
+@pytest.mark.parametrize("activation", ["silu", "Gelu", "Relu", "Sigmoid", "Softplus", "Tanh"])
+@pytest.mark.parametrize("how", ["com.microsoft", "my.domain", "two inputs"])
+def test_what_only_has_the_name_of_an_activation_is_left_alone(activation: str, how: str) -> None:
+    model = graphs.llama(graphs.Llama(layers=1, activation=activation))
+    [node] = graphs.find(model, "Sigmoid" if activation == "silu" else activation)
+    if how == "two inputs":
+        node.resize_inputs(2)
+        node.replace_input_with(1, node.inputs[0])
+    else:
+        node.domain = how
+    before = graph.fingerprint(model)
+    changes = PackGateUp().run(model, graphs.CPU)
+    assert changes.rewritten == []
+    assert graph.fingerprint(model) == before
+
+
+def test_the_dialect_has_every_activation_that_is_looked_for() -> None:
+    for activation in pack_gate_up.ACTIVATIONS:
+        assert operators.TABLE[activation.identity] is activation
+        assert activation.stage is Stage.DIALECT
+        assert [field.name for field in activation.inputs] == ["x"]

@@ -250,3 +250,12 @@ def test_histogram_shows_all_tokens_at_their_place() -> None:
 def test_equal_reasons_are_told_once() -> None:
     places = [Skipped("a", "odd"), Skipped("b", "even"), Skipped("c", "odd")]
     assert list(view.grouped(places).items()) == [("odd", ["a", "c"]), ("even", ["b"])]
+
+
+def test_a_difference_and_what_is_allowed_are_told_in_one_unit() -> None:
+    report = reports.make()
+    said = "largest difference 3.80e-06 standard deviations (0.0001 allowed)"
+    assert said in render.to_html(report)
+    markdown = render.to_markdown(report)
+    assert "| largest difference (σ) |" in markdown
+    assert "| 3.80e-06 of 0.0001 |" in markdown

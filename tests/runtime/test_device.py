@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from llmforge.base.errors import EnvironmentLacks
+from llmforge.base.errors import EnvironmentLacks, RunFailed
 from llmforge.runtime.backends.device import Block, CudaDevice, HostDevice
 
 from ..fake_cuda import FREE, fake_cuda
@@ -168,5 +168,5 @@ def test_an_error_of_cuda_names_the_call(monkeypatch):
     device = CudaDevice()
     failed = (fake.real.cudaError_t.cudaErrorIllegalAddress, None)
     monkeypatch.setattr(type(fake), "_cudaStreamSynchronize", lambda *_: failed)
-    with pytest.raises(RuntimeError, match="CUDA device 0: its stream: cudaErrorIllegalAddress"):
+    with pytest.raises(RunFailed, match="CUDA device 0: its stream: cudaErrorIllegalAddress"):
         device.synchronize()

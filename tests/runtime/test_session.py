@@ -10,9 +10,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge.base.errors import InputError, UnsupportedError, UsageError
+from llmforge import targets
+from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
+from llmforge.engines import BuildRequest, onnxruntime
+from llmforge.ir import graph, interface
+from llmforge.ir.operators import contrib
+from llmforge.lowering import cpu_attention
+from llmforge.passes.flash_attention import FlashAttention
+from llmforge.recipe import EngineSpec
+from llmforge.runtime.backends import loading
+from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.session import Session, SessionConfig
 
+from .. import graphs
 from ..decoder_graph import decoder
 
 ONE_THREAD = SessionConfig(threads=1)
@@ -216,3 +226,39 @@ def test_what_is_no_decoder_is_refused(tmp_path):
     next(v for v in model.graph.outputs if v.name == "present.1.key").name = "elsewhere"
     with pytest.raises(InputError, match=r"cache input past_key_values\.1\.key .* no output present\.1\.key"):
         Session(serialized(model), ONE_THREAD)
+
+
+def test_a_step_that_fails_and_a_bug_of_ours_are_told_apart(monkeypatch):
+    s = session()
+    cache = s.allocate(1, CAPACITY)
+    beyond = np.array([[1_000_000]])
+    with pytest.raises(RunFailed, match=r"ONNX Runtime .* fails to run the graph: .*idx=1000000 must be within"):
+        s.step(beyond, lengths(0), cache)
+    with pytest.raises(RunFailed, match="fails to run the graph"):
+        s.read(["logits"], beyond, lengths(0), cache, np.arange(1))
+    s.step(tokens(3), lengths(0), cache)
+
+    def buggy(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(interface, "feeds", buggy)
+    with pytest.raises(RuntimeError, match="a bug"):
+        s.step(tokens(1), lengths(3), cache)
+
+
+@pytest.mark.parametrize(("own", "steady_from"), [(0, 2), (1, 9), (2, 9)], ids=["none", "mixed", "all"])
+def test_one_attention_of_our_own_decides_how_many_tokens_are_steady(own, steady_from, tmp_path):
+    """Also beside ONNX Runtime's, whose inputs the graph then has."""
+    target = targets.local()
+    model = graphs.llama()
+    FlashAttention().run(model, graphs.CPU)
+    for attention in contrib.GroupQueryAttention.all(model)[:own]:
+        cpu_attention.lower(attention)
+        model.graph.remove(attention.node, safe=True)
+    graph.drop_unused(model)
+    lowered, _ = onnxruntime.lower(model, target)
+    spec = EngineSpec(max_context=64, max_batch=1, threads=1)
+    onnxruntime.build(BuildRequest(lowered, tmp_path, spec, target, (5,), 0))
+    opened = loading.open_engine(tmp_path, RuntimeConfig.read(tmp_path / "runtime.json"))
+    assert ("total_sequence_length" in opened.signature.inputs) == (own < 2)
+    assert opened.signature.steady_from == steady_from

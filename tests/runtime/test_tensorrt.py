@@ -14,6 +14,7 @@ from llmforge import targets
 from llmforge.base.errors import (
     EnvironmentLacks,
     InputError,
+    RunFailed,
     UnsupportedError,
     UsageError,
     VerificationError,
@@ -196,7 +197,7 @@ def test_a_call_that_fails_says_what_the_library_said(bench):
     session = bench.load(graphs=GraphPlan("off", ()))
     cache = session.allocate(1, CAPACITY)
     bench.engine.contexts[0].fails = True
-    with pytest.raises(RuntimeError, match="TensorRT: a step: it gives no reason"):
+    with pytest.raises(RunFailed, match="TensorRT: a step: it gives no reason"):
         session.step(tokens(2), lengths(0), cache)
 
 

@@ -10,6 +10,7 @@ from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.trace import trace
+from llmforge.verification import probe
 from llmforge.verification.trace_verifier import verify_trace
 
 from .. import zoo
@@ -95,3 +96,23 @@ def test_a_wrong_graph_fails_and_names_the_layer(
     with pytest.raises(VerificationError, match=rf"(?s)is not the model: logits differ.*{where}") as caught:
         verify_trace(checkpoint, wrong)
     assert caught.value.exit_code == 7
+
+
+def test_a_graph_that_does_not_run_and_a_bug_of_ours_are_told_apart(
+    checkpoint: Checkpoint, canonical: ir.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = canonical.clone()
+    node = _node(wrong, "model.layers.1.post_attention_layernorm/RMSNormalization")
+    beyond = graph.initializer(wrong, "beyond", np.array([1_000_000], np.int64))
+    given = graph.operand(node, 0)
+    [row] = graph.insert(node, "Gather", [given, beyond], {"axis": 1}, name="look_beyond")
+    node.replace_input_with(0, row)
+    with pytest.raises(VerificationError, match=r"the traced graph does not run: ONNX Runtime .* fails to run"):
+        verify_trace(checkpoint, wrong)
+
+    def buggy(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(probe.ProbeStep, "rows", property(buggy))
+    with pytest.raises(RuntimeError, match="a bug"):
+        verify_trace(checkpoint, canonical)

@@ -24,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import Builder, shared
 from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits
 from llmforge.ir.operators.standard import Reshape
 
@@ -84,18 +84,13 @@ class Weights(Builder):
         weight.type = scales.type
         return weight
 
+    @shared
     def _int4(self, codes: ir.Value, k: int) -> ir.Value:
         """Register the codes as int4 [N, K], once for all their readers."""
         tensor, name = g.tensor(codes), f"{codes.name}.int4"
-        existing = self.model.graph.initializers.get(name)
-        if existing is not None:
-            return existing
         shape = ir.Shape([int(tensor.shape.numpy()[0]), k])
         lazy = ir.LazyTensor(_signed(tensor, shape, name), ir.DataType.INT4, shape, name=name)
-        value = g.initializer(self.model, name, lazy)
-        if names := g.sources(codes):
-            g.set_sources(value, names)
-        return value
+        return g.initializer(self.model, name, lazy, g.sources(codes))
 
 
 def _signed(tensor: ir.TensorProtocol, shape: ir.Shape, name: str) -> Callable[[], ir.TensorProtocol]:

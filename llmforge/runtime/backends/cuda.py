@@ -41,7 +41,7 @@ from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, D
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import StepInputs
-from llmforge.runtime.backends.session import LOAD_FAILURES, SessionConfig, open_graph, session_options
+from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
 
 T = TypeVar("T")
@@ -67,8 +67,6 @@ class DeviceSession(DeviceBackend):
         UnsupportedError: ONNX Runtime refuses the graph, or it cannot be run here.
         EnvironmentLacks: this ONNX Runtime cannot use the device.
     """
-
-    capture_failures = LOAD_FAILURES
 
     def __init__(
         self,
@@ -224,7 +222,7 @@ class DeviceSession(DeviceBackend):
         binding.bind_inputs(inputs)
         binding.bind_logits(logits if in_place else None, out.shape)
         self.device.synchronize()
-        self._session.run_with_iobinding(binding.binding, _run_options(graph_id))  # returns when it is done
+        run_bound(self._session, binding.binding, _run_options(graph_id))  # returns when it is done
         if in_place:
             self.device.read(logits, 0, out)
         else:

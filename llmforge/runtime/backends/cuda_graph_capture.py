@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.errors import RunFailed
 from llmforge.runtime.backends.config import Capture
 from llmforge.runtime.backends.interface import StepInputs
 
@@ -61,9 +62,7 @@ class CaptureResult:
         return f"decode steps of {rows} rows of up to {length} tokens are not recorded: {self.reason}"
 
 
-def verify_capture(
-    capture: Capture, probe: ProbeStep, free_bytes: Callable[[], int], failures: tuple[type[Exception], ...]
-) -> CaptureResult:
+def verify_capture(capture: Capture, probe: ProbeStep, free_bytes: Callable[[], int]) -> CaptureResult:
     """Capture one step by its first run, and hold its replays against eager steps.
 
     A replay reads the address that inputs had when it was captured, an eager step what is bound to it. So one call is
@@ -71,9 +70,8 @@ def verify_capture(
 
     Args:
         capture: the step.
-        probe: runs it.
+        probe: runs it; where it cannot be captured, it raises RunFailed.
         free_bytes: how much memory the device has left.
-        failures: what `probe` raises where a step cannot be captured.
     """
     before = free_bytes()
     # The other one first: what it writes lies before what `ONE` writes, which reads it from then on.
@@ -93,8 +91,8 @@ def verify_capture(
         first = probe(ONE, graph=True)
         elsewhere = probe(OTHER, graph=True, elsewhere=True)
         replay = probe(OTHER, graph=True)
-    except failures as error:
-        return result(f"{type(error).__name__}: {error}")
+    except RunFailed as error:
+        return result(error.message)
     if near(elsewhere, other):
         return result("the step ran again where a replay was asked for")
     for logits, wanted in ((first, one), (elsewhere, one), (replay, other)):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import EnvironmentLacks
+from llmforge.base.errors import EnvironmentLacks, RunFailed
 
 
 def how_to_install(extra: str = "cuda") -> str:
@@ -263,7 +263,7 @@ class CudaDevice:
         """Take the value out of what a function of CUDA returned: its status first."""
         status, *values = returned
         if status != self._cuda.cudaError_t.cudaSuccess:
-            raise RuntimeError(f"CUDA device {self.index}: {what}: {status.name}")
+            raise RunFailed(f"CUDA device {self.index}: {what}: {status.name}")
         return values[0] if len(values) == 1 else values
 
 

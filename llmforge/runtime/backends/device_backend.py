@@ -23,13 +23,12 @@ LOGIT_BYTES = 4  # fp32
 class DeviceBackend(Backend[DeviceCache]):
     """A decoder over the memory of `device`, whose decode steps may be CUDA graphs.
 
-    `capture_results` tell which steps were captured over the cache that was allocated last. A subclass says which
-    exceptions mean that a step cannot be captured (`capture_failures`), and whether that is an error.
+    `capture_results` tell which steps were captured over the cache that was allocated last. A subclass says whether it
+    is an error that a step cannot be captured.
     """
 
     device: Device
     capture_results: tuple[CaptureResult, ...] = ()
-    capture_failures: tuple[type[Exception], ...]
     _graphs_required: bool
 
     @property
@@ -48,7 +47,7 @@ class DeviceBackend(Backend[DeviceCache]):
         Raises:
             VerificationError: a step that must be captured is not.
         """
-        result = verify_capture(capture, probe, lambda: self.device.memory()[0], self.capture_failures)
+        result = verify_capture(capture, probe, lambda: self.device.memory()[0])
         self.capture_results += (result,)
         logger.info("%s", result)
         if self._graphs_required and result.reason is not None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge import native
-from llmforge.base.errors import InputError, UnsupportedError
+from llmforge.base.errors import InputError, RunFailed, UnsupportedError
 from llmforge.ir import interface
 from llmforge.runtime.backends.interface import Backend, Counts, Rows, StepInputs
 from llmforge.runtime.backends.signature import CACHE_TYPES, ELEMENTS, Signature
@@ -37,7 +37,8 @@ CACHE_DTYPES = {key: element.name for key, element in CACHE_TYPES.items() if ele
 
 # Severity 3 = errors only: warning 2 tells at every load that `logits_rows`, an input with a default, is not constant.
 _LOG_ERRORS = 3
-LOAD_FAILURES = (
+# What ONNX Runtime raises where it refuses a graph, or `run` fails at one; none of them is a RuntimeError.
+_FAILURES = (
     ort_errors.EPFail,
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -96,6 +97,7 @@ class Session(Backend[Cache]):
         config: threads and options of ONNX Runtime.
         initializers: values, by name, of initializers that the model declares as external; they stay in memory here
             and no file is read for them.
+        own_kernels: the graph has nodes that kernels of llmforge's own run.
 
     Raises:
         InputError: the model cannot be read, or is not a decoder graph.
@@ -108,6 +110,7 @@ class Session(Backend[Cache]):
         config: SessionConfig,
         *,
         initializers: Mapping[str, NDArray[Any]] | None = None,
+        own_kernels: bool = False,
     ) -> None:
         options = session_options(config)
         native.register(options)
@@ -119,7 +122,7 @@ class Session(Backend[Cache]):
         self._session = open_graph(model, options, [PROVIDER], where)
         graph = self._session
         inputs = [*graph.get_inputs(), *graph.get_overridable_initializers()]
-        self.signature = signature = Signature.of(inputs, graph.get_outputs(), where)
+        self.signature = signature = Signature.of(inputs, graph.get_outputs(), where, own_kernels=own_kernels)
         for name, dtype in signature.cache_types.items():
             if not ELEMENTS[dtype].on_hosts:
                 raise UnsupportedError(f"{where}: {name} is {dtype}, which no kernel for CPUs reads")
@@ -151,7 +154,7 @@ class Session(Backend[Cache]):
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
         feeds = StepInputs(ids, past_lengths, rows, lengths, text_lengths).feeds(self.signature)
         past = grown(cache.buffers, past_lengths) if self.signature.growing else cache.buffers
-        values = self._session.run(list(names), {**feeds, **past})
+        values = run(self._session, list(names), {**feeds, **past})
         return dict(zip(names, values, strict=True))
 
     def _run(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32]) -> None:
@@ -168,7 +171,7 @@ class Session(Backend[Cache]):
         """Run one step over a past that is cut out of `cache`, and copy the tokens that it adds into `cache`."""
         names = [interface.LOGITS, *(interface.present_of(name) for name in cache.buffers)]
         past = grown(cache.buffers, inputs.past_lengths)
-        logits, *presents = self._session.run(names, {**inputs.feeds(self.signature), **past})
+        logits, *presents = run(self._session, names, {**inputs.feeds(self.signature), **past})
         out[...] = logits
         for buffer, present in zip(cache.buffers.values(), presents, strict=True):
             store_grown(buffer, present, inputs.past_lengths)
@@ -205,8 +208,37 @@ def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequ
         return ort.InferenceSession(model if isinstance(model, bytes) else str(model), options, providers=providers)
     except ort_errors.NoSuchFile as error:
         raise InputError(f"{where}: a file is missing: {error}") from error
-    except LOAD_FAILURES as error:
+    except _FAILURES as error:
         raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
+
+
+def run(session: Any, names: Sequence[str] | None, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    """Run `session` on arrays and return the outputs `names`; None: all.
+
+    Raises:
+        RunFailed: a kernel fails, or refuses what it is fed.
+    """
+    try:
+        results: list[NDArray[Any]] = session.run(names, feeds)
+    except _FAILURES as error:
+        raise _run_failed(error) from error
+    return results
+
+
+def run_bound(session: Any, binding: Any, *options: ort.RunOptions) -> None:
+    """Run `session` on what is bound to it.
+
+    Raises:
+        RunFailed: a kernel fails, or refuses what it is fed.
+    """
+    try:
+        session.run_with_iobinding(binding, *options)
+    except (RuntimeError, *_FAILURES) as error:  # it makes a plain RuntimeError of each status (1.31)
+        raise _run_failed(error) from error
+
+
+def _run_failed(error: Exception) -> RunFailed:
+    return RunFailed(f"ONNX Runtime {ort.__version__} fails to run the graph: {error}")
 
 
 def _reserve(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -267,11 +299,11 @@ class _Binding:
         elif out is not self._out:
             self._binding.bind_ortvalue_output(interface.LOGITS, ort.OrtValue.ortvalue_from_numpy(out))
             self._out = out
-        self._session.run_with_iobinding(self._binding)
+        run_bound(self._session, self._binding)
         if not in_place:
             out[...] = self._binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first
 
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: None) -> Session:
     """Open the engine whose graph is in `file` (llmforge.base.backends, Provider.session)."""
-    return Session(file, config.session.resolve(threads))
+    return Session(file, config.session.resolve(threads), own_kernels=config.kernels is not None)

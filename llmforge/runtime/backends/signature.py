@@ -82,7 +82,7 @@ class Signature:
     """Inputs and outputs of a decoder graph.
 
     `growing`: its caches grow in every step, and are not written in place. `declared_rows`: how many rows of logits it
-    declares to give; None: any number.
+    declares to give; None: any number. `own_kernels`: kernels of llmforge's own run some of its nodes.
     """
 
     inputs: tuple[str, ...]
@@ -92,10 +92,13 @@ class Signature:
     vocabulary: int
     growing: bool
     declared_rows: int | None
+    own_kernels: bool = False
 
     @classmethod
-    def of(cls, inputs: Sequence[Argument], outputs: Sequence[Argument], where: str) -> Signature:
-        """Read the signature of the graph at `where`.
+    def of(
+        cls, inputs: Sequence[Argument], outputs: Sequence[Argument], where: str, *, own_kernels: bool = False
+    ) -> Signature:
+        """Read the signature of the graph at `where`; `own_kernels`, which its inputs do not tell, is given.
 
         Raises:
             InputError: it is no decoder graph.
@@ -125,6 +128,7 @@ class Signature:
             vocabulary=logits.shape[-1],
             growing=_reads_growing_caches(caches, {value.name: value.shape for value in (*inputs, *outputs)}, where),
             declared_rows=logits.shape[1] if isinstance(logits.shape[1], int) else None,
+            own_kernels=own_kernels,
         )
 
     @property
@@ -152,9 +156,9 @@ class Signature:
         """How many tokens of one row a step must have for the bits of each not to depend on how many there are.
 
         Kernels for few tokens add in another order than those for many; a step of fewer tokens may differ by rounding.
+        One attention that needs more of them decides for all.
         """
-        own_kernels = interface.SEQLENS_K in self.inputs and interface.TOTAL_SEQUENCE_LENGTH not in self.inputs
-        return _STEADY_FROM_OWN if own_kernels else _STEADY_FROM
+        return _STEADY_FROM_OWN if self.own_kernels else _STEADY_FROM
 
     @property
     def no_reuse_reason(self) -> str | None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
 from llmforge.runtime.backends import device_cache, tensorrt_plan
 from llmforge.runtime.backends.config import Capture, RuntimeConfig
@@ -54,7 +54,6 @@ class PlanSession(DeviceBackend):
     """
 
     rows_alone = True  # the profile of prompts has one row
-    capture_failures = (RuntimeError,)
     device: CudaDevice
     longest_step: int  # tokens of the prefill profile
 
@@ -188,7 +187,7 @@ class PlanSession(DeviceBackend):
 
     def _expect(self, done: bool, what: str) -> None:
         if not done:
-            raise RuntimeError(f"{self._plan.title}: {what}: {self._plan.complaint}")
+            raise RunFailed(f"{self._plan.title}: {what}: {self._plan.complaint}")
 
     def _capture(self, cache: DeviceCache) -> None:
         """Capture decode steps over the rows of `cache`, the largest first, and verify each."""

@@ -38,7 +38,7 @@ ELEMENTS = 1 << 24  # of keys in a probe: bounds its memory (64 MB) for long con
 SHORT = 5  # keys of a short probe
 QUERIES = 3
 EXPONENT = 12.0  # largest difference of two scores from which a slope is read: e^-12 is far from the end of fp32
-ABSENT = 1e-6  # a slope below this, over the positions probed, is no slope
+ABSENT = 1e-6  # a bias below this, of the farthest key that shows one, is a rounding error of fp32 probabilities
 
 
 class JoinedCacheLayer(CacheLayer):  # type: ignore[no-untyped-call]  # as its base
@@ -273,16 +273,15 @@ def _slopes(probed: _Probe, total: int, where: str) -> Floats | None:
     for channel, distance in enumerate(distances):
         values[0, :, total - 1 - distance, channel] = 1
     shown = probed.run(query, keys, values)[0, :, 0, : len(distances)].astype(np.float64)  # [H, distances]
-    slopes = np.zeros(len(shown), np.float64)
+    slopes, largest = np.zeros(len(shown), np.float64), 0.0
     for head, row in enumerate(shown):
         if not row[0] > 0:
             raise UnsupportedError(f"{where}: a query does not see its own position")
         visible = [n for n in range(1, len(distances)) if row[n] > 0 and abs(np.log(row[0] / row[n])) < EXPONENT]
         if visible:
-            slopes[head] = np.log(row[0] / row[visible[-1]]) / distances[visible[-1]]
-    if np.abs(slopes).max() * total < ABSENT * total:
-        return None
-    return slopes.astype(np.float32)
+            bias = float(np.log(row[0] / row[visible[-1]]))
+            slopes[head], largest = bias / distances[visible[-1]], max(largest, abs(bias))
+    return None if largest < ABSENT else slopes.astype(np.float32)
 
 
 def _window(probed: _Probe, total: int) -> int:
