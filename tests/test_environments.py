@@ -184,7 +184,7 @@ def judge(environment: Environment, command: str, done: subprocess.CompletedProc
     assert done.returncode == 8, done.stderr
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()
-    assert re.fullmatch(r"error: [\w-]+ is not installed", error)
+    assert re.fullmatch(r"error: [\w, -]+ (is|are) not installed", error)
     assert hint == f"hint: pip install 'llmforge[{named}]'"
 
 

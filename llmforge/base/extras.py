@@ -68,6 +68,19 @@ def missing(extra: str) -> list[str]:
     return [each.distribution for each in requirements() if each.extra == extra and _origin(each.module) is None]
 
 
+def require(extra: str) -> None:
+    """Return if all that an extra brings is here, and what runs engines beside it; nothing is imported.
+
+    Raises:
+        EnvironmentLacks: something is missing, or not whole.
+    """
+    if absent := missing(extra):
+        verb = "is" if len(absent) == 1 else "are"
+        raise EnvironmentLacks(f"{', '.join(absent)} {verb} not installed", hint=hint(extra))
+    if (lack := trouble(RUNTIME)) is not None:
+        raise lack
+
+
 def trouble(module: str, extra: str | None = None) -> EnvironmentLacks | None:
     """Say what is wrong with the installation of a module that this package requires; None: nothing is known.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmforge import __version__
+from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
@@ -58,6 +59,7 @@ def serve(
     artifact: Path, host: str, port: int, name: str | None, threads: int | None, grace_s: int, **options: Any
 ) -> None:
     """Serve ARTIFACT by OpenAI's protocol, for trying things: no access control, no TLS."""
+    extras.require("serve")
     from llmforge import serve as server
     from llmforge.artifact import Artifact
     from llmforge.runtime import Engine, EngineOptions

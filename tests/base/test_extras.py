@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmforge.base import extras
-from llmforge.base.errors import VersionMismatch
+from llmforge.base.errors import EnvironmentLacks, VersionMismatch
 from llmforge.cli import cli, root
 
 
@@ -68,6 +68,20 @@ def test_what_is_missing_names_its_extra(
     found = extras.explain(ModuleNotFoundError(f"No module named {module!r}", name=module))
     assert found is not None
     assert (found.message, found.hint) == (f"{top} is not installed", hint)
+
+
+def test_what_a_command_needs_is_looked_for_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in ("build", "serve"):
+        extras.require(extra)
+    absent(monkeypatch, "onnxruntime")
+    with pytest.raises(EnvironmentLacks, match="onnxruntime is not installed"):
+        extras.require("build")
+    absent(monkeypatch, "torch", "onnxscript", "onnxruntime")
+    with pytest.raises(EnvironmentLacks, match="onnxscript, torch are not installed") as caught:
+        extras.require("build")
+    assert caught.value.hint == "pip install 'llmforge[build,cpu]'"
+    for words in (["build", "recipe.yaml"], ["trace", "checkpoint"]):
+        assert "onnxscript, torch are not installed" in CliRunner().invoke(cli, words).stderr
 
 
 def test_the_extra_that_a_hint_names_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
