@@ -66,7 +66,7 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 KERNELS := $(wildcard llmforge/native/*.[ch] llmforge/native/*.inc)
 
 $(VENV)/.runtime: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
-	$(PIP) install -c constraints.txt -e '.[cpu]'
+	$(PIP) install -c constraints.txt -e '.[build,cpu]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch

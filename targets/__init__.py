@@ -6,7 +6,6 @@ A figure (memory, bandwidth, a rate) never stands alone: it carries its source, 
 from __future__ import annotations
 
 import enum
-import importlib.util
 import itertools
 import platform
 from collections.abc import Collection
@@ -16,7 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llmforge.base import located_yaml
+from llmforge.base import extras, located_yaml
 from llmforge.base.backends import BACKENDS, BackendName, Kind, Provider, Support
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.targets.achieved import Assumption, Share, defaults
@@ -308,10 +307,10 @@ def onnxruntime_providers(extra: str) -> list[str]:
     """List the execution providers of the installed onnxruntime.
 
     Raises:
-        EnvironmentLacks: onnxruntime is not installed.
+        EnvironmentLacks: onnxruntime is not installed, or not as a whole.
     """
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise EnvironmentLacks("onnxruntime is not installed", hint=f"pip install 'llmforge[{extra}]'")
+    if (lack := extras.trouble(extras.RUNTIME, extra)) is not None:
+        raise lack
     import onnxruntime
 
     providers: list[str] = onnxruntime.get_available_providers()

@@ -14,6 +14,7 @@ from llmforge.artifact import Artifact
 from llmforge.engines import BuildRequest
 from llmforge.engines import onnxruntime as engine
 from llmforge.recipe import EngineSpec, ServingSpec
+from llmforge.report.model import Report
 from llmforge.triton import repository
 
 from .decoder_graph import decoder, value
@@ -24,10 +25,19 @@ DEADLY = VOCABULARY - 1  # a token that breaks the engine of `scripted` where it
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json")
 
 
-def random_decoder(out: Path, checkpoint: Path, *, max_context: int, max_batch: int, serving: ServingSpec) -> Artifact:
+def random_decoder(
+    out: Path,
+    checkpoint: Path,
+    *,
+    max_context: int,
+    max_batch: int,
+    serving: ServingSpec,
+    report: Report | None = None,
+) -> Artifact:
     """Publish a decoder of random fp32 weights with the tokenizer of `checkpoint`."""
     model, _ = engine.lower(decoder(VOCABULARY, capacity=max_context), targets.local())
-    return _publish(out, "random", model, checkpoint, EngineSpec(max_context=max_context, max_batch=max_batch), serving)
+    spec = EngineSpec(max_context=max_context, max_batch=max_batch)
+    return _publish(out, "random", model, checkpoint, spec, serving, report)
 
 
 def scripted(out: Path, checkpoint: Path, text: str, *, max_context: int, serving: ServingSpec) -> Artifact:
@@ -41,7 +51,13 @@ def scripted(out: Path, checkpoint: Path, text: str, *, max_context: int, servin
 
 
 def _publish(
-    out: Path, name: str, model: ir.Model, checkpoint: Path, spec: EngineSpec, serving: ServingSpec
+    out: Path,
+    name: str,
+    model: ir.Model,
+    checkpoint: Path,
+    spec: EngineSpec,
+    serving: ServingSpec,
+    report: Report | None = None,
 ) -> Artifact:
     spec = spec.model_copy(update={"threads": 1})
     recipe = {"serving": serving.model_dump(mode="json")}
@@ -52,6 +68,9 @@ def _publish(
             shutil.copy(checkpoint / file, folder / "tokenizer" / file)
         described = repository.Model(name, "cpu", serving, built.config, {"checkpoint": "none"})
         repository.write(described, folder / repository.FOLDER / name)
+        if report is not None:
+            (folder / "report").mkdir()
+            (folder / "report" / "report.json").write_text(report.to_json(), encoding="utf-8")
         return artifact.publish(folder, recipe=recipe, checkpoint="c" * 64, target="local", verdict="none", requires={})
 
 

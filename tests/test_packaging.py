@@ -1,6 +1,5 @@
 """What a user installs: a wheel that holds llmforge/ and its metadata, nothing else and nothing twice."""
 
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -9,38 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from .wheels import MAPPED, build, copy_source
+
 pytestmark = pytest.mark.xdist_group("packaging")  # its fixtures take seconds: they are made once
 
 ROOT = Path(__file__).parent.parent
-# Folders at the top of the repository that ship inside the package, and what of them.
-MAPPED = {"passes": "*.py", "targets": "*", "recipes": "*"}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the build reads, so that it writes nothing into the checkout."""
-    folder = tmp_path_factory.mktemp("source")
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("llmforge", *MAPPED):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, folder)
-    return folder
-
-
-def build(source: Path, out: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *arguments, str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    return copy_source(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that is built from the sdist, as a package index serves them."""
     out = tmp_path_factory.mktemp("dist")
-    build(source, out)
+    path = build(source, out)
     assert len(list(out.glob("*.tar.gz"))) == 1
-    (path,) = out.glob("*.whl")
     return path
 
 
@@ -87,8 +72,7 @@ def test_the_wheel_holds_every_file_once_and_nothing_else(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_from_the_checkout_is_that_from_the_sdist(source: Path, wheel: Path, tmp_path: Path) -> None:
-    build(source, tmp_path, "--wheel")
-    (direct,) = tmp_path.glob("*.whl")
+    direct = build(source, tmp_path, "--wheel")
     with zipfile.ZipFile(direct) as one, zipfile.ZipFile(wheel) as other:
         digests = [{info.filename: info.CRC for info in archive.infolist()} for archive in (one, other)]
     records = [{name: crc for name, crc in each.items() if not name.endswith("/RECORD")} for each in digests]

@@ -18,6 +18,11 @@ Dtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
 Role = Literal["compute", "weights", "kv"]
 _ANY: tuple[Role, ...] = ("compute", "weights", "kv")
 
+# Stands in an engine's folder until the engine is built (llmforge.engines.pending).
+PENDING_FILE = "pending.json"
+# Tokens of a prompt that run at once. It bounds the memory of activations and of the attention scores.
+PREFILL_CHUNK = 512
+
 # Compute capability from which on devices have arithmetic in a dtype: Ampere, Ada, Blackwell.
 ARITHMETIC: Mapping[Dtype, int] = {"bf16": 80, "fp8": 89, "fp4": 100}
 INT4_TENSORRT = 80  # TensorRT-RTX 1.7 refuses int4 weights on SM 7.5

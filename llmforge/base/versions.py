@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
 
+from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, VersionMismatch
 
 # What `trace.internals` and its neighbors reach into: tests/trace/test_hooks.py lists every name that they use.
 PINNED = ("onnx-ir", "onnxscript", "torch", "transformers")
-_EXACT = re.compile(r"([A-Za-z0-9._-]+)==([^;,\s]+)")
 
 
 def check() -> None:
@@ -17,7 +16,7 @@ def check() -> None:
 
     Raises:
         VersionMismatch: one is not; names both versions.
-        EnvironmentLacks: a package is missing, or llmforge runs from a folder without being installed.
+        EnvironmentLacks: a package is missing, or nothing says which are wanted.
     """
     wanted = pins()
     for package in PINNED:
@@ -26,7 +25,7 @@ def check() -> None:
         except metadata.PackageNotFoundError as error:
             raise EnvironmentLacks(
                 f"{package} {wanted[package]} is not installed; building needs it",
-                hint=f"pip install '{package}=={wanted[package]}'",
+                hint=extras.hint("build"),
             ) from error
         if installed.partition("+")[0] != wanted[package]:
             raise VersionMismatch(
@@ -37,17 +36,14 @@ def check() -> None:
 
 
 def pins() -> dict[str, str]:
-    """Read the version that llmforge's metadata pins each package of `PINNED` to.
+    """Read the version that llmforge pins each package of `PINNED` to.
 
     Raises:
-        EnvironmentLacks: there is no metadata.
+        EnvironmentLacks: nothing says so.
     """
-    try:
-        requirements = metadata.requires("llmforge") or []
-    except metadata.PackageNotFoundError as error:
+    found = {each.distribution: each.pin for each in extras.requirements() if each.pin is not None}
+    if not found:
         raise EnvironmentLacks(
             "llmforge runs from a folder, and nothing says which versions it needs", hint="pip install -e ."
-        ) from error
-    exact = filter(None, (_EXACT.match(requirement) for requirement in requirements))
-    found = {match[1].lower(): match[2] for match in exact}
+        )
     return {package: found[package] for package in PINNED}

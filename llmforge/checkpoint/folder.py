@@ -15,7 +15,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from llmforge.base import versions
@@ -25,6 +24,7 @@ from llmforge.checkpoint.safetensors_file import TensorEntry, digest_weights, li
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from transformers import PretrainedConfig
 
 CONFIG = "config.json"
@@ -154,6 +154,8 @@ class Checkpoint:
 
         The path is absolute and `base_dir` empty, because onnx-ir refuses symbolic and hard links below a `base_dir`.
         """
+        import onnx_ir as ir
+
         entry = self.tensors[name]
         return ir.ExternalTensor(
             str(entry.file), entry.offset, entry.size_bytes, entry.dtype, shape=ir.Shape(entry.shape), name=name

@@ -18,13 +18,15 @@ from io import FileIO
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 PREFIX_BYTES = 8  # the header's length, uint64
 HEADER_LIMIT_BYTES = 100_000_000  # safetensors' own MAX_HEADER_SIZE
@@ -33,27 +35,28 @@ CHUNK_BYTES = 1 << 20  # one read: stays in the L2 cache between hashing and the
 NAMES_SHOWN = 3  # names that a message lists before it counts the rest
 LFS_POINTER = b"version https://git-lfs"
 
-# safetensors' dtypes of whole bytes; its F4 and F6 are packed and have no element addresses.
-DTYPES: Mapping[str, ir.DataType] = {
-    "BOOL": ir.DataType.BOOL,
-    "U8": ir.DataType.UINT8,
-    "I8": ir.DataType.INT8,
-    "U16": ir.DataType.UINT16,
-    "I16": ir.DataType.INT16,
-    "U32": ir.DataType.UINT32,
-    "I32": ir.DataType.INT32,
-    "U64": ir.DataType.UINT64,
-    "I64": ir.DataType.INT64,
-    "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
-    "F8_E4M3FNUZ": ir.DataType.FLOAT8E4M3FNUZ,
-    "F8_E5M2": ir.DataType.FLOAT8E5M2,
-    "F8_E5M2FNUZ": ir.DataType.FLOAT8E5M2FNUZ,
-    "F8_E8M0": ir.DataType.FLOAT8E8M0,
-    "F16": ir.DataType.FLOAT16,
-    "BF16": ir.DataType.BFLOAT16,
-    "F32": ir.DataType.FLOAT,
-    "F64": ir.DataType.DOUBLE,
-    "C64": ir.DataType.COMPLEX64,
+# safetensors' dtypes of whole bytes, and the names of onnx-ir for them; F4 and F6 are packed and have no element
+# addresses.
+DTYPES: Mapping[str, str] = {
+    "BOOL": "BOOL",
+    "U8": "UINT8",
+    "I8": "INT8",
+    "U16": "UINT16",
+    "I16": "INT16",
+    "U32": "UINT32",
+    "I32": "INT32",
+    "U64": "UINT64",
+    "I64": "INT64",
+    "F8_E4M3": "FLOAT8E4M3FN",
+    "F8_E4M3FNUZ": "FLOAT8E4M3FNUZ",
+    "F8_E5M2": "FLOAT8E5M2",
+    "F8_E5M2FNUZ": "FLOAT8E5M2FNUZ",
+    "F8_E8M0": "FLOAT8E8M0",
+    "F16": "FLOAT16",
+    "BF16": "BFLOAT16",
+    "F32": "FLOAT",
+    "F64": "DOUBLE",
+    "C64": "COMPLEX64",
 }
 
 
@@ -67,17 +70,17 @@ class NonFinite:
 
 
 # IEEE 754: all exponent bits set. 8-bit formats: OCP OFP8 and MX 1.0 (E4M3FN, E8M0), and Graphcore's FNUZ proposal.
-NON_FINITE: Mapping[ir.DataType, NonFinite] = {
-    ir.DataType.DOUBLE: NonFinite("<u8", 0x7FF0_0000_0000_0000, 0x7FF0_0000_0000_0000),
-    ir.DataType.FLOAT: NonFinite("<u4", 0x7F80_0000, 0x7F80_0000),
-    ir.DataType.COMPLEX64: NonFinite("<u4", 0x7F80_0000, 0x7F80_0000),
-    ir.DataType.FLOAT16: NonFinite("<u2", 0x7C00, 0x7C00),
-    ir.DataType.BFLOAT16: NonFinite("<u2", 0x7F80, 0x7F80),
-    ir.DataType.FLOAT8E4M3FN: NonFinite("<u1", 0x7F, 0x7F),
-    ir.DataType.FLOAT8E5M2: NonFinite("<u1", 0x7C, 0x7C),
-    ir.DataType.FLOAT8E4M3FNUZ: NonFinite("<u1", 0xFF, 0x80),
-    ir.DataType.FLOAT8E5M2FNUZ: NonFinite("<u1", 0xFF, 0x80),
-    ir.DataType.FLOAT8E8M0: NonFinite("<u1", 0xFF, 0xFF),
+NON_FINITE: Mapping[str, NonFinite] = {
+    "DOUBLE": NonFinite("<u8", 0x7FF0_0000_0000_0000, 0x7FF0_0000_0000_0000),
+    "FLOAT": NonFinite("<u4", 0x7F80_0000, 0x7F80_0000),
+    "COMPLEX64": NonFinite("<u4", 0x7F80_0000, 0x7F80_0000),
+    "FLOAT16": NonFinite("<u2", 0x7C00, 0x7C00),
+    "BFLOAT16": NonFinite("<u2", 0x7F80, 0x7F80),
+    "FLOAT8E4M3FN": NonFinite("<u1", 0x7F, 0x7F),
+    "FLOAT8E5M2": NonFinite("<u1", 0x7C, 0x7C),
+    "FLOAT8E4M3FNUZ": NonFinite("<u1", 0xFF, 0x80),
+    "FLOAT8E5M2FNUZ": NonFinite("<u1", 0xFF, 0x80),
+    "FLOAT8E8M0": NonFinite("<u1", 0xFF, 0xFF),
 }
 
 
@@ -237,13 +240,15 @@ def _header_length(start: bytes, size: int, file: Path) -> int:
 
 def _entry(name: str, value: object, file: Path, data_start: int, size: int) -> TensorEntry:
     """Check one entry of the header; `size` is that of the file."""
+    import onnx_ir as ir  # here, because configurations are read where nothing is built, too
+
     if not name or not name.isprintable():  # refuses lone surrogates and terminal control codes, too
         raise CheckpointError(f"{file}: tensor name {name!r} is empty or not printable")
     where = f"{file}: tensor {name!r}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: needs exactly the keys dtype, shape and data_offsets")
-    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
-    if dtype is None:
+    known = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if known is None:
         raise CheckpointError(f"{where}: dtype {value['dtype']!r} is unknown; allowed are {', '.join(DTYPES)}")
     shape = value["shape"]
     if not isinstance(shape, list) or len(shape) > RANK_LIMIT or not all(_is_count(dim) for dim in shape):
@@ -261,6 +266,7 @@ def _entry(name: str, value: object, file: Path, data_start: int, size: int) -> 
             f"{where}: truncated: it ends at byte {data_start + end}, the file has {size} bytes",
             hint="the download was cut off; fetch the file again",
         )
+    dtype = ir.DataType[known]
     item_bytes = dtype.bitwidth // 8
     if prod(max(dim, 1) for dim in shape) * item_bytes >= 1 << 63:  # numpy cannot even name such an empty array
         raise CheckpointError(f"{where}: shape {_cut(shape)} overflows 64 bits")
@@ -331,7 +337,7 @@ def _changed(file: Path) -> CheckpointError:
 
 
 def _refuse_non_finite(entry: TensorEntry, chunk: memoryview, done_bytes: int) -> None:
-    bits = NON_FINITE.get(entry.dtype)
+    bits = NON_FINITE.get(entry.dtype.name)
     if bits is None:
         return
     words = np.frombuffer(chunk, bits.word)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from llmforge.base import extras
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import PATH, refuse_given
@@ -48,6 +49,8 @@ def build(
     # up to ten times slower (512 tokens of the sample checkpoint in torch: 1.3 s against 0.16 s).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "8")  # numpy: spin for 2**8 cycles, not 2**26
+    if recipe is not None:  # an engine that was deferred is finished without torch
+        extras.require("build")
     from llmforge import passes
     from llmforge.cli import console
     from llmforge.evaluation.gates import Verdict

@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmforge.artifact import Artifact
-from llmforge.base.backends import Support, dotted
-from llmforge.ir.summary import GraphFacts
+from llmforge.base.backends import PENDING_FILE, Support, dotted
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Pass
-from llmforge.runtime.backends.config import PENDING_FILE
 from llmforge.targets import Figure, Target
-from llmforge.trace.export.pattern import Pattern
+
+if TYPE_CHECKING:
+    from llmforge.ir.summary import GraphFacts
+    from llmforge.trace.export.pattern import Pattern
 
 _PENDING = f"engine/{PENDING_FILE}"
 _BOUNDS = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import PATH
@@ -48,6 +49,7 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Write the statistics as JSON.")
 def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) -> None:
     """Trace CHECKPOINT to its canonical graph, and show what it is made of."""
+    extras.require("build")
     from llmforge.checkpoint import Checkpoint
     from llmforge.cli import describe
     from llmforge.ir import onnx_file, summary

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from llmforge import __version__
+from llmforge.base import extras
 from llmforge.base.errors import ForgeError
 from llmforge.cli import building, inspecting, planning, running, serving
 
@@ -23,17 +24,21 @@ _ISSUES = "This is a bug in llmforge. Please report it with the command, the rec
 
 
 class _Root(click.Group):
-    """Turns errors into one message on standard error and an exit code."""
+    """Turns errors into one message on standard error and an exit code.
+
+    A package that is not installed, or not as a whole, is such an error: commands import what they need as they begin.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
         except ForgeError as error:
-            from llmforge.cli.console import show_error
-
-            show_error(error)
-            ctx.exit(error.exit_code)
+            _end(ctx, error)
+        except (ImportError, AttributeError) as error:
+            if (lack := extras.explain(error)) is None:
+                raise
+            _end(ctx, lack)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(_INTERRUPTED)
@@ -42,6 +47,13 @@ class _Root(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(_PIPE_CLOSED)
         return result
+
+
+def _end(ctx: click.Context, error: ForgeError) -> NoReturn:
+    from llmforge.cli.console import show_error
+
+    show_error(error)
+    ctx.exit(error.exit_code)
 
 
 _EPILOG = """\b

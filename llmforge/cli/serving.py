@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmforge import __version__
-from llmforge.base.errors import EnvironmentLacks, UsageError
+from llmforge.base import extras
+from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
 
@@ -58,10 +59,8 @@ def serve(
     artifact: Path, host: str, port: int, name: str | None, threads: int | None, grace_s: int, **options: Any
 ) -> None:
     """Serve ARTIFACT by OpenAI's protocol, for trying things: no access control, no TLS."""
-    try:
-        from llmforge import serve as server
-    except ModuleNotFoundError as error:
-        raise EnvironmentLacks(f"{error.name} is not installed", hint="pip install 'llmforge[serve]'") from error
+    extras.require("serve")
+    from llmforge import serve as server
     from llmforge.artifact import Artifact
     from llmforge.runtime import Engine, EngineOptions
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmforge import native, targets
-from llmforge.base import versions
+from llmforge.base import extras, versions
 from llmforge.base.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.doctor.gpus import Gpu
@@ -35,6 +35,9 @@ class Check:
     state: State
     found: str
     hint: str | None = None
+
+
+_NO_GPU = Check("run on CUDA", "optional", "no NVIDIA GPU was found", "engines for GPUs run on a machine that has one")
 
 
 def packages() -> dict[str, str]:
@@ -81,6 +84,9 @@ def _disk(folder: Path) -> Check:
 
 
 def _frontend() -> Check:
+    if missing := extras.missing("build"):
+        found = f"build, trace, diff-graph, passes, schema: {', '.join(missing)} missing"
+        return Check("build", "optional", found, extras.hint("build"))
     try:
         versions.check()
     except EnvironmentLacks as error:
@@ -93,16 +99,17 @@ def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
     try:
         providers = targets.onnxruntime_providers("cpu")
     except EnvironmentLacks as error:
-        yield Check("run on the CPU", "no", error.message, error.hint)
-        yield Check("run on CUDA", "no", error.message, "pip install 'llmforge[cuda]'")
+        yield Check("run on the CPU", "no", f"run, serve, bench, triton: {error.message}", error.hint)
+        if gpus:
+            yield Check("run on CUDA", "no", error.message, "pip install 'llmforge[cuda]'")
+        else:
+            yield _NO_GPU
         return
     import onnxruntime
 
     yield Check("run on the CPU", "yes", f"onnxruntime {onnxruntime.__version__}")
     if not gpus:
-        yield Check(
-            "run on CUDA", "optional", "no NVIDIA GPU was found", "engines for GPUs run on a machine that has one"
-        )
+        yield _NO_GPU
     elif "CUDAExecutionProvider" not in providers:
         hint = "pip uninstall onnxruntime, then pip install 'llmforge[cuda]': they are the same module"
         yield Check("run on CUDA", "no", "this onnxruntime has no CUDA provider", hint)
@@ -117,18 +124,18 @@ def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
 def _kernels() -> Check:
     if native.library() is None:
         hint = "install a C compiler (gcc or clang), then install llmforge again"
-        return Check("CPU kernels", "optional", "llmforge's own kernels are not compiled here", hint)
+        found = "llmforge's own are absent: no C compiler made them at its installation"
+        return Check("CPU kernels", "optional", found, hint)
     return Check("CPU kernels", "yes", f"llmforge's own, for {native.instruction_set()}")
 
 
 def _extras() -> Iterator[Check]:
-    for extra, modules, what in (
-        ("serve", ("starlette", "uvicorn", "prometheus_client"), "llmforge serve"),
-        ("constraints", ("llguidance",), "answers that follow a JSON schema, a regular expression or a grammar"),
+    for extra, what in (
+        ("serve", "llmforge serve"),
+        ("constraints", "answers that follow a JSON schema, a regular expression or a grammar"),
     ):
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        if missing:
-            yield Check(extra, "optional", f"{what}: {', '.join(missing)} missing", f"pip install 'llmforge[{extra}]'")
+        if missing := extras.missing(extra):
+            yield Check(extra, "optional", f"{what}: {', '.join(missing)} missing", extras.hint(extra))
         else:
             yield Check(extra, "yes", what)
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ruamel.yaml import YAML
 
 from llmforge import targets
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.doctor.ceilings import Ceilings
 from llmforge.doctor.gpus import Gpu
 from llmforge.evaluation.machine import Machine
 from llmforge.targets import Figure, Rate, Target
 from llmforge.targets.achieved import Share
+
+if TYPE_CHECKING:
+    from llmforge.doctor.ceilings import Ceilings
 
 _DIGITS = 4  # of a measured figure
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llmforge.doctor.ceilings import Ceilings
 from llmforge.doctor.environment import Check
 from llmforge.doctor.gpus import Gpu
 from llmforge.metrics.units import significant
+
+if TYPE_CHECKING:
+    from llmforge.doctor.ceilings import Ceilings
 
 _MARKS = {"yes": ("✓", "green"), "no": ("✗", "bold red"), "optional": ("·", "dim")}
 

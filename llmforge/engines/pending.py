@@ -12,13 +12,13 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmforge.base.backends import BackendName
+from llmforge.base.backends import PENDING_FILE, BackendName
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
 from llmforge.engines import BuildRequest, onnx_file
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends import strict_json
-from llmforge.runtime.backends.config import MODEL_FILE, PENDING_FILE
+from llmforge.runtime.backends.config import MODEL_FILE
 from llmforge.targets import Target
 
 FORMAT = 2

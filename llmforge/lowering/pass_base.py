@@ -5,14 +5,16 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmforge.base.errors import ForgeError, UnsupportedError
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.targets import Target
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 class Numerics(enum.Enum):

@@ -10,10 +10,12 @@ import ctypes
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-
-import onnxruntime as ort
+from typing import TYPE_CHECKING
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
 
 DOMAIN = "llmforge.cpu"
 VERSION = 1  # of the operators and of the layout of their weights

@@ -5,14 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from llmforge.base.backends import BACKENDS, BackendName
+from llmforge.base.backends import BACKENDS, PREFILL_CHUNK, BackendName
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.engines.tensorrt.refusals import Feature
 from llmforge.planning import roofline
 from llmforge.planning.roofline import Ceilings, Placement, StepCost, Workload
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
-from llmforge.runtime.serving.options import PREFILL_CHUNK
 from llmforge.targets import Target
 
 # What neither weights nor caches take: CUDA context, kernels, libraries and their workspaces lie between the 0.55 and
@@ -157,6 +155,8 @@ def _refuse_heads(shape: Shape, backend: BackendName) -> None:
         keys, values = attention.key_dim, attention.value_dim
         if keys == values and keys in head_dims:
             continue
+        from llmforge.engines.tensorrt.refusals import Feature  # brings onnx-ir, which plans do not need
+
         rule = (Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER).value
         raise UnsupportedError(
             f"{backend} builds no engine of {shape.name}, whose keys have {keys} channels a head and values {values}: "

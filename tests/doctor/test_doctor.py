@@ -113,6 +113,17 @@ def test_a_gpu_and_the_providers_that_reach_it(monkeypatch: pytest.MonkeyPatch) 
     assert "no code for SM 100" in checks(gpus=[b200])["run on CUDA"].found
 
 
+def test_without_a_runtime_it_is_said_once_for_each_device_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(extra: str) -> list[str]:
+        raise EnvironmentLacks("onnxruntime is not installed", hint=f"pip install 'llmforge[{extra}]'")
+
+    monkeypatch.setattr(targets, "onnxruntime_providers", nothing)
+    without, beside = checks(), checks(gpus=[H200])
+    assert without["run on the CPU"].hint == "pip install 'llmforge[cpu]'"
+    assert without["run on CUDA"].state == "optional"
+    assert beside["run on CUDA"].hint == "pip install 'llmforge[cuda]'"
+
+
 # GPUs
 
 

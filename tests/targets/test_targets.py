@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from llmforge import targets
+from llmforge.base import extras
 from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import EnvironmentLacks, ForgeError, UnsupportedError, UsageError
 from llmforge.targets import Isa, achieved
@@ -279,7 +280,8 @@ def test_an_engine_is_not_built_where_it_cannot_be_validated(monkeypatch: pytest
 
 
 def test_a_missing_onnxruntime_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "_version", lambda distribution: None)
     error = refusal(targets.local().require_here)
     assert error.exit_code == 8
     assert error.hint == "pip install 'llmforge[cpu]'"

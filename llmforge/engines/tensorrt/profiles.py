@@ -8,11 +8,11 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import ProfileFacts
-from llmforge.runtime.serving.options import PREFILL_CHUNK
 from llmforge.runtime.serving.runner import LOGITS_CHUNK
 
 # Of the rows of a decode step. A matrix product of one row alone, fixed, made TensorRT-RTX 1.7 dequantize int8 and fp8

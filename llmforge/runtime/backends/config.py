@@ -14,7 +14,7 @@ import onnxruntime
 
 from llmforge import native
 from llmforge.base import backends
-from llmforge.base.backends import PROVIDERS, PlanModule, ProviderName
+from llmforge.base.backends import PENDING_FILE, PROVIDERS, PlanModule, ProviderName
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.session import SessionConfig
@@ -25,7 +25,6 @@ FILE = "runtime.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
-PENDING_FILE = "pending.json"  # stands in an engine's folder until the engine is built (llmforge.engines.pending)
 
 
 @dataclass(frozen=True)

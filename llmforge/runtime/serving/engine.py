@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
-from llmforge.runtime.serving.options import PREFILL_CHUNK, EngineOptions
+from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.request import Chunk, Receiver, Request
 from llmforge.runtime.serving.runner import Runner, load
 from llmforge.runtime.serving.scheduler import Scheduler

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import UsageError
-
-# Tokens of a prompt that run at once. It bounds the memory of activations and of the attention scores.
-PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, InputError, UsageError
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.backends.interface import Backend, Rows
@@ -22,7 +23,7 @@ from llmforge.runtime.backends.loading import open_engine
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.chat import ChatTemplate
-from llmforge.runtime.serving.options import PREFILL_CHUNK, EngineOptions
+from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.request import Chunk, Request, check_tokens
 from llmforge.runtime.serving.scheduler import Scheduler
 

@@ -29,10 +29,11 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.sampling.sampler import Samplers
-from llmforge.runtime.serving.options import PREFILL_CHUNK, EngineOptions
+from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
 from llmforge.runtime.serving.request import Chunk, Receiver, Request, check_tokens
 from llmforge.runtime.serving.sequence import NoText, OutputText, Sequence
