@@ -25,6 +25,8 @@ FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
 
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
+Library = Literal["onnxruntime", "llmforge"]  # whose kernels compute quantized layers on a CPU
+BlockDtype = Literal["int4", "int8"]  # of weights that those kernels read
 
 
 class Isa(enum.Enum):
@@ -60,6 +62,15 @@ class Figure(BaseModel):
     value: float = Field(gt=0)
     source: str = Field(min_length=1, description="document, page or measurement that the number comes from")
     verified: bool = Field(description="read in the primary source or measured by this project, not taken on trust")
+
+
+class QuantizedLayers(BaseModel):
+    """What one library's kernels reach on a CPU with weights in blocks, of one dtype, and activations in int8."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rate: Figure  # of a prompt's rows, TOP/s
+    read_gbs: Figure  # 10**9 bytes of weights a second, where a step has one row
 
 
 class Price(Figure):
@@ -107,6 +118,9 @@ class Target(BaseModel):
     memory_gb: Figure | None = None  # 10**9 bytes
     bandwidth_gbs: Figure | None = None  # 10**9 bytes a second
     rates: dict[Rate, Figure] = Field(default_factory=dict)
+    kernels: dict[Library, dict[BlockDtype, QuantizedLayers]] = Field(
+        default_factory=dict
+    )  # of a CPU that was measured
     cores: Annotated[int, Field(ge=1)] | None = None  # physical, of a CPU
     interconnect: Interconnect | None = None
     tdp_w: Figure | None = None
