@@ -217,12 +217,19 @@ def load(name: str) -> Target:
         UsageError: no such target, or several are meant.
         EnvironmentLacks: `local`, and this machine does not tell its instruction set.
     """
-    wanted = name.lower()
-    if wanted == LOCAL:
-        return local()
-    known = names()
-    if wanted in known:
-        return read(FOLDER / f"{wanted}.yaml")
+    found = meant(name)
+    return local() if found == LOCAL else read(FOLDER / f"{found}.yaml")
+
+
+def meant(name: str) -> str:
+    """Return the target that `name` is, in whatever case: `local` or one of `names`.
+
+    Raises:
+        UsageError: no such target, or several are meant.
+    """
+    wanted, known = name.lower(), names()
+    if wanted == LOCAL or wanted in known:
+        return wanted
     variants = [each for each in known if each.startswith(f"{wanted}-")] if wanted else []
     if variants:
         raise UsageError(
@@ -260,13 +267,27 @@ def read(path: Path) -> Target:
     content = located_yaml.read(path).data
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …")
-    if (like := content.get("like")) is not None and like not in names():
-        raise UsageError(f"{path}: `like` is {like!r}; wanted one of {', '.join(names())}")
+    if content.get("like") is not None:
+        content = {**content, "like": _like(path, str(content["like"]))}
     try:
         return Target.model_validate({"name": path.stem, **content})
     except ValidationError as error:
         wrong = (f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in error.errors())
         raise UsageError(f"{path}: not a target: {'; '.join(wrong)}") from None
+
+
+def _like(path: Path, name: str) -> str:
+    """Return the target in this folder that `name`, of the file `path`, is."""
+    try:
+        found = meant(name)
+    except UsageError as error:
+        raise UsageError(f"{path}: like: {error.message}", hint=error.hint) from None
+    if found == LOCAL:
+        raise UsageError(
+            f"{path}: `like` is {name!r}; wanted one of {', '.join(names())}",
+            hint=f"`llmforge targets {LOCAL}` names that of a machine",
+        )
+    return found
 
 
 def matrix_share_of(dtype: str) -> Share:
