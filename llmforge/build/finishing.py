@@ -9,8 +9,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import onnx_ir as ir
-
 from llmforge import artifact, engines, passes, targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import UsageError
@@ -20,6 +18,7 @@ from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, pending
+from llmforge.ir import onnx_file
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.report import model as records
 from llmforge.runtime.backends.config import MODEL_FILE, physical_cores
@@ -93,7 +92,7 @@ def measure(
     return evidence.measure(
         staging,
         engine,
-        ir.load(opened.path / "engine" / MODEL_FILE),
+        onnx_file.load(opened.path / "engine" / MODEL_FILE),
         spec=recipe.validation,
         target=target,
         checkpoint=checkpoint,

@@ -10,12 +10,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx_ir as ir
-
 from llmforge.base.backends import BackendName
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
 from llmforge.engines import BuildRequest, onnx_file
+from llmforge.ir.onnx_file import load as load_graph
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.config import MODEL_FILE, PENDING_FILE
@@ -43,7 +42,7 @@ class Pending:
 
     def request(self, source: Path, folder: Path, target: Target, progress: Progress) -> BuildRequest:
         """Ask for the engine that is pending in `source` to be built in `folder`."""
-        model = ir.load(source / MODEL_FILE)
+        model = load_graph(source / MODEL_FILE)
         return BuildRequest(model, folder, self.spec, target, self.eos_token_ids, self.bos_token_id, progress)
 
 

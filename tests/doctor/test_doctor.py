@@ -410,8 +410,14 @@ def test_a_recipe_names_a_target_in_any_case(tmp_path: Path) -> None:
     [
         (None, "cannot be read"),
         ("title: x\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n", "does not say which target it is like"),
-        ("title: x\nlike: cpu-avx9\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n", "like: no target is named 'cpu-avx9'"),
-        ("title: x\nlike: h100\nkind: gpu\nengines: [onnxruntime]\n", "like: 'h100' can be any of 2 targets: h100-pcie"),
+        (
+            "title: x\nlike: cpu-avx9\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n",
+            "like: no target is named 'cpu-avx9'",
+        ),
+        (
+            "title: x\nlike: h100\nkind: gpu\nengines: [onnxruntime]\n",
+            "like: 'h100' can be any of 2 targets: h100-pcie",
+        ),
         ("title: x\nlike: local\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n", "`like` is 'local'; wanted one of"),
         ("title: x\n", "not a target"),
     ],
