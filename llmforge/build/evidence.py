@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from llmforge.engines import Engine
 from llmforge.evaluation import footprint, gates, latency, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.latency import Subject
+from llmforge.evaluation.machine import peak_resident_bytes
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Latency
@@ -74,7 +73,7 @@ class Clock:
         return records.BuildRecord(
             seconds=time.perf_counter() - self.began,
             cpu_seconds=time.process_time() - self.cpu_began,
-            peak_rss_bytes=_peak_rss_bytes(),
+            peak_rss_bytes=peak_resident_bytes(),
         )
 
 
@@ -130,9 +129,3 @@ def _describe(runner: Runner, threads: int) -> str:
     if config.plan is not None:
         return f"llmforge runtime, {config.plan.module} {config.plan.version}"
     return f"llmforge runtime, ONNX Runtime {config.onnxruntime}, {threads} threads"
-
-
-def _peak_rss_bytes() -> int:
-    """Largest resident set of this process so far; the unit of ru_maxrss is KiB, on macOS bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
