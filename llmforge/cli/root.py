@@ -82,7 +82,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1."""
     try:
-        cli()
+        cli(prog_name="llmforge")  # also where it is run as a module
     except Exception as error:
         error.add_note(_ISSUES)
         raise
