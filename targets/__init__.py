@@ -23,6 +23,7 @@ from llmforge.targets.achieved import Assumption, Share, defaults
 
 FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
+_WRITTEN = "`llmforge doctor --measure --write FILE.yaml` writes one of a machine"
 
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
 Library = Literal["onnxruntime", "llmforge"]  # whose kernels compute quantized layers on a CPU
@@ -266,14 +267,17 @@ def read(path: Path) -> Target:
     """
     content = located_yaml.read(path).data
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …")
+        raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …", hint=_WRITTEN)
     if content.get("like") is not None:
         content = {**content, "like": _like(path, str(content["like"]))}
     try:
         return Target.model_validate({"name": path.stem, **content})
     except ValidationError as error:
         wrong = (f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in error.errors())
-        raise UsageError(f"{path}: not a target: {'; '.join(wrong)}") from None
+        raise UsageError(
+            f"{path}: not a target: {'; '.join(wrong)}",
+            hint="this is a recipe: `llmforge plan RECIPE`" if "checkpoint" in content else _WRITTEN,
+        ) from None
 
 
 def _like(path: Path, name: str) -> str:

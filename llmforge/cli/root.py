@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from llmforge import __version__
-from llmforge.base.errors import ForgeError
+from llmforge.base.errors import ForgeError, UsageError
 from llmforge.cli import building, inspecting, planning, running, serving
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
@@ -32,6 +32,8 @@ class _Root(click.Group):
         except ForgeError as error:
             from llmforge.cli.console import show_error
 
+            if error.hint is None and type(error) is UsageError:
+                error.hint = f"`{ctx.info_name} {ctx.invoked_subcommand} --help` lists what it takes"
             show_error(error)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:

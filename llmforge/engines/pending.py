@@ -74,7 +74,8 @@ def read(folder: Path) -> Pending:
         raise InputError(
             f"{folder.parent}: its engine is built: there is nothing to finish"
             if (folder / MODEL_FILE).exists() or any(folder.glob("*.plan"))
-            else f"{file} is missing: {folder.parent} is not an artifact whose engine is pending"
+            else f"{file} is missing: {folder.parent} is not an artifact whose engine is pending",
+            hint="--finish takes what `llmforge build RECIPE --defer` published",
         )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

@@ -253,7 +253,10 @@ class Recipe(_Section):
         """
         source = read(path)
         if not isinstance(source.data, dict):
-            raise RecipeError(f"{source.where(())}: a recipe is a mapping of `schema`, `name`, `checkpoint`, …")
+            raise RecipeError(
+                f"{source.where(())}: a recipe is a mapping of `schema`, `name`, `checkpoint`, …",
+                hint="recipes/quickstart.yaml is one; `llmforge schema` describes them for editors",
+            )
         apply(overrides, source, cls.model_json_schema())
         written = {**source.data, "passes": _entries(source)} if "passes" in source.data else source.data
         try:

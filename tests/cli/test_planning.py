@@ -188,7 +188,7 @@ def test_a_recipe_for_this_machine_says_how_to_measure_it() -> None:
         (("--target", "h200", "--prompt", "140000"), 2, "above the 131072"),
         (("--target", "h200", "--context", "9", "--prompt", "9"), 2, "leaves no token"),
         (("--target", "h200", "--context", "9", "--prompt", "3", "--output", "6"), 2, "give two of"),
-        (("--target", "h200", "--plot", "roof.png"), 2, "a plot is written as .svg or .html"),
+        (("--target", "h200", "--plot", "roof.png"), 2, "the name must end in .svg or .html"),
         (("--target", "h200", "--weights", "int3"), 2, "Invalid value for '--weights'"),
         (("--target", "h200", "--batch", "0"), 2, "Invalid value for '--batch'"),
     ],
