@@ -22,8 +22,11 @@ from llmforge.targets.achieved import Assumption, Share, defaults
 
 FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
+_WRITTEN = "`llmforge doctor --measure --write FILE.yaml` writes one of a machine"
 
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
+Library = Literal["onnxruntime", "llmforge"]  # whose kernels compute quantized layers on a CPU
+BlockDtype = Literal["int4", "int8"]  # of weights that those kernels read
 
 
 class Isa(enum.Enum):
@@ -59,6 +62,15 @@ class Figure(BaseModel):
     value: float = Field(gt=0)
     source: str = Field(min_length=1, description="document, page or measurement that the number comes from")
     verified: bool = Field(description="read in the primary source or measured by this project, not taken on trust")
+
+
+class QuantizedLayers(BaseModel):
+    """What one library's kernels reach on a CPU with weights in blocks, of one dtype, and activations in int8."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rate: Figure  # of a prompt's rows, TOP/s
+    read_gbs: Figure  # 10**9 bytes of weights a second, where a step has one row
 
 
 class Price(Figure):
@@ -106,6 +118,9 @@ class Target(BaseModel):
     memory_gb: Figure | None = None  # 10**9 bytes
     bandwidth_gbs: Figure | None = None  # 10**9 bytes a second
     rates: dict[Rate, Figure] = Field(default_factory=dict)
+    kernels: dict[Library, dict[BlockDtype, QuantizedLayers]] = Field(
+        default_factory=dict
+    )  # of a CPU that was measured
     cores: Annotated[int, Field(ge=1)] | None = None  # physical, of a CPU
     interconnect: Interconnect | None = None
     tdp_w: Figure | None = None
@@ -202,12 +217,19 @@ def load(name: str) -> Target:
         UsageError: no such target, or several are meant.
         EnvironmentLacks: `local`, and this machine does not tell its instruction set.
     """
-    wanted = name.lower()
-    if wanted == LOCAL:
-        return local()
-    known = names()
-    if wanted in known:
-        return read(FOLDER / f"{wanted}.yaml")
+    found = meant(name)
+    return local() if found == LOCAL else read(FOLDER / f"{found}.yaml")
+
+
+def meant(name: str) -> str:
+    """Return the target that `name` is, in whatever case: `local` or one of `names`.
+
+    Raises:
+        UsageError: no such target, or several are meant.
+    """
+    wanted, known = name.lower(), names()
+    if wanted == LOCAL or wanted in known:
+        return wanted
     variants = [each for each in known if each.startswith(f"{wanted}-")] if wanted else []
     if variants:
         raise UsageError(
@@ -244,14 +266,31 @@ def read(path: Path) -> Target:
     """
     content = located_yaml.read(path).data
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …")
-    if (like := content.get("like")) is not None and like not in names():
-        raise UsageError(f"{path}: `like` is {like!r}; wanted one of {', '.join(names())}")
+        raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …", hint=_WRITTEN)
+    if content.get("like") is not None:
+        content = {**content, "like": _like(path, str(content["like"]))}
     try:
         return Target.model_validate({"name": path.stem, **content})
     except ValidationError as error:
         wrong = (f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in error.errors())
-        raise UsageError(f"{path}: not a target: {'; '.join(wrong)}") from None
+        raise UsageError(
+            f"{path}: not a target: {'; '.join(wrong)}",
+            hint="this is a recipe: `llmforge plan RECIPE`" if "checkpoint" in content else _WRITTEN,
+        ) from None
+
+
+def _like(path: Path, name: str) -> str:
+    """Return the target in this folder that `name`, of the file `path`, is."""
+    try:
+        found = meant(name)
+    except UsageError as error:
+        raise UsageError(f"{path}: like: {error.message}", hint=error.hint) from None
+    if found == LOCAL:
+        raise UsageError(
+            f"{path}: `like` is {name!r}; wanted one of {', '.join(names())}",
+            hint=f"`llmforge targets {LOCAL}` names that of a machine",
+        )
+    return found
 
 
 def matrix_share_of(dtype: str) -> Share:

@@ -84,7 +84,7 @@ def read(file: Path) -> Manifest:
     try:
         data = from_json(file.read_bytes())
     except ValueError as error:
-        raise InputError(f"{file}: not valid JSON: {error}") from error
+        raise InputError(f"{file}: not valid JSON: {error}", hint="fetch the artifact or build it again") from error
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != 1:
         raise InputError(
@@ -96,7 +96,7 @@ def read(file: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{file}: {where}: {first['msg']}") from error
+        raise InputError(f"{file}: {where}: {first['msg']}", hint="fetch the artifact or build it again") from error
 
 
 def tool_versions() -> dict[str, str]:

@@ -35,6 +35,21 @@ LISTED = 5  # files that a message names before it counts the rest
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 
 
+_WHERE = "`llmforge build` ends by printing the folder of what it built: artifacts/NAME/VERSION"
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Say of what may not be read in the artifact at `path` that it may not."""
+    try:
+        yield
+    except PermissionError as error:
+        raise InputError(
+            f"{error.filename or path}: cannot be read: {error.strerror}",
+            hint=f"run as a user who may read all of {path}",
+        ) from error
+
+
 @dataclass(frozen=True)
 class Artifact:
     """A published artifact."""
@@ -49,9 +64,15 @@ class Artifact:
         Raises:
             InputError: the folder is no artifact, is unfinished, or is of another format version.
         """
+        with _readable(path):
+            return cls._open(path)
+
+    @classmethod
+    def _open(cls, path: Path) -> Artifact:
         folder = path.resolve()
         if not folder.is_dir():
-            raise InputError(f"{path}: {'is a file, an artifact is a folder' if path.exists() else 'no such folder'}")
+            what = "is a file, an artifact is a folder" if path.exists() else "no such folder"
+            raise InputError(f"{path}: {what}", hint=_WHERE)
         if folder.name.startswith((BUILDING, REPLACED)):
             raise InputError(
                 f"{path}: the folder of a build that is running or was killed, not an artifact",
@@ -61,7 +82,7 @@ class Artifact:
             versions = sorted(entry.parent.name for entry in folder.glob(f"[!.]*/{MANIFEST}"))
             raise InputError(
                 f"{path}: not an artifact: it has no {MANIFEST}",
-                hint=f"give one of its versions: {', '.join(versions)}" if versions else None,
+                hint=f"give one of its versions: {', '.join(versions)}" if versions else _WHERE,
             )
         return cls(folder, manifests.read(folder / MANIFEST))
 
@@ -72,11 +93,12 @@ class Artifact:
             InputError: files are missing, changed or added; the message names them.
         """
         recorded = self.manifest.files
-        present = {
-            path: path in recorded and manifests.sha256(self.path / path)
-            for path in manifests.walk(self.path)
-            if path != MANIFEST
-        }
+        with _readable(self.path):
+            present = {
+                path: path in recorded and manifests.sha256(self.path / path)
+                for path in manifests.walk(self.path)
+                if path != MANIFEST
+            }
         problems = {
             "missing": [path for path in recorded if path not in present],
             "changed": [path for path, record in recorded.items() if present.get(path, record.sha256) != record.sha256],

@@ -59,9 +59,11 @@ def read(path: Path) -> Source:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+        raise RecipeError(
+            f"{path}: cannot be read: {error.strerror}", hint="wanted: the path of a YAML file that you may read"
+        ) from error
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: byte {error.start} is not UTF-8") from error
+        raise RecipeError(f"{path}: byte {error.start} is not UTF-8", hint="wanted: YAML, as UTF-8 text") from error
     return parse(text, path)
 
 
@@ -75,7 +77,7 @@ def parse(text: str, path: Path) -> Source:
     try:
         node = yaml.compose(text)
         if node is None:
-            raise RecipeError(f"{path}: is empty")
+            raise RecipeError(f"{path}: is empty", hint="wanted: a YAML file; a recipe begins with `schema: 1`")
         reader = _Reader(yaml, Source(path))
         reader.source.data = reader.plain(node, ())
     except MarkedYAMLError as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from llmforge.evaluation import gates, latency, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
+from llmforge.evaluation.machine import peak_resident_bytes
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Latency
@@ -86,7 +85,7 @@ class Clock:
         return records.BuildRecord(
             seconds=now - self.began,
             cpu_seconds=time.process_time() - self.cpu_began,
-            peak_rss_bytes=_peak_rss_bytes(),
+            peak_rss_bytes=peak_resident_bytes(),
             stages=tuple(
                 records.StageRecord(title=title, seconds=end - began)
                 for (title, began), end in zip(self.stages, ends, strict=True)
@@ -146,9 +145,3 @@ def _describe(runner: Runner, threads: int) -> str:
     if config.plan is not None:
         return f"llmforge runtime, {config.plan.module} {config.plan.version}"
     return f"llmforge runtime, ONNX Runtime {config.onnxruntime}, {threads} threads"
-
-
-def _peak_rss_bytes() -> int:
-    """Largest resident set of this process so far; the unit of ru_maxrss is KiB, on macOS bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

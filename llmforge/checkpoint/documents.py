@@ -10,6 +10,8 @@ from pathlib import Path
 
 from llmforge.base.errors import DataError
 
+_WANTED = 'a file of JSON lines, {"id": …, "text": …}, as UTF-8 text that you may read'
+
 
 @dataclass(frozen=True)
 class Document:
@@ -82,7 +84,7 @@ def digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}", hint=_WANTED) from error
 
 
 def read_lines(path: Path, hint: str | None = None) -> list[str]:
@@ -94,9 +96,9 @@ def read_lines(path: Path, hint: str | None = None) -> list[str]:
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}", hint=hint) from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}", hint=hint or _WANTED) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8") from error
+        raise DataError(f"{path}: byte {error.start} is not UTF-8", hint=_WANTED) from error
     return content.split("\n")  # not splitlines: a JSON string may hold U+2028 unescaped
 
 

@@ -20,7 +20,16 @@ from tokenizers import Tokenizer
 from llmforge.base import versions
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.checkpoint.safetensors_file import TensorEntry, digest_weights, listed, parse_json, read_small, same_bytes
+from llmforge.checkpoint.safetensors_file import (
+    DAMAGED,
+    DENIED,
+    TensorEntry,
+    digest_weights,
+    listed,
+    parse_json,
+    read_small,
+    same_bytes,
+)
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
 
 if TYPE_CHECKING:
@@ -224,11 +233,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
         CheckpointError: there is no such file, or it asks for code.
         UnsupportedError: the weights are already quantized.
     """
-    if not folder.is_dir():
-        what = "is a file, a checkpoint is a folder" if folder.exists() else "no such folder"
-        raise CheckpointError(f"{folder}: {what}", hint="a model of the Hub: `hf download ORG/NAME --local-dir FOLDER`")
     file = folder / CONFIG
-    if not file.exists() and not file.is_symlink():
+    try:
+        if not folder.is_dir():
+            what = "is a file, a checkpoint is a folder" if folder.exists() else "no such folder"
+            hint = "a model of the Hub: `hf download ORG/NAME --local-dir FOLDER`"
+            raise CheckpointError(f"{folder}: {what}", hint=hint)
+        there = file.exists() or file.is_symlink()
+    except PermissionError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}", hint=DENIED) from error
+    if not there:
         hint = "the folder must hold config.json, tokenizer.json and model.safetensors, or its shards and their index"
         if (folder / "adapter_config.json").exists():
             hint = "this is an adapter: merge it into its base model first (peft's merge_and_unload)"
@@ -271,7 +285,7 @@ def load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
     file = folder / CONFIG
     model_type = settings.get("model_type")
     if not isinstance(model_type, str):
-        raise CheckpointError(f"{file}: model_type must name the architecture, is {model_type!r}")
+        raise CheckpointError(f"{file}: model_type must name the architecture, is {model_type!r}", hint=DAMAGED)
     if model_type not in CONFIG_MAPPING:
         near = get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
         raise UnsupportedError(
@@ -283,7 +297,7 @@ def load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (StrictDataclassError, *wild) as error:
-        raise CheckpointError(f"{file}: transformers refuses it: {error}") from error
+        raise CheckpointError(f"{file}: transformers refuses it: {error}", hint=DAMAGED) from error
     return config
 
 

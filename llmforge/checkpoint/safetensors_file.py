@@ -32,6 +32,8 @@ PREFIX_BYTES = 8  # the header's length, uint64
 HEADER_LIMIT_BYTES = 100_000_000  # safetensors' own MAX_HEADER_SIZE
 RANK_LIMIT = 64  # numpy's NPY_MAXDIMS
 CHUNK_BYTES = 1 << 20  # one read: stays in the L2 cache between hashing and the check of its values
+DAMAGED = "the file is damaged, or was edited: fetch the checkpoint again"
+DENIED = "run as a user who may read all of the checkpoint"
 NAMES_SHOWN = 3  # names that a message lists before it counts the rest
 LFS_POINTER = b"version https://git-lfs"
 
@@ -127,11 +129,11 @@ def parse_json(data: bytes, where: Path | str, *, unique_keys: bool = False) -> 
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique if unique_keys else None)
     except RecursionError as error:
-        raise CheckpointError(f"{where}: JSON nested too deeply to be read") from error
+        raise CheckpointError(f"{where}: JSON nested too deeply to be read", hint=DAMAGED) from error
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, an integer of thousands of digits
-        raise CheckpointError(f"{where}: not valid JSON: {error}") from error
+        raise CheckpointError(f"{where}: not valid JSON: {error}", hint=DAMAGED) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: must hold a JSON object, holds {type(value).__name__}")
+        raise CheckpointError(f"{where}: must hold a JSON object, holds {type(value).__name__}", hint=DAMAGED)
     return value
 
 
@@ -200,7 +202,7 @@ def same_bytes(left: TensorEntry, right: TensorEntry) -> bool:
 def _open(file: Path) -> FileIO:
     if not file.is_file():  # follows symlinks, which Hub snapshots are made of; a FIFO would block
         if file.exists():
-            raise CheckpointError(f"{file}: not a regular file")
+            raise CheckpointError(f"{file}: not a regular file", hint=DAMAGED)
         what = f"a symbolic link to {file.readlink()}, which is missing" if file.is_symlink() else "no such file"
         raise CheckpointError(
             f"{file}: {what}", hint="fetch the checkpoint again; complete files are not fetched twice"
@@ -208,7 +210,7 @@ def _open(file: Path) -> FileIO:
     try:
         return file.open("rb", buffering=0)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}", hint=DENIED) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -223,7 +225,9 @@ def _header_length(start: bytes, size: int, file: Path) -> int:
     if start.startswith(LFS_POINTER):
         raise _lfs_pointer(file)
     if len(start) < PREFIX_BYTES:
-        raise CheckpointError(f"{file}: truncated: {size} bytes, a safetensors file has at least {PREFIX_BYTES + 2}")
+        raise CheckpointError(
+            f"{file}: truncated: {size} bytes, a safetensors file has at least {PREFIX_BYTES + 2}", hint=DAMAGED
+        )
     length = int.from_bytes(start[:PREFIX_BYTES], "little")
     if length > HEADER_LIMIT_BYTES:
         raise CheckpointError(

@@ -49,7 +49,9 @@ def _no_weights(folder: Path) -> CheckpointError:
     other = sorted(file.name for file in folder.glob("*.safetensors"))
     return CheckpointError(
         f"{folder}: no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}",
-        hint=f"it holds {listed(other)}: are they shards without their index?" if other else None,
+        hint=f"it holds {listed(other)}: are they shards without their index?"
+        if other
+        else "a model of the Hub: `hf download ORG/NAME --local-dir FOLDER`",
     )
 
 

@@ -160,6 +160,10 @@ def _figures(target: Target) -> Iterator[tuple[str, str, Figure | None]]:
     yield "bandwidth", "GB/s", target.bandwidth_gbs
     for dtype, figure in target.rates.items():
         yield f"{dtype}, dense", "TOP/s" if dtype.startswith("int") else "TFLOP/s", figure
+    for library, reached in target.kernels.items():
+        for dtype, layers in reached.items():
+            yield f"layers in {dtype}, {library}'s kernels", "TOP/s", layers.rate
+            yield f"layers in {dtype}, {library}'s kernels, one row", "GB/s of weights", layers.read_gbs
     if (link := target.interconnect) is not None:
         yield f"{link.kind}, {link.domain} devices, one direction", "GB/s", link.gbs
     yield "power", "W", target.tdp_w

@@ -59,10 +59,15 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
 
     if no_weights and path is None:
         raise UsageError("--no-weights says how a graph is written; give --output as well")
+    if path is not None:
+        output.check_file(path, onnx_file.SUFFIX, makes_folders=True)
     opened = Checkpoint.open(checkpoint)
     model = traced(opened)
     prove_candidate(opened, model)
-    files = () if path is None else onnx_file.save(model, path, weights=not no_weights)
+    files: tuple[Path, ...] = ()
+    if path is not None:
+        with output.writing(path):
+            files = onnx_file.save(model, path, weights=not no_weights)
     facts = summary.facts(model)
     if as_json:
         layers = json.loads(model.metadata_props[pattern.LAYERS])
@@ -110,7 +115,8 @@ def passes(name: str | None, as_json: bool) -> None:
     if name not in known:
         from llmforge.recipe.errors import meant
 
-        raise UsageError(f"no pass is named {name!r}; known: {', '.join(known)}", hint=meant(name, list(known)))
+        hint = meant(name.lower(), list(known)) or "`llmforge passes` describes each"
+        raise UsageError(f"no pass is named {name!r}; known: {', '.join(known)}", hint=hint)
     if as_json:
         output.write_json(describe.pass_facts(known[name]))
     else:
@@ -128,11 +134,11 @@ def targets(name: str | None, as_json: bool) -> None:
     from llmforge import targets as devices
     from llmforge.cli import describe
 
-    found = [devices.find(name)] if name else [devices.load(each) for each in devices.names()]
+    found = [devices.find(name)] if name is not None else [devices.load(each) for each in devices.names()]
     if as_json:
         facts = [target.model_dump(mode="json", exclude_none=True) for target in found]
-        output.write_json(facts[0] if name else facts)
-    elif name:
+        output.write_json(facts if name is None else facts[0])
+    elif name is not None:
         click.echo(describe.target_text(found[0]))
     else:
         output.write_columns([(target.name, target.kind, target.title) for target in found])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from llmforge.base.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,3 +47,36 @@ def write(content: RenderableType, plain_width: int = _PLAIN_WIDTH) -> None:
     from rich.console import Console
 
     Console(highlight=False, width=None if sys.stdout.isatty() else plain_width).print(content)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what keeps the block from writing the file `path` into a UsageError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be written: {error.strerror}", hint="name a file where you may write and there is room"
+        ) from error
+
+
+def check_file(path: Path, *suffixes: str, makes_folders: bool = False) -> None:
+    """Refuse, before work is done for it, a file that could not be written afterwards.
+
+    With `makes_folders` the folders that it lies in are made when it is written.
+
+    Raises:
+        UsageError: its name does not end in one of `suffixes`, where there are any; it is a folder; its folder is not
+            there, or nothing may be written to it.
+    """
+    if suffixes and path.suffix not in suffixes:
+        raise UsageError(f"{path}: the name must end in {' or '.join(suffixes)}", hint=f"give {path}{suffixes[0]}")
+    folder = path.absolute().parent
+    while makes_folders and not folder.exists():
+        folder = folder.parent
+    if path.is_dir():
+        raise UsageError(f"{path}: cannot be written: it is a folder", hint="name a file in it")
+    if not folder.is_dir():
+        raise UsageError(f"{path}: cannot be written: there is no folder {folder}", hint=f"mkdir -p {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{path}: cannot be written: permission denied", hint="name a file where you may write")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -57,6 +58,10 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
     from llmforge.planning import plot as plots
     from llmforge.planning import render, request, scheme
 
+    if asked["usd_per_hour"] is not None and not math.isfinite(asked["usd_per_hour"]):
+        raise UsageError(f"--price {asked['usd_per_hour']}: wanted a finite number of US dollars")
+    if plot is not None:
+        output.check_file(plot, *plots.SUFFIXES)
     wanted = record(scheme.Wanted, asked)
     planned = request.answer(what, record(request.Request, asked, wanted=wanted))
     if plot is not None:
@@ -83,6 +88,8 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, a
     from llmforge.doctor import environment, gpus, render
     from llmforge.evaluation import machine
 
+    if path is not None:
+        output.check_file(path, ".yaml", ".yml")
     if path is not None and not measure:
         raise UsageError("--write writes what --measure measures; give --measure as well")
     if device != "cpu" and not measure:

@@ -15,7 +15,7 @@ import click
 
 from llmforge import __version__
 from llmforge.base import extras
-from llmforge.base.errors import ForgeError
+from llmforge.base.errors import ForgeError, UsageError
 from llmforge.cli import building, inspecting, planning, running, serving
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
@@ -34,6 +34,8 @@ class _Root(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except ForgeError as error:
+            if error.hint is None and type(error) is UsageError:
+                error.hint = f"`{ctx.info_name} {ctx.invoked_subcommand} --help` lists what it takes"
             _end(ctx, error)
         except (ImportError, AttributeError) as error:
             if (lack := extras.explain(error)) is None:
@@ -94,7 +96,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1."""
     try:
-        cli()
+        cli(prog_name="llmforge")  # also where it is run as a module
     except Exception as error:
         error.add_note(_ISSUES)
         raise

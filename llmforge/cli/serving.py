@@ -136,6 +136,8 @@ def bench(
     plan = record(measuring.Plan, options, objective=None if slo is None else measuring.Objective.parse(slo))
     engine = record(runtime.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
+    if path is not None:
+        output.check_file(path)
     with console.progress(quiet=quiet) as progress:
         progress.stage("Send requests")
         report = measuring.run(
@@ -148,7 +150,8 @@ def bench(
             progress=progress.advance,
         )
     if path is not None:
-        path.write_text(report.to_json(), encoding="utf-8")
+        with output.writing(path):
+            path.write_text(report.to_json(), encoding="utf-8")
     if as_json:
         click.echo(report.to_json(), nl=False)
     else:

@@ -1,12 +1,14 @@
 """Ceilings of a CPU, measured: memory bandwidth by threads, and the rates of matrix products.
 
 Bandwidth is that of reading a working set larger than the caches (`evaluate.machine.read_bandwidth`). Rates are those
-of the kernels that engines run: ONNX Runtime's product of fp32 matrices, and its product of int8 activations with int8
-weights (`MatMulNBits`, 8 bits, accuracy_level 4) or, where they are compiled and faster, llmforge's own.
+of the kernels that engines run: ONNX Runtime's product of fp32 matrices; its product of int8 activations with int8 and
+int4 weights (`MatMulNBits`, accuracy_level 4) and, where they are compiled, llmforge's own. Of quantized layers the
+speed counts, too, at which they read their weights for a single row.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,13 +27,24 @@ from llmforge.ir.operators.record import OPSETS, STANDARD, Operator
 from llmforge.ir.operators.standard import MatMul
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.cpu_kernels import CpuKernels
-from llmforge.targets import local
+from llmforge.targets import BlockDtype, Library, local
 
 WORKING_SET_BYTES = 1 << 28  # a decode step of a small model, and more than any cache but those of large servers
+LAYER_BYTES = 1 << 27  # of the weights that a single row is multiplied with
 ROWS, COLUMNS, INNER = 512, 2048, 2048  # a prompt through a layer of a model of one to three billion parameters
 BLOCK = 128
 REPETITIONS = 5
+_BITS: Mapping[BlockDtype, int] = {"int8": 8, "int4": 4}
+_NAMES: Mapping[Library, str] = {"onnxruntime": "ONNX Runtime's MatMulNBits", "llmforge": "llmforge.cpu's Linear"}
 _HALVES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+
+
+@dataclass(frozen=True)
+class QuantizedLayers:
+    """What one library's kernels reach with weights in blocks, of one dtype."""
+
+    rate: float  # of many rows, operations a second
+    read: float  # of one row, bytes of weights a second
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class Ceilings:
     bandwidth: Mapping[int, float]  # by number of threads
     rates: Mapping[str, float]  # by dtype of the products
     kernels: Mapping[str, str]  # whose they are, by dtype
+    quantized: Mapping[Library, Mapping[BlockDtype, QuantizedLayers]]
     threads: int  # that the rates were measured with
 
 
@@ -54,16 +68,23 @@ def measure(threads: int, told: Callable[[str], None]) -> Ceilings:
     told("Products of fp32 matrices")
     rates = {"fp32": _rate(_dense(ir.DataType.FLOAT, ROWS, INNER, COLUMNS), threads)}
     kernels = {"fp32": "ONNX Runtime's MatMul"}
-    told("Products of int8 matrices")
-    quantized = _quantized()
-    rates["int8"], kernels["int8"] = _rate(quantized, threads), "ONNX Runtime's MatMulNBits"
-    if native.library() is not None:
-        told("Products of int8 matrices, llmforge's kernels")
-        CpuKernels(budget=Budget(kld_mean=1.0)).run(quantized, Context(local(), None))
-        own = _rate(quantized, threads)
-        if own > rates["int8"]:
-            rates["int8"], kernels["int8"] = own, "llmforge.cpu's Linear"
-    return Ceilings(bandwidth, rates, kernels, threads)
+    libraries: tuple[Library, ...] = ("onnxruntime",) if native.library() is None else ("onnxruntime", "llmforge")
+    quantized: dict[Library, dict[BlockDtype, QuantizedLayers]] = {library: {} for library in libraries}
+    for library, dtype in itertools.product(libraries, _BITS):
+        told(f"Quantized layers in {dtype}, {_NAMES[library]}")
+        quantized[library][dtype] = _layers(library, _BITS[dtype], threads)
+    fastest = max(quantized, key=lambda each: quantized[each]["int8"].rate)
+    rates["int8"], kernels["int8"] = quantized[fastest]["int8"].rate, _NAMES[fastest]
+    return Ceilings(bandwidth, rates, kernels, quantized, threads)
+
+
+def _layers(library: Library, bits: int, threads: int) -> QuantizedLayers:
+    """Time a layer with many rows, and one beyond the caches with a single row."""
+    few, many = _quantized(1, LAYER_BYTES * 8 // bits // INNER, bits), _quantized(ROWS, COLUMNS, bits)
+    if library == "llmforge":
+        for layer in (few, many):
+            CpuKernels(budget=Budget(kld_mean=1.0)).run(layer, Context(local(), None))
+    return QuantizedLayers(_rate(many, threads), LAYER_BYTES / _seconds(few, 1, threads))
 
 
 def cuda_product(size: int) -> Callable[[str, Mapping[str, Any]], float]:
@@ -85,9 +106,14 @@ def cuda_product(size: int) -> Callable[[str, Mapping[str, Any]], float]:
 
 def _rate(model: ir.Model, threads: int) -> float:
     """Time `model`, one product of [ROWS, INNER] and [INNER, COLUMNS]: operations a second."""
+    return 2 * ROWS * INNER * COLUMNS / _seconds(model, ROWS, threads)
+
+
+def _seconds(model: ir.Model, rows: int, threads: int) -> float:
+    """Time `model`, the product of so many rows with a matrix."""
     session = _session(model, threads, ["CPUExecutionProvider"])
-    x = np.random.default_rng(0).standard_normal((1, ROWS, INNER), np.float32)
-    return 2 * ROWS * INNER * COLUMNS / _best(lambda: session.run(None, {"x": x}))
+    x = np.random.default_rng(0).standard_normal((1, rows, INNER), np.float32)
+    return _best(lambda: session.run(None, {"x": x}))
 
 
 def _best(run: Callable[[], object]) -> float:
@@ -118,15 +144,15 @@ def _dense(dtype: ir.DataType, rows: int, inner: int, columns: int) -> ir.Model:
     return _model(dtype, MatMul, rows, inner, columns, {"w": ir.Tensor(weight, dtype=dtype)}, {})
 
 
-def _quantized() -> ir.Model:
-    """Make y = x·W with W in 8 bits, as `quantize-weights` writes it."""
+def _quantized(rows: int, columns: int, bits: int) -> ir.Model:
+    """Make y = x·W, x [rows, INNER] and W [INNER, columns] in 8 or 4 bits, as `quantize-weights` writes it."""
     rng = np.random.default_rng(0)
     blocks = INNER // BLOCK
-    codes = rng.integers(0, 256, (COLUMNS, blocks, BLOCK), np.uint8)
-    scales = np.full((COLUMNS, blocks), 0.01, np.float32)
-    attributes = {"K": INNER, "N": COLUMNS, "bits": 8, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
+    codes = rng.integers(0, 256, (columns, blocks, BLOCK * bits // 8), np.uint8)
+    scales = np.full((columns, blocks), 0.01, np.float32)
+    attributes = {"K": INNER, "N": columns, "bits": bits, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
     weights = {"w": ir.Tensor(codes), "s": ir.Tensor(scales)}
-    return _model(ir.DataType.FLOAT, MatMulNBits, ROWS, INNER, COLUMNS, weights, attributes)
+    return _model(ir.DataType.FLOAT, MatMulNBits, rows, INNER, columns, weights, attributes)
 
 
 def _model(

@@ -13,7 +13,7 @@ from llmforge import targets
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.doctor.gpus import Gpu
 from llmforge.evaluation.machine import Machine
-from llmforge.targets import Figure, Rate, Target
+from llmforge.targets import Figure, QuantizedLayers, Rate, Target
 from llmforge.targets.achieved import Share
 
 if TYPE_CHECKING:
@@ -39,6 +39,16 @@ def of_cpu(name: str, machine: Machine, ceilings: Ceilings, day: str) -> Target:
         rates={
             cast(Rate, dtype): _figure(rate / 1e12, f"{by}, {ceilings.threads} threads, {ceilings.kernels[dtype]}")
             for dtype, rate in ceilings.rates.items()
+        },
+        kernels={
+            library: {
+                dtype: QuantizedLayers(
+                    rate=_figure(each.rate / 1e12, f"{by}, {ceilings.threads} threads"),
+                    read_gbs=_figure(each.read / 1e9, f"{by}, {ceilings.threads} threads"),
+                )
+                for dtype, each in reached.items()
+            }
+            for library, reached in ceilings.quantized.items()
         },
         engines=local.engines,
         notes=tuple(

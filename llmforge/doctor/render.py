@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -38,6 +39,10 @@ def measured(ceilings: Ceilings) -> RenderableType:
     for dtype, rate in ceilings.rates.items():
         unit = "Gflop/s" if dtype.startswith("fp") else "Gop/s"
         table.add_row(f"products in {dtype}", f"{significant(rate / 1e9)} {unit}", Text(ceilings.kernels[dtype], "dim"))
+    for library, reached in ceilings.quantized.items():
+        for dtype, each in reached.items():
+            figures = f"{significant(each.rate / 1e9)} Gop/s, weights read at {significant(each.read / 1e9)} GB/s"
+            table.add_row(f"layers in {dtype}", figures, Text(f"{library}'s kernels", "dim"))
     return table
 
 
@@ -56,5 +61,5 @@ def data(
         "gpus": [{**vars(gpu), "target": gpu.target} for gpu in gpus],
     }
     if ceilings is not None:
-        found["ceilings"] = vars(ceilings)  # JSON writes the numbers of threads as text
+        found["ceilings"] = asdict(ceilings)  # JSON writes the numbers of threads as text
     return found

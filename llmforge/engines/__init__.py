@@ -101,18 +101,22 @@ def refuse_ranks(backend: BackendName, degree: int) -> None:
         )
 
 
-def require_device(target: Target, backend: BackendName) -> None:
-    """Return if the GPU of `target` is at hand, or `backend` builds without.
+def require_device(target: Target, spec: EngineSpec) -> None:
+    """Return if the GPU of `target` is at hand, or the backend of `spec` builds without.
 
     Raises:
-        EnvironmentLacks: it is not.
+        EnvironmentLacks: it is not; the hint of an engine that was deferred says where it is finished.
     """
-    why = target.require_engine(backend).needs_device
-    if why is not None and (reason := why_not_run(target)) is not None:
-        raise EnvironmentLacks(
-            f"{why}: {reason}",
-            hint="set `engine: {deferred: true}`, or give --defer, and on that host `llmforge build --finish ARTIFACT`",
-        )
+    provider = target.require_engine(spec.backend)
+    if provider.needs_device is None or (reason := why_not_run(target)) is None:
+        return
+    finish = "`llmforge build --finish ARTIFACT`"
+    raise EnvironmentLacks(
+        f"{provider.needs_device}: {reason}",
+        hint=f"on a host with an {target.title}: {provider.install}, then {finish}"
+        if spec.deferred
+        else f"set `engine: {{deferred: true}}`, or give --defer, and on that host {finish}",
+    )
 
 
 def why_not_run(target: Target) -> str | None:

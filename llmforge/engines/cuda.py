@@ -56,7 +56,7 @@ def require_host(target: Target, spec: EngineSpec) -> None:
         EnvironmentLacks: it is not.
         UnsupportedError: the wheel has no code for it.
     """
-    require_device(target, spec.backend)
+    require_device(target, spec)
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:

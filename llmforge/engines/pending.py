@@ -10,12 +10,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx_ir as ir
-
 from llmforge.base.backends import PENDING_FILE, BackendName
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
 from llmforge.engines import BuildRequest, onnx_file
+from llmforge.ir.onnx_file import load as load_graph
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.config import MODEL_FILE
@@ -45,7 +44,7 @@ class Pending:
 
     def request(self, source: Path, folder: Path, target: Target, progress: Progress) -> BuildRequest:
         """Ask for the engine that is pending in `source` to be built in `folder`."""
-        model = ir.load(source / MODEL_FILE)
+        model = load_graph(source / MODEL_FILE)
         return BuildRequest(model, folder, self.spec, target, self.eos_token_ids, self.bos_token_id, progress)
 
 
@@ -79,7 +78,8 @@ def read(folder: Path) -> Pending:
         raise InputError(
             f"{folder.parent}: its engine is built: there is nothing to finish"
             if (folder / MODEL_FILE).exists() or any(folder.glob("*.plan"))
-            else f"{file} is missing: {folder.parent} is not an artifact whose engine is pending"
+            else f"{file} is missing: {folder.parent} is not an artifact whose engine is pending",
+            hint="--finish takes what `llmforge build RECIPE --defer` published",
         )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

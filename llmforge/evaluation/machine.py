@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,6 +74,21 @@ def read_bandwidth(size_bytes: int, threads: int, seconds: float = 0.2) -> float
             best = min(best, now - began)
             if now > end:
                 return words * 8 * sweeps / best
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident set of this process so far.
+
+    Linux's ru_maxrss survives exec: in a process that a larger one launched it is the latter's. VmHWM begins anew with
+    the program (proc(5)). Elsewhere ru_maxrss is all there is; its unit is KiB, on macOS bytes.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -14,6 +14,7 @@ SUFFIX = ".onnx"
 INLINE_BELOW_BYTES = 1024  # constants: shape inference of other tools reads them in the graph itself
 IN_FLIGHT_BYTES = 2**28  # of weights between reading and writing
 ALIGNMENT_BYTES = 4096  # a page, so that a runtime can map a weight where it lies
+_HINT = "`llmforge trace -o GRAPH.onnx` writes one, and every artifact has engine/model.onnx"
 
 
 def save(model: ir.Model, path: Path, *, weights: bool = True) -> tuple[Path, ...]:
@@ -48,17 +49,46 @@ def save(model: ir.Model, path: Path, *, weights: bool = True) -> tuple[Path, ..
 
 
 def load(path: Path) -> ir.Model:
-    """Read the graph at `path`; its weights stay on disk.
+    """Read the graph at `path`; its weights stay on disk, in its folder, and may be absent.
 
     Raises:
-        InputError: there is no such file, or it is no ONNX model.
+        InputError: there is no such file, it is no ONNX model, or its weights are not where it says.
     """
     if not path.is_file():
-        raise InputError(f"{path}: no such file")
+        what = "it is a folder" if path.is_dir() else "no such file"
+        raise InputError(f"{path}: {what}", hint="give a graph, such as engine/model.onnx of an artifact")
     try:
-        model = ir.load(path)
-    except (DecodeError, ValueError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not an ONNX model: {error}") from error
+        model = ir.load(path, format="protobuf")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}", hint="check who may read it") from error
+    except (DecodeError, ValueError) as error:
+        raise InputError(f"{path}: not an ONNX model: {error}", hint=_HINT) from error
     if not model.opset_imports:  # protobuf takes almost any bytes for an empty message
-        raise InputError(f"{path}: not an ONNX model: it imports no operators")
+        raise InputError(f"{path}: not an ONNX model: it imports no operators", hint=_HINT)
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = _placed(path, name, value.const_value)
     return model
+
+
+def _placed(path: Path, name: str, tensor: ir.ExternalTensor) -> ir.ExternalTensor:
+    """Point weight `name` of the graph at `path` at its file, checked.
+
+    The path is absolute and `base_dir` empty: below a `base_dir` onnx-ir refuses files with several hard links, which
+    `llmforge triton` makes of an artifact's. That the file lies in the graph's folder is checked here in its place.
+    """
+    folder = path.parent.resolve()
+    file = (folder / tensor.location).resolve()
+    if not file.is_relative_to(folder):
+        raise InputError(
+            f"{path}: weights of {name} lie outside of the folder, in {tensor.location}",
+            hint="a graph and its weights lie in one folder; do not use one that reaches for other files",
+        )
+    offset, size_bytes = tensor.offset or 0, tensor.length or tensor.nbytes
+    if file.is_file() and file.stat().st_size < offset + size_bytes:
+        raise InputError(
+            f"{file}: ends at byte {file.stat().st_size:,}, and {name} goes to {offset + size_bytes:,}",
+            hint="copy the file again, whole",
+        )
+    return ir.ExternalTensor(str(file), offset, size_bytes, tensor.dtype, shape=tensor.shape, name=name)

@@ -95,6 +95,6 @@ extern const Kernels kernels_avx2, kernels_avx512vnni, kernels_avx512bf16;
 /* Memory of the calling thread, `size` bytes aligned to 64, valid until its next call with the same `slot`; NULL where
  * there is none. */
 void *scratch(int slot, size_t size);
-enum { SCRATCH_ROWS, SCRATCH_NORM, SCRATCH_QUERY, SCRATCH_SCORES, SCRATCH_KEYS, SCRATCH_VALUES, SCRATCH_SLOTS };
+enum { SCRATCH_ROWS, SCRATCH_NORM, SCRATCH_SHARED, SCRATCH_SCORES, SCRATCH_KEYS, SCRATCH_VALUES, SCRATCH_SLOTS };
 
 #endif

@@ -22,15 +22,45 @@
 
 static const Kernels *kernels;
 
-void *scratch(int slot, size_t size) {
-    static _Thread_local struct { void *memory; size_t size; } held[SCRATCH_SLOTS];
-    if (held[slot].size < size) {
-        free(held[slot].memory);
+typedef struct Scratch {
+    void *memory;
+    size_t size;
+    unsigned long rows_of; /* the run of a Linear whose rows, rounded by this thread, stand here; 0: anything else */
+} Scratch;
+
+/* A thread works for every session that shares its pool, piece by piece: nothing is said to stand in a slot but by the
+ * slot itself, and whoever asks for one by `scratch` makes it say nothing. */
+static _Thread_local Scratch held[SCRATCH_SLOTS];
+
+static Scratch *grown(int slot, size_t size) {
+    Scratch *own = &held[slot];
+    if (own->size < size) {
+        free(own->memory);
         size = (size + 4095) / 4096 * 4096;
-        held[slot].memory = aligned_alloc(64, size);
-        held[slot].size = held[slot].memory ? size : 0;
+        own->memory = aligned_alloc(64, size);
+        own->size = own->memory ? size : 0;
+        own->rows_of = 0;
     }
-    return held[slot].memory;
+    return own;
+}
+
+void *scratch(int slot, size_t size) {
+    Scratch *own = grown(slot, size);
+    own->rows_of = 0;
+    return own->memory;
+}
+
+/* Memory of the calling thread that pieces of its operator on other threads read as well: its own until `give_back`,
+ * even if it runs another operator meanwhile. */
+static Scratch take(size_t size) {
+    Scratch taken = *grown(SCRATCH_SHARED, size);
+    held[SCRATCH_SHARED] = (Scratch){0};
+    return taken;
+}
+
+static void give_back(Scratch taken) {
+    free(held[SCRATCH_SHARED].memory);
+    held[SCRATCH_SHARED] = taken;
 }
 
 typedef struct Tensor {
@@ -152,15 +182,14 @@ static void quantize_unit(void *data, size_t unit) {
 }
 
 static void linear_unit(void *data, size_t unit) {
-    static _Thread_local unsigned long done;
     LinearWork *work = data;
     Rows rows = work->rows;
     if (work->id) {
-        void *memory = scratch(SCRATCH_ROWS, rows_size(work->m, work->layer.weights.k, work->layer.weights.block));
-        if (!memory) { work->failed = 1; return; }
-        rows = rows_in(memory, work->m, &work->layer.weights);
-        if (done != work->id && !quantize_rows(work, &rows, 0, work->m)) { work->failed = 1; return; }
-        done = work->id;
+        Scratch *own = grown(SCRATCH_ROWS, rows_size(work->m, work->layer.weights.k, work->layer.weights.block));
+        if (!own->memory) { work->failed = 1; return; }
+        rows = rows_in(own->memory, work->m, &work->layer.weights);
+        if (own->rows_of != work->id && !quantize_rows(work, &rows, 0, work->m)) { work->failed = 1; return; }
+        own->rows_of = work->id;
     }
     const int64_t step = work->layer.activation ? 2 : 1, pairs = work->groups / step;
     kernels->linear(&work->layer, &rows, work->m, pairs * (int64_t)unit / work->units * step,
@@ -202,20 +231,23 @@ static Status *linear_compute(void *kernel, Context *context) {
     work.layer.weights.data = weights.data;
     work.x = x.data;
     work.norm = norm.data;
-    const int alone = work.m * w->n * w->k < INLINE_MACS;
-    if (work.m <= SHARED_ROWS) {
-        work.id = atomic_fetch_add(&ids, 1) + 1;
-    } else {
-        void *memory = scratch(SCRATCH_QUERY, rows_size(work.m, w->k, w->block));
-        if (!memory) return ort_status(api, STATUS_FAIL, "out of memory");
-        work.rows = rows_in(memory, work.m, w);
+    const int alone = work.m * w->n * w->k < INLINE_MACS, shared = work.m > SHARED_ROWS;
+    Scratch taken = {0};
+    Status *status = NULL;
+    if (shared) {
+        taken = take(rows_size(work.m, w->k, w->block));
+        if (!taken.memory) return ort_status(api, STATUS_FAIL, "out of memory");
+        work.rows = rows_in(taken.memory, work.m, w);
         work.units = work.m < PARALLEL_UNITS ? work.m : PARALLEL_UNITS;
-        TRY(run(api, context, quantize_unit, work.units, &work, alone));
+        status = run(api, context, quantize_unit, work.units, &work, alone);
+    } else {
+        work.id = atomic_fetch_add(&ids, 1) + 1;
     }
     const int64_t pairs = work.groups / (self->activation ? 2 : 1);
     work.units = pairs < PARALLEL_UNITS ? pairs : PARALLEL_UNITS;
-    TRY(run(api, context, linear_unit, work.units, &work, alone));
-    return work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : NULL;
+    if (!status) status = run(api, context, linear_unit, work.units, &work, alone);
+    if (shared) give_back(taken);
+    return !status && work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : status;
 }
 
 static Status *embedding_compute(void *kernel, Context *context) {
@@ -340,7 +372,8 @@ static Status *attention_compute(void *kernel, Context *context) {
     a->y = y;
     a->key = present_key;
     a->value = present_value;
-    a->query = scratch(SCRATCH_QUERY, (size_t)(a->batch * a->sequence * a->heads * a->dim) * sizeof(float));
+    const Scratch taken = take((size_t)(a->batch * a->sequence * a->heads * a->dim) * sizeof(float));
+    a->query = taken.memory;
     if (!a->query) return ort_status(api, STATUS_FAIL, "out of memory");
     int64_t keys = 0;
     for (int64_t b = 0; b < a->batch; b++) keys += a->lengths[b] + 1;
@@ -349,13 +382,15 @@ static Status *attention_compute(void *kernel, Context *context) {
     work.piece = a->sequence < 64 ? a->sequence : 64;
     work.pieces = (a->sequence + work.piece - 1) / work.piece;
     const int64_t units = a->batch * a->kv_heads * work.pieces;
+    Status *status;
     if (work.pieces == 1) {
-        TRY(run(api, context, whole_unit, units, &work, alone));
+        status = run(api, context, whole_unit, units, &work, alone);
     } else {
-        TRY(run(api, context, prepare_unit, units, &work, alone));
-        TRY(run(api, context, attention_unit, units, &work, alone));
+        status = run(api, context, prepare_unit, units, &work, alone);
+        if (!status) status = run(api, context, attention_unit, units, &work, alone);
     }
-    return work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : NULL;
+    give_back(taken);
+    return !status && work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : status;
 }
 
 /* ---- registration ------------------------------------------------------------------------------------------------- */

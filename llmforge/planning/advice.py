@@ -1,4 +1,8 @@
-"""Which passes pay on a target: what each would change, predicted, and the reason where it would not."""
+"""Which passes pay on a target: what each would change, predicted, and the reason where it would not.
+
+A prediction comes from the bytes and operations of the model and the figures of the target; each says on which it
+rests. Where a figure is missing the pass is not judged.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,16 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.planning.deployment import Plan, degree
 from llmforge.planning.roofline import Placement, StepCost
 from llmforge.planning.scheme import BITS, Scheme, Wanted, choose
+from llmforge.targets import QuantizedLayers
+from llmforge.targets.achieved import Assumption
 
 WORTH = 0.05  # of TPOT, TTFT or tokens a second, for what costs quality; less is within what a plan can tell
 FREE_WORTH = 0.01  # for passes that cost none
-# What a kernel costs besides its bytes: NVIDIA AIConfigurator's mem_empirical_constant_latency; on a CPU 0.5 ms for the
-# hand-over of 112 operators (docs/performance.md).
-KERNEL_S = {"gpu": 3e-6, "cpu": 4.5e-6}
+# What a kernel costs besides its bytes, in seconds.
+KERNEL_S = {
+    "gpu": Assumption(3e-6, "NVIDIA AIConfigurator, mem_empirical_constant_latency of its system files"),
+    "cpu": Assumption(4.5e-6, "0.5 ms for the hand-over of 112 operators (docs/performance.md, two Zen 4 cores)"),
+}
 SCORE_PASSES = 4  # over scores that are not kept on chip: written, read, normalized and written, read again
 
 # What a pass makes of weights and of products (None: in the dtype of activations), and the weights that share a scale
@@ -36,19 +44,20 @@ _QUANTIZATIONS: Mapping[str, tuple[tuple[str, Dtype, Dtype | None, int | None], 
     ),
 }
 
-Verdict = Literal["pays", "does not pay", "refused", "done"]
+Verdict = Literal["pays", "does not pay", "refused", "done", "not known"]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What one pass would change; ratios are new over old, below 1 is faster."""
+    """What one pass would change; ratios are new over old, below 1 is faster, None: not predicted."""
 
     change: str
     verdict: Verdict
     reason: str
-    tpot: float = 1.0
-    ttft: float = 1.0
-    tokens_per_second: float = 1.0
+    tpot: float | None = None
+    ttft: float | None = None
+    tokens_per_second: float | None = None
+    basis: str = ""  # what the ratios rest on
 
 
 def advise(plan: Plan) -> tuple[Advice, ...]:
@@ -93,7 +102,16 @@ def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
         reason = "it makes the model fit"
     elif new.largest_batch > old.largest_batch * (1 + WORTH):
         reason += f"; room for {new.largest_batch:,} sequences instead of {old.largest_batch:,}"
-    return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, rate)
+    return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, rate, _ceilings(plan, scheme))
+
+
+def _ceilings(plan: Plan, scheme: Scheme) -> str:
+    """Say where the roofline's times of the plan, and of it with `scheme`, come from."""
+    dtypes = sorted({plan.scheme.compute, plan.scheme.product, scheme.product})
+    figures = {"bandwidth": plan.target.bandwidth_gbs}
+    figures |= {f"products in {dtype}": plan.target.rates[dtype] for dtype in dtypes}
+    known = "; ".join(f"{name}: {figure.source}" for name, figure in figures.items() if figure is not None)
+    return f"the model's bytes and operations over ceilings ({known}) and the shares assumed"
 
 
 def _why(was: StepCost, tpot: float, pays: bool) -> str:
@@ -106,13 +124,15 @@ def _why(was: StepCost, tpot: float, pays: bool) -> str:
 
 def _structures(plan: Plan) -> Iterator[Advice]:
     """Judge passes that change no dtype: kernels that they save, and bytes of attention's scores."""
-    kernel, layers = KERNEL_S[plan.target.kind], plan.shape.depth
+    cost, layers = KERNEL_S[plan.target.kind], plan.shape.depth
+    kernel, basis = cost.value, f"{cost.value * 1e6:g} µs for each kernel: {cost.source}"
     for name, kernels, what in (
         ("fuse-norms", 2, "an addition and a norm become one kernel, twice a layer"),
         ("pack-qkv", 2, "one product instead of three"),
         ("pack-gate-up", 1, "one product instead of two"),
     ):
-        yield _saving(plan, name, decode_s=kernels * layers * kernel, prefill_s=kernels * layers * kernel, what=what)
+        saved = kernels * layers * kernel
+        yield _saving(plan, name, decode_s=saved, prefill_s=saved, what=what, basis=basis)
     if plan.target.kind == "cpu":
         yield _own_kernels(plan)
     scores = sum(
@@ -127,23 +147,59 @@ def _structures(plan: Plan) -> Iterator[Advice]:
         decode_s=3 * layers * kernel,
         prefill_s=moved / reached,
         what=f"scores of a prompt, {moved / 1e9:.2g} GB, are never written",
+        basis=f"bytes of scores over the bandwidth and its share; {basis}",
     )
 
 
 def _own_kernels(plan: Plan) -> Advice:
-    """Judge `cpu-kernels` by what was measured: 18.9 and 2600 ms became 13.2 and 850 (docs/performance.md)."""
-    if plan.scheme.weights not in ("int8", "int4"):
+    """Judge `cpu-kernels` by what both libraries' quantized layers reach on this machine."""
+    name, weights = "cpu-kernels", plan.scheme.weights
+    if weights != "int8" and weights != "int4":
+        return Advice(name, "refused", f"it computes quantized layers, and weights are {weights}")
+    reached = plan.target.kernels
+    theirs, own = (reached.get(library, {}).get(weights) for library in ("onnxruntime", "llmforge"))
+    if theirs is None or own is None:
         return Advice(
-            "cpu-kernels", "does not pay", f"it computes quantized layers, and weights are {plan.scheme.weights}"
+            name,
+            "not known",
+            f"what layers in {weights} reach on {plan.target.name} was not measured with both libraries' kernels: "
+            "`llmforge doctor --measure --write FILE.yaml` does, where llmforge's are compiled",
         )
-    reason = "measured with the shape of Qwen3-0.6B, in place of ONNX Runtime's kernels (docs/performance.md)"
-    return Advice("cpu-kernels", "pays", reason, 13.2 / 18.9, 850 / 2600, 18.9 / 13.2)
+    placed = Placement(plan.shape, plan.target, plan.scheme, plan.asked.ranks)
+
+    def saved_s(rows: int, heads: int) -> float:
+        return _products_s(placed, theirs, rows, heads) - _products_s(placed, own, rows, heads)
+
+    batch = plan.workload.batch
+    return _saving(
+        plan,
+        name,
+        decode_s=saved_s(batch, batch),
+        prefill_s=saved_s(plan.workload.prompt, 1),
+        what="quantized layers by llmforge's kernels in place of ONNX Runtime's",
+        basis=(
+            f"bytes and operations of the model's matrices over what layers in {weights} reach "
+            f"({own.rate.source}); attention is not compared"
+        ),
+    )
 
 
-def _saving(plan: Plan, name: str, *, decode_s: float, prefill_s: float, what: str) -> Advice:
-    """Judge a pass by the time that it saves of a step without it."""
-    step_s, prompt_s = plan.asked.decode.step.seconds, plan.asked.prefill.seconds
-    tpot, ttft = step_s / (step_s + decode_s), prompt_s / (prompt_s + prefill_s)
-    pays = min(tpot, ttft) < 1 - FREE_WORTH
-    reason = what if pays else f"{what}: next to nothing of a step"
-    return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, 1 / tpot)
+def _products_s(placed: Placement, reached: QuantizedLayers, rows: int, heads: int) -> float:
+    """Time the products of weights of a step over `rows` tokens, `heads` of which get logits."""
+    read_s = placed.weights_read(rows) / (reached.read_gbs.value * 1e9)
+    return max(read_s, placed.product_operations(rows, heads) / placed.ranks / (reached.rate.value * 1e12))
+
+
+def _saving(plan: Plan, name: str, *, decode_s: float, prefill_s: float, what: str, basis: str) -> Advice:
+    """Judge a pass by the time that it saves of a step; the plan's times are those of the better way."""
+    tpot = _ratio(plan.asked.decode.step.seconds, decode_s)
+    ttft = _ratio(plan.asked.prefill.seconds, prefill_s)
+    pays = min(tpot, ttft) < 1 - FREE_WORTH and max(tpot, ttft) < 1 + FREE_WORTH
+    slower = max(tpot, ttft) >= 1 + FREE_WORTH
+    reason = what if pays else f"{what}: slower here" if slower else f"{what}: next to nothing of a step"
+    return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, 1 / tpot, basis)
+
+
+def _ratio(seconds: float, saved_s: float) -> float:
+    """Return the time with a pass over that without, where the shorter one is `seconds`."""
+    return seconds / (seconds + saved_s) if saved_s >= 0 else (seconds - saved_s) / seconds

@@ -48,7 +48,10 @@ def of_model(name: str, config: PretrainedConfig, folder: Path) -> Shape:
     def size(key: str) -> int:
         value = getattr(text, key, None)
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"{folder / CONFIG}: {key} must be a positive integer, is {value!r}")
+            raise CheckpointError(
+                f"{folder / CONFIG}: {key} must be a positive integer, is {value!r}",
+                hint="no model has that: fetch the file again",
+            )
         return value
 
     contexts = (getattr(text, key, None) for key in CONTEXTS)

@@ -125,7 +125,8 @@ def make(
     if ranks not in splits:
         raise UnsupportedError(
             f"{shape.name} cannot be split over {ranks} of {target.name}: its heads and the devices that reach each "
-            f"other allow {', '.join(map(str, splits))}"
+            f"other allow {', '.join(map(str, splits))}",
+            hint=f"give --tp {max(splits)} or less",
         )
     placed = splits[ranks]
     batches = sorted({*BATCHES, workload.batch})

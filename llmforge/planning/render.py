@@ -18,7 +18,7 @@ from llmforge.planning.roofline import StepCost
 from llmforge.targets import matrix_share_of
 from llmforge.targets.achieved import Share
 
-_VERDICTS = {"pays": "green", "does not pay": "dim", "refused": "yellow", "done": "dim"}
+_VERDICTS = {"pays": "green", "does not pay": "dim", "refused": "yellow", "done": "dim", "not known": "yellow"}
 _WORDS = {"target", "dtypes", "fits", "step", "bound by", "pass", "verdict", "why"}  # columns
 _STEP = (  # what is told of a step as data
     "seconds", "memory_s", "compute_s", "links_s", "overhead_s", "bytes", "operations", "intensity", "mbu", "mfu",
@@ -73,6 +73,7 @@ def details(planned: Planned) -> RenderableType:
         _steps(plan),
         _degrees(plan),
         _passes(planned.advice),
+        *_bases(planned.advice),
         _facts(planned),
         *_assumptions(plan),
         *(Text(f"note: {note}", "dim") for note in plan.notes),
@@ -247,15 +248,21 @@ def _links_share(degree: Degree) -> float:
 def _passes(advice: Sequence[Advice]) -> Table:
     table = _table("Which passes pay here", "pass", "verdict", "TPOT", "TTFT", "tok/s", "why")
     for each in advice:
-        tried = each.verdict in ("pays", "does not pay")
         ratios = (each.tpot, each.ttft, each.tokens_per_second)
         table.add_row(
             each.change,
             Text(each.verdict, _VERDICTS[each.verdict]),
-            *(times(ratio) if tried else "" for ratio in ratios),
+            *("" if ratio is None else times(ratio) for ratio in ratios),
             each.reason,
         )
     return table
+
+
+def _bases(advice: Sequence[Advice]) -> Iterator[Text]:
+    """Say what the figures of passes rest on, those that share a basis in one line."""
+    for basis in dict.fromkeys(each.basis for each in advice if each.basis):
+        names = "; ".join(each.change for each in advice if each.basis == basis)
+        yield Text(f"figures of {names}: {basis}", "dim")
 
 
 def _facts(planned: Planned) -> Table:

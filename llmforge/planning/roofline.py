@@ -186,12 +186,16 @@ class Placement:
         products = scheme.bytes_of(split) + scheme.head_bytes(shape)
         return products / self.ranks + scheme.bytes_of(shape.all_vectors, scheme.compute)
 
+    def product_operations(self, rows: int, heads: int) -> int:
+        """Count operations of products of weights in a step over `rows` tokens, `heads` of which get logits."""
+        layers = sum(count * (each.matrices + each.expert * each.chosen) for count, each in self.shape.layers)
+        return 2 * rows * layers + 2 * heads * self.shape.head_matrix
+
     def _step(self, *, rows: int, heads: int, cached: float, attended: float) -> StepCost:
         """Put a step over `rows` tokens together, `heads` of which get logits."""
         shape, ceilings, ranks = self.shape, self.ceilings, self.ranks
         moved = self.weights_read(rows) + cached + 2 * heads * self.scheme.state_bytes(shape, ranks)
-        products = 2 * rows * sum(count * (each.matrices + each.expert * each.chosen) for count, each in shape.layers)
-        products += 2 * heads * shape.head_matrix
+        products = self.product_operations(rows, heads)
         products += 2 * rows * shape.state_elements()  # a state is updated and read once a token
         compute_s = products / ranks / (ceilings.rate * ceilings.rate_share)
         compute_s += attended / ranks / (ceilings.attention_rate * ceilings.attention_share)

@@ -256,7 +256,10 @@ class Recipe(_Section):
         """
         source = read(path)
         if not isinstance(source.data, dict):
-            raise RecipeError(f"{source.where(())}: a recipe is a mapping of `schema`, `name`, `checkpoint`, …")
+            raise RecipeError(
+                f"{source.where(())}: a recipe is a mapping of `schema`, `name`, `checkpoint`, …",
+                hint="recipes/quickstart.yaml is one; `llmforge schema` describes them for editors",
+            )
         apply(overrides, source, cls.model_json_schema())
         written = {**source.data, "passes": _entries(source)} if "passes" in source.data else source.data
         try:
@@ -330,8 +333,11 @@ class Recipe(_Section):
         """Find what pydantic cannot see: sections that contradict each other, and names that live elsewhere."""
         if targets.is_file(self.target):
             yield from self._target_file(Path(self.target))
-        elif self.target not in (known := [targets.LOCAL, *targets.names()]):
-            yield self._problem(("target",), f"no such target; known: {', '.join(known)}", meant(self.target, known))
+        else:
+            try:
+                targets.meant(self.target)
+            except UsageError as error:
+                yield self._problem(("target",), error.message, error.hint)
         quality, latency, longest = self.validation.quality, self.validation.latency, self.engine.max_context
         if quality is not None and quality.context > longest:
             yield self._problem(

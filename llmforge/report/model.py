@@ -157,4 +157,7 @@ def read(path: Path) -> Report:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise InputError(f"{path}: not a report of this version: {where}: {first['msg']}") from error
+        raise InputError(
+            f"{path}: not a report of this version: {where}: {first['msg']}",
+            hint="`llmforge inspect ARTIFACT --verify` names what is not as it was published",
+        ) from error

@@ -28,7 +28,8 @@ def find(server: Path | None = None) -> Path:
     Raises:
         EnvironmentLacks: there is none.
     """
-    found = shutil.which(str(server) if server is not None else PROGRAM)
+    # A path with a folder is not looked up on PATH, where another program may have the name.
+    found = shutil.which(PROGRAM if server is None else str(server.absolute()))
     if found is None:
         raise EnvironmentLacks(
             f"{server}: not an executable" if server is not None else f"no {PROGRAM} is on PATH",

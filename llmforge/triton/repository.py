@@ -156,12 +156,13 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
         EnvironmentLacks: the repository cannot be written.
     """
     final = repository / model.name
-    if (final / str(version)).exists():
-        raise UsageError(
-            f"{final / str(version)} exists, and a version never changes", hint="give another --model-version or --name"
-        )
     partial = repository / f"{PARTIAL}{secrets.token_hex(4)}"
     try:
+        if (final / str(version)).exists():
+            raise UsageError(
+                f"{final / str(version)} exists, and a version never changes",
+                hint="give another --model-version or --name",
+            )
         repository.mkdir(parents=True, exist_ok=True)
         _write_shared(model, partial, ALONE)
         own = partial / str(version)
@@ -170,7 +171,9 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
             shutil.copytree(artifact.path / name, own / name, copy_function=shutil.copy2 if copy else _link)
         _move(partial, final, version)
     except OSError as error:
-        raise EnvironmentLacks(f"{repository}: cannot be written: {error}") from error
+        raise EnvironmentLacks(
+            f"{repository}: cannot be written: {error}", hint="give a folder where you may write with --output"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final

@@ -76,6 +76,9 @@ def test_one_target_shows_everything(llama: Path) -> None:
         "for a million tokens read", "at $4.00 an hour",
         "of CPU time",
         "assumed: bandwidth 0.85: fitted to",
+        "figures of fuse-norms; pack-qkv; pack-gate-up: 3 µs for each kernel",
+        "figures of quantize-channels, dtype: int8; quantize-channels, dtype: fp8; quantize-weights, bits: 4: ",
+        "NVIDIA AIConfigurator, systems/h200_sxm.yaml",
     ):  # fmt: skip
         assert expected in result.stdout
     assert result.stderr == ""
@@ -142,7 +145,7 @@ def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     assert plan["target"] == "here"
     assert plan["model"]["context"] == 1024
     kernels = next(each for each in plan["passes"] if each["change"] == "cpu-kernels")
-    assert (kernels["verdict"], round(kernels["tpot"], 2)) == ("pays", 0.7)
+    assert (kernels["verdict"], kernels["tpot"]) == ("not known", None)  # the file does not say what kernels reach
     rtn = facts(ROOT / "recipes" / "int4-rtn.yaml", "--target", machine)
     assert rtn["build"]["cpu_s"] < plan["build"]["cpu_s"]  # calibration
     fp32 = facts(ROOT / "recipes" / "fp32.yaml", "--target", machine)
@@ -185,7 +188,7 @@ def test_a_recipe_for_this_machine_says_how_to_measure_it() -> None:
         (("--target", "h200", "--prompt", "140000"), 2, "above the 131072"),
         (("--target", "h200", "--context", "9", "--prompt", "9"), 2, "leaves no token"),
         (("--target", "h200", "--context", "9", "--prompt", "3", "--output", "6"), 2, "give two of"),
-        (("--target", "h200", "--plot", "roof.png"), 2, "a plot is written as .svg or .html"),
+        (("--target", "h200", "--plot", "roof.png"), 2, "the name must end in .svg or .html"),
         (("--target", "h200", "--weights", "int3"), 2, "Invalid value for '--weights'"),
         (("--target", "h200", "--batch", "0"), 2, "Invalid value for '--batch'"),
     ],

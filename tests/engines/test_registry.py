@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,21 @@ def test_what_is_built_on_its_gpu_names_the_other_way(backend: str) -> None:
         engines.for_target(backend, targets.load("l4")).require_host(targets.load("l4"), spec(backend))
     assert caught.value.exit_code == 8
     assert "--finish" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("lack", ["bindings", "device"])
+def test_finishing_names_what_its_host_needs(backend: str, lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lack == "bindings":
+        monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    else:
+        monkeypatch.setattr(engines, "CudaDevice", lambda: SimpleNamespace(name="NVIDIA H100", sm=90))
+    l4 = targets.load("l4")
+    with pytest.raises(EnvironmentLacks) as caught:
+        engines.for_target(backend, l4).require_host(l4, spec(backend).model_copy(update={"deferred": True}))
+    assert "--defer" not in (caught.value.hint or "")
+    assert "on a host with an NVIDIA L4" in (caught.value.hint or "")
+    assert f"pip install 'llmforge[{'cuda' if backend == 'onnxruntime' else 'tensorrt'}]'" in (caught.value.hint or "")
 
 
 @pytest.mark.usefixtures("no_device")

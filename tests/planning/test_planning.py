@@ -356,23 +356,88 @@ def verdicts(plan: Plan) -> dict[str, str]:
     return {each.change: each.verdict for each in advice.advise(plan)}
 
 
+def ratios(plan: Plan, change: str) -> tuple[float, float]:
+    """TPOT and TTFT with a change over those without it."""
+    found = next(each for each in advice.advise(plan) if each.change == change)
+    assert found.tpot is not None
+    assert found.ttft is not None
+    return found.tpot, found.ttft
+
+
+def cpu(**reached: tuple[float, float]) -> Target:
+    """Make a CPU of 40 GB/s; `reached` gives rate (TOP/s) and reading (GB/s) of each library's quantized layers."""
+
+    def figure(value: float) -> targets.Figure:
+        return targets.Figure(value=value, source="measured here", verified=True)
+
+    rate = max((rate for rate, _ in reached.values()), default=0.8)
+    return targets.load("cpu-avx2").model_copy(
+        update={
+            "name": "here",
+            "memory_gb": figure(64),
+            "bandwidth_gbs": figure(40),
+            "rates": {"fp32": figure(0.4), "int8": figure(rate)},
+            "kernels": {
+                name: {"int4": targets.QuantizedLayers(rate=figure(rate), read_gbs=figure(read))}
+                for name, (rate, read) in reached.items()
+            },
+        }
+    )
+
+
+def test_the_cpu_kernels_are_judged_by_what_was_measured_on_the_machine() -> None:
+    fast = cpu(onnxruntime=(0.3, 17), llmforge=(0.8, 30))
+    tpot, ttft = ratios(planned(target=fast, weights="int4"), "cpu-kernels")
+    assert 17 / 30 < tpot < 0.75
+    assert 0.3 / 0.8 < ttft < 0.6
+    assert verdicts(planned(target=fast, weights="int4"))["cpu-kernels"] == "pays"
+    other = ratios(planned("qwen3-30b-a3b", target=fast, weights="int4", prompt=8192), "cpu-kernels")
+    assert other != (tpot, ttft)
+    equal = cpu(onnxruntime=(0.8, 30), llmforge=(0.8, 30))
+    assert ratios(planned(target=equal, weights="int4"), "cpu-kernels") == (1, 1)
+    slow = planned(target=cpu(onnxruntime=(0.8, 30), llmforge=(0.1, 2)), weights="int4")
+    assert min(ratios(slow, "cpu-kernels")) > 2
+    assert verdicts(slow)["cpu-kernels"] == "does not pay"
+    assert verdicts(planned(target=fast))["cpu-kernels"] == "refused"  # fp32 weights: nothing to compute
+
+
+def test_what_was_not_measured_is_not_known() -> None:
+    found = {each.change: each for each in advice.advise(planned(target=cpu(), weights="int4"))}["cpu-kernels"]
+    assert found.verdict == "not known"
+    assert (found.tpot, found.ttft, found.tokens_per_second) == (None, None, None)
+    assert "`llmforge doctor --measure --write" in found.reason
+
+
+def test_every_figure_says_what_it_rests_on() -> None:
+    measured = planned(target=cpu(onnxruntime=(0.3, 17), llmforge=(0.8, 30)), weights="int4")
+    for plan in (planned(), planned(weights="int8"), measured):
+        for each in advice.advise(plan):
+            assert (each.tpot is None) is (each.ttft is None) is (each.tokens_per_second is None)
+            assert bool(each.basis) is (each.tpot is not None) is (each.verdict in ("pays", "does not pay"))
+    found = {each.change: each.basis for each in advice.advise(measured)}
+    assert "measured here" in found["cpu-kernels"]
+    assert "measured here" in found["quantize-kv-cache, bits: 8"] or not found["quantize-kv-cache, bits: 8"]
+    assert "4.5 µs for each kernel" in found["fuse-norms"]
+    assert "docs/performance.md" in found["fuse-norms"]
+
+
 def test_quantization_pays_where_weights_are_what_is_read() -> None:
     at_one = {each.change: each for each in advice.advise(planned())}
     assert at_one["quantize-weights, bits: 4"].verdict == "pays"
-    assert at_one["quantize-weights, bits: 4"].tpot < at_one["quantize-channels, dtype: int8"].tpot < 1
+    int4, int8 = (ratios(planned(), f"quantize-{each}") for each in ("weights, bits: 4", "channels, dtype: int8"))
+    assert int4[0] < int8[0] < 1
     weights, all_of_it = (
-        at_one["quantize-channels, dtype: fp8"],
-        at_one["quantize-channels, dtype: fp8, activations: static"],
+        ratios(planned(), f"quantize-channels, dtype: fp8{each}") for each in ("", ", activations: static")
     )
-    assert weights.tpot == all_of_it.tpot
-    assert all_of_it.ttft < weights.ttft == pytest.approx(1)
+    assert weights[0] == all_of_it[0]
+    assert all_of_it[1] < weights[1] == pytest.approx(1)
     assert "bound by memory" in at_one["quantize-weights, bits: 4"].reason
-    crowded = {each.change: each for each in advice.advise(planned(batch=256, prompt=4096))}
-    assert crowded["quantize-weights, bits: 4"].tpot > 0.9  # caches are most of what is read
-    assert crowded["quantize-kv-cache, bits: 8"].verdict == "refused"  # by TensorRT
-    onnx = {each.change: each for each in advice.advise(planned(batch=64, prompt=4096, backend="onnxruntime"))}
-    assert onnx["quantize-kv-cache, bits: 8"].verdict == "pays"
-    assert onnx["quantize-kv-cache, bits: 8"].tpot < 0.7
+    crowded = planned(batch=256, prompt=4096)
+    assert ratios(crowded, "quantize-weights, bits: 4")[0] > 0.9  # caches are most of what is read
+    assert verdicts(crowded)["quantize-kv-cache, bits: 8"] == "refused"  # by TensorRT
+    onnx = planned(batch=64, prompt=4096, backend="onnxruntime")
+    assert verdicts(onnx)["quantize-kv-cache, bits: 8"] == "pays"
+    assert ratios(onnx, "quantize-kv-cache, bits: 8")[0] < 0.7
 
 
 def test_quantization_that_makes_it_fit_pays() -> None:
@@ -396,8 +461,7 @@ def test_what_is_done_or_refused_says_so() -> None:
 
 def test_flash_attention_pays_more_the_longer_the_prompt() -> None:
     def ttft(prompt: int) -> float:
-        found = {each.change: each for each in advice.advise(planned(prompt=prompt))}
-        return found["flash-attention"].ttft
+        return ratios(planned(prompt=prompt), "flash-attention")[1]
 
     assert ttft(16384) < ttft(4096) < ttft(256) <= 1
     assert ttft(16384) < 0.6

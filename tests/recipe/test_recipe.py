@@ -122,8 +122,10 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("schema: 1\n", "", "1:1", "schema: required", None),
     ("name: sample", "name: ../../etc", "2:1", "name: ", None),
     ("name: sample", "name: 7", "2:1", "name: must be a valid string, not 7", None),
-    ("target: cpu-avx2", "target: cpu-avx", "4:1", "target: no such target; known: local, a10", "did you mean "
-     "'cpu-avx2'?"),
+    ("target: cpu-avx2", "target: H100", "4:1", "target: 'h100' can be any of 2 targets: h100-pcie, h100-sxm",
+     "`llmforge targets NAME` shows the facts of each"),
+    ("target: cpu-avx2", "target: cpu-avx", "4:1", "target: no target is named 'cpu-avx'; known: local, a10",
+     "did you mean 'cpu-avx2'?"),
     ("kld_mean: {max: 0.03}", "kld_meen: {max: 0.03}", "15:3", "gates.kld_meen: must be 'perplexity_ratio', "
      "'kld_mean'", "did you mean 'kld_mean'?"),
     ("kld_mean: {max: 0.03}", "kld_mean: {}", "15:3", "gates.kld_mean: a gate needs `min`, `max` or both", None),

@@ -54,6 +54,21 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_an_artifact_whose_files_a_repository_links_is_read_as_before(artifact: Artifact, tmp_path: Path) -> None:
+    assert export(artifact, tmp_path / "repo").exit_code == 0
+    graph = artifact.path / "engine" / "model.onnx"
+    linked = tmp_path / "repo" / "random" / "1" / "engine" / "model.onnx"
+    assert linked.samefile(graph)
+    for words, says in {
+        ("diff-graph", graph, linked): "no difference",
+        ("inspect", artifact.path, "--verify"): "verified: ",
+        ("run", artifact.path, "graph", "--max-tokens", "2"): "",
+    }.items():
+        result = CliRunner().invoke(cli, [*map(str, words)])
+        assert result.exit_code == 0, (words, result.output, result.exception)
+        assert says in result.stdout
+
+
 class TestRepository:
     def test_an_artifact_carries_one(self, artifact: Artifact) -> None:
         artifact.verify()

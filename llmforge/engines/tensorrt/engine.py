@@ -43,7 +43,7 @@ def require_host(target: Target, spec: EngineSpec) -> None:
         UnsupportedError: the target is a CPU, or the library has no code for it.
     """
     chosen = library.of_backend(spec.backend)
-    require_device(target, spec.backend)
+    require_device(target, spec)
     chosen.require()
     if chosen.ahead_of_time:
         chosen.compute_capability(target.require_gpu().sm)

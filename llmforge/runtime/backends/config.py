@@ -22,6 +22,7 @@ from llmforge.runtime.backends.signature import CacheInput
 
 FORMAT = 3
 FILE = "runtime.json"
+DAMAGED = "`llmforge inspect ARTIFACT --verify` names what differs from what was published; fetch it or build it again"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 PLAN_FILE = "model.plan"  # what TensorRT deserializes

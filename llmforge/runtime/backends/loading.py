@@ -8,7 +8,7 @@ from typing import Any
 
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import InputError, VersionMismatch
-from llmforge.runtime.backends.config import DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
+from llmforge.runtime.backends.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
 
@@ -27,7 +27,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     wanted = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
     for name in wanted:
         if not (folder / name).exists():
-            raise InputError(f"{folder / name} is missing")
+            raise InputError(f"{folder / name} is missing", hint=DAMAGED)
     session = importlib.import_module(PROVIDERS[config.provider].session)
     opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):

@@ -209,7 +209,10 @@ def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequ
     except ort_errors.NoSuchFile as error:
         raise InputError(f"{where}: a file is missing: {error}") from error
     except _FAILURES as error:
-        raise UnsupportedError(f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}") from error
+        raise UnsupportedError(
+            f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}",
+            hint="`llmforge inspect ARTIFACT --verify` names what is not as it was published",
+        ) from error
 
 
 def run(session: Any, names: Sequence[str] | None, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

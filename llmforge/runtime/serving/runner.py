@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, InputError, UsageError
-from llmforge.runtime.backends.config import FILE, RuntimeConfig
+from llmforge.runtime.backends.config import DAMAGED, FILE, RuntimeConfig
 from llmforge.runtime.backends.interface import Backend, Rows
 from llmforge.runtime.backends.loading import open_engine
 from llmforge.runtime.sampling.options import GREEDY, Sampling
@@ -58,19 +58,23 @@ class Runner:
         self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a plain prompt; the tokenizer adds what it puts before every text (BOS), if anything."""
-        return list(self.tokenizer.encode(text).ids)
+        """Tokenize a plain prompt; the tokenizer adds what it puts before every text (BOS), if anything.
+
+        Raises:
+            UsageError: the text holds halves of characters (surrogates), which no encoding has.
+        """
+        return list(self.tokenizer.encode(_unicode(text)).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokenize a conversation with the chat template, up to where the assistant speaks.
 
         Raises:
-            UsageError: the artifact has no chat template.
+            UsageError: the artifact has no chat template, or as `encode`.
             InputError: the template refuses the messages.
         """
         if self.template is None:
             raise UsageError("the artifact has no chat template", hint="give a plain prompt")
-        return list(self.tokenizer.encode(self.template.render(messages), add_special_tokens=False).ids)
+        return list(self.tokenizer.encode(_unicode(self.template.render(messages)), add_special_tokens=False).ids)
 
     def generate(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY) -> Iterator[Chunk]:
         """Go on from one prompt, a text or token ids, chunk by chunk.
@@ -184,6 +188,17 @@ def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
     return Runner(session, config, read_tokenizer(folder / "tokenizer.json"), ChatTemplate.read(folder))
 
 
+def _unicode(text: str) -> str:
+    """Return `text`, or refuse halves of characters, which bytes that are no UTF-8 and JSON's escapes can leave."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the prompt: character {error.start} is half of one (a surrogate)", hint="give the text in UTF-8"
+        ) from error
+    return text
+
+
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a `tokenizer.json`; truncation and padding, which it may ask for, are switched off.
 
@@ -191,11 +206,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
         InputError: the file is missing or is not a tokenizer.
     """
     if not path.exists():
-        raise InputError(f"{path} is missing")
+        raise InputError(f"{path} is missing", hint=DAMAGED)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the class that tokenizers raises
-        raise InputError(f"{path}: not a tokenizer: {error}") from error
+        raise InputError(f"{path}: not a tokenizer: {error}", hint=DAMAGED) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
