@@ -99,7 +99,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
     infos = zip(session._session.get_inputs(), session._session.get_input_memory_infos(), strict=True)
     found["read_on_host"] = [f"{value.name}: {info.name}" for value, info in infos if info.name != "Cuda"]
     found["providers"] = session._session.get_providers()
-    found["caches_as_configured"] = session.caches == config.caches
+    found["caches_as_configured"] = session.signature.caches == config.caches
     cache = session.allocate(config.max_batch, config.max_context)
     before = counted((0, 0))
     session.step(np.zeros((1, 40), np.int64), np.array([0], np.int32), cache.rows(2, 3))

@@ -156,7 +156,7 @@ def test_a_killed_calibration_goes_on_where_it_was(
     recipe = Recipe.load(recipe_file(passes=QUANTIZED))
     whole = Artifact.open(pipeline.build(recipe, tmp_path / "whole").path)
     saved: list[int] = []
-    save, quantize = Store.save, driver._quantize
+    save, quantize = Store.save, driver.quantize_layer
 
     def save_one(self: Store, index: int, result: LayerResult) -> LayerResult:
         if index:
@@ -172,7 +172,7 @@ def test_a_killed_calibration_goes_on_where_it_was(
     (left,) = (tmp_path / "out" / "tiny" / FOLDER).iterdir()
     assert left.name.endswith("-layer-00000.npz")
     quantized: list[str] = []
-    monkeypatch.setattr(driver, "_quantize", lambda layer, *a: quantized.append(layer.name) or quantize(layer, *a))
+    monkeypatch.setattr(driver, "quantize_layer", lambda layer, *a: quantized.append(layer.name) or quantize(layer, *a))
     resumed = Artifact.open(pipeline.build(recipe, tmp_path / "out").path)
     assert quantized == ["model.layers.1"]
     assert resumed.manifest.content_digest == whole.manifest.content_digest
