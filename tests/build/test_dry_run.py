@@ -38,9 +38,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "llama-wide-heads-llama3-rope": {"optimum": "would feed caches that do not fit"},
     "gpt-neox": {},
     "deepseek-v2": {
-        "cpu": LATENT,
-        "genai": LATENT,
-        "portable": LATENT,
+        **dict.fromkeys(("genai", "portable", "quickstart"), LATENT),
         "optimum": "would feed caches that do not fit",
     },
     "qwen3-5": dict.fromkeys(("genai", "optimum", "portable"), "keeps a state of fixed size"),
