@@ -218,7 +218,7 @@ def test_logits_that_are_not_finite_fail_the_build(tmp_path):
     head = model.graph.initializers["head"].const_value.numpy().copy()
     head[3, 4] = np.nan
     model.graph.initializers["head"].const_value = ir.tensor(head, name="head")
-    with pytest.raises(VerificationError, match="logits that are not finite"):
+    with pytest.raises(VerificationError, match="NaN or infinite logits"):
         build(model, tmp_path)
 
 
