@@ -16,7 +16,7 @@ from llmforge.cli.parameters import PATH, refuse_given
 _EXAMPLES = """\b
 Examples:
   llmforge build recipes/quickstart.yaml
-  llmforge build recipes/quickstart.yaml --set passes.quantize-weights.block_size=64
+  llmforge build recipes/quickstart.yaml --set engine.max_batch=4
   llmforge build --finish artifacts/NAME/VERSION    # on the host with the GPU
 """
 

@@ -26,9 +26,9 @@ _DTYPES = get_args(Dtype)
 
 _EXAMPLES = """\b
 Examples:
-  llmforge plan recipes/quickstart.yaml
+  llmforge plan recipes/quickstart.yaml --target l4
   llmforge plan CHECKPOINT --target h100-sxm --weights int4 --batch 8
-  llmforge plan CHECKPOINT --target h100-sxm --target l4    # one line per target
+  llmforge plan CHECKPOINT --target h100-sxm --target l4
 """
 
 

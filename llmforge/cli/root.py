@@ -60,7 +60,7 @@ def _end(ctx: click.Context, error: ForgeError) -> NoReturn:
 
 _EPILOG = """\b
 Examples:
-  llmforge doctor                           # what can this machine build and run?
+  llmforge doctor    # what can this machine build and run?
   llmforge build recipes/quickstart.yaml
   llmforge run artifacts/NAME/VERSION "Once upon a time"
   llmforge serve artifacts/NAME/VERSION

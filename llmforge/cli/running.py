@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\b
 Examples:
-  llmforge run artifacts/NAME/VERSION "If the file does not exist," --max-tokens 64
+  llmforge run artifacts/NAME/VERSION "If the file does not exist,"
   echo "What is a KV cache?" | llmforge run artifacts/NAME/VERSION - --chat
 """
 

@@ -92,7 +92,7 @@ def serve(
 
 _BENCH = """\b
 Examples:
-  llmforge bench artifacts/NAME/VERSION --concurrency 1,4,8 --slo ttft=200ms,tpot=10ms
+  llmforge bench artifacts/NAME/VERSION --concurrency 1,4,8 --slo ttft=200ms
   llmforge bench artifacts/NAME/VERSION --rate 0.5,2 --output report.json
 """
 

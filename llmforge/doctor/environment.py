@@ -145,7 +145,7 @@ def _compilers(gpus: Sequence[Gpu]) -> Iterator[Check]:
         what = "plans" if provider.needs_device is None else "engines"
         if importlib.util.find_spec(backend.module) is None:
             where = f" (from {provider.index})" if provider.index else ""
-            yield Check(backend.title, "optional", f"{what} cannot be built", provider.install + where)
+            yield Check(backend.title, "optional", f"cannot build {what}", provider.install + where)
         elif provider.needs_device is None:
             known = ", ".join(map(dotted, provider.capabilities or ()))
             yield Check(backend.title, "yes", f"can build {what} for SM {known}, with or without a GPU")

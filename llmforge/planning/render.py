@@ -262,7 +262,7 @@ def _bases(advice: Sequence[Advice]) -> Iterator[Text]:
     """Say what the figures of passes rest on, those that share a basis in one line."""
     for basis in dict.fromkeys(each.basis for each in advice if each.basis):
         names = "; ".join(each.change for each in advice if each.basis == basis)
-        yield Text(f"figures of {names}: {basis}", "dim")
+        yield Text(f"basis of {names}: {basis}", "dim")
 
 
 def _facts(planned: Planned) -> Table:

@@ -76,8 +76,8 @@ def test_one_target_shows_everything(llama: Path) -> None:
         "per million input tokens", "at $4.00 per hour",
         "of CPU time",
         "assumed: bandwidth 0.85: fitted to",
-        "figures of fuse-norms; pack-qkv; pack-gate-up: 3 µs for each kernel",
-        "figures of quantize-channels, dtype: int8; quantize-channels, dtype: fp8; quantize-weights, bits: 4: ",
+        "basis of fuse-norms; pack-qkv; pack-gate-up: 3 µs for each kernel",
+        "basis of quantize-channels, dtype: int8; quantize-channels, dtype: fp8; quantize-weights, bits: 4: ",
         "NVIDIA AIConfigurator, systems/h200_sxm.yaml",
     ):  # fmt: skip
         assert expected in result.stdout

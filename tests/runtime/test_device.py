@@ -147,7 +147,7 @@ def test_a_cuda_device_writes_reads_and_copies(monkeypatch):
 
 def test_a_cuda_device_without_room_says_how_much_there_is(monkeypatch):
     fake_cuda(monkeypatch)
-    with pytest.raises(EnvironmentLacks, match=f"no room for {FREE + 1} more bytes: {FREE} of {FREE} are free"):
+    with pytest.raises(EnvironmentLacks, match=f"no memory for {FREE + 1} more bytes: {FREE} of {FREE} are free"):
         CudaDevice().allocate(FREE + 1)
 
 

@@ -43,7 +43,7 @@ class Gptq(Method):
     """Round weights so that products with the calibration inputs change least."""
 
     name: ClassVar[str] = "gptq"
-    summary: ClassVar[str] = "with the inputs of the calibration text in view"
+    summary: ClassVar[str] = "minimize the output error on the calibration text"
     formats: ClassVar[tuple[Format, ...]] = BLOCKS
     demands: ClassVar[frozenset[InputStatistic]] = frozenset({InputStatistic.MOMENTS, InputStatistic.DRIFT})
     remedy: ClassVar[str] = "more damping"
