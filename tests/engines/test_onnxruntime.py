@@ -43,7 +43,7 @@ def test_a_tied_head_reads_the_embedding_itself(tmp_path):
     model = decoder(vocabulary=400, tied_head=True)
     before = Session(ir.to_proto(model).SerializeToString(), SessionConfig(1, optimize=False))
     lowered, changes = engine.lower(model, CPU)
-    assert [change.what for change in changes.rewritten] == ["MatMul and Transpose of embedding to FusedMatMul"]
+    assert [change.what for change in changes.rewritten] == ["MatMul and Transpose of embedding fused into FusedMatMul"]
     assert "Transpose" in node_ops(model)  # the given model is left alone
     assert "Transpose" not in node_ops(lowered)
     assert node_ops(lowered)[-1] == "FusedMatMul"

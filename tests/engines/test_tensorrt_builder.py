@@ -52,7 +52,7 @@ def test_layers_are_counted_and_held_against_the_graph(tmp_path: Path) -> None:
     assert counted["ATTENTION_INPUT"] == counted["ATTENTION_OUTPUT"] == 1
     assert counted["KV_CACHE_UPDATE"] == 2
     assert "SOFTMAX" not in counted
-    with pytest.raises(VerificationError, match="1 nodes Attention, and TensorRT's network 0 layers ATTENTION_INPUT"):
+    with pytest.raises(VerificationError, match="1 nodes Attention, but TensorRT's network 0 layers ATTENTION_INPUT"):
         layers.check({**counted, "ATTENTION_INPUT": 0}, [], model)
     with pytest.raises(VerificationError, match="0 nodes Softmax, and TensorRT's network 1 layers SOFTMAX"):
         layers.check({**counted, "SOFTMAX": 1}, [], model)

@@ -107,7 +107,7 @@ def test_a_graph_that_does_not_run_and_a_bug_of_ours_are_told_apart(
     given = graph.operand(node, 0)
     [row] = graph.insert(node, "Gather", [given, beyond], {"axis": 1}, name="look_beyond")
     node.replace_input_with(0, row)
-    with pytest.raises(VerificationError, match=r"the traced graph does not run: ONNX Runtime .* fails to run"):
+    with pytest.raises(VerificationError, match=r"the traced graph does not run: ONNX Runtime .* failed to run"):
         verify_trace(checkpoint, wrong)
 
     def buggy(*_: object) -> None:

@@ -323,7 +323,7 @@ def test_changes_that_were_not_made() -> None:
     model = graphs.llama()
     with pytest.raises(
         VerificationError,
-        match=r"pass idle reports 1 changes, the first at some_node \(something\), and left the graph",
+        match=r"pass idle reports 1 changes, the first at some_node \(something\), but did not change the graph",
     ):
         check_changes("idle", Snapshot.of(model), model, REPORTED)
 
@@ -435,7 +435,7 @@ def test_lossy_without_text_is_a_usage_error(tmp_path: Path) -> None:
     model = graphs.llama()
     check = verifier(model, tmp_path, texts=[])
     planted = Planted(scale(1.01), LOSSY)
-    with pytest.raises(UsageError, match="pass planted is lossy and there is no text") as error:
+    with pytest.raises(UsageError, match="pass planted is lossy, but there is no text") as error:
         check.check(planted, model, planted.run(model, graphs.CPU))
     assert error.value.hint == "add calibration or evaluation data to the recipe"
 
