@@ -39,20 +39,20 @@ from llmforge.ir.operators import contrib
 from llmforge.lowering import cpu_attention, cpu_linear
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
-FALLBACK = "cpu-kernels: ONNX Runtime's kernels compute, slower: llmforge was installed here without a C compiler"
+FALLBACK = "cpu-kernels: using ONNX Runtime's slower kernels: llmforge was installed without a C compiler"
 
 
 @dataclass(frozen=True)
 class CpuKernels(Pass):
-    """Compute quantized layers and attention with the CPU kernels of llmforge."""
+    """Run quantized layers and attention with llmforge's CPU kernels."""
 
     name: ClassVar[str] = "cpu-kernels"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
-    budget: Annotated[Budget, Field(description="what the pass may cost")]
+    budget: Annotated[Budget, Field(description="quality budget of the pass")]
     fallback: Annotated[
         Literal["none", "onnxruntime"],
-        Field(description="whose kernels compute where llmforge's are not compiled; none: the build ends"),
+        Field(description="kernels to use if llmforge's are not compiled; none: fail the build"),
     ] = "none"
 
     def run(self, model: ir.Model, context: Context) -> Changes:

@@ -91,18 +91,18 @@ def _reason(attention: canonical.Attention) -> str | None:
     """Say why GroupQueryAttention cannot do what `attention` does; None where it can."""
     heads, kv_heads = attention.num_heads, attention.kv_num_heads
     if heads % kv_heads:
-        return f"{heads} query heads are no multiple of {kv_heads} KV heads"
+        return f"{heads} query heads are not a multiple of {kv_heads} KV heads"
     key, value = _head_size(attention.past_key), _head_size(attention.past_value)
     if key is None or value is None:
-        return "the head size of a cache is not known"
+        return "the head size of the cache is unknown"
     if key != value:
-        return f"heads of keys have {key} channels and those of values {value}; GroupQueryAttention wants one size"
+        return f"key heads have {key} channels and value heads {value}; GroupQueryAttention needs the same size"
     if key % _HEAD_MULTIPLE:
-        return f"heads have {key} channels; GroupQueryAttention wants a multiple of {_HEAD_MULTIPLE}"
+        return f"heads have {key} channels; GroupQueryAttention needs a multiple of {_HEAD_MULTIPLE}"
     if attention.alibi_slopes is not None:
-        return "scores have a bias by position (ALiBi); GroupQueryAttention would need it as a tensor of all positions"
+        return "attention has a position bias (ALiBi), which GroupQueryAttention takes only as a full tensor"
     if attention.sinks is not None and graph.dims(attention.sinks) != (heads,):
-        return f"sinks are {graph.dims(attention.sinks)}; GroupQueryAttention wants ({heads},)"
+        return f"sinks have shape {graph.dims(attention.sinks)}; GroupQueryAttention needs ({heads},)"
     return None
 
 
@@ -136,7 +136,7 @@ def _rotary_reason(of_query: RotaryEmbedding, of_key: RotaryEmbedding, head_size
         return "one of query and key is interleaved and the other is not"
     if head_size % _HEAD_MULTIPLE_WITH_ROTARY:
         return (
-            f"heads have {head_size} channels; with rotary the kernel wants a multiple of {_HEAD_MULTIPLE_WITH_ROTARY}"
+            f"heads have {head_size} channels; with rotary the kernel needs a multiple of {_HEAD_MULTIPLE_WITH_ROTARY}"
         )
     if of_query.rotary_embedding_dim != of_key.rotary_embedding_dim:
         return "query and key rotate different numbers of channels"
@@ -144,7 +144,7 @@ def _rotary_reason(of_query: RotaryEmbedding, of_key: RotaryEmbedding, head_size
         columns = shape[1] if shape is not None and len(shape) == 2 else None
         if not isinstance(columns, int) or columns % _ROTARY_COLUMNS_MULTIPLE or columns > head_size // 2:
             return (
-                f"a rotary cache is {shape}; the kernel wants a multiple of {_ROTARY_COLUMNS_MULTIPLE} columns, "
+                f"a rotary cache is {shape}; the kernel needs a multiple of {_ROTARY_COLUMNS_MULTIPLE} columns, "
                 f"at most {head_size // 2}"
             )
     return None

@@ -1,4 +1,4 @@
-"""Let ONNX Runtime's own kernel compute the experts of a layer.
+"""Fuse the experts of a layer into ONNX Runtime's MoE kernel.
 
     y = llmforge::MoE(x, ids, weights, up, down)   becomes   w = weights at the ids, 0 elsewhere
                                                              y = com.microsoft::MoE(x, log w, up', down') * Σ weights
@@ -35,7 +35,7 @@ from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewrit
 
 @dataclass(frozen=True)
 class FuseExperts(Pass):
-    """Let ONNX Runtime's own kernel compute the experts of a layer."""
+    """Fuse the experts of a layer into ONNX Runtime's MoE kernel."""
 
     name: ClassVar[str] = "fuse-experts"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
@@ -51,10 +51,10 @@ class FuseExperts(Pass):
         for layer in canonical.MoE.all(model):
             reason = moe_kernels.reason(layer)
             if reason is not None:
-                changes.skipped.append(Skipped(layer.name, f"{reason}; the experts stay a loop"))
+                changes.skipped.append(Skipped(layer.name, f"{reason}; experts stay a Loop"))
                 continue
             experts = moe_kernels.of(layer)
-            changes.rewritten.append(Rewritten(layer.name, f"{experts.count} experts are one com.microsoft::MoE"))
+            changes.rewritten.append(Rewritten(layer.name, f"{experts.count} experts fused into com.microsoft::MoE"))
             moe_kernels.fuse(model, experts)
         if changes:
             graph.drop_unused(model)

@@ -66,7 +66,7 @@ class FuseNorms(Pass):
             if isinstance(add, str):
                 changes.skipped.append(Skipped(norm.name, add))
                 continue
-            changes.rewritten.append(Rewritten(norm.name, f"takes in {add.name}"))
+            changes.rewritten.append(Rewritten(norm.name, f"merged with {add.name}"))
             _fuse(model.graph, norm, add)
         return changes
 
@@ -80,25 +80,25 @@ def _residual(norm: _Norm) -> Add | str:
     if add is None:
         taken = operators.is_a(maker, SkipSimplifiedLayerNormalization, SkipLayerNormalization)
         if taken and total is not maker.outputs[0]:
-            return f"the sum it reads went into {maker.name}"
+            return f"its sum is already merged into {maker.name}"
         return f"it normalizes the output of {maker.op_type} {maker.name}, not a sum"
     if add.a.is_initializer() or add.b.is_initializer():
-        return f"{add.name} adds an initializer, which is no residual"
+        return f"{add.name} adds an initializer, not a residual"
     left, right, out = graph.dims(add.a), graph.dims(add.b), graph.dims(total)
     if left is None or None in left or left != right or left != out or len(left) != 3:
-        return f"the terms of {add.name} are {left} and {right}; wanted one known shape of rank 3"
+        return f"the inputs of {add.name} are {left} and {right}; expected the same known shape of rank 3"
     if norm.axis not in (-1, 2):
-        return f"it normalizes from axis {norm.axis} on; wanted the last"
+        return f"it normalizes from axis {norm.axis} on; expected the last"
     if graph.dims(norm.scale) != left[-1:]:
-        return f"its weight is {graph.dims(norm.scale)}; wanted {left[-1:]}"
+        return f"its weight is {graph.dims(norm.scale)}; expected {left[-1:]}"
     shift = norm.bias if isinstance(norm, LayerNormalization) else None
     if shift is not None and graph.dims(shift) != left[-1:]:
-        return f"its shift is {graph.dims(shift)}; wanted {left[-1:]}"
+        return f"its shift is {graph.dims(shift)}; expected {left[-1:]}"
     weight_maker = norm.scale.producer()
     if weight_maker is not None and any(v is None or not v.is_initializer() for v in weight_maker.inputs):
         return f"its weight is computed by {weight_maker.name} from more than initializers"
     if norm.stash_type != ir.DataType.FLOAT or total.dtype != ir.DataType.FLOAT:
-        return f"it works in {total.dtype}, with stash_type {norm.stash_type}; wanted fp32"
+        return f"it works in {total.dtype}, with stash_type {norm.stash_type}; expected fp32"
     return add
 
 

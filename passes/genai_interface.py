@@ -1,4 +1,4 @@
-"""Give the graph the inputs and outputs that onnxruntime-genai and ORTModelForCausalLM of optimum-onnx feed and read.
+"""Adapt inputs and outputs to onnxruntime-genai and optimum-onnx (ORTModelForCausalLM).
 
     inputs seqlens_k int32 [batch] and total_sequence_length int32 [] become
     seqlens_k, total_sequence_length = llmforge::CacheLengths(attention_mask)
@@ -47,13 +47,15 @@ _LENGTHS = (interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH)
 
 @dataclass(frozen=True)
 class GenaiInterface(Pass):
-    """Give the graph the inputs and outputs that onnxruntime-genai and ORTModelForCausalLM feed and read."""
+    """Adapt inputs and outputs to onnxruntime-genai and optimum-onnx (ORTModelForCausalLM)."""
 
     name: ClassVar[str] = "genai-interface"
     numerics: ClassVar[Numerics] = Numerics.EXACT
     requires: ClassVar[frozenset[str]] = frozenset({"gqa"})
 
-    logits: Annotated[logits_rows.Logits, Field(description="logits of every token, or of the last one alone")] = "all"
+    logits: Annotated[logits_rows.Logits, Field(description="return logits of all tokens, or of the last one only")] = (
+        "all"
+    )
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite the interface of `model`.
@@ -63,15 +65,15 @@ class GenaiInterface(Pass):
         """
         context.require_onnxruntime(self.name, "onnxruntime-genai runs ONNX Runtime's engines")
         if canonical.CacheLengths.all(model):
-            return Changes(skipped=[Skipped(interface.ATTENTION_MASK, "the graph has this interface already")])
+            return Changes(skipped=[Skipped(interface.ATTENTION_MASK, "the graph already has this interface")])
         self._check(model)
         _, selection = logits_rows.find_selection(model)
         changes = Changes()
         mask = _read_attention_mask(model)
-        what = f"{interface.SEQLENS_K} and {interface.TOTAL_SEQUENCE_LENGTH} follow from {interface.ATTENTION_MASK}"
+        what = f"{interface.SEQLENS_K} and {interface.TOTAL_SEQUENCE_LENGTH} computed from {interface.ATTENTION_MASK}"
         changes.rewritten.append(Rewritten("cache_lengths", what))
         back = _order_tokens(model, mask)
-        changes.rewritten.append(Rewritten("token_order", "tokens of each row at its beginning, however it is padded"))
+        changes.rewritten.append(Rewritten("token_order", "padded rows aligned to the left"))
         if self.logits == "all":
             selection.data = _gather_tokens(model, selection.node, selection.data, back)
         changes.rewritten.append(Rewritten(*logits_rows.offer(model, self.logits)))
@@ -98,9 +100,9 @@ class GenaiInterface(Pass):
         names = [str(value.name) for value in model.graph.inputs]
         if not set(_LENGTHS) <= set(names):
             raise UnsupportedError(
-                f"{self.name}: the graph has no GroupQueryAttention; onnxruntime-genai would have nothing to share "
-                "its caches with",
-                hint="put flash-attention in front, and leave optimum-interface out",
+                f"{self.name}: the graph has no GroupQueryAttention; onnxruntime-genai shares its caches only "
+                "with that",
+                hint="put flash-attention before it, and remove optimum-interface",
             )
         for name in names:
             if name not in (*_KEPT, *_LENGTHS) and interface.present_of(name) == name:

@@ -1,4 +1,4 @@
-"""Compute in fp16 or bf16, with weights and caches stored so.
+"""Convert computation, weights and caches to fp16 or bf16.
 
     y = MatMul(x, W)                 stays, with x, W and y in the dtype
     p = Softmax(x)                   becomes  p = Softmax(Cast(x)), in fp32
@@ -48,20 +48,18 @@ _DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.Da
 
 @dataclass(frozen=True)
 class LowerPrecision(Pass):
-    """Compute in fp16 or bf16, with weights and caches stored so."""
+    """Convert computation, weights and caches to fp16 or bf16."""
 
     name: ClassVar[str] = "lower-precision"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
     provides: ClassVar[frozenset[str]] = frozenset({"precision"})
 
-    budget: Annotated[Budget, Field(description="what the pass may cost")]
+    budget: Annotated[Budget, Field(description="quality budget of the pass")]
     dtype: Annotated[
         Literal["fp16", "bf16"],
-        Field(description="fp16: 11 bits of a number, up to 65504; bf16: 8 bits, the range of fp32"),
+        Field(description="fp16: 11 significant bits, up to 65504; bf16: 8 significant bits, the range of fp32"),
     ]
-    head: Annotated[
-        Literal["same", "fp32"], Field(description="dtype of the layer that makes the logits, and of its weight")
-    ] = "same"
+    head: Annotated[Literal["same", "fp32"], Field(description="dtype of the output head")] = "same"
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite all of `model`.
@@ -75,17 +73,17 @@ class LowerPrecision(Pass):
         if (held := _half_of(model)) is not None:
             if held != dtype:
                 raise UnsupportedError(f"{self.name}: the graph computes in {held.name} already, not in {self.dtype}")
-            return Changes(skipped=[Skipped(str(model.graph.name), f"it computes in {self.dtype} already")])
+            return Changes(skipped=[Skipped(str(model.graph.name), f"already computes in {self.dtype}")])
         for node in model.graph:
             if operators.view(node).precision is Precision.NO_HALF:
                 raise UnsupportedError(
-                    f"{self.name}: {node.op_type} {node.name} computes in fp32 alone",
+                    f"{self.name}: {node.op_type} {node.name} computes in fp32 only",
                     hint=f"leave {self.name} or cpu-kernels out of the recipe",
                 )
             if context.target.kind == "cpu" and canonical.MoE.matches(node):
                 raise UnsupportedError(
                     f"{self.name}: {node.name} becomes a Loop that adds in {self.dtype}; no CPU kernel does",
-                    hint="put fuse-experts or quantize-weights in front",
+                    hint="put fuse-experts or quantize-weights before it",
                 )
         assignment = precision.assign(model, head_in_fp32=self.head == "fp32")
         _Rewriting(model, dtype, self.dtype, assignment).run()
@@ -100,7 +98,7 @@ def _require_dtype(target: Target, dtype: Literal["fp16", "bf16"]) -> None:
     if target.kind == "gpu" and dtype not in target.rates:
         rates = ", ".join(target.rates)
         raise UnsupportedError(
-            f"lower-precision: target {target.name} ({target.title}) does not compute in {dtype}; it does in {rates}",
+            f"lower-precision: target {target.name} ({target.title}) does not compute in {dtype}; supported: {rates}",
             hint="set `dtype` to one of these",
         )
     if target.kind == "cpu" and dtype == "bf16":

@@ -1,4 +1,4 @@
-"""Give the graph the inputs and outputs that ORTModelForCausalLM of optimum-onnx feeds and reads.
+"""Adapt inputs and outputs to optimum-onnx (ORTModelForCausalLM), without GroupQueryAttention.
 
     y, present_key, present_value = llmforge::Attention(q, k, v, past_key, past_value, past_lengths[, sinks])
     becomes
@@ -37,12 +37,14 @@ _PRESENT_SLOTS = "past_sequence_length + sequence_length"
 
 @dataclass(frozen=True)
 class OptimumInterface(Pass):
-    """Give the graph the inputs and outputs that ORTModelForCausalLM of optimum-onnx feeds and reads."""
+    """Adapt inputs and outputs to optimum-onnx (ORTModelForCausalLM), without GroupQueryAttention."""
 
     name: ClassVar[str] = "optimum-interface"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
 
-    logits: Annotated[logits_rows.Logits, Field(description="logits of every token, or of the last one alone")] = "all"
+    logits: Annotated[logits_rows.Logits, Field(description="return logits of all tokens, or of the last one only")] = (
+        "all"
+    )
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite the interface of `model`.
@@ -52,13 +54,13 @@ class OptimumInterface(Pass):
         """
         context.require_onnxruntime(self.name, "ORTModelForCausalLM runs ONNX Runtime's engines")
         if GrowingAttention.all(model):
-            return Changes(skipped=[Skipped(interface.ATTENTION_MASK, "the graph has this interface already")])
+            return Changes(skipped=[Skipped(interface.ATTENTION_MASK, "the graph already has this interface")])
         attentions = Attention.all(model)
         self._check(model, attentions)
         changes = Changes([Rewritten(*logits_rows.offer(model, self.logits))])
         mask = _attention_mask(model)
         for attention in attentions:
-            changes.rewritten.append(Rewritten(attention.name, "caches that grow, under attention_mask"))
+            changes.rewritten.append(Rewritten(attention.name, "growing KV cache, masked by attention_mask"))
             _grow(model, attention, mask)
         graph.drop_unused(model)
         return changes

@@ -1,4 +1,4 @@
-"""Give the gate and the up projection of a gated MLP one matrix product.
+"""Pack the gate and up projections of an MLP into one MatMul.
 
     act(x·Wg) * (x·Wu)   becomes   g, u = Split(x·W); act(g) * u   with W = [Wg Wu]
 
@@ -30,7 +30,7 @@ ACTIVATIONS: tuple[type[Operator], ...] = (Gelu, Relu, Sigmoid, Softplus, Tanh)
 
 @dataclass(frozen=True)
 class PackGateUp(Pass):
-    """Give the gate and the up projection of a gated MLP one matrix product."""
+    """Pack the gate and up projections of an MLP into one MatMul."""
 
     name: ClassVar[str] = "pack-gate-up"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
@@ -51,7 +51,7 @@ class PackGateUp(Pass):
             if reason := linear.stack([gate, up], name):
                 changes.skipped.append(Skipped(product.name, reason))
                 continue
-            changes.rewritten.append(Rewritten(str(gate.matmul.name), f"gate and up are one product, {name}"))
+            changes.rewritten.append(Rewritten(str(gate.matmul.name), f"gate and up projections packed into {name}"))
         return changes
 
 

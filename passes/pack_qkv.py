@@ -1,4 +1,4 @@
-"""Give query, key and value one matrix product.
+"""Pack the query, key and value projections into one MatMul.
 
     q = x·Wq, k = x·Wk, v = x·Wv   becomes   q, k, v = Split(x·W)   with W = [Wq Wk Wv]
 
@@ -31,7 +31,7 @@ from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewrit
 
 @dataclass(frozen=True)
 class PackQkv(Pass):
-    """Give query, key and value one matrix product."""
+    """Pack the query, key and value projections into one MatMul."""
 
     name: ClassVar[str] = "pack-qkv"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
@@ -51,7 +51,7 @@ class PackQkv(Pass):
             if reason := linear.stack(layers, name):
                 changes.skipped.append(Skipped(str(attention.name), reason))
                 continue
-            what = f"q, k and v of {attention.name} are one product, {name}"
+            what = f"q, k and v projections of {attention.name} packed into {name}"
             changes.rewritten.append(Rewritten(str(layers[0].matmul.name), what))
         return changes
 
@@ -73,7 +73,7 @@ def _projections(operands: Mapping[str, ir.Value | None]) -> list[linear.Linear]
             return f"{role} is part of a packed query"
         origin = _origin(value)
         if Split.made(origin) is not None:
-            return f"{role} comes from a Split: packed already"
+            return f"{role} is already packed (comes from a Split)"
         layer = linear.of(origin)
         if layer is None:
             producer = origin.producer()

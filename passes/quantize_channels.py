@@ -1,4 +1,4 @@
-"""Store the weights of linear layers and of the head in int8 or fp8, with one scale an output feature.
+"""Quantize the weights of linear layers and output head to int8 or fp8, with one scale per output feature.
 
     y = x·W + b                     becomes  y = x·DequantizeLinear(codes, scales) + b
     logits = x·Eᵀ  (tied head)      becomes  logits = x·DequantizeLinear(codes, scales), of codes of its own
@@ -45,23 +45,20 @@ _DTYPES = {"int8": channels.INT8, "fp8": channels.FP8}
 
 @dataclass(frozen=True)
 class QuantizeChannels(Pass):
-    """Store the weights of linear layers and of the head in int8 or fp8, with one scale an output feature."""
+    """Quantize the weights of linear layers and output head to int8 or fp8, with one scale per output feature."""
 
     name: ClassVar[str] = "quantize-channels"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
-    budget: Annotated[Budget, Field(description="what the pass may cost")]
-    dtype: Annotated[
-        Literal["int8", "fp8"], Field(description="int8: evenly spaced codes; fp8: e4m3, 3 bits of mantissa")
-    ]
+    budget: Annotated[Budget, Field(description="quality budget of the pass")]
+    dtype: Annotated[Literal["int8", "fp8"], Field(description="int8, or fp8 (e4m3)")]
     activations: Annotated[
-        Literal["none", "static"], Field(description="static: also round what the layers read, to calibrated ranges")
+        Literal["none", "static"],
+        Field(description="static: also quantize the inputs of the layers, with calibrated ranges"),
     ] = "none"
-    head: Annotated[bool, Field(description="also the layer that makes the logits")] = True
-    routers: Annotated[bool, Field(description="also the layers that choose experts")] = False
-    exclude: Annotated[
-        tuple[str, ...], Field(description="globs of parameter names, as in the checkpoint, to leave alone")
-    ] = ()
+    head: Annotated[bool, Field(description="also quantize the output head")] = True
+    routers: Annotated[bool, Field(description="also quantize the routers of experts")] = False
+    exclude: Annotated[tuple[str, ...], Field(description="globs of checkpoint parameter names to skip")] = ()
 
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of what linears read."""
@@ -76,7 +73,7 @@ class QuantizeChannels(Pass):
         target = context.target
         if target.kind == "gpu" and self.dtype not in target.rates:
             raise UnsupportedError(
-                f"{self.name}: target {target.name} ({target.title}) does not compute in {self.dtype}; it does in "
+                f"{self.name}: target {target.name} ({target.title}) does not compute in {self.dtype}; supported: "
                 f"{', '.join(target.rates)}",
                 hint="set `dtype` to one of these, or use quantize-weights",
             )
@@ -91,15 +88,15 @@ class QuantizeChannels(Pass):
             parameters = graph.sources(weight) or [str(weight.name)]
             reason = _reason(weight, transposed) or exclusion(parameters, self.exclude)
             if node in left_alone:
-                reason = f"it chooses the experts of {left_alone[node].name}; `routers: true` quantizes it, too"
+                reason = f"router of {left_alone[node].name}; `routers: true` quantizes it"
             elif node in heads and not self.head:
-                reason = "it makes the logits, and `head` is false"
+                reason = "output head, and `head` is false"
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), reason))
                 continue
             rounded = self._round(model, product, weight, context.statistics)
             self._store(model, product, weight, transposed)
-            what = f"{self.dtype}, one scale an output feature" + (", and what it reads" if rounded else "")
+            what = f"{self.dtype}, one scale per output feature" + (", inputs quantized too" if rounded else "")
             changes.rewritten.append(Rewritten(str(node.name), what))
         if changes:
             graph.drop_unused(model)
@@ -115,7 +112,7 @@ class QuantizeChannels(Pass):
             raise DataError(
                 f"{self.name}: what {node.name} reads ranges to {max(peaks):g} on the calibration text, so that it has "
                 "no scale",
-                hint="give more calibration text, or set `activations: none`",
+                hint="use more calibration text, or set `activations: none`",
             )
         dtype, name = _DTYPES[self.dtype], f"{x.name}.{self.dtype}"
         rounded = next((each.outputs[0] for each in model.graph if each.outputs[0].name == name), None)
@@ -157,7 +154,7 @@ def _weight(product: MatMul) -> ir.Value | None:
 def _reason(weight: ir.Value, transposed: bool) -> str | None:
     """Say why `weight` stays as it is; None where it can be stored."""
     if weight.dtype != ir.DataType.FLOAT:
-        return f"{weight.name} is {weight.dtype}; an fp32 matrix is needed"
+        return f"{weight.name} is {weight.dtype}; expected an fp32 matrix"
     if weight.is_graph_input() or weight.is_graph_output() or (len(weight.uses()) > 1 and not transposed):
         return f"{weight.name} has other readers"
     return None

@@ -1,4 +1,4 @@
-"""Keep cached keys and values as int8, with scales that calibration measured.
+"""Store the KV cache in int8, with calibrated scales.
 
     y, present_key, present_value = com.microsoft::GroupQueryAttention(…, past_key, past_value, …)
     becomes the same with k_scale, v_scale fp32 [1, kv_heads, 1, head_dim] (per_channel) or [1] (per_tensor), attributes
@@ -34,17 +34,17 @@ from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
 
 @dataclass(frozen=True)
 class QuantizeKvCache(Pass):
-    """Keep cached keys and values as int8, with scales that calibration measured."""
+    """Store the KV cache in int8, with calibrated scales."""
 
     name: ClassVar[str] = "quantize-kv-cache"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
     requires: ClassVar[frozenset[str]] = frozenset({"gqa"})
 
-    budget: Annotated[Budget, Field(description="what the pass may cost")]
-    bits: Annotated[Literal[8], Field(description="bits of a cached number")] = 8
+    budget: Annotated[Budget, Field(description="quality budget of the pass")]
+    bits: Annotated[Literal[8], Field(description="bits per cached value")] = 8
     granularity: Annotated[
         Literal["per_channel", "per_tensor"],
-        Field(description="one scale a channel of a head, or one for all keys and one for all values of a layer"),
+        Field(description="one scale per channel of each head, or one for all keys and one for all values of a layer"),
     ] = "per_channel"
 
     def demands(self) -> tuple[Demand, ...]:
@@ -64,7 +64,7 @@ class QuantizeKvCache(Pass):
         changes = Changes()
         for node in model.graph:
             if canonical.Attention.matches(node):
-                changes.skipped.append(Skipped(str(node.name), "it was not lowered to GroupQueryAttention"))
+                changes.skipped.append(Skipped(str(node.name), "not lowered to GroupQueryAttention"))
             if (attention := GroupQueryAttention.of(node)) is None:
                 continue
             reason = _reason(attention, layers)
@@ -95,8 +95,8 @@ class QuantizeKvCache(Pass):
             head, channel = np.argwhere(~usable)[0].tolist()
             raise DataError(
                 f"{self.name}: {where}, channel {channel} of KV head {head} ranges to {peak[head, channel]:g} on the "
-                "calibration text, so that it has no scale",
-                hint=f"give more calibration text, or leave {self.name} out of the recipe",
+                "calibration text, so it has no scale",
+                hint=f"use more calibration text, or leave {self.name} out of the recipe",
             )
         scales = peak[None, :, None, :] if self.granularity == "per_channel" else peak.max(keepdims=True).reshape(1)
         return (scales / np.float32(INT8_KV.largest)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Store the weights of linear layers, of experts, of the embedding and of the head in 4 or 8 bits.
+"""Quantize the weights of linear layers, experts, embedding and output head to 4 or 8 bits.
 
     y = x·W + b                     becomes  y = com.microsoft::MatMulNBits(x, codes, scales[, zero_points, , b])
     e = Gather(E, input_ids)        becomes  e = com.microsoft::GatherBlockQuantized(codes, input_ids, scales)
@@ -74,40 +74,39 @@ _TABLES = methods.PLAIN()  # of embedding and head, which calibration does not s
 @dataclass(frozen=True)
 @methods.with_options(before="routers")
 class QuantizeWeights(Pass):
-    """Store the weights of linear layers, of experts, of the embedding and of the head in 4 or 8 bits."""
+    """Quantize the weights of linear layers, experts, embedding and output head to 4 or 8 bits."""
 
     name: ClassVar[str] = "quantize-weights"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
-    budget: Annotated[Budget, Field(description="what the pass may cost")]
-    bits: Annotated[Literal[4, 8], Field(description="bits of a weight of the decoder's linear layers")] = 4
-    block_size: Annotated[
-        Literal[32, 64, 128], Field(description="neighbours along the input features that share a scale")
-    ] = 32
+    budget: Annotated[Budget, Field(description="quality budget of the pass")]
+    bits: Annotated[Literal[4, 8], Field(description="bits per weight of the linear layers of the decoder")] = 4
+    block_size: Annotated[Literal[32, 64, 128], Field(description="consecutive input features that share a scale")] = 32
     symmetric: Annotated[
-        bool, Field(description="no zero points; saves `bits` bits a block, and costs quality at 4 bits")
+        bool, Field(description="no zero points; saves `bits` bits per block, at a cost in quality with 4 bits")
     ] = False
     method: Annotated[str, methods.Named(), Field(description=methods.summaries())] = methods.DEFAULT.name
-    embedding_bits: Annotated[Literal[4, 8, 16], Field(description="of embedding and head; 16 leaves them alone")] = 8
+    embedding_bits: Annotated[
+        Literal[4, 8, 16], Field(description="bits of embedding and output head; 16 skips them")
+    ] = 8
     accuracy_level: Annotated[
-        Literal[0, 1, 4], Field(description="of MatMulNBits; 4: activations are rounded to int8, 0 and 1: fp32")
+        Literal[0, 1, 4],
+        Field(description="accuracy_level of MatMulNBits; 4: int8 activations, 0 and 1: fp32 activations"),
     ] = INT8_ACTIVATIONS
-    routers: Annotated[bool, Field(description="also quantize the layers that choose experts")] = False
-    exclude: Annotated[
-        tuple[str, ...], Field(description="globs of parameter names, as in the checkpoint, to leave alone")
-    ] = ()
+    routers: Annotated[bool, Field(description="also quantize the routers of experts")] = False
+    exclude: Annotated[tuple[str, ...], Field(description="globs of checkpoint parameter names to skip")] = ()
 
     @model_validator(mode="after")
     def _runs_well(self) -> Self:
         eight = [name for name in ("bits", "embedding_bits") if getattr(self, name) == 8]
         if eight and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(
-                f"{eight[0]}: 8 runs 400 times slower with accuracy_level: {self.accuracy_level} than with "
-                f"accuracy_level: {INT8_ACTIVATIONS}; choose that, or other bits"
+                f"{eight[0]}: 8 bits run 400 times slower with accuracy_level: {self.accuracy_level} than with "
+                f"accuracy_level: {INT8_ACTIVATIONS}; use that, or other bits"
             )
         if self.grid.format not in self.chosen.formats:
             given = ", ".join(format.name for format in self.chosen.formats)
-            raise ValueError(f"method: {self.method} gives {given}, and no {self.grid.format.name}")
+            raise ValueError(f"method: {self.method} supports {given}, not {self.grid.format.name}")
         return self
 
     @property
@@ -170,14 +169,14 @@ class _Rewriting:
             case canonical.MoE() as layer:
                 self.experts(layer)
             case contrib.MoE():
-                raise _Skip("its experts were fused in fp32; quantize-weights must come before fuse-experts")
+                raise _Skip("already fused in fp32; put quantize-weights before fuse-experts")
 
     def product(self, node: ir.Node) -> None:
         """Rewrite a linear layer, or a head that has its own weight (a tied one goes with its embedding)."""
         head, layer = node in self.on_rows, _layer(node)
         if layer is None:
             if head and _reads_transposed_initializer(node):
-                raise _Skip("it is tied to the embedding, which stays")
+                raise _Skip("tied to the embedding, which is not quantized")
             return
         k, n = _shape(layer.weight)
         _require_own(layer.weight)
@@ -185,7 +184,7 @@ class _Rewriting:
         if head:
             matrix = initializers.quantized(layer.weight, _TABLES, self._embedding_grid(k))
         elif node in self.routers:
-            raise _Skip(f"it chooses the experts of {self.routers[node].name}; `routers: true` quantizes it, too")
+            raise _Skip(f"router of {self.routers[node].name}; `routers: true` quantizes it")
         else:
             matrix = self._matrix(layer.weight, n, k)
         self._multiply(layer, matrix, initializers.register(self.model, layer.weight, matrix))
@@ -215,7 +214,7 @@ class _Rewriting:
         grid = self.step.grid.fitting(experts.hidden, experts.inner)
         if grid is None:
             widths = f"{experts.hidden} and {experts.inner}"
-            raise _Skip(f"no block of {SMALLEST_BLOCK} or more divides its widths, {widths}, more than once")
+            raise _Skip(f"its widths, {widths}, are not divisible into blocks of {SMALLEST_BLOCK} or more")
         self._refuse_excluded(_names(layer.up) + _names(layer.down))
         up, down = (
             initializers.register(self.model, weight, self._of_experts(weight, order, grid), experts=experts.count)
@@ -257,7 +256,7 @@ class _Rewriting:
             raise _Skip(f"embedding_bits is {_KEEP}")
         block_size = math.gcd(k, self.step.block_size)  # of a power of two: the largest one that divides k
         if block_size < SMALLEST_BLOCK:
-            raise _Skip(f"its {k} features are no multiple of {SMALLEST_BLOCK}, the smallest block")
+            raise _Skip(f"its {k} features are not a multiple of {SMALLEST_BLOCK}, the smallest block")
         return Grid(self.step.embedding_bits, block_size, True)
 
     def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers) -> None:
@@ -327,7 +326,7 @@ def _shape(weight: ir.Value) -> tuple[int, int]:
     """Return the shape of an fp32 matrix."""
     dims = graph.dims(weight)
     if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
-        raise _Skip(f"{weight.name} is {weight.dtype} {dims}; an fp32 matrix is needed")
+        raise _Skip(f"{weight.name} is {weight.dtype} {dims}; expected an fp32 matrix")
     rows, columns = graph.static(weight)
     return rows, columns
 
@@ -358,5 +357,5 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     [matmul] = heads
     product = MatMul.of(matmul)
     if product is None or product.w is not others[0].outputs[0]:
-        raise _Skip(f"{table.name} is read by {matmul.op_type} {matmul.name}, which is no head")
+        raise _Skip(f"{table.name} is also read by {matmul.op_type} {matmul.name}, which is not the output head")
     return linears.Linear(matmul, table)

@@ -22,7 +22,7 @@ from llmforge.targets.achieved import Assumption, Share, defaults
 
 FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
-_WRITTEN = "`llmforge doctor --measure --write FILE.yaml` writes one of a machine"
+_WRITTEN = "write one with `llmforge doctor --measure --write FILE.yaml`"
 
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
 Library = Literal["onnxruntime", "llmforge"]  # whose kernels compute quantized layers on a CPU
@@ -60,8 +60,8 @@ class Figure(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     value: float = Field(gt=0)
-    source: str = Field(min_length=1, description="document, page or measurement that the number comes from")
-    verified: bool = Field(description="read in the primary source or measured by this project, not taken on trust")
+    source: str = Field(min_length=1, description="document, page or measurement the figure comes from")
+    verified: bool = Field(description="checked in the primary source, or measured by this project")
 
 
 class QuantizedLayers(BaseModel):
@@ -233,13 +233,13 @@ def meant(name: str) -> str:
     variants = [each for each in known if each.startswith(f"{wanted}-")] if wanted else []
     if variants:
         raise UsageError(
-            f"{name!r} can be any of {len(variants)} targets: {', '.join(variants)}",
-            hint="`llmforge targets NAME` shows the facts of each",
+            f"{name!r} is ambiguous: {', '.join(variants)}",
+            hint="see `llmforge targets NAME`",
         )
     close = located_yaml.nearest(wanted, [*known, LOCAL])
     raise UsageError(
         f"no target is named {name!r}; known: {LOCAL}, {', '.join(known)}",
-        hint=f"did you mean {close!r}?" if close else "`llmforge targets` describes each",
+        hint=f"did you mean {close!r}?" if close else "see `llmforge targets`",
     )
 
 
@@ -266,7 +266,7 @@ def read(path: Path) -> Target:
     """
     content = located_yaml.read(path).data
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: a target is a mapping of `title`, `kind`, `engines`, …", hint=_WRITTEN)
+        raise UsageError(f"{path}: expected a mapping with `title`, `kind`, `engines`, …", hint=_WRITTEN)
     if content.get("like") is not None:
         content = {**content, "like": _like(path, str(content["like"]))}
     try:
@@ -275,7 +275,7 @@ def read(path: Path) -> Target:
         wrong = (f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in error.errors())
         raise UsageError(
             f"{path}: not a target: {'; '.join(wrong)}",
-            hint="this is a recipe: `llmforge plan RECIPE`" if "checkpoint" in content else _WRITTEN,
+            hint="this is a recipe; use `llmforge plan RECIPE`" if "checkpoint" in content else _WRITTEN,
         ) from None
 
 
@@ -287,8 +287,8 @@ def _like(path: Path, name: str) -> str:
         raise UsageError(f"{path}: like: {error.message}", hint=error.hint) from None
     if found == LOCAL:
         raise UsageError(
-            f"{path}: `like` is {name!r}; wanted one of {', '.join(names())}",
-            hint=f"`llmforge targets {LOCAL}` names that of a machine",
+            f"{path}: `like` is {name!r}; expected one of {', '.join(names())}",
+            hint=f"`llmforge targets {LOCAL}` shows that of this machine",
         )
     return found
 

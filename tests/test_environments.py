@@ -241,7 +241,7 @@ def test_a_recipe_is_planned_where_it_can_be_built(environment: Environment, pla
 
 def test_the_doctor_says_why_there_are_no_kernels(plain: Environment, place: Path) -> None:
     (line,) = (line for line in plain.llmforge("doctor", cwd=place).stdout.splitlines() if "CPU kernels" in line)
-    assert line.split(maxsplit=3)[3].strip() == "llmforge's own are absent: no C compiler made them at its installation"
+    assert line.split(maxsplit=3)[3].strip() == "not compiled: no C compiler was found at installation"
 
 
 def test_the_metadata_says_what_the_source_tree_says(plain: Environment, place: Path) -> None:
@@ -261,7 +261,7 @@ def test_the_metadata_says_what_the_source_tree_says(plain: Environment, place: 
 @pytest.mark.parametrize(
     ("packages", "content", "error", "hint"),
     [
-        (["onnxruntime"], None, "onnxruntime is installed, and its files are not all there", "--force-reinstall"),
+        (["onnxruntime"], None, "onnxruntime is installed, but some of its files are missing", "--force-reinstall"),
         (["onnxruntime", "onnxruntime-gpu"], None, "are both installed", "uninstall -y onnxruntime onnxruntime-gpu"),
         (["onnxruntime", "onnxruntime-gpu"], "", "are both installed", "uninstall -y onnxruntime onnxruntime-gpu"),
         ([], None, "onnxruntime is not installed", "llmforge[cpu]"),

@@ -88,7 +88,7 @@ def read(file: Path) -> Manifest:
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != 1:
         raise InputError(
-            f"{file}: schema {schema!r} is unknown to llmforge {__version__}, which reads schema 1",
+            f"{file}: schema {schema!r} is not supported by llmforge {__version__}, which reads schema 1",
             hint="use the version of llmforge that built the artifact, or build it again",
         )
     try:

@@ -35,7 +35,7 @@ LISTED = 5  # files that a message names before it counts the rest
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 
 
-_WHERE = "`llmforge build` ends by printing the folder of what it built: artifacts/NAME/VERSION"
+_WHERE = "`llmforge build` prints the path of the artifact at its end: artifacts/NAME/VERSION"
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def _readable(path: Path) -> Iterator[None]:
     except PermissionError as error:
         raise InputError(
             f"{error.filename or path}: cannot be read: {error.strerror}",
-            hint=f"run as a user who may read all of {path}",
+            hint=f"check the permissions of {path}",
         ) from error
 
 
@@ -75,14 +75,14 @@ class Artifact:
             raise InputError(f"{path}: {what}", hint=_WHERE)
         if folder.name.startswith((BUILDING, REPLACED)):
             raise InputError(
-                f"{path}: the folder of a build that is running or was killed, not an artifact",
-                hint="build again; what a killed build left behind is removed then",
+                f"{path}: not an artifact, but the folder of an unfinished build",
+                hint="build again; leftovers of killed builds are removed",
             )
         if not (folder / MANIFEST).is_file():
             versions = sorted(entry.parent.name for entry in folder.glob(f"[!.]*/{MANIFEST}"))
             raise InputError(
                 f"{path}: not an artifact: it has no {MANIFEST}",
-                hint=f"give one of its versions: {', '.join(versions)}" if versions else _WHERE,
+                hint=f"use one of its versions: {', '.join(versions)}" if versions else _WHERE,
             )
         return cls(folder, manifests.read(folder / MANIFEST))
 
@@ -109,8 +109,8 @@ class Artifact:
             found = [f"{MANIFEST} contradicts itself: content_digest is not that of its files and recipe"]
         if found:
             raise InputError(
-                f"{self.path}: the artifact is not what was published: {'; '.join(found)}",
-                hint="fetch it or build it again; nothing in an artifact may be edited",
+                f"{self.path}: the artifact was changed after it was published: {'; '.join(found)}",
+                hint="fetch or build it again; artifacts must not be edited",
             )
 
 
@@ -223,12 +223,14 @@ def _refuse_other(final: Path, digest: str) -> None:
         existing = Artifact.open(final).manifest.content_digest
     except InputError as error:
         raise UsageError(
-            f"{final} exists and is not a usable artifact: {error.message}", hint="move it away, or name a version"
+            f"{final} already exists and is not a usable artifact: {error.message}",
+            hint="move it away, or give a version",
         ) from error
     if existing != digest:
         raise UsageError(
-            f"{final} exists with other content ({existing[:VERSION_DIGITS]}, this build {digest[:VERSION_DIGITS]})",
-            hint="a version never changes: name another, or none to have it named by its content",
+            f"{final} already exists with different content ({existing[:VERSION_DIGITS]}; this build: "
+            f"{digest[:VERSION_DIGITS]})",
+            hint="published versions never change; give another version, or none to name it by its content",
         )
 
 

@@ -139,7 +139,7 @@ class Backend:
         """Say why it has no engine at all for capability `sm` (None: a CPU); None where it has."""
         provider = self.on("cpu" if sm is None else "gpu")
         if provider is None:
-            return f"it builds engines for {'NVIDIA GPUs' if sm is None else 'CPUs'} alone"
+            return f"it builds engines for {'NVIDIA GPUs' if sm is None else 'CPUs'} only"
         if sm is None or provider.capabilities is None or sm in provider.capabilities:
             return None
         return provider.uncovered.format(sm=dotted(sm))
@@ -153,7 +153,7 @@ ONNXRUNTIME = Backend(
     module="onnxruntime",
     compiled=False,
     scales="blocks",
-    alone="ONNX Runtime's own operators do not reach other processes",
+    alone="its operators do not communicate between processes",
     providers=(
         Provider(
             name="cpu",
@@ -184,12 +184,12 @@ ONNXRUNTIME = Backend(
             },
             never={
                 "fp32": "GroupQueryAttention on CUDA takes fp16 and bf16",
-                "fp8": "onnxruntime would dequantize fp8 weights before every product",
-                "fp4": "onnxruntime would dequantize fp4 weights before every product",
+                "fp8": "onnxruntime would dequantize fp8 weights before every matmul",
+                "fp4": "onnxruntime would dequantize fp4 weights before every matmul",
             },
             capabilities=("75", "80", "86", "89", "90", "120"),
             uncovered="the onnxruntime-gpu 1.31.1 wheel holds neither code for SM {sm} nor PTX to make it from",
-            needs_device="an engine for ONNX Runtime's CUDA provider is proven on the GPU that runs it",
+            needs_device="an engine for ONNX Runtime's CUDA provider is verified on the GPU that runs it",
         ),
     ),
 )
@@ -223,7 +223,7 @@ TENSORRT = Backend(
                 "fp4": Use(("weights",)),
             },
             never={"fp32": "fused attention takes fp16 and bf16"},
-            needs_device="TensorRT builds an engine on the GPU that runs it, whose kernels it times",
+            needs_device="TensorRT must build an engine on the GPU that runs it",
             index="NVIDIA's index",
         ),
     ),

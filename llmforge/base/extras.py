@@ -93,14 +93,14 @@ def trouble(module: str, extra: str | None = None) -> EnvironmentLacks | None:
     if len(installed) > 1:
         both = " and ".join(sorted(installed))
         return EnvironmentLacks(
-            f"{both} are both installed; they are the same module, and each overwrites files of the other",
+            f"{both} are both installed, but provide the same module and overwrite each other",
             hint=f"pip uninstall -y {' '.join(sorted(installed))}, then {hint('cpu')} or {hint('cuda')}",
         )
     first = next((each for each in sources if each.distribution in installed), sources[0])
     if _origin(first.module) is None:
         if installed:
             return EnvironmentLacks(
-                f"{first.distribution} is installed, and its files are not all there",
+                f"{first.distribution} is installed, but some of its files are missing",
                 hint=f"pip install --force-reinstall --no-deps '{first.text}'",
             )
         named = [each.extra for each in sources if each.extra != DEVELOPMENT]
@@ -131,7 +131,7 @@ def _mismatch(module: str) -> VersionMismatch | None:
         version = _version(each.distribution)
         if version is not None and each.pin is not None and version.partition("+")[0] != each.pin:
             return VersionMismatch(
-                f"{each.distribution} {version} is installed; this llmforge was proven with {each.pin}",
+                f"{each.distribution} {version} is installed; this llmforge requires {each.pin}",
                 hint=f"pip install '{each.text}'",
             )
     return None

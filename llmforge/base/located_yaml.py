@@ -60,10 +60,10 @@ def read(path: Path) -> Source:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise RecipeError(
-            f"{path}: cannot be read: {error.strerror}", hint="wanted: the path of a YAML file that you may read"
+            f"{path}: cannot be read: {error.strerror}", hint="expected the path of a readable YAML file"
         ) from error
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: byte {error.start} is not UTF-8", hint="wanted: YAML, as UTF-8 text") from error
+        raise RecipeError(f"{path}: byte {error.start} is not UTF-8", hint="expected YAML in UTF-8") from error
     return parse(text, path)
 
 
@@ -77,7 +77,7 @@ def parse(text: str, path: Path) -> Source:
     try:
         node = yaml.compose(text)
         if node is None:
-            raise RecipeError(f"{path}: is empty", hint="wanted: a YAML file; a recipe begins with `schema: 1`")
+            raise RecipeError(f"{path}: is empty", hint="expected a YAML file; a recipe begins with `schema: 1`")
         reader = _Reader(yaml, Source(path))
         reader.source.data = reader.plain(node, ())
     except MarkedYAMLError as error:
@@ -116,10 +116,10 @@ class _Reader:
         if self.nodes > _MOST_NODES or len(location) > _DEEPEST:
             raise RecipeError(
                 f"{place}: too large: more than {_MOST_NODES} values or {_DEEPEST} levels",
-                hint="an anchor that refers to itself, or to others that multiply, has no end",
+                hint="check for anchors that refer to themselves or multiply",
             )
         if not isinstance(node, ScalarNode) and node.tag not in _COLLECTIONS:
-            raise RecipeError(f"{place}: tag {node.tag!r} is not allowed: content is plain mappings, lists and scalars")
+            raise RecipeError(f"{place}: tag {node.tag!r} is not allowed: use plain mappings, lists and scalars")
         if isinstance(node, MappingNode):
             return self._mapping(node, location)
         if isinstance(node, SequenceNode):
@@ -135,7 +135,7 @@ class _Reader:
                 raise RecipeError(f"{place}: merge keys (`<<`) are not supported; repeat the keys")
             key = self._scalar(key_node, place) if isinstance(key_node, ScalarNode) else None
             if not isinstance(key, str):
-                raise RecipeError(f"{place}: a key is not a plain name")
+                raise RecipeError(f"{place}: keys must be plain names")
             if key in content:
                 first = self.source.places[(*location, key)]
                 raise RecipeError(f"{place}: {dotted((*location, key))}: duplicate key; first set at {first}")

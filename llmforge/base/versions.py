@@ -24,14 +24,14 @@ def check() -> None:
             installed = metadata.version(package)
         except metadata.PackageNotFoundError as error:
             raise EnvironmentLacks(
-                f"{package} {wanted[package]} is not installed; building needs it",
+                f"{package} {wanted[package]} is not installed; it is required for building",
                 hint=extras.hint("build"),
             ) from error
         if installed.partition("+")[0] != wanted[package]:
             raise VersionMismatch(
-                f"{package} {installed} is installed; this llmforge was proven with {package} {wanted[package]}, "
+                f"{package} {installed} is installed; this llmforge requires {package} {wanted[package]}, "
                 "whose internals it uses",
-                hint=f"pip install '{package}=={wanted[package]}' (constraints.txt has the whole set)",
+                hint=f"pip install '{package}=={wanted[package]}' (see constraints.txt for all)",
             )
 
 
@@ -44,6 +44,6 @@ def pins() -> dict[str, str]:
     found = {each.distribution: each.pin for each in extras.requirements() if each.pin is not None}
     if not found:
         raise EnvironmentLacks(
-            "llmforge runs from a folder, and nothing says which versions it needs", hint="pip install -e ."
+            "llmforge is not installed, so its required versions are unknown", hint="pip install -e ."
         )
     return {package: found[package] for package in PINNED}

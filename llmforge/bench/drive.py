@@ -81,7 +81,7 @@ def closed_loop(
         UsageError: fewer than one request in flight.
     """
     if concurrency < 1:
-        raise UsageError(f"{concurrency} requests in flight: wanted 1 or more")
+        raise UsageError(f"{concurrency} requests in flight: expected 1 or more")
     with ThreadPoolExecutor(concurrency, "bench") as pool:
         futures = [pool.submit(lambda each: subject.answer(each, time.perf_counter()), each) for each in load]
         return _gather(futures, done)
@@ -95,7 +95,7 @@ def open_loop(subject: Subject, load: Sequence[LoadRequest], done: Done = lambda
     """
     arrivals = [request.at_s for request in load if request.at_s is not None]
     if len(arrivals) < len(load):
-        raise UsageError("a load without arrivals cannot be replayed")
+        raise UsageError("a load without arrival times cannot be replayed")
     with ThreadPoolExecutor(min(len(load), MOST_IN_FLIGHT), "bench") as pool:
         began = time.perf_counter()
         futures: list[Future[Outcome]] = []

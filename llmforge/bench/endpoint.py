@@ -28,7 +28,7 @@ class Endpoint:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(
-                f"{url!r} is not an address: wanted http://HOST:PORT", hint="for example http://127.0.0.1:8000"
+                f"{url!r} is not an address: expected http://HOST:PORT", hint="for example http://127.0.0.1:8000"
             )
         self._secure, self._netloc = parts.scheme == "https", parts.netloc
         self._base = parts.path.rstrip("/").removesuffix("/v1")
@@ -90,9 +90,7 @@ class Endpoint:
                 response = connection.getresponse()
                 models = _json(response.read()).get("data")
         except (OSError, http.client.HTTPException) as error:
-            raise EnvironmentLacks(
-                f"{self._netloc}: does not answer: {error}", hint="is the server running?"
-            ) from error
+            raise EnvironmentLacks(f"{self._netloc}: no answer: {error}", hint="is the server running?") from error
         if not models:
             raise EnvironmentLacks(f"{self._netloc}: HTTP {response.status} and no model at {self._base}/v1/models")
         return str(models[0]["id"])

@@ -73,7 +73,7 @@ class Objective:
             name = f"{match['name']}_ms" if match else ""
             if match is None or name not in cls.__dataclass_fields__ or name in bounds or float(match["number"]) == 0:
                 raise UsageError(
-                    f"objective {entry.strip()!r} of {text!r}: wanted ttft, tpot or latency, each at most once, "
+                    f"objective {entry.strip()!r} of {text!r}: expected ttft, tpot or latency, each at most once, "
                     "'=', a number above 0, and ms or s",
                     hint="for example ttft=200ms,tpot=50ms",
                 )
@@ -149,7 +149,7 @@ def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = Non
         UsageError: a run has no request.
     """
     if not runs or not all(runs):
-        raise UsageError("a load of no requests has no figures")
+        raise UsageError("a load without requests has no results")
     outcomes = [outcome for run in runs for outcome in run]
     done = [outcome for outcome in outcomes if outcome.error is None]
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]

@@ -70,14 +70,14 @@ def table(report: BenchReport) -> Group:
         column.justify = "right"
     for point in report.points:
         shown.add_row(*_row(point))
-    notes = [*report.notes, f"{report.workload}; times in ms, medians with their 95 % bounds"]
+    notes = [*report.notes, f"{report.workload}; times in ms, medians with 95 % confidence intervals"]
     if goodput:
         notes.append(f"goodput: requests per second that meet {report.objective}")
     if report.engine is not None and report.engine.prefix_hit_share is not None:
-        notes.append(f"prefix cache: {report.engine.prefix_hit_share:.1%} of prompt tokens were kept ones")
+        notes.append(f"prefix cache: {report.engine.prefix_hit_share:.1%} of prompt tokens reused")
     if report.engine is not None and report.engine.drafted_tokens:
         accepted = report.engine.accepted_tokens / report.engine.drafted_tokens
-        notes.append(f"speculation: {accepted:.1%} of {report.engine.drafted_tokens:,} drafted tokens stood")
+        notes.append(f"speculation: {accepted:.1%} of {report.engine.drafted_tokens:,} drafted tokens accepted")
     errors = sum((Counter(point.figures.errors) for point in report.points), Counter[str]())
     notes += [f"{error}: {count} requests" for error, count in errors.items()]
     return Group(shown, *(Text(note, style="dim") for note in notes))

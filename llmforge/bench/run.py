@@ -43,9 +43,9 @@ class Load:
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.concurrency, self.rates, self.trace))) != 1:
-            raise UsageError("wanted one of concurrencies, rates and a trace of arrivals")
+            raise UsageError("expected one of concurrencies, rates and a trace of arrivals")
         if min((*self.concurrency, *self.prompt_tokens, *self.output_tokens), default=1) < 1:
-            raise UsageError("concurrencies, prompt and output tokens: wanted whole numbers, 1 or more")
+            raise UsageError("concurrencies, prompt and output tokens: expected whole numbers, 1 or more")
 
     def settings(self) -> list[Setting]:
         """List the points of the sweep: lengths in the outer loop."""
@@ -147,8 +147,8 @@ def _check_lengths(load: Load, trace: Sequence[LoadRequest] | None, max_context:
     needed = max(load.prompt_tokens) + max(load.output_tokens) if trace is None else longest(trace)
     if needed > max_context:
         raise UsageError(
-            f"a prompt and its answer have {needed} tokens together; this artifact takes at most {max_context}",
-            hint="ask for shorter ones, or build with a larger engine.max_context",
+            f"prompt and answer have {needed} tokens together; this artifact allows at most {max_context}",
+            hint="use shorter ones, or build with a larger engine.max_context",
         )
 
 

@@ -56,8 +56,8 @@ class TextPrompts:
         """
         if length > len(self.ids):
             raise DataError(
-                f"{self.where}: {len(self.ids)} tokens; a prompt of {length} was asked for",
-                hint="give more text, or shorter prompts",
+                f"{self.where}: {len(self.ids)} tokens; the prompt needs {length}",
+                hint="use more text or shorter prompts",
             )
         start = int(rng.integers(0, len(self.ids) - length + 1))
         return self.ids[start : start + length]
@@ -87,7 +87,7 @@ def make_load(
     if count < 1 or prompt_tokens < 1 or output_tokens < 1 or not 0 <= prefix_tokens <= prompt_tokens:
         raise UsageError(
             f"a load of {count} requests, prompts of {prompt_tokens} tokens, {prefix_tokens} of them shared, answers "
-            f"of {output_tokens}: wanted 1 or more of each, and a shared part no longer than the prompt"
+            f"of {output_tokens}: expected 1 or more of each, and a shared part no longer than the prompt"
         )
     text, clock = (np.random.default_rng([*seed, stream]) for stream in (0, 1))
     prefix = prompts.take(prefix_tokens, text) if prefix_tokens else ()
@@ -104,7 +104,7 @@ def poisson(rate: float, count: int, rng: np.random.Generator) -> NDArray[np.flo
         UsageError: the rate is not a finite number above 0.
     """
     if not (math.isfinite(rate) and rate > 0):
-        raise UsageError(f"rate {rate}: wanted a finite number of requests per second above 0")
+        raise UsageError(f"rate {rate}: expected a finite number of requests per second above 0")
     return np.concatenate([[0.0], rng.exponential(1 / rate, count - 1).cumsum()])
 
 
@@ -130,7 +130,7 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
         prompt = tuple(encode(entry["prompt"])) if "prompt" in entry else prompts.take(entry["prompt_tokens"], rng)
         made.append(LoadRequest(prompt, entry["output_tokens"], at))
     if not made:
-        raise DataError(f"{path}: holds no request")
+        raise DataError(f"{path}: contains no requests")
     return made
 
 
@@ -139,19 +139,19 @@ def _entry(line: str, where: str) -> dict[str, Any]:
         entry = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}") from error
-    wanted = 'wanted {"at_s": seconds, "prompt_tokens": count or "prompt": text, "output_tokens": count}'
+    wanted = 'expected {"at_s": seconds, "prompt_tokens": count or "prompt": text, "output_tokens": count}'
     if not isinstance(entry, dict):
         raise DataError(f"{where}: {type(entry).__name__}; {wanted}")
     if set(entry) not in ({"at_s", "prompt_tokens", "output_tokens"}, {"at_s", "prompt", "output_tokens"}):
         raise DataError(f"{where}: has {', '.join(sorted(entry)) or 'nothing'}; {wanted}")
     at = entry["at_s"]
     if type(at) not in (int, float) or not math.isfinite(at) or at < 0:
-        raise DataError(f"{where}: at_s is {json.dumps(at)}; wanted a finite number of seconds, 0 or more")
+        raise DataError(f"{where}: at_s is {json.dumps(at)}; expected a finite number of seconds, 0 or more")
     if not isinstance(entry.get("prompt", "text"), str) or not entry.get("prompt", "text"):
-        raise DataError(f"{where}: prompt is {json.dumps(entry['prompt'])}; wanted a text that is not empty")
+        raise DataError(f"{where}: prompt is {json.dumps(entry['prompt'])}; expected a non-empty string")
     for name in ("prompt_tokens", "output_tokens"):
         if name in entry and (type(entry[name]) is not int or entry[name] < 1):
-            raise DataError(f"{where}: {name} is {json.dumps(entry[name])}; wanted a whole number, 1 or more")
+            raise DataError(f"{where}: {name} is {json.dumps(entry[name])}; expected a whole number, 1 or more")
     return entry
 
 

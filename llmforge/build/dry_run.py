@@ -51,7 +51,7 @@ def run(
     for step in steps:
         for fact in sorted(step.requires - facts):
             raise UnsupportedError(
-                f"{step.name} cannot do anything here: {idle.get(fact, f'nothing provides {fact}')}",
+                f"{step.name} has no effect here: {idle.get(fact, f'no pass provides {fact}')}",
                 hint=f"leave {step.name} out of the recipe",
             )
         changes = pass_base.run(step, copy, context)
@@ -59,11 +59,11 @@ def run(
             facts |= step.provides
         elif step.numerics is Numerics.LOSSY and not changes.notes:  # those of a fallback
             raise UnsupportedError(
-                f"{step.name} finds nothing to do on this model: {_reason(changes)}",
+                f"{step.name} finds nothing to change in this model: {_reason(changes)}",
                 hint=f"leave {step.name} out of the recipe",
             )
         else:
-            idle |= {fact: f"{step.name} left every node alone: {_reason(changes)}" for fact in step.provides}
+            idle |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
         shard_plan.plan(copy.clone(), spec.tensor_parallel)
@@ -76,7 +76,7 @@ def run(
 def _reason(changes: Changes) -> str:
     """Give the first reason of those that were left alone."""
     if not changes.skipped:
-        return "the graph has no node that it could change"
+        return "the graph has no node it applies to"
     first = changes.skipped[0]
     return f"{first.node}: {first.reason}"
 

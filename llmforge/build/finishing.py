@@ -60,7 +60,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         repository.write(model, staging / repository.FOLDER / manifest.name)
         found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened.path / artifact.REPORT / "report.json")
-        built_from = f"the engine was built from version {manifest.version}, which {before.machine.cpu} wrote"
+        built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
         facts = {**dict(before), "notes": (*before.notes, built_from, *engine.notes)}  # passes and calibration stay
         report = publishing.publish(staging, facts, engine, found, target=target, clock=clock, progress=progress)
     return BuildResult(out / manifest.name / report.version, report)
@@ -71,14 +71,13 @@ def check_recipe(recipe: Recipe, opened: Artifact) -> None:
     resolved, written = recipe.resolved(recipe.instantiate(passes.ALL)), opened.manifest.recipe
     if different := sorted(key for key in {*resolved, *written} if resolved.get(key) != written.get(key)):
         raise UsageError(
-            f"{recipe.path}: not the recipe of {opened.path}: {', '.join(different)} differ",
-            hint="give the same recipe with the same --set, or none: then nothing is measured",
+            f"{recipe.path}: does not match {opened.path}: {', '.join(different)} differ",
+            hint="use the recipe and --set options of the first build, or no recipe to skip measuring",
         )
     digest = Checkpoint.open(recipe.checkpoint).digest
     if digest != opened.manifest.checkpoint:
         raise UsageError(
-            f"{recipe.checkpoint}: its content is {digest}, and the artifact was built from "
-            f"{opened.manifest.checkpoint}"
+            f"{recipe.checkpoint}: its digest is {digest}, but the artifact was built from {opened.manifest.checkpoint}"
         )
 
 
@@ -87,7 +86,7 @@ def measure(
 ) -> Evidence:
     """Measure the engine as it ships, where this machine runs it and the recipe says beside what."""
     if recipe is None:
-        missing = "no recipe was given, which names the checkpoint and the texts to measure it beside"
+        missing = "no recipe was given to measure it with"
         return Evidence(None, None, None, engines.why_not_run(target) or missing)
     checkpoint = Checkpoint.open(recipe.checkpoint)
     return evidence.measure(

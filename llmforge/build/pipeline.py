@@ -55,17 +55,17 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         checkpoint = Checkpoint.open(recipe.checkpoint)
         threads = recipe.engine.threads or physical_cores()
         model = trace(checkpoint)
-        progress.stage("Plan")
+        progress.stage("Check passes")
         demands = [demand for step in steps for demand in step.demands()]
         calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
         dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
         progress.stage("Read checkpoint")
         checkpoint.verify(progress)
-        progress.stage("Verify the trace")
+        progress.stage("Verify trace")
         notes = prove_trace(recipe, checkpoint, model, threads)
         statistics, seen = calibrate(recipe, checkpoint, model, demands, layers, progress)
         windows = texts.evaluation_windows(recipe, checkpoint)
-        progress.stage("Run the probes of the passes")
+        progress.stage("Prepare verification of passes")
         lossy = any(step.numerics is Numerics.LOSSY for step in steps)
         chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
         verifier = Verifier(model, folder=out / recipe.name / ".failed", texts=chosen, threads=threads)
@@ -110,8 +110,8 @@ def check_host(recipe: Recipe, target: Target) -> None:
         builder.require_host(target, recipe.engine)
     elif target.kind == "cpu":
         raise UnsupportedError(
-            f"an engine for target {target.name}, a CPU, is built here and now: nothing is deferred",
-            hint="leave `deferred` out of the recipe, and --defer",
+            f"target {target.name} is a CPU; its engine cannot be deferred",
+            hint="remove `deferred` from the recipe, and --defer",
         )
 
 
@@ -129,7 +129,7 @@ def prove_trace(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model, threads
                 f"traced, because: {reason}",
                 hint=f"set engine.max_context to at most {made_for}",
             )
-        notes.append(f"the model's own attention was traced, and passes do not know it, because: {reason}")
+        notes.append(f"attention was traced from the model's own code and is left unchanged by passes: {reason}")
     return [*notes, verify_trace(checkpoint, model, threads=threads).note()]
 
 
@@ -172,9 +172,9 @@ def coverage(verifier: Verifier, model: ir.Model) -> list[str]:
     if not verifier.streams:
         return []
     return [
-        f"passes: {graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights were never run whole: exact and "
-        "rounding passes are proven on the places that they changed, places that are changed alike once; the "
-        "budgets of lossy passes are measured on the whole model, piece by piece, on few tokens"
+        f"passes: the model is too large to run whole ({graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights): "
+        "exact and rounding passes are verified on the subgraphs they changed, identical changes once; budgets of "
+        "lossy passes are measured on the whole model layer by layer, on few tokens"
     ]
 
 

@@ -63,7 +63,7 @@ def calibrate(
     weights = _weight_demand(demands)
     measured = None if caches is None else {layer for layer, parts in caches.items() if "key" in parts}
     if not windows:
-        raise DataError("calibration has no text")
+        raise DataError("the calibration data has no text")
     progress = progress or Silent()
     skeleton = Skeleton.build(checkpoint)
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
@@ -115,7 +115,7 @@ def _weight_demand(demands: Sequence[Demand]) -> WeightDemand | None:
     weights = list(dict.fromkeys(demand for demand in demands if isinstance(demand, WeightDemand)))
     if len(weights) > 1:
         raise UnsupportedError(
-            f"{len(weights)} passes quantize the same linears with calibration, each with options of its own: "
+            f"{len(weights)} passes quantize the same linear layers with different calibration options: "
             + "; ".join(str(demand) for demand in weights),
             hint="keep one of them",
         )
@@ -165,7 +165,7 @@ def _calibrate_layer(
             current[index] = layer.run(index, state)
     if not all(bool(torch.isfinite(state).all()) for state in current):
         raise DataError(
-            f"{layer.name}: the calibration text makes NaN or infinite hidden states",
+            f"{layer.name}: hidden states are NaN or infinite on the calibration text",
             hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
         )
     return found or LayerResult(linears, kv)
@@ -193,8 +193,8 @@ def _run_with_ranges(layer: DecoderLayer, states: list[torch.Tensor]) -> KvRange
         if not bool(torch.isfinite(peak).all() and (peak > 0).all()):
             head, channel = (peak.isfinite() & (peak > 0)).logical_not().nonzero()[0].tolist()
             raise DataError(
-                f"{layer.name}: the {what} channel {channel} of KV head {head} ranges to {peak[head, channel]:g} over "
-                "the calibration text, so that it has no scale",
-                hint="give more calibration text, or leave quantize-kv-cache out",
+                f"{layer.name}: the {what} channel {channel} of KV head {head} ranges to {peak[head, channel]:g} on "
+                "the calibration text, so it has no scale",
+                hint="use more calibration text, or leave quantize-kv-cache out",
             )
     return KvRange(key.numpy(), value.numpy())

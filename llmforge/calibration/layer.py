@@ -193,8 +193,8 @@ class DecoderLayer:
 
     def _unread(self, name: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{name} does not run for every window of the calibration text, so that its inputs are not known",
-            hint=f"put it on `exclude`, or use method: {PLAIN.name}",
+            f"{name} does not run for every window of the calibration text, so its inputs are unknown",
+            hint=f"add it to `exclude`, or use method: {PLAIN.name}",
         )
 
     def _linears(self) -> dict[str, torch.nn.Linear]:

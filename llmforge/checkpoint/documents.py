@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmforge.base.errors import DataError
 
-_WANTED = 'a file of JSON lines, {"id": …, "text": …}, as UTF-8 text that you may read'
+_WANTED = 'expected a readable JSON Lines file of {"id": …, "text": …}'
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ def read_documents(path: Path) -> list[Document]:
         if document.id in seen:
             raise DataError(
                 f"{document.where}: id {document.id!r} was already used at {seen[document.id].where}",
-                hint="ids name documents in reports: make each one unique",
+                hint="make each id unique",
             )
         seen[document.id] = document
     if not seen:
-        raise DataError(f"{path}: holds no document", hint='write one `{"id": …, "text": …}` a line')
+        raise DataError(f"{path}: contains no documents", hint='write one `{"id": …, "text": …}` per line')
     return list(seen.values())
 
 
@@ -69,8 +69,8 @@ def refuse_overlap(calibration: Sequence[Document], evaluation: Sequence[Documen
     shared = len({document.where for _, document, _ in hits})
     raise DataError(
         f"{document.where}: evaluation document {document.id!r} has the {what} of calibration document {twin.id!r} "
-        f"({twin.where}); {shared} of {len(evaluation)} evaluation documents were seen by calibration",
-        hint="evaluate on text that calibration never saw",
+        f"({twin.where}); {shared} of {len(evaluation)} evaluation documents are also in the calibration data",
+        hint="use different text for evaluation and calibration",
     )
 
 

@@ -254,7 +254,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedError(
             f"{file}: the weights are already quantized (quantization_config: {method!r})",
-            hint="start from the checkpoint that they were made of; the recipe says how to quantize it",
+            hint="start from the unquantized checkpoint",
         )
     return settings
 
@@ -266,8 +266,8 @@ def _read_optional(file: Path) -> dict[str, Any]:
 def _refuse_remote_code(file: Path, settings: Mapping[str, Any]) -> None:
     if "auto_map" in settings:
         raise CheckpointError(
-            f"{file}: auto_map asks to run Python code that comes with the checkpoint; llmforge never does",
-            hint="where transformers knows the model_type by itself, remove auto_map from a copy of the file",
+            f"{file}: auto_map requires running Python code of the checkpoint, which llmforge never does",
+            hint="if transformers supports the model_type, remove auto_map from a copy of the file",
         )
 
 

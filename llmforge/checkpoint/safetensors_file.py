@@ -33,7 +33,7 @@ HEADER_LIMIT_BYTES = 100_000_000  # safetensors' own MAX_HEADER_SIZE
 RANK_LIMIT = 64  # numpy's NPY_MAXDIMS
 CHUNK_BYTES = 1 << 20  # one read: stays in the L2 cache between hashing and the check of its values
 DAMAGED = "the file is damaged, or was edited: fetch the checkpoint again"
-DENIED = "run as a user who may read all of the checkpoint"
+DENIED = "check the permissions of the checkpoint"
 NAMES_SHOWN = 3  # names that a message lists before it counts the rest
 LFS_POINTER = b"version https://git-lfs"
 
@@ -205,7 +205,7 @@ def _open(file: Path) -> FileIO:
             raise CheckpointError(f"{file}: not a regular file", hint=DAMAGED)
         what = f"a symbolic link to {file.readlink()}, which is missing" if file.is_symlink() else "no such file"
         raise CheckpointError(
-            f"{file}: {what}", hint="fetch the checkpoint again; complete files are not fetched twice"
+            f"{file}: {what}", hint="fetch the checkpoint again; complete files are not downloaded again"
         )
     try:
         return file.open("rb", buffering=0)

@@ -32,7 +32,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(files)} shards missing: {listed(missing)}",
-            hint="fetch the checkpoint again; complete files are not fetched twice",
+            hint="fetch the checkpoint again; complete files are not downloaded again",
         )
     return files
 
@@ -64,8 +64,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         bare = isinstance(shard, str) and shard.isprintable() and not shard.startswith(".") and "/" not in shard
         if not bare or "\\" in shard or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: tensor {name!r} is said to be in {shard!r}; "
-                "allowed are names of .safetensors files in the same folder, without a path"
+                f"{index}: tensor {name!r} is mapped to {shard!r}; "
+                "expected the name of a .safetensors file in the same folder"
             )
     return weight_map
 

@@ -77,12 +77,12 @@ def target_text(target: Target) -> str:
 def graph_text(facts: GraphFacts, pattern: Pattern | None) -> str:
     """Write what a traced graph is made of."""
     sparse = facts.active_parameters < facts.parameters
-    active = f", of which a token uses {facts.active_parameters:,}" if sparse else ""
+    active = f", {facts.active_parameters:,} active per token" if sparse else ""
     rows = {
         "nodes": f"{facts.nodes:,}",
         "parameters": f"{facts.parameters:,}{active}",
         "weights": f"{facts.weight_bytes:,} bytes in {facts.initializers:,} tensors",
-        "cache": f"{facts.cache_bytes_per_token:,} bytes a token in {facts.caches:,} tensors",
+        "KV cache": f"{facts.cache_bytes_per_token:,} bytes per token in {facts.caches:,} tensors",
     }
     if pattern is not None:
         copied = pattern.depth - pattern.traced
@@ -100,7 +100,7 @@ def artifact_text(artifact: Artifact) -> str:
         "content": manifest.content_digest,
         "checkpoint": manifest.checkpoint,
         "created": f"{manifest.created:%Y-%m-%d %H:%M} UTC",
-        **({"engine": "not built yet: `llmforge build --finish`"} if _PENDING in manifest.files else {}),
+        **({"engine": "not built yet; run `llmforge build --finish`"} if _PENDING in manifest.files else {}),
         "requires": ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing",
         "built with": ", ".join(f"{tool} {version}" for tool, version in manifest.tools.items()),
     }
@@ -162,13 +162,13 @@ def _figures(target: Target) -> Iterator[tuple[str, str, Figure | None]]:
         yield f"{dtype}, dense", "TOP/s" if dtype.startswith("int") else "TFLOP/s", figure
     for library, reached in target.kernels.items():
         for dtype, layers in reached.items():
-            yield f"layers in {dtype}, {library}'s kernels", "TOP/s", layers.rate
-            yield f"layers in {dtype}, {library}'s kernels, one row", "GB/s of weights", layers.read_gbs
+            yield f"{dtype} layers, {library} kernels", "TOP/s", layers.rate
+            yield f"{dtype} layers, {library} kernels, one row", "GB/s of weights", layers.read_gbs
     if (link := target.interconnect) is not None:
         yield f"{link.kind}, {link.domain} devices, one direction", "GB/s", link.gbs
     yield "power", "W", target.tdp_w
     if target.usd_per_hour is not None:
-        yield f"an hour, {target.usd_per_hour.date}", "USD", target.usd_per_hour
+        yield f"price, {target.usd_per_hour.date}", "USD per hour", target.usd_per_hour
 
 
 def _support(backend: str, support: Support) -> list[str]:

@@ -15,10 +15,10 @@ from llmforge.cli.parameters import PATH
 
 @click.command()
 @click.argument("artifact", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="Write the manifest as JSON.")
-@click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+@click.option("--verify", is_flag=True, help="Check every file against its hash in the manifest.")
 def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
-    """Show what ARTIFACT is, what it was made of, and its evidence."""
+    """Show the manifest and the report summary of ARTIFACT."""
     from llmforge.artifact import Artifact
     from llmforge.cli import describe
 
@@ -30,7 +30,7 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
         return
     click.echo(describe.artifact_text(opened))
     if verify:
-        click.echo(f"verified: {len(opened.manifest.files)} files are what was published")
+        click.echo(f"verified: {len(opened.manifest.files)} files match the manifest")
     record = opened.path / "report" / "report.json"
     if record.is_file():
         from llmforge.report import model
@@ -43,12 +43,17 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
 @click.argument("checkpoint", type=PATH)
 @click.option(
     "-o", "--output", "path", type=PATH, metavar="GRAPH.onnx",
-    help="Write the canonical graph there, and its weights beside it, in fp32.",
+    help="Write the graph to GRAPH.onnx, with its fp32 weights in files next to it.",
 )  # fmt: skip
-@click.option("--no-weights", is_flag=True, help="Write the graph alone, to look at or to compare.")
-@click.option("--json", "as_json", is_flag=True, help="Write the statistics as JSON.")
+@click.option(
+    "--no-weights", is_flag=True, help="With --output: write the graph without its weights, to view or to compare."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON.")
 def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) -> None:
-    """Trace CHECKPOINT to its canonical graph, and show what it is made of."""
+    """Trace CHECKPOINT to a graph and show its statistics.
+
+    The graph is verified against the checkpoint before it is written.
+    """
     extras.require("build")
     from llmforge.checkpoint import Checkpoint
     from llmforge.cli import describe
@@ -58,7 +63,7 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
     from llmforge.verification.trace_verifier import prove_candidate
 
     if no_weights and path is None:
-        raise UsageError("--no-weights says how a graph is written; give --output as well")
+        raise UsageError("--no-weights requires --output")
     if path is not None:
         output.check_file(path, onnx_file.SUFFIX, makes_folders=True)
     opened = Checkpoint.open(checkpoint)
@@ -83,9 +88,10 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
 @click.argument("b", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def diff_graph(a: Path, b: Path, as_json: bool) -> None:
-    """Show what differs between two ONNX graphs: operators, nodes by name, attributes, initializers.
+    """Compare two ONNX graphs, A and B.
 
-    Weights of more than 64 KiB are compared by dtype and shape, not by their numbers.
+    Compares operators, nodes by name, attributes and initializers. Initializers larger than 64 KiB are compared by
+    dtype and shape only.
     """
     from llmforge.ir import diff, onnx_file
 
@@ -100,7 +106,7 @@ def diff_graph(a: Path, b: Path, as_json: bool) -> None:
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def passes(name: str | None, as_json: bool) -> None:
-    """List the passes, or describe one and its options."""
+    """List the passes, or describe the pass NAME and its options."""
     from llmforge import passes as registry
     from llmforge.cli import describe
 
@@ -115,7 +121,7 @@ def passes(name: str | None, as_json: bool) -> None:
     if name not in known:
         from llmforge.recipe.errors import meant
 
-        hint = meant(name.lower(), list(known)) or "`llmforge passes` describes each"
+        hint = meant(name.lower(), list(known)) or "see `llmforge passes`"
         raise UsageError(f"no pass is named {name!r}; known: {', '.join(known)}", hint=hint)
     if as_json:
         output.write_json(describe.pass_facts(known[name]))
@@ -127,9 +133,9 @@ def passes(name: str | None, as_json: bool) -> None:
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def targets(name: str | None, as_json: bool) -> None:
-    """List the targets, or show the facts of one.
+    """List the targets, or show the figures of the target NAME.
 
-    NAME `local` is the CPU at hand; a file that `doctor` wrote can stand in its place.
+    NAME is a listed target, `local` for the CPU of this machine, or a file written by `llmforge doctor --write`.
     """
     from llmforge import targets as devices
     from llmforge.cli import describe
@@ -146,7 +152,7 @@ def targets(name: str | None, as_json: bool) -> None:
 
 @click.command()
 def schema() -> None:
-    """Print the JSON Schema of recipes, for editors."""
+    """Print the JSON Schema of recipes, for editor completion."""
     from llmforge import passes as registry
     from llmforge import recipe
 

@@ -56,7 +56,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"{path}: cannot be written: {error.strerror}", hint="name a file where you may write and there is room"
+            f"{path}: cannot be written: {error.strerror}", hint="choose a path that is writable and has free space"
         ) from error
 
 
@@ -75,8 +75,8 @@ def check_file(path: Path, *suffixes: str, makes_folders: bool = False) -> None:
     while makes_folders and not folder.exists():
         folder = folder.parent
     if path.is_dir():
-        raise UsageError(f"{path}: cannot be written: it is a folder", hint="name a file in it")
+        raise UsageError(f"{path}: cannot be written: it is a folder", hint="give the path of a file")
     if not folder.is_dir():
         raise UsageError(f"{path}: cannot be written: there is no folder {folder}", hint=f"mkdir -p {folder}")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{path}: cannot be written: permission denied", hint="name a file where you may write")
+        raise UsageError(f"{path}: cannot be written: permission denied", hint="choose a path that you may write to")

@@ -33,7 +33,7 @@ class Numbers(click.ParamType[Any]):
         try:
             return tuple(self._kind(part) for part in value.split(","))
         except ValueError:
-            self.fail(f"{value!r}: wanted numbers separated by commas, such as 1,4,16", param, ctx)
+            self.fail(f"{value!r}: expected comma-separated numbers, such as 1,4,16", param, ctx)
 
 
 def record(kind: type[Record], options: Mapping[str, Any], **more: Any) -> Record:
@@ -48,4 +48,4 @@ def refuse_given(beside: str, *names: str) -> None:
     for parameter in context.command.params:
         given = context.get_parameter_source(str(parameter.name)) is not ParameterSource.DEFAULT
         if parameter.name in names and given:
-            raise UsageError(f"{parameter.opts[0]} says nothing beside {beside}", hint="leave one of them out")
+            raise UsageError(f"{parameter.opts[0]} cannot be used with {beside}", hint="remove one of them")

@@ -24,42 +24,70 @@ if TYPE_CHECKING:
 _DTYPES = get_args(Dtype)
 
 
-@click.command()
+_EXAMPLES = """\b
+Examples:
+  llmforge plan recipes/quickstart.yaml --target l4
+  llmforge plan CHECKPOINT --target h100-sxm --weights int4 --batch 8
+  llmforge plan CHECKPOINT --target h100-sxm --target l4
+"""
+
+
+@click.command(epilog=_EXAMPLES)
 @click.argument("what", metavar="RECIPE|CHECKPOINT", type=PATH)
 @click.option(
     "--target", "targets", multiple=True, metavar="NAME|FILE.yaml",
-    help="Device to plan for, in whatever case; may be given again. The recipe's own if left out.",
+    help="Target to plan for, see `llmforge targets`; repeatable. Defaults to the target of RECIPE.",
 )  # fmt: skip
-@click.option("--engine", "backend", type=click.Choice(list(BACKENDS)), help="What runs it.")
-@click.option("--batch", type=POSITIVE, help="Sequences at once; the recipe's max_batch, else 1.")
-@click.option("--prompt", type=POSITIVE, help="Tokens of a prompt; 1024, or what the context allows.")
-@click.option("--output", type=POSITIVE, help="Tokens of an answer; 256, or what the context allows.")
-@click.option("--context", type=click.IntRange(min=2), help="Prompt and answer together, in place of --prompt.")
 @click.option(
-    "--dtype", "compute", type=click.Choice(["fp32", "fp16", "bf16"]), help="Of activations; the checkpoint's own."
+    "--engine",
+    "backend",
+    type=click.Choice(list(BACKENDS)),
+    help="Runtime. Defaults to the one of RECIPE, or the first of the target.",
 )
-@click.option("--weights", type=click.Choice(_DTYPES), help="Of matrices; that of activations if left out.")
-@click.option("--kv", type=click.Choice(_DTYPES), help="Of the cache; that of activations if left out.")
+@click.option(
+    "--batch", type=POSITIVE, metavar="N", help="Concurrent sequences. Defaults to max_batch of RECIPE, else 1."
+)
+@click.option(
+    "--prompt", type=POSITIVE, metavar="N", help="Prompt tokens. Defaults to 1024, or less if the context is shorter."
+)
+@click.option(
+    "--output", type=POSITIVE, metavar="N", help="Output tokens. Defaults to 256, or less if the context is shorter."
+)
+@click.option(
+    "--context", type=click.IntRange(min=2), metavar="N", help="Prompt and output tokens together, instead of --prompt."
+)
+@click.option(
+    "--dtype",
+    "compute",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    help="Dtype of activations. Defaults to the checkpoint's.",
+)
+@click.option("--weights", type=click.Choice(_DTYPES), help="Dtype of weight matrices. Defaults to --dtype.")
+@click.option("--kv", type=click.Choice(_DTYPES), help="Dtype of the KV cache. Defaults to --dtype.")
 @click.option(
     "--products", "product", type=click.Choice(["fp8", "fp4", "int8"]),
-    help="Round activations, too, and multiply in this dtype; left out, in that of activations.",
+    help="Also quantize activations, and multiply in this dtype. Defaults to --dtype.",
 )  # fmt: skip
-@click.option("--tp", "ranks", type=POSITIVE, default=1, help="Devices that share it.")
+@click.option("--tp", "ranks", type=POSITIVE, metavar="N", default=1, help="Tensor parallelism: number of devices.")
 @click.option(
-    "--price", "usd_per_hour", type=click.FloatRange(min=0, min_open=True), help="US dollars an hour, of one device."
+    "--price",
+    "usd_per_hour",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="USD",
+    help="Price of one device per hour.",
 )
-@click.option("--plot", type=PATH, metavar="FILE.svg|html", help="Draw the roofline there.")
-@click.option("--json", "as_json", is_flag=True, help="Write all of it as JSON.")
+@click.option("--plot", type=PATH, metavar="FILE.svg|html", help="Plot the roofline to a file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
-    """Predict memory, speed and cost of RECIPE or CHECKPOINT on a device.
+    """Predict memory, speed and cost without building.
 
-    Nothing is built and no weight is read: a folder with config.json is enough. With several targets, one line each.
+    Reads no weights: a folder with only config.json is enough. Prints one line per target if several are given.
     """
     from llmforge.planning import plot as plots
     from llmforge.planning import render, request, scheme
 
     if asked["usd_per_hour"] is not None and not math.isfinite(asked["usd_per_hour"]):
-        raise UsageError(f"--price {asked['usd_per_hour']}: wanted a finite number of US dollars")
+        raise UsageError(f"--price {asked['usd_per_hour']}: expected a finite number of US dollars")
     if plot is not None:
         output.check_file(plot, *plots.SUFFIXES)
     wanted = record(scheme.Wanted, asked)
@@ -74,16 +102,18 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
 
 
 @click.command()
-@click.option("--measure", is_flag=True, help="Measure memory bandwidth and the rates of matrix products.")
+@click.option("--measure", is_flag=True, help="Measure memory bandwidth and matrix multiplication rates.")
 @click.option(
     "--write", "path", type=PATH, metavar="FILE.yaml",
-    help="With --measure: write a target file of this machine, for --target and recipes.",
+    help="With --measure: write this machine as a target file, for `plan --target` and recipes.",
 )  # fmt: skip
-@click.option("--device", default="cpu", metavar="cpu|cuda:N", help="What to measure.")
-@click.option("--threads", type=POSITIVE, help="Most threads to measure with; all physical cores.")
-@click.option("--json", "as_json", is_flag=True, help="Write it as JSON.")
+@click.option("--device", default="cpu", metavar="cpu|cuda:N", help="With --measure: device to measure.")
+@click.option(
+    "--threads", type=POSITIVE, metavar="N", help="Maximum number of threads. Defaults to all physical cores."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def doctor(measure: bool, path: Path | None, device: str, threads: int | None, as_json: bool) -> None:
-    """Show what can be built and run on this machine, and how fast it is."""
+    """Check what this machine can build and run, and measure it."""
     from llmforge.cli import console
     from llmforge.doctor import environment, gpus, render
     from llmforge.evaluation import machine
@@ -91,9 +121,9 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, a
     if path is not None:
         output.check_file(path, ".yaml", ".yml")
     if path is not None and not measure:
-        raise UsageError("--write writes what --measure measures; give --measure as well")
+        raise UsageError("--write requires --measure")
     if device != "cpu" and not measure:
-        raise UsageError("--device says what --measure measures; give --measure as well")
+        raise UsageError("--device requires --measure")
     here, found = machine.describe(), gpus.find()
     checks = environment.checklist(here, found, Path.cwd())
     ceilings = None
@@ -130,11 +160,11 @@ def _measured(
     if gpu is None:
         known = ", ".join(["cpu", *(f"cuda:{each.index}" for each in found)])
         if re.fullmatch(r"cuda:\d+", device) is None:
-            raise UsageError(f"--device {device!r}: wanted cpu or cuda:N", hint=f"here: {known}")
-        raise EnvironmentLacks(f"there is no NVIDIA GPU {device} on this machine", hint=f"here: {known}")
-    told(f"Copies on {gpu.title}")
+            raise UsageError(f"--device {device!r}: expected cpu or cuda:N", hint=f"available here: {known}")
+        raise EnvironmentLacks(f"there is no NVIDIA GPU {device} on this machine", hint=f"available here: {known}")
+    told(f"Memory bandwidth of {gpu.title}")
     bandwidth = gpus.copy_bandwidth(gpu)
-    told(f"Products on {gpu.title}")
+    told(f"Matrix multiplication on {gpu.title}")
     rates = gpus.matrix_rates(gpu, ceilings.cuda_product(gpus.PRODUCT))
     for what, rate in (("bytes copied", bandwidth), *rates.items()):
         click.echo(f"{gpu.title}: {what}: {rate / 1e12:.3g} T/s", err=True)

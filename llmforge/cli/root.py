@@ -35,7 +35,7 @@ class _Root(click.Group):
             sys.stdout.flush()
         except ForgeError as error:
             if error.hint is None and type(error) is UsageError:
-                error.hint = f"`{ctx.info_name} {ctx.invoked_subcommand} --help` lists what it takes"
+                error.hint = f"see `{ctx.info_name} {ctx.invoked_subcommand} --help`"
             _end(ctx, error)
         except (ImportError, AttributeError) as error:
             if (lack := extras.explain(error)) is None:
@@ -59,12 +59,19 @@ def _end(ctx: click.Context, error: ForgeError) -> NoReturn:
 
 
 _EPILOG = """\b
-Exit codes
-  0  done; gates passed           5  bad checkpoint or data
-  1  a bug of llmforge            6  not supported by the target
-  2  usage or recipe              7  a pass failed its verification
-  3  a gate failed                8  the environment lacks something
-  4  a gate is inconclusive       9  the engine takes no requests
+Examples:
+  llmforge doctor    # what can this machine build and run?
+  llmforge build recipes/quickstart.yaml
+  llmforge run artifacts/NAME/VERSION "Once upon a time"
+  llmforge serve artifacts/NAME/VERSION
+
+\b
+Exit codes:
+  0  success, gates passed        5  bad checkpoint or data
+  1  a bug in llmforge            6  not supported by the target
+  2  wrong usage or recipe        7  a pass failed its verification
+  3  a gate failed                8  missing package, tool or device
+  4  a gate is inconclusive       9  the engine accepts no requests
 """
 
 
@@ -90,7 +97,10 @@ Exit codes
 )
 @click.version_option(__version__, prog_name="llmforge")
 def cli() -> None:
-    """Compile a checkpoint and a recipe into a validated, versioned artifact that a server runs."""
+    """Compile a Hugging Face checkpoint into a quantized, optimized engine.
+
+    A recipe says what to build. llmforge proves that the engine is as good and as fast as you need before you ship it.
+    """
 
 
 def main() -> None:

@@ -17,33 +17,56 @@ if TYPE_CHECKING:
     from llmforge.runtime.sampling.constraints import Constraint
 
 
-@click.command()
+_EXAMPLES = """\b
+Examples:
+  llmforge run artifacts/NAME/VERSION "If the file does not exist,"
+  echo "What is a KV cache?" | llmforge run artifacts/NAME/VERSION - --chat
+"""
+
+
+@click.command(epilog=_EXAMPLES)
 @click.argument("artifact", type=PATH)
 @click.argument("prompt")
-@click.option("--max-tokens", type=POSITIVE, default=256, help="End after N tokens.")
-@click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens up to this mass.")
-@click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens; 0 keeps all.")
-@click.option("--min-p", type=float, default=0.0, help="Drop what is less likely than P times the best.")
-@click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less.")
-@click.option("--presence-penalty", type=float, default=0.0, help="Above 0: repeat less.")
-@click.option("--frequency-penalty", type=float, default=0.0, help="Above 0: repeat seldom.")
-@click.option("--seed", type=int, default=0, help="Seed of sampling.")
-@click.option("--stop", multiple=True, help="End before this text; may be given again.")
-@click.option("--logprobs", type=int, metavar="N", help="With --json: log probabilities, also of the N likeliest.")
-@click.option("--json-schema", type=PATH, metavar="FILE.json", help="Answer with such JSON.")
-@click.option("--regex", help="Answer with a text that matches all of it.")
-@click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template, as the user's turn.")
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON object at the end instead of a stream.")
+@click.option("--max-tokens", type=POSITIVE, metavar="N", default=256, help="Generate at most N tokens.")
+@click.option("--temperature", type=float, metavar="T", default=0.0, help="Sampling temperature; 0 is greedy.")
+@click.option(
+    "--top-p", type=float, metavar="P", default=1.0, help="Sample from the most likely tokens with total probability P."
+)
+@click.option("--top-k", type=int, metavar="K", default=0, help="Sample from the K most likely tokens; 0 for all.")
+@click.option(
+    "--min-p", type=float, metavar="P", default=0.0, help="Drop tokens less likely than P times the most likely one."
+)
+@click.option(
+    "--repetition-penalty", type=float, metavar="X", default=1.0, help="Above 1, penalize tokens of prompt and answer."
+)
+@click.option("--presence-penalty", type=float, metavar="X", default=0.0, help="Above 0, penalize generated tokens.")
+@click.option(
+    "--frequency-penalty", type=float, metavar="X", default=0.0, help="Above 0, penalize generated tokens by count."
+)
+@click.option("--seed", type=int, metavar="N", default=0, help="Random seed.")
+@click.option("--stop", multiple=True, help="Stop before TEXT; repeatable.")
+@click.option(
+    "--logprobs",
+    type=int,
+    metavar="N",
+    help="With --json: also print log probabilities, with those of the N most likely tokens.",
+)
+@click.option("--json-schema", type=PATH, metavar="FILE.json", help="Constrain the answer to a JSON schema.")
+@click.option("--regex", metavar="PATTERN", help="Constrain the answer to a regular expression.")
+@click.option("--chat", is_flag=True, help="Apply the checkpoint's chat template, with PROMPT as the user message.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(
     artifact: Path, prompt: str, json_schema: Path | None, regex: str | None, chat: bool, as_json: bool, **options: Any
 ) -> None:
-    """Generate from ARTIFACT, as it will be served. PROMPT `-` reads standard input."""
+    """Generate text with ARTIFACT.
+
+    Uses the same engine as `serve`. Pass `-` as PROMPT to read it from standard input.
+    """
     from llmforge import runtime
     from llmforge.artifact import Artifact
 
     if options["logprobs"] is not None and not as_json:
-        raise UsageError("--logprobs are shown with --json alone")
+        raise UsageError("--logprobs requires --json")
     # What is left of the options are fields of `Sampling`, by name.
     sampling = runtime.Sampling(**options, constraint=_constraint(json_schema, regex))
     text = _stdin() if prompt == "-" else prompt
@@ -74,7 +97,7 @@ def _constraint(json_schema: Path | None, regex: str | None) -> Constraint | Non
     from llmforge.runtime.sampling.constraints import Constraint
 
     if json_schema is not None and regex is not None:
-        raise UsageError("--json-schema and --regex: an answer has one form")
+        raise UsageError("--json-schema cannot be used with --regex")
     if regex is not None:
         return Constraint("regex", regex)
     if json_schema is None:
@@ -86,7 +109,7 @@ def _constraint(json_schema: Path | None, regex: str | None) -> Constraint | Non
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise UsageError(f"{json_schema}: not a JSON file: {error}") from error
     if not isinstance(schema, dict):
-        raise UsageError(f"{json_schema}: {type(schema).__name__}; wanted a JSON schema, which is an object")
+        raise UsageError(f"{json_schema}: {type(schema).__name__}; expected a JSON schema, an object")
     return Constraint.json_schema(schema)
 
 

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of an engine that serves: its threads, and fields of `EngineOptions`."""
     options = (
-        click.option("--threads", type=POSITIVE, help="Threads of the engine; all physical cores if left out."),
+        click.option("--threads", type=POSITIVE, metavar="N", help="Engine threads. Defaults to all physical cores."),
         click.option(
             "--prefix-cache", "prefix_cache_bytes", type=NATURAL, default=512,
-            metavar="MIB", help="Keep so much of texts for later ones that begin alike; 0 keeps nothing.",
+            metavar="MIB", help="Memory for reusing the KV cache of shared prefixes; 0 disables it.",
             callback=lambda context, parameter, mib: mib << 20,
         ),
         click.option(
             "--speculation", type=click.Choice(["off", "prompt-lookup"]), default="off",
-            help="Guess tokens from the text itself; answers stay the same.",
+            help="Speculative decoding; does not change answers.",
         ),
     )  # fmt: skip
     for option in reversed(options):
@@ -40,25 +40,34 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command()
+_SERVE = """\b
+Example:
+  llmforge serve artifacts/NAME/VERSION --port 8000
+"""
+
+
+@click.command(epilog=_SERVE)
 @click.argument("artifact", type=PATH)
-@click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free port.")
-@click.option("--name", help="Name of the model in requests; the artifact's own name if left out.")
+@click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", default=8000, help="Port; 0 picks a free one.")
+@click.option("--name", help="Model name in requests. Defaults to the name of ARTIFACT.")
 @click.option(
-    "--max-queue", type=NATURAL, default=128,
-    help="Requests that wait while all slots are taken; one more gets status 503.",
+    "--max-queue", type=NATURAL, metavar="N", default=128,
+    help="Maximum number of waiting requests; further ones get status 503.",
 )  # fmt: skip
-@click.option("--timeout", "timeout_s", type=float, help="End answers that take longer, in seconds.")
+@click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Cancel requests that take longer.")
 @_engine_options
 @click.option(
-    "--grace", "grace_s", type=NATURAL, default=30,
-    help="At the end, wait so many seconds for answers that are being made.",
+    "--grace", "grace_s", type=NATURAL, metavar="SECONDS", default=30,
+    help="On shutdown, time to finish requests in flight.",
 )  # fmt: skip
 def serve(
     artifact: Path, host: str, port: int, name: str | None, threads: int | None, grace_s: int, **options: Any
 ) -> None:
-    """Serve ARTIFACT by OpenAI's protocol, for trying things: no access control, no TLS."""
+    """Serve ARTIFACT through an OpenAI-compatible API.
+
+    For trying things out: no authentication, no TLS. Use `llmforge triton` for production.
+    """
     extras.require("serve")
     from llmforge import serve as server
     from llmforge.artifact import Artifact
@@ -72,7 +81,7 @@ def serve(
         config, queue = engine.runner.config, options["max_queue"]
         click.echo(
             f"llmforge {__version__} serves {model} ({opened.manifest.version}) at {url}/v1: {config.max_batch} "
-            f"requests at once, {queue} more may wait, {config.max_context} tokens of context. Ctrl-C ends it.",
+            f"concurrent requests, {queue} queued, {config.max_context} tokens of context. Press Ctrl-C to stop.",
             err=True,
         )
         for note in engine.stats().notes:
@@ -81,34 +90,45 @@ def serve(
     server.run(engine, model, server.Address(host, port, grace_s), announce)
 
 
-@click.command()
+_BENCH = """\b
+Examples:
+  llmforge bench artifacts/NAME/VERSION --concurrency 1,4,8 --slo ttft=200ms
+  llmforge bench artifacts/NAME/VERSION --rate 0.5,2 --output report.json
+"""
+
+
+@click.command(epilog=_BENCH)
 @click.argument("artifact", type=PATH)
 @click.option(
     "--concurrency", type=Numbers(int), default=(), metavar="N,…",
-    help="Requests in flight, each number a point of its own; 1,4 if nothing else is chosen.",
+    help="Numbers of requests in flight, each measured separately. Defaults to 1,4.",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", type=Numbers(float), default=(), metavar="R,…",
-    help="Poisson arrivals per second, in place of the above.",
+    help="Request rates per second (Poisson arrivals), instead of --concurrency.",
 )  # fmt: skip
 @click.option(
     "--trace", type=PATH, metavar="FILE.jsonl",
-    help='Replay arrivals: {"at_s", "prompt_tokens" or "prompt", "output_tokens"} a line.',
+    help='Replay requests, one per line: {"at_s", "prompt_tokens" or "prompt", "output_tokens"}.',
 )  # fmt: skip
-@click.option("--prompt-tokens", type=Numbers(int), default="128", metavar="N,…")
-@click.option("--output-tokens", type=Numbers(int), default="64", metavar="N,…")
-@click.option("--requests", type=POSITIVE, default=32, help="Of each point and run.")
-@click.option("--repetitions", type=POSITIVE, default=1, help="Runs of each point.")
-@click.option("--warmup", type=NATURAL, default=2, help="Requests before each run.")
-@click.option("--data", type=PATH, metavar="FILE.jsonl", help="Cut prompts from its texts.")
-@click.option("--prefix-tokens", type=NATURAL, default=0, help="Begin all prompts of a run with the same tokens.")
-@click.option("--slo", metavar="ttft=200ms,tpot=50ms", help="Count the requests that meet all of these: goodput.")
-@click.option("--seed", type=NATURAL, default=0, help="Of prompts and arrivals.")
+@click.option("--prompt-tokens", type=Numbers(int), default="128", metavar="N,…", help="Prompt lengths.")
+@click.option("--output-tokens", type=Numbers(int), default="64", metavar="N,…", help="Answer lengths.")
+@click.option("--requests", type=POSITIVE, metavar="N", default=32, help="Requests per run.")
+@click.option("--repetitions", type=POSITIVE, metavar="N", default=1, help="Runs per load.")
+@click.option("--warmup", type=NATURAL, metavar="N", default=2, help="Warm-up requests before each run.")
+@click.option("--data", type=PATH, metavar="FILE.jsonl", help="Take prompts from the texts of FILE.jsonl.")
+@click.option(
+    "--prefix-tokens", type=NATURAL, metavar="N", default=0, help="Length of a prefix shared by all prompts of a run."
+)
+@click.option(
+    "--slo", metavar="ttft=200ms,tpot=50ms", help="Measure goodput: the rate of requests that meet these limits."
+)
+@click.option("--seed", type=NATURAL, metavar="N", default=0, help="Random seed of prompts and arrivals.")
 @_engine_options
-@click.option("--url", help="Measure the endpoint there, which serves ARTIFACT's tokenizer, and not this process.")
-@click.option("-o", "--output", "path", type=PATH, metavar="REPORT.json", help="Write the report there.")
-@click.option("--json", "as_json", is_flag=True, help="Write the report as JSON instead of a table.")
-@click.option("--quiet", is_flag=True, help="Show no progress.")
+@click.option("--url", metavar="URL", help="Measure this endpoint instead; it must use the tokenizer of ARTIFACT.")
+@click.option("-o", "--output", "path", type=PATH, metavar="REPORT.json", help="Write the report to a file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
+@click.option("--quiet", is_flag=True, help="Hide progress.")
 def bench(
     artifact: Path,
     slo: str | None,
@@ -119,7 +139,7 @@ def bench(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Measure how ARTIFACT serves: latencies, throughput and goodput by load."""
+    """Measure latency, throughput and goodput under load."""
     from llmforge import bench as measuring
     from llmforge import runtime
     from llmforge.artifact import Artifact
@@ -158,26 +178,35 @@ def bench(
         output.write(measuring.table(report))
 
 
-@click.command()
+_TRITON = """\b
+Examples:
+  llmforge triton artifacts/NAME/VERSION -o models
+  llmforge triton artifacts/NAME/VERSION -o models --launch -- --log-verbose=1
+"""
+
+
+@click.command(epilog=_TRITON)
 @click.argument("artifact", type=PATH)
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "-o", "--output", "models", type=PATH, required=True, metavar="REPO",
-    help="The model repository, which may hold other models and versions.",
+    help="Model repository; may already hold other models and versions.",
 )  # fmt: skip
-@click.option("--name", help="The model's name; the artifact's unless given.")
-@click.option("--model-version", "version", type=POSITIVE, default=1, help="The model's version.")
+@click.option("--name", help="Model name. Defaults to the name of ARTIFACT.")
+@click.option("--model-version", "version", type=POSITIVE, metavar="N", default=1, help="Model version.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
-    help="Change how it is served: max_queue=64, triton.instances=2. Keys are those of `serving` in a recipe.",
+    help="Override a `serving` value of the recipe, such as max_queue=64 or triton.instances=2; repeatable.",
 )  # fmt: skip
-@click.option("--copy", is_flag=True, help="Copy the engine instead of making hard links.")
-@click.option("--launch", is_flag=True, help="Start the server on it; SERVER_OPTIONS after `--` go to the server.")
-@click.option("--server", type=PATH, help="The server's binary; `tritonserver` on PATH if not.")
-@click.option("--host", default="127.0.0.1", help="Address of the server.")
-@click.option("--http-port", "http", type=click.IntRange(1, 65535), default=8000)
-@click.option("--grpc-port", "grpc", type=click.IntRange(1, 65535), default=8001)
-@click.option("--metrics-port", "metrics", type=click.IntRange(1, 65535), default=8002)
+@click.option("--copy", is_flag=True, help="Copy the engine files instead of hard-linking them.")
+@click.option("--launch", is_flag=True, help="Start the server; SERVER_OPTIONS after `--` are passed to it.")
+@click.option("--server", type=PATH, help="Server binary. Defaults to `tritonserver` on PATH.")
+@click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="With --launch: address of the server.")
+@click.option("--http-port", "http", type=click.IntRange(1, 65535), metavar="PORT", default=8000, help="HTTP port.")
+@click.option("--grpc-port", "grpc", type=click.IntRange(1, 65535), metavar="PORT", default=8001, help="gRPC port.")
+@click.option(
+    "--metrics-port", "metrics", type=click.IntRange(1, 65535), metavar="PORT", default=8002, help="Metrics port."
+)
 def triton(
     artifact: Path,
     server_options: tuple[str, ...],
@@ -190,16 +219,16 @@ def triton(
     server: Path | None,
     **ports: Any,
 ) -> None:
-    """Write a Triton model repository for ARTIFACT that stands alone.
+    """Write a self-contained Triton model repository for ARTIFACT.
 
-    The last line of standard output is the model's folder, or the server's command line with --launch.
+    The last line of standard output is the model's folder or, with --launch, the command line of the server.
     """
     from llmforge.artifact import Artifact, check_name
     from llmforge.triton import launch as starting
     from llmforge.triton import repository
 
     if server_options and not launch:
-        raise UsageError("SERVER_OPTIONS are for the server that --launch starts")
+        raise UsageError("SERVER_OPTIONS require --launch")
     binary = starting.find(server) if launch else None
     opened = Artifact.open(artifact)
     opened.verify()

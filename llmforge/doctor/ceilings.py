@@ -65,7 +65,7 @@ def measure(threads: int, told: Callable[[str], None]) -> Ceilings:
     for count in counts:
         told(f"Memory bandwidth, {count} {'thread' if count == 1 else 'threads'}")
         bandwidth[count] = read_bandwidth(WORKING_SET_BYTES, count)
-    told("Products of fp32 matrices")
+    told("fp32 matrix multiplication")
     rates = {"fp32": _rate(_dense(ir.DataType.FLOAT, ROWS, INNER, COLUMNS), threads)}
     kernels = {"fp32": "ONNX Runtime's MatMul"}
     libraries: tuple[Library, ...] = ("onnxruntime",) if native.library() is None else ("onnxruntime", "llmforge")

@@ -37,7 +37,7 @@ class Check:
     hint: str | None = None
 
 
-_NO_GPU = Check("run on CUDA", "optional", "no NVIDIA GPU was found", "engines for GPUs run on a machine that has one")
+_NO_GPU = Check("run on CUDA", "optional", "no NVIDIA GPU found", "GPU engines need a machine with one")
 
 
 def packages() -> dict[str, str]:
@@ -77,29 +77,27 @@ def _disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
     found = f"{free / 1e9:.0f} GB free in {folder.name or folder}"
     if free < _TIGHT:
-        return Check(
-            "disk", "no", found, "a build writes its artifact beside the checkpoint; `llmforge plan` says how much"
-        )
+        return Check("disk", "no", found, "a build needs space for the artifact; see `llmforge plan RECIPE`")
     return Check("disk", "yes", found)
 
 
 def _frontend() -> Check:
     if missing := extras.missing("build"):
-        found = f"build, trace, diff-graph, passes, schema: {', '.join(missing)} missing"
+        found = f"{', '.join(missing)} missing: needed by build, trace, diff-graph, passes, schema"
         return Check("build", "optional", found, extras.hint("build"))
     try:
         versions.check()
     except EnvironmentLacks as error:
         return Check("build", "no", error.message, error.hint)
     pins = ", ".join(f"{name} {version}" for name, version in versions.pins().items())
-    return Check("build", "yes", f"checkpoints are traced and quantized ({pins})")
+    return Check("build", "yes", f"can trace and quantize checkpoints ({pins})")
 
 
 def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
     try:
         providers = targets.onnxruntime_providers("cpu")
     except EnvironmentLacks as error:
-        yield Check("run on the CPU", "no", f"run, serve, bench, triton: {error.message}", error.hint)
+        yield Check("run on the CPU", "no", f"{error.message}; needed by run, serve, bench, triton", error.hint)
         if gpus:
             yield Check("run on CUDA", "no", error.message, "pip install 'llmforge[cuda]'")
         else:
@@ -111,7 +109,7 @@ def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
     if not gpus:
         yield _NO_GPU
     elif "CUDAExecutionProvider" not in providers:
-        hint = "pip uninstall onnxruntime, then pip install 'llmforge[cuda]': they are the same module"
+        hint = "pip uninstall onnxruntime, then pip install 'llmforge[cuda]'"
         yield Check("run on CUDA", "no", "this onnxruntime has no CUDA provider", hint)
     else:
         for gpu in gpus:
@@ -124,18 +122,18 @@ def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
 def _kernels() -> Check:
     if native.library() is None:
         hint = "install a C compiler (gcc or clang), then install llmforge again"
-        found = "llmforge's own are absent: no C compiler made them at its installation"
+        found = "not compiled: no C compiler was found at installation"
         return Check("CPU kernels", "optional", found, hint)
-    return Check("CPU kernels", "yes", f"llmforge's own, for {native.instruction_set()}")
+    return Check("CPU kernels", "yes", f"compiled, using {native.instruction_set()}")
 
 
 def _extras() -> Iterator[Check]:
     for extra, what in (
         ("serve", "llmforge serve"),
-        ("constraints", "answers that follow a JSON schema, a regular expression or a grammar"),
+        ("constraints", "answers constrained by a JSON schema, a regular expression or a grammar"),
     ):
         if missing := extras.missing(extra):
-            yield Check(extra, "optional", f"{what}: {', '.join(missing)} missing", extras.hint(extra))
+            yield Check(extra, "optional", f"{', '.join(missing)} missing: needed for {what}", extras.hint(extra))
         else:
             yield Check(extra, "yes", what)
 
@@ -146,15 +144,15 @@ def _compilers(gpus: Sequence[Gpu]) -> Iterator[Check]:
     for backend, provider in sorted(compilers, key=lambda each: each[1].needs_device is not None):
         what = "plans" if provider.needs_device is None else "engines"
         if importlib.util.find_spec(backend.module) is None:
-            where = f", where {provider.index} can be reached" if provider.index else ""
-            yield Check(backend.title, "optional", f"{what} cannot be built", provider.install + where)
+            where = f" (from {provider.index})" if provider.index else ""
+            yield Check(backend.title, "optional", f"cannot build {what}", provider.install + where)
         elif provider.needs_device is None:
             known = ", ".join(map(dotted, provider.capabilities or ()))
-            yield Check(backend.title, "yes", f"{what} for SM {known} can be built, with or without a GPU")
+            yield Check(backend.title, "yes", f"can build {what} for SM {known}, with or without a GPU")
         elif not gpus:
-            yield Check(backend.title, "no", "installed, and it builds on the GPU that the engine is for")
+            yield Check(backend.title, "no", "installed, but needs the target GPU to build an engine")
         else:
-            yield Check(backend.title, "yes", f"{what} for {', '.join(gpu.title for gpu in gpus)} can be built")
+            yield Check(backend.title, "yes", f"can build {what} for {', '.join(gpu.title for gpu in gpus)}")
 
 
 def settings() -> dict[str, str]:

@@ -124,7 +124,7 @@ def copy_bandwidth(gpu: Gpu) -> float:
     def call(name: str, *arguments: Any) -> Any:
         code, *results = getattr(runtime, name)(*arguments)
         if int(code) != 0:
-            raise EnvironmentLacks(f"CUDA refuses {name} on {gpu.title}: error {int(code)}")
+            raise EnvironmentLacks(f"CUDA call {name} failed on {gpu.title}: error {int(code)}")
         return results[0] if len(results) == 1 else results
 
     call("cudaSetDevice", gpu.index)

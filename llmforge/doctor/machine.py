@@ -66,8 +66,8 @@ def of_gpu(name: str, gpu: Gpu, bandwidth: float, rates: Mapping[str, float], da
     """
     if gpu.target is None:
         raise UnsupportedError(
-            f"{gpu.title} (SM {gpu.sm}, {gpu.memory_bytes / 1e9:.0f} GB) is none of the devices in targets/",
-            hint="write its file by hand, after one of its generation",
+            f"{gpu.title} (SM {gpu.sm}, {gpu.memory_bytes / 1e9:.0f} GB) matches no target in targets/",
+            hint="write a target file by hand, starting from one of the same generation",
         )
     known, by = targets.load(gpu.target), f"measured by llmforge doctor on {day}"
     measured: dict[Rate, Figure] = {

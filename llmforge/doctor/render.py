@@ -38,11 +38,11 @@ def measured(ceilings: Ceilings) -> RenderableType:
         table.add_row(f"memory, {count} {'thread' if count == 1 else 'threads'}", f"{significant(rate / 1e9)} GB/s")
     for dtype, rate in ceilings.rates.items():
         unit = "Gflop/s" if dtype.startswith("fp") else "Gop/s"
-        table.add_row(f"products in {dtype}", f"{significant(rate / 1e9)} {unit}", Text(ceilings.kernels[dtype], "dim"))
+        table.add_row(f"{dtype} matmul", f"{significant(rate / 1e9)} {unit}", Text(ceilings.kernels[dtype], "dim"))
     for library, reached in ceilings.quantized.items():
         for dtype, each in reached.items():
-            figures = f"{significant(each.rate / 1e9)} Gop/s, weights read at {significant(each.read / 1e9)} GB/s"
-            table.add_row(f"layers in {dtype}", figures, Text(f"{library}'s kernels", "dim"))
+            figures = f"{significant(each.rate / 1e9)} Gop/s, weights at {significant(each.read / 1e9)} GB/s"
+            table.add_row(f"{dtype} layers", figures, Text(f"{library}'s kernels", "dim"))
     return table
 
 

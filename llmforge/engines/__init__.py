@@ -96,8 +96,8 @@ def refuse_ranks(backend: BackendName, degree: int) -> None:
     """
     if degree > 1:
         raise UnsupportedError(
-            f"engine.tensor_parallel is {degree}; an engine of {backend} runs a model alone: {BACKENDS[backend].alone}",
-            hint="set `tensor_parallel: 1`; `llmforge.parallel.split.split` makes the graphs of all ranks",
+            f"engine.tensor_parallel is {degree}; {backend} does not support it: {BACKENDS[backend].alone}",
+            hint="set `tensor_parallel: 1`; `llmforge.parallel.split.split` writes the graph of each rank",
         )
 
 
@@ -113,9 +113,9 @@ def require_device(target: Target, spec: EngineSpec) -> None:
     finish = "`llmforge build --finish ARTIFACT`"
     raise EnvironmentLacks(
         f"{provider.needs_device}: {reason}",
-        hint=f"on a host with an {target.title}: {provider.install}, then {finish}"
+        hint=f"on a host with an {target.title}, run {provider.install}, then {finish}"
         if spec.deferred
-        else f"set `engine: {{deferred: true}}`, or give --defer, and on that host {finish}",
+        else f"build with --defer, then run {finish} on a host with that GPU",
     )
 
 
@@ -129,5 +129,5 @@ def why_not_run(target: Target) -> str | None:
     except EnvironmentLacks as error:
         return error.message
     if str(found.sm) != target.sm:
-        return f"the CUDA device here, {found.name}, is SM{found.sm}, and target {target.name} is SM{target.sm}"
+        return f"the CUDA device {found.name} is SM{found.sm}, but target {target.name} is SM{target.sm}"
     return None

@@ -94,7 +94,7 @@ def require_memory(model: ir.Model, target: Target, spec: EngineSpec) -> int:
     capacity_gb = target.require_gpu().memory_gb.value
     if wanted.total > capacity_gb * 1e9:
         raise UnsupportedError(
-            f"the engine needs about {wanted.total / 1e9:.1f} GB: {wanted}; target {target.name} ({target.title}) has "
+            f"the engine needs about {wanted.total / 1e9:.1f} GB ({wanted}); target {target.name} ({target.title}) has "
             f"{capacity_gb:g} GB",
             hint="lower engine.max_batch, engine.max_context or the bits of weights and caches",
         )
@@ -118,7 +118,7 @@ def check(model: ir.Model, target: Target) -> None:
         f"the CUDA provider of {known.wheel} cannot run {len(found)} nodes (target {target.name}): {listed}",
         hint="add `lower-precision: {dtype: fp16}` to the recipe: GroupQueryAttention has no fp32 kernel on CUDA"
         if attention
-        else "choose passes whose operators the target runs",
+        else "use passes whose operators the target supports",
     )
 
 

@@ -94,9 +94,9 @@ def reason_against(attention: Attention, sm: int) -> str | None:
     if not attention.int8:
         return None
     if sm < _AMPERE:
-        return f"int8 caches want SM {_AMPERE} or above, and this is SM {sm}"
+        return f"int8 caches need SM {_AMPERE} or above, not SM {sm}"
     if attention.head_dim > _FLASH_LARGEST_HEAD:
-        return f"int8 caches want heads of up to {_FLASH_LARGEST_HEAD} channels, and these have {attention.head_dim}"
+        return f"int8 caches need heads of up to {_FLASH_LARGEST_HEAD} channels, not {attention.head_dim}"
     return None
 
 
@@ -131,8 +131,8 @@ def check(log: str, model: ir.Model, sm: int, *, decode: bool) -> None:
         wanted, found = expected(attention, sm, decode=decode), said.get(attention.node, set())
         if not found or not found <= wanted:
             raise VerificationError(
-                f"{'decode' if decode else 'prefill'} step on SM {sm}: {attention.node} was computed by "
-                f"{', '.join(sorted(found)) or 'nothing that ONNX Runtime tells of'}; expected is "
+                f"{'decode' if decode else 'prefill'} step on SM {sm}: {attention.node} ran on "
+                f"{', '.join(sorted(found)) or 'an unknown kernel'}; expected is "
                 f"{' or '.join(sorted(wanted))}",
                 hint=None if found else f"{DEBUG_VARIABLE}=1 must be set before the session is made",
             )

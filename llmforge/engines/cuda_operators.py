@@ -39,7 +39,7 @@ def name_layouts(model: ir.Model) -> list[Rewritten]:
     rewritten = []
     for experts in QMoE.all(model):
         experts.accuracy_level = experts.weights_prepacked = 0
-        rewritten.append(Rewritten(experts.name, "its codes are reordered when the engine is loaded"))
+        rewritten.append(Rewritten(experts.name, "weights are reordered when the engine is loaded"))
     return rewritten
 
 
@@ -53,9 +53,9 @@ def experts_reason(experts: QMoE) -> str | None:
     for name, weights in (("inner", experts.fc2_experts_weights), ("hidden", experts.fc1_experts_weights)):
         size = graph.width(weights) * 8 // experts.expert_weight_bits
         if size % EXPERT_WIDTH:
-            return f"the {name} width of its experts is {size}, and must be a multiple of {EXPERT_WIDTH}"
+            return f"the {name} width of its experts is {size}, not a multiple of {EXPERT_WIDTH}"
     if experts.fc1_zero_points is not None and experts.block_size < SMALLEST_EXPERT_BLOCK:
-        return f"zero points want blocks of {SMALLEST_EXPERT_BLOCK} or more, and these have {experts.block_size}"
+        return f"zero points need blocks of {SMALLEST_EXPERT_BLOCK} or more, not {experts.block_size}"
     return None
 
 
@@ -68,7 +68,7 @@ def split_biases(model: ir.Model) -> list[Rewritten]:
             continue
         product.bias = None
         _behind(product.output, "Add", [bias], {}, f"{product.name}/bias")
-        rewritten.append(Rewritten(product.name, "its bias is added behind it: the fast product has none"))
+        rewritten.append(Rewritten(product.name, "bias moved to a separate Add: the fast kernel has none"))
     return rewritten
 
 
@@ -77,7 +77,7 @@ def slower(model: ir.Model) -> Iterable[tuple[ir.Node, str]]:
     for product in MatMulNBits.all(model):
         if (reason := slow_reason(product)) is not None:
             few = "up to 16 tokens" if product.bits == 4 else "1 token"
-            what = f"{reason}; it runs by a plain kernel for {few}, else it dequantizes its weight in every step"
+            what = f"{reason}; runs on a slower kernel for {few}, else dequantizes its weight in every step"
             yield product.node, what
 
 
@@ -85,17 +85,17 @@ def slow_reason(product: MatMulNBits, *, without_bias: bool = False) -> str | No
     """Say why the fast product does not compute `product`; None where it does."""
     bits, block, n, k = product.bits, product.block_size, product.N, product.K
     if product.scales.dtype not in _HALF:
-        return f"the fast product takes fp16 and bf16, and this one is {product.scales.dtype}"
+        return f"the fast kernel takes fp16 and bf16, not {product.scales.dtype}"
     if bits not in FAST_COLUMNS:
-        return f"the fast product takes 4 and 8 bits, not {bits}"
+        return f"the fast kernel takes 4 and 8 bits, not {bits}"
     if block != FAST_BLOCK:
-        return f"the fast product takes blocks of {FAST_BLOCK}, not {block}"
+        return f"the fast kernel takes blocks of {FAST_BLOCK}, not {block}"
     if product.zero_points is not None:
-        return "the fast product takes symmetric weights, and this one has zero points"
+        return "the fast kernel takes no zero points"
     if n % FAST_COLUMNS[bits] or k % block:
-        return f"the fast product takes multiples of {FAST_COLUMNS[bits]} outputs and {block} inputs, not [{n}, {k}]"
+        return f"the fast kernel takes multiples of {FAST_COLUMNS[bits]} outputs and {block} inputs, not [{n}, {k}]"
     if product.bias is not None and not without_bias:
-        return "the fast product takes no bias"
+        return "the fast kernel takes no bias"
     return None
 
 
@@ -121,7 +121,7 @@ def widen(model: ir.Model) -> list[Rewritten]:
             if dtypes[output] == dtype:
                 made = _behind(output, "Cast", [], {"to": int(dtype)}, f"{node.name}/{output.name}.narrow")
                 made.type, output.type = ir.TensorType(dtype), ir.TensorType(wide)
-        what = f"{node.op_type} in {wide.name.lower()}: there is none for {dtype.name.lower()}"
+        what = f"{node.op_type} in {wide.name.lower()}: no kernel for {dtype.name.lower()}"
         rewritten.append(Rewritten(str(node.name), what))
     return rewritten
 

@@ -61,14 +61,14 @@ def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> tuple[str,
     if not _grows(model):
         text = json.dumps(genai_config(model, engine, checkpoint), indent=2, sort_keys=True) + "\n"
         (engine.folder / GENAI_FILE).write_text(text, encoding="utf-8")
-        notes.append("onnxruntime-genai loads the folder engine/")
+        notes.append("engine/ also loads in onnxruntime-genai")
     if reason is None:
         for name in OPTIMUM_FILES:
             if (source := checkpoint.path / name).exists():
                 (engine.folder / name).write_bytes(source.read_bytes())
-        notes.append("ORTModelForCausalLM of optimum-onnx loads the folder engine/")
+        notes.append("engine/ also loads in optimum-onnx (ORTModelForCausalLM)")
     else:
-        notes.append(f"not for optimum-onnx: {reason}")
+        notes.append(f"engine/ does not load in optimum-onnx: {reason}")
     write_tokenizer(checkpoint, engine.folder)
     return tuple(notes)
 
@@ -134,7 +134,7 @@ def check(model: ir.Model, checkpoint: Checkpoint) -> None:
             raise UnsupportedError(reason, hint="leave optimum-interface out of the recipe")
     elif not checkpoint.eos_token_ids:
         raise UnsupportedError(
-            "the checkpoint names no end-of-sequence token; onnxruntime-genai would take the padding token for one",
+            "the checkpoint has no end-of-sequence token; onnxruntime-genai would use the padding token instead",
             hint="set eos_token_id in the checkpoint's generation_config.json",
         )
 
@@ -144,7 +144,7 @@ def _optimum_reason(model: ir.Model, checkpoint: Checkpoint) -> str | None:
     config = checkpoint.config
     kind = str(config.model_type)
     if kind in _OPTIMUM_OTHER:
-        return f"optimum-onnx 0.1.0 has a cache layout of its own for model type {kind}"
+        return f"optimum-onnx 0.1.0 uses a different cache layout for model type {kind}"
     heads = int(config.num_attention_heads)
     kv_heads = int(config.num_key_value_heads) if kind in _OPTIMUM_KV_HEADS else heads
     channels = int(config.head_dim) if kind in _OPTIMUM_HEAD_DIM else int(config.hidden_size) // heads
@@ -152,8 +152,8 @@ def _optimum_reason(model: ir.Model, checkpoint: Checkpoint) -> str | None:
         dims = graph.dims(value)
         if interface.present_of(str(value.name)) != value.name and dims and (dims[1], dims[3]) != (kv_heads, channels):
             return (
-                f"cache {value.name} has {dims[1]} heads of {dims[3]} channels; optimum-onnx 0.1.0 takes model type "
-                f"{kind} to have {kv_heads} of {channels} and would feed caches that do not fit"
+                f"cache {value.name} has {dims[1]} heads of {dims[3]} channels; optimum-onnx 0.1.0 expects model type "
+                f"{kind} to have {kv_heads} of {channels} so its caches would not fit"
             )
     return None
 

@@ -75,13 +75,13 @@ def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
     lowered = dialect.expand(lowered) if own else lowered
     rewritten += fuse_transposed_weights(lowered)
     if folded := constant_folding.fold(lowered):
-        rewritten.append(Rewritten(folded[0], f"{len(folded)} nodes of constants alone computed once"))
+        rewritten.append(Rewritten(folded[0], f"{len(folded)} constant nodes folded"))
     return lowered, rewritten
 
 
 def _becomes(node: ir.Node) -> str:
     if canonical.LinearAttention.matches(node):  # four times faster than the expansion, six in a prefill
-        return f"{node.op_type} to ONNX Runtime's own"
+        return f"{node.op_type} lowered to ONNX Runtime's operator"
     return f"{node.op_type} expanded to standard ONNX"
 
 
@@ -95,7 +95,7 @@ def fuse_transposed_weights(model: ir.Model) -> list[Rewritten]:
         inputs = {"a": product.x, "b": transpose.x}
         fused = FusedMatMul.insert(product.node, inputs, {"transB": 1}, name=product.name)
         graph.replace_value(product.output, fused.output)
-        rewritten.append(Rewritten(product.name, f"MatMul and Transpose of {transpose.x.name} to FusedMatMul"))
+        rewritten.append(Rewritten(product.name, f"MatMul and Transpose of {transpose.x.name} fused into FusedMatMul"))
     if rewritten:
         graph.drop_unused(model)
     return rewritten
@@ -126,7 +126,7 @@ def check_operators(model: ir.Model) -> None:
         listed = ", ".join(f"{operator}, node {node}" for operator, node in missing.items())
         raise UnsupportedError(
             f"ONNX Runtime {onnxruntime.__version__} has no CPU kernel for {listed}",
-            hint="choose passes whose operators the target runs",
+            hint="use passes whose operators the target supports",
         )
 
 
@@ -173,7 +173,7 @@ def prove(session: Backend[C], cache: C) -> None:
     for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: cache.capacity - 1]:
         logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache)
         if not np.isfinite(logits).all():
-            raise VerificationError(f"the engine yields logits that are not finite, after {past} tokens of id 0")
+            raise VerificationError(f"the engine returns NaN or infinite logits after {past} tokens of id 0")
 
 
 def session_options(threads: int | None) -> SessionOptions:

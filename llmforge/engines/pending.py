@@ -76,10 +76,10 @@ def read(folder: Path) -> Pending:
     file = folder / PENDING_FILE
     if not file.is_file():
         raise InputError(
-            f"{folder.parent}: its engine is built: there is nothing to finish"
+            f"{folder.parent}: its engine is already built"
             if (folder / MODEL_FILE).exists() or any(folder.glob("*.plan"))
-            else f"{file} is missing: {folder.parent} is not an artifact whose engine is pending",
-            hint="--finish takes what `llmforge build RECIPE --defer` published",
+            else f"{file} is missing: {folder.parent} is not an artifact with a deferred engine",
+            hint="--finish takes an artifact of `llmforge build RECIPE --defer`",
         )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

@@ -80,33 +80,33 @@ def _verdict(
     """Decide one limit: verdict, sample size that would decide, and why."""
     wanted = f"at {'most' if bound == 'max' else 'least'} {_number(limit)}"
     if measured is None and unmeasured is not None:
-        return Verdict.INCONCLUSIVE, None, f"not measured: {unmeasured}; wanted {wanted}"
+        return Verdict.INCONCLUSIVE, None, f"not measured: {unmeasured}; limit: {wanted}"
     if measured is None:
-        return Verdict.FAIL, None, f"not measured; wanted {wanted}"
+        return Verdict.FAIL, None, f"not measured, limit: {wanted}"
     value, low, high = measured.value, measured.low, measured.high
     if not math.isfinite(value):
-        return Verdict.FAIL, None, f"measured {value}, which is not finite; wanted {wanted}"
+        return Verdict.FAIL, None, f"{value} is not finite, limit: {wanted}"
     if measured.is_exact:
         passed = value <= limit if bound == "max" else value >= limit
-        return Verdict.PASS if passed else Verdict.FAIL, None, f"{_number(value)}, exact; wanted {wanted}"
+        return Verdict.PASS if passed else Verdict.FAIL, None, f"{_number(value)} (exact), limit: {wanted}"
     if low is None or high is None:
         return (
             Verdict.INCONCLUSIVE,
             SMALLEST_SAMPLE,
-            f"{_number(value)} from {measured.samples} {measured.of} only; an interval needs {SMALLEST_SAMPLE}",
+            f"{_number(value)} from only {measured.samples} {measured.of}; an interval needs {SMALLEST_SAMPLE}",
         )
     interval = f"{_number(value)} ({CONFIDENCE:.0%} interval {_number(low)} to {_number(high)})"
     within, beyond = (high <= limit, low > limit) if bound == "max" else (low >= limit, high < limit)
     if within:
-        return Verdict.PASS, None, f"{interval}, all of it {wanted}"
+        return Verdict.PASS, None, f"{interval} is {wanted}"
     if beyond:
         side = "above" if bound == "max" else "below"
-        return Verdict.FAIL, None, f"{interval}, all of it {side} {_number(limit)}"
+        return Verdict.FAIL, None, f"{interval} is {side} {_number(limit)}"
     needed = samples_needed(measured.samples, value, low, high, limit)
     advice = (
-        "the figure lies so near the limit that no sample size can be named"
+        "too close to the limit to estimate how much data would decide"
         if needed is None
-        else f"about {needed} {measured.of} would decide (now {measured.samples}), if the figure stays"
+        else f"about {needed} {measured.of} needed to decide (now {measured.samples})"
     )
     return Verdict.INCONCLUSIVE, needed, f"{interval} includes the limit {_number(limit)}; {advice}"
 

@@ -72,7 +72,7 @@ def measure(
     if output_tokens < 2 or repetitions < 1 or not prompt_tokens or min(prompt_tokens) < 1:
         raise UsageError(
             f"latency of {repetitions} repetitions, prompts {list(prompt_tokens)}, {output_tokens} output tokens: "
-            "wanted 1 repetition or more, prompts of 1 token or more, and 2 output tokens or more"
+            "expected 1 repetition or more, prompts of 1 token or more, and 2 output tokens or more"
         )
     rng = np.random.default_rng(seed)
     subjects = (artifact,) if baseline is None else (artifact, baseline)
@@ -112,8 +112,8 @@ def _timed(subject: Subject, ids: NDArray[np.int64], tokens: int) -> NDArray[np.
     stamps.extend(time.perf_counter() for _ in subject.generate(ids, tokens))
     if len(stamps) != tokens + 1:
         raise VerificationError(
-            f"{subject.description} yielded {len(stamps) - 1} tokens after a prompt of {len(ids)}; asked: {tokens}",
-            hint="generation that is timed ignores EOS and stop conditions; does the prompt fit the context?",
+            f"{subject.description} yielded {len(stamps) - 1} tokens after a prompt of {len(ids)}; expected {tokens}",
+            hint="timed generation ignores EOS and stop strings; check that the prompt fits the context",
         )
     return np.diff(stamps) * 1e3
 

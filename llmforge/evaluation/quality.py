@@ -38,7 +38,7 @@ def compare(
     """
     windows = [window for window in windows if len(window.ids) > 1]
     if not windows:
-        raise DataError("the evaluation text holds no token to predict", hint="give it documents of 2 tokens or more")
+        raise DataError("the evaluation text has no tokens to predict", hint="use documents of 2 tokens or more")
     forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
     of_tokens = values(tuple(forms.values()))
     scores: dict[str, list[TokenScores]] = {}

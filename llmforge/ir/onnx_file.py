@@ -27,7 +27,7 @@ def save(model: ir.Model, path: Path, *, weights: bool = True) -> tuple[Path, ..
         UsageError: `path` does not end in .onnx.
     """
     if path.suffix != SUFFIX:
-        raise UsageError(f"{path}: a graph is written as ONNX: the name must end in {SUFFIX}")
+        raise UsageError(f"{path}: the file name must end in {SUFFIX}")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = f"{path.name}.data"
     if weights:
@@ -60,7 +60,9 @@ def load(path: Path) -> ir.Model:
     try:
         model = ir.load(path, format="protobuf")
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}", hint="check who may read it") from error
+        raise InputError(
+            f"{path}: cannot be read: {error.strerror}", hint="check the permissions of the file"
+        ) from error
     except (DecodeError, ValueError) as error:
         raise InputError(f"{path}: not an ONNX model: {error}", hint=_HINT) from error
     if not model.opset_imports:  # protobuf takes almost any bytes for an empty message
@@ -82,13 +84,13 @@ def _placed(path: Path, name: str, tensor: ir.ExternalTensor) -> ir.ExternalTens
     file = (folder / tensor.location).resolve()
     if not file.is_relative_to(folder):
         raise InputError(
-            f"{path}: weights of {name} lie outside of the folder, in {tensor.location}",
-            hint="a graph and its weights lie in one folder; do not use one that reaches for other files",
+            f"{path}: weights of {name} are outside its folder, in {tensor.location}",
+            hint="a graph and its weights must be in one folder",
         )
     offset, size_bytes = tensor.offset or 0, tensor.length or tensor.nbytes
     if file.is_file() and file.stat().st_size < offset + size_bytes:
         raise InputError(
-            f"{file}: ends at byte {file.stat().st_size:,}, and {name} goes to {offset + size_bytes:,}",
-            hint="copy the file again, whole",
+            f"{file}: ends at byte {file.stat().st_size:,}, but {name} ends at {offset + size_bytes:,}",
+            hint="copy the file again",
         )
     return ir.ExternalTensor(str(file), offset, size_bytes, tensor.dtype, shape=tensor.shape, name=name)

@@ -30,17 +30,17 @@ def reason_against(attention: contrib.GroupQueryAttention) -> str | None:
     """Say why `attention` cannot become one of `llmforge.cpu`; None where it can."""
     past, (*_, head) = attention.past_key, graph.dims(attention.past_key) or (None,)
     if not isinstance(head, int) or head % HEAD_MULTIPLE or head > LARGEST_HEAD:
-        return f"heads have {head} channels; the kernel wants a multiple of {HEAD_MULTIPLE}, at most {LARGEST_HEAD}"
+        return f"heads have {head} channels; the kernel needs a multiple of {HEAD_MULTIPLE}, at most {LARGEST_HEAD}"
     known = contrib.GroupQueryAttention
     for given in (known.position_ids, known.attention_bias, known.q_norm_weight, known.k_norm_weight):
         if attention.operand(given) is not None:
-            return f"input {given.name} of GroupQueryAttention is not known to the kernel"
+            return f"input {given.name} of GroupQueryAttention is not supported by the kernel"
     for name, value in (
         ("smooth_softmax", attention.smooth_softmax),
         ("sliding_window_cache", attention.sliding_window_cache),
     ):
         if value > 0:
-            return f"{name} is not known to the kernel"
+            return f"{name} is not supported by the kernel"
     if not attention.causal:
         return "it is not causal"
     if past.dtype not in (ir.DataType.FLOAT, ir.DataType.INT8):

@@ -37,7 +37,7 @@ _Norm = RMSNormalization | SimplifiedLayerNormalization
 def reason_against(layer: contrib.MatMulNBits) -> str | None:
     """Say why `layer` cannot become a Linear; None where it can."""
     if layer.accuracy_level != contrib.INT8_ACTIVATIONS:
-        return "its activations stay fp32 (accuracy_level), and the kernel rounds them to int8"
+        return "its activations stay fp32 (accuracy_level), but the kernel quantizes them to int8"
     if layer.bits not in (4, 8):
         return f"weights of {layer.bits} bits; the kernel reads 4 or 8"
     if reason := _reason_against_grid(layer.K, layer.block_size):
@@ -57,7 +57,7 @@ def reason_against(layer: contrib.MatMulNBits) -> str | None:
 
 def _reason_against_grid(k: int, block: int) -> str | None:
     if block < layout.SMALLEST_BLOCK:
-        return f"blocks of {block}; the kernel wants {layout.SMALLEST_BLOCK} or more"
+        return f"blocks of {block}; the kernel needs {layout.SMALLEST_BLOCK} or more"
     if k % block:
         return f"blocks of {block} do not divide {k} columns"
     return None

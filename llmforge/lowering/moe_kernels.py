@@ -61,18 +61,18 @@ def reason(layer: MoE) -> str | None:
     """Say why the kernels cannot compute `layer`; None where they can."""
     activation, gated, alpha = layer.activation, layer.gated, layer.alpha
     if gated and activation != "silu":
-        return f"its gates are {activation}, and the kernel's are SiLU"
+        return f"its gate activation is {activation}; the kernel has only SiLU"
     if not gated and (activation not in UNGATED or (activation == "silu" and alpha != 1)):
-        return f"its activation is {activation}, alpha {alpha:g}; the kernel has {', '.join(UNGATED)} with alpha 1"
+        return f"its activation is {activation} (alpha {alpha:g}); the kernel has {', '.join(UNGATED)} with alpha 1"
     for value in (layer.up, layer.down):
         if not value.is_initializer() or value.is_graph_output() or len(value.uses()) > 1:
-            return f"{value.name} is no initializer that it alone reads"
+            return f"{value.name} is not an initializer of this node only"
         if value.dtype != ir.DataType.FLOAT:
             return f"{value.name} is {value.dtype}, not fp32"
     if layer.chosen is None:
-        return "how many experts a token has is not known"
+        return "the number of experts per token is unknown"
     if not never_negative(layer.expert_weights):
-        return "a weight of its router may be negative, and the kernel leaves such experts out"
+        return "router weights may be negative; the kernel drops such experts"
     return None
 
 

@@ -30,7 +30,9 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kld_mean: float = Field(gt=0, description="mean KL divergence from the graph before the pass, in nats a token")
+    kld_mean: float = Field(
+        gt=0, description="maximum mean KL divergence from the graph before the pass, in nats per token"
+    )
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,10 @@ def keeps_fp32(cache: str) -> bool:
 def assign(model: ir.Model, *, head_in_fp32: bool) -> Assignment:
     """Choose for every node of `model`, an fp32 graph of the dialect whose values all have a dtype."""
     tail, head = _behind_head(model)
-    kept: dict[ir.Node, str] = dict.fromkeys(tail, "it is behind the head: logits are fp32")
+    kept: dict[ir.Node, str] = dict.fromkeys(tail, "after the output head: logits are fp32")
     if head is not None and head_in_fp32:
-        kept[head] = "it makes the logits, and `head: fp32` is asked for"
-    kept |= {node: f"it chooses the experts of {moe.name}" for node, moe in routing.routers(model).items()}
+        kept[head] = "output head, kept by `head: fp32`"
+    kept |= {node: f"router of {moe.name}" for node, moe in routing.routers(model).items()}
     kept |= {node: f"it makes a rate of {layer.name}" for node, layer in _rates(model).items()}
     walk = _Walk(kept, _residual_width(model))
     for value in model.graph.inputs:

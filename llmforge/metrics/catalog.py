@@ -135,21 +135,21 @@ def _perplexities(quality: Quality) -> str:
 
 def _decoding(point: Point) -> tuple[str, ...]:
     rate = units.significant(point.artifact.figures["tokens_per_second"])
-    return f"{rate} tokens/s, prompt of {point.prompt_tokens}", *_speed(point.figures["tpot_speedup"])
+    return f"{rate} tokens/s, {point.prompt_tokens}-token prompt", *_speed(point.figures["tpot_speedup"])
 
 
 def _prefilling(point: Point) -> tuple[str, ...]:
-    return f"prompt of {point.prompt_tokens}", *_speed(point.figures["ttft_speedup"])
+    return f"{point.prompt_tokens}-token prompt", *_speed(point.figures["ttft_speedup"])
 
 
 def _speed(speedup: Estimate | None) -> tuple[str, ...]:
-    return () if speedup is None else (f"{units.times(speedup.value)} the baseline's speed",)
+    return () if speedup is None else (f"{units.times(speedup.value)} baseline speed",)
 
 
 # fmt: off
 KLD_MEAN = QualityMetric(
     "kld_mean", "Mean KLD", NATS_A_TOKEN, "lower", OfSums((KLD,), _mean), key=1,
-    meaning="KL(baseline ‖ artifact), nats a token; 0 is no loss",
+    meaning="KL(baseline ‖ artifact), nats per token; 0 means no loss",
 )
 TTFT = TimingMetric(
     "ttft_ms", "TTFT", MILLISECONDS, "lower", partial(latency.spread, latency.first_token_ms), spread=True,
@@ -157,7 +157,7 @@ TTFT = TimingMetric(
 )
 TPOT = TimingMetric(
     "tpot_ms", "TPOT", MILLISECONDS, "lower", partial(latency.spread, latency.later_token_ms), spread=True,
-    meaning="time of each later token", key=4, notes=_decoding,
+    meaning="time per output token after the first", key=4, notes=_decoding,
 )
 SIZE = SizeMetric("size_bytes", "Size", BYTES, "lower", meaning="all files of the engine")
 
@@ -170,7 +170,7 @@ ALL: tuple[Metric, ...] = (
     QualityMetric(
         "perplexity_ratio", "Perplexity ratio", RATIO, "lower",
         OfSums((REFERENCE_NLL, NLL), lambda tokens, reference, nll: (nll - reference) / tokens, exp),
-        meaning="artifact / baseline; 1 is no loss", key=2, note=_perplexities,
+        meaning="artifact / baseline; 1 means no loss", key=2, note=_perplexities,
     ),
     KLD_MEAN,
     QualityMetric("kld_median", "KLD, median", NATS, "lower", OfTokens(KLD, np.median)),
@@ -178,14 +178,14 @@ ALL: tuple[Metric, ...] = (
     QualityMetric("kld_p99", "KLD, 99 %", NATS, "lower", OfTokens(KLD, partial(np.quantile, q=0.99))),
     QualityMetric("kld_max", "KLD, largest", NATS, "lower", OfTokens(KLD, np.max)),
     QualityMetric(
-        "kld_histogram", "Predicted tokens by their KLD, nats, logarithmic", NATS, "lower",
+        "kld_histogram", "KLD per token (nats, log scale)", NATS, "lower",
         # Below is rounding noise of fp32 logits; above no softmax gets.
         Histogram(KLD, decades=(-7, 2), marks={"median": "kld_median", "mean": "kld_mean", "99 %": "kld_p99"}),
-        meaning="Distribution of the KLD over tokens",
+        meaning="Distribution of KLD over tokens",
     ),
     QualityMetric(
         "top1_agreement", "Top-1 agreement", SHARE, "higher", OfSums((SAME_TOP,), _mean),
-        meaning="tokens where both rank the same token first",
+        meaning="positions with the same most likely token",
         key=3, note=lambda quality: f"of {units.count(quality.tokens)} tokens",
     ),
     QualityMetric(
@@ -199,7 +199,7 @@ ALL: tuple[Metric, ...] = (
     TimingMetric("tokens_per_second", "tokens/s", PER_SECOND, "higher", latency.tokens_per_second),
     PointMetric("ttft_speedup", "TTFT speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.first_token_ms)),
     PointMetric("tpot_speedup", "TPOT speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.later_token_ms)),
-    PointMetric("bytes_read_per_token", "read a token", BYTES, "lower", lambda trial: trial.bytes_read_per_token),
+    PointMetric("bytes_read_per_token", "read per token", BYTES, "lower", lambda trial: trial.bytes_read_per_token),
     PointMetric("bandwidth_utilization", "MBU", SHARE, "higher", latency.bandwidth_utilization),
     SlowestMetric(
         "ttft_p50_ms", "TTFT, median", MILLISECONDS, "lower", TTFT,

@@ -147,7 +147,7 @@ def require_finite(what: str, logits: NDArray[np.float32], where: str = "") -> N
         raise VerificationError(
             f"{what} logits hold {int((~finite).sum())} values that are not finite{where and ' in ' + where}, "
             f"the first ({logits[row, column]}) at row {row}, token id {column}",
-            hint="look for overflow in the weights or in the last pass; nothing was averaged over these values",
+            hint="check for overflow in the weights or in the last pass",
         )
 
 

@@ -74,7 +74,7 @@ RATIO = Unit("ratio", lambda value: f"{value:.4f}")
 SPEEDUP = Unit("ratio", times)
 SHARE = Unit("share, 0 to 1", percent)
 NATS = Unit("nats", significant)
-NATS_A_TOKEN = Unit("nats a token", significant)
+NATS_A_TOKEN = Unit("nats per token", significant)
 MILLISECONDS = Unit("ms", ms)
 PER_SECOND = Unit("per second", significant)
 BYTES = Unit("bytes", size)
@@ -85,5 +85,5 @@ def interval(estimate: Estimate, write: Callable[[float], str]) -> str:
     if estimate.is_exact:
         return "exact"
     if estimate.low is None or estimate.high is None:
-        return f"no interval from {estimate.samples} {estimate.of}"
+        return f"no interval: only {estimate.samples} {estimate.of}"
     return f"{write(estimate.low)} – {write(estimate.high)}"

@@ -64,6 +64,7 @@ def instruction_set(name: str | None = None) -> str:
     chosen = choose(None if name is None else name.encode())
     if chosen is None:
         raise UsageError(
-            f"no CPU kernels for {name!r} on this processor", hint=f"one of {', '.join(INSTRUCTION_SETS)} that it has"
+            f"this processor cannot run the CPU kernels for {name!r}",
+            hint=f"choose one it supports: {', '.join(INSTRUCTION_SETS)}",
         )
     return str(chosen.decode())

@@ -53,7 +53,7 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
             and the degrees that are allowed.
     """
     if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
-        raise UnsupportedError(f"a model whose own attention was traced is not divided; it was, because: {reason}")
+        raise UnsupportedError(f"tensor_parallel: the attention of this model was traced from its own code: {reason}")
     for node in model.graph:
         if reason := operators.view(node).indivisible:
             raise UnsupportedError(f"{node.op_type} {node.name} cannot be divided among ranks: {reason}")

@@ -69,12 +69,12 @@ def _quantizations(plan: Plan) -> Iterator[Advice]:
     for name, weights, product, block in _QUANTIZATIONS[BACKENDS[plan.backend].scales]:
         now, then = (plan.scheme.weights, weights) if product is None else (plan.scheme.product, product)
         if BITS[now] <= BITS[then]:
-            what = "weights are" if product is None else "products are in"
-            yield Advice(name, "done", f"{what} {now} already")
+            what = "weights are" if product is None else "matmul is"
+            yield Advice(name, "done", f"{what} already {now}")
         else:
             yield _tried(plan, name, Wanted(weights=weights, product=product, block=block))
     if BITS[plan.scheme.kv] <= 8:
-        yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is {plan.scheme.kv} already")
+        yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is already {plan.scheme.kv}")
     else:
         yield _tried(plan, "quantize-kv-cache, bits: 8", Wanted(kv="int8"))
 
@@ -99,7 +99,7 @@ def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
     pays = min(tpot, ttft, 1 / rate) < 1 - WORTH or (fits and not fitted)
     reason = _why(old.decode.step, tpot, pays)
     if fits and not fitted:
-        reason = "it makes the model fit"
+        reason = "makes the model fit"
     elif new.largest_batch > old.largest_batch * (1 + WORTH):
         reason += f"; room for {new.largest_batch:,} sequences instead of {old.largest_batch:,}"
     return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, rate, _ceilings(plan, scheme))
@@ -109,16 +109,16 @@ def _ceilings(plan: Plan, scheme: Scheme) -> str:
     """Say where the roofline's times of the plan, and of it with `scheme`, come from."""
     dtypes = sorted({plan.scheme.compute, plan.scheme.product, scheme.product})
     figures = {"bandwidth": plan.target.bandwidth_gbs}
-    figures |= {f"products in {dtype}": plan.target.rates[dtype] for dtype in dtypes}
+    figures |= {f"{dtype} matmul": plan.target.rates[dtype] for dtype in dtypes}
     known = "; ".join(f"{name}: {figure.source}" for name, figure in figures.items() if figure is not None)
-    return f"the model's bytes and operations over ceilings ({known}) and the shares assumed"
+    return f"roofline of the model's bytes and operations ({known}), scaled by the assumed shares"
 
 
 def _why(was: StepCost, tpot: float, pays: bool) -> str:
     if pays:
-        return f"decoding is bound by {was.bound}" if tpot < 1 - WORTH else "prompts are read faster"
+        return f"decoding is bound by {was.bound}" if tpot < 1 - WORTH else "prefill is faster"
     if was.bound == "memory":
-        return "other bytes of a step outweigh these"
+        return "small compared with the other bytes of a step"
     return f"decoding is bound by {was.bound}, not by bytes"
 
 
@@ -127,9 +127,9 @@ def _structures(plan: Plan) -> Iterator[Advice]:
     cost, layers = KERNEL_S[plan.target.kind], plan.shape.depth
     kernel, basis = cost.value, f"{cost.value * 1e6:g} µs for each kernel: {cost.source}"
     for name, kernels, what in (
-        ("fuse-norms", 2, "an addition and a norm become one kernel, twice a layer"),
-        ("pack-qkv", 2, "one product instead of three"),
-        ("pack-gate-up", 1, "one product instead of two"),
+        ("fuse-norms", 2, "one kernel for an Add and a norm, twice per layer"),
+        ("pack-qkv", 2, "one matmul instead of three"),
+        ("pack-gate-up", 1, "one matmul instead of two"),
     ):
         saved = kernels * layers * kernel
         yield _saving(plan, name, decode_s=saved, prefill_s=saved, what=what, basis=basis)
@@ -146,7 +146,7 @@ def _structures(plan: Plan) -> Iterator[Advice]:
         "flash-attention",
         decode_s=3 * layers * kernel,
         prefill_s=moved / reached,
-        what=f"scores of a prompt, {moved / 1e9:.2g} GB, are never written",
+        what=f"avoids writing {moved / 1e9:.2g} GB of prompt scores",
         basis=f"bytes of scores over the bandwidth and its share; {basis}",
     )
 
@@ -155,7 +155,7 @@ def _own_kernels(plan: Plan) -> Advice:
     """Judge `cpu-kernels` by what both libraries' quantized layers reach on this machine."""
     name, weights = "cpu-kernels", plan.scheme.weights
     if weights != "int8" and weights != "int4":
-        return Advice(name, "refused", f"it computes quantized layers, and weights are {weights}")
+        return Advice(name, "refused", f"needs quantized layers; weights are {weights}")
     reached = plan.target.kernels
     theirs, own = (reached.get(library, {}).get(weights) for library in ("onnxruntime", "llmforge"))
     if theirs is None or own is None:
@@ -176,7 +176,7 @@ def _own_kernels(plan: Plan) -> Advice:
         name,
         decode_s=saved_s(batch, batch),
         prefill_s=saved_s(plan.workload.prompt, 1),
-        what="quantized layers by llmforge's kernels in place of ONNX Runtime's",
+        what="faster kernels for quantized layers than ONNX Runtime's",
         basis=(
             f"bytes and operations of the model's matrices over what layers in {weights} reach "
             f"({own.rate.source}); attention is not compared"
@@ -196,7 +196,7 @@ def _saving(plan: Plan, name: str, *, decode_s: float, prefill_s: float, what: s
     ttft = _ratio(plan.asked.prefill.seconds, prefill_s)
     pays = min(tpot, ttft) < 1 - FREE_WORTH and max(tpot, ttft) < 1 + FREE_WORTH
     slower = max(tpot, ttft) >= 1 + FREE_WORTH
-    reason = what if pays else f"{what}: slower here" if slower else f"{what}: next to nothing of a step"
+    reason = what if pays else f"{what}: slower here" if slower else f"{what}: negligible share of a step"
     return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, 1 / tpot, basis)
 
 

@@ -50,7 +50,7 @@ def of_model(name: str, config: PretrainedConfig, folder: Path) -> Shape:
         if type(value) is not int or value < 1:
             raise CheckpointError(
                 f"{folder / CONFIG}: {key} must be a positive integer, is {value!r}",
-                hint="no model has that: fetch the file again",
+                hint="the file is damaged; fetch it again",
             )
         return value
 
@@ -61,7 +61,7 @@ def of_model(name: str, config: PretrainedConfig, folder: Path) -> Shape:
         found = summarize(config, depth, context)
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"{folder / CONFIG}: nothing can be planned for {config.model_type}: {error.message}", hint=error.hint
+            f"{folder / CONFIG}: cannot plan {config.model_type}: {error.message}", hint=error.hint
         ) from error
     window = _windows(text)
     heads = size("num_attention_heads")

@@ -115,18 +115,18 @@ def make(
     """
     if shape.context is not None and workload.context > shape.context:
         raise UsageError(
-            f"{workload.prompt} tokens of prompt and {workload.output} of output are above the {shape.context} that "
-            f"{shape.name} is made for",
-            hint="give a shorter --prompt or --output",
+            f"{workload.prompt} prompt tokens and {workload.output} output tokens exceed the context of "
+            f"{shape.name}, {shape.context}",
+            hint="reduce --prompt or --output",
         )
     _refuse_heads(shape, backend)
     splits = {each: Placement(shape, target, scheme, each) for each in roofline.degrees(shape, target)}
     degrees = {each: degree(split, workload) for each, split in splits.items()}
     if ranks not in splits:
         raise UnsupportedError(
-            f"{shape.name} cannot be split over {ranks} of {target.name}: its heads and the devices that reach each "
-            f"other allow {', '.join(map(str, splits))}",
-            hint=f"give --tp {max(splits)} or less",
+            f"{shape.name} cannot be split over {ranks} × {target.name}: its heads and the interconnect "
+            f"allow {', '.join(map(str, splits))}",
+            hint=f"set --tp {max(splits)} or less",
         )
     placed = splits[ranks]
     batches = sorted({*BATCHES, workload.batch})
@@ -160,7 +160,7 @@ def _refuse_heads(shape: Shape, backend: BackendName) -> None:
 
         rule = (Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER).value
         raise UnsupportedError(
-            f"{backend} builds no engine of {shape.name}, whose keys have {keys} channels a head and values {values}: "
+            f"{backend} cannot build {shape.name}, with {keys} channels per key head and {values} per value head: "
             f"{rule.reason}",
             hint=rule.hint,
         )
@@ -170,13 +170,13 @@ def memory(placed: Placement, workload: Workload) -> Memory:
     """Count what one of the devices holds; caches have room for whole contexts, windows or not.
 
     Raises:
-        UsageError: the target's file does not say how much memory there is.
+        UsageError: the target's file has no memory size.
     """
     shape, target, scheme, ranks = placed.shape, placed.target, placed.scheme, placed.ranks
     if target.memory_gb is None:
         raise UsageError(
-            f"target {target.name} does not say how much memory there is",
-            hint="`llmforge doctor --measure --write machine.yaml` makes one of this machine: --target machine.yaml",
+            f"target {target.name} has no memory size",
+            hint="run `llmforge doctor --measure --write machine.yaml`, then use --target machine.yaml",
         )
     per_token = scheme.kv_bytes_per_token(shape, ranks)
     per_sequence = workload.context * per_token + scheme.state_bytes(shape, ranks)
@@ -262,15 +262,15 @@ def _notes(placed: Placement, backend: BackendName) -> list[str]:
         cached = sum(count * each.kv_elements() for count, each in latent)
         least = sum(count * (each.latent or 0) for count, each in latent)
         notes.append(
-            f"latent attention: llmforge caches keys and values, {cached / least:.1f} times the elements of the latent"
+            f"latent attention: llmforge caches full keys and values, {cached / least:.1f} times the size of the latent"
         )
     if any(each.window is not None for _, each in shape.attentions()):
-        notes.append("layers with windows read no more than their window, and have room for the whole context")
+        notes.append("sliding-window layers read only their window, but reserve memory for the whole context")
     unverified: list[str] = [each for each in {scheme.product, scheme.compute} if not target.rates[each].verified]
     if target.bandwidth_gbs is not None and not target.bandwidth_gbs.verified:
         unverified.append("bandwidth")
     if unverified:
-        notes.append(f"figures of {target.name} that nobody verified: {', '.join(sorted(unverified))}")
+        notes.append(f"unverified figures of {target.name}: {', '.join(sorted(unverified))}")
     if not target.support(backend).verified:
-        notes.append(f"what {backend} takes on {target.name} was not tried by this project")
+        notes.append(f"{backend} support on {target.name} is untested")
     return notes

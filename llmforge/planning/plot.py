@@ -65,7 +65,7 @@ def write(plans: Sequence[Plan], path: Path) -> None:
         UsageError: another suffix, or the file cannot be written.
     """
     if path.suffix not in SUFFIXES:
-        raise UsageError(f"{path}: a plot is written as {' or '.join(SUFFIXES)}")
+        raise UsageError(f"{path}: the file name must end in {' or '.join(SUFFIXES)}")
     charts = [chart(plan, index * _HEIGHT) for index, plan in enumerate(plans)]
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(

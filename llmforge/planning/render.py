@@ -139,7 +139,7 @@ def _step_data(step: StepCost) -> dict[str, Any]:
 def _model(plan: Plan) -> str:
     shape = plan.shape
     sparse = f", {_billions(shape.active_parameters)} of them active" if _is_sparse(plan) else ""
-    context = "" if shape.context is None else f", made for {count(shape.context)} tokens"
+    context = "" if shape.context is None else f", context of {count(shape.context)} tokens"
     return f"{shape.architecture}, {_billions(shape.parameters)} parameters{sparse}, {shape.depth} layers{context}"
 
 
@@ -153,8 +153,8 @@ def _billions(parameters: int) -> str:
 
 def _workload(plan: Plan) -> str:
     asked = plan.workload
-    at_once = "1 sequence" if asked.batch == 1 else f"{asked.batch} sequences at once"
-    return f"{at_once}, prompts of {count(asked.prompt)}, answers of {count(asked.output)} tokens"
+    at_once = "1 sequence" if asked.batch == 1 else f"{asked.batch} concurrent sequences"
+    return f"{at_once}, {count(asked.prompt)} prompt tokens, {count(asked.output)} output tokens"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -181,8 +181,8 @@ def _prices(plan: Plan) -> tuple[str, str]:
 
 def _memory(plan: Plan) -> Table:
     held = plan.asked.memory
-    names = ("weights", "KV a token", "caches", "activations", "reserve", "needed", "there is", "fits")
-    table = _table("Memory of one device", *names)
+    names = ("weights", "KV per token", "KV cache", "activations", "reserve", "needed", "available", "fits")
+    table = _table("Memory per device", *names)
     table.columns[-1].justify = "right"
     parts = (held.weights, held.kv_per_token, held.cache, held.activations, held.reserve, held.needed, held.capacity)
     table.add_row(*map(size, parts), _fits(held.fits))
@@ -199,10 +199,10 @@ def _largest(plan: Plan) -> Table:
 
 def _steps(plan: Plan) -> Table:
     names = ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits")
-    table = _table("Prefill, and decoding by batch", *names)
+    table = _table("Prefill and decode by batch size", *names)
     first = plan.asked.prefill
     table.add_row(
-        f"prompt of {count(plan.workload.prompt)}",
+        f"prefill, {count(plan.workload.prompt)} tokens",
         ms(first.seconds * 1e3),
         significant(plan.workload.prompt / first.seconds),
         *_shares_of(first),
@@ -211,7 +211,7 @@ def _steps(plan: Plan) -> Table:
     for each in plan.decodes:
         style = "bold" if each.batch == plan.workload.batch else ""
         table.add_row(
-            f"decode, {count(each.batch)} at once",
+            f"decode, batch {count(each.batch)}",
             ms(each.step.seconds * 1e3),
             significant(each.tokens_per_second),
             *_shares_of(each.step),
@@ -226,8 +226,8 @@ def _shares_of(step: StepCost) -> tuple[str, ...]:
 
 
 def _degrees(plan: Plan) -> Table:
-    names = ("devices", "fits", "weights each", "largest batch", "TTFT", "TPOT", "links", "tok/s")
-    table = _table("Split over several devices (tensor parallel)", *names)
+    names = ("devices", "fits", "weights per device", "largest batch", "TTFT", "TPOT", "links", "tok/s")
+    table = _table("Tensor parallelism", *names)
     for each in plan.degrees:
         table.add_row(
             str(each.ranks),
@@ -246,7 +246,7 @@ def _links_share(degree: Degree) -> float:
 
 
 def _passes(advice: Sequence[Advice]) -> Table:
-    table = _table("Which passes pay here", "pass", "verdict", "TPOT", "TTFT", "tok/s", "why")
+    table = _table("Effect of passes", "pass", "verdict", "TPOT", "TTFT", "tok/s", "why")
     for each in advice:
         ratios = (each.tpot, each.ttft, each.tokens_per_second)
         table.add_row(
@@ -262,7 +262,7 @@ def _bases(advice: Sequence[Advice]) -> Iterator[Text]:
     """Say what the figures of passes rest on, those that share a basis in one line."""
     for basis in dict.fromkeys(each.basis for each in advice if each.basis):
         names = "; ".join(each.change for each in advice if each.basis == basis)
-        yield Text(f"figures of {names}: {basis}", "dim")
+        yield Text(f"basis of {names}: {basis}", "dim")
 
 
 def _facts(planned: Planned) -> Table:
@@ -274,8 +274,8 @@ def _facts(planned: Planned) -> Table:
         (
             "build",
             f"about {duration(build.cpu_s)} of CPU time, {size(build.memory_bytes)} of memory, "
-            f"{size(build.disk_bytes)} of disk beside the checkpoint's {size(build.checkpoint_bytes)} (measured on "
-            f"{build.of})",
+            f"{size(build.disk_bytes)} of disk in addition to the checkpoint ({size(build.checkpoint_bytes)}); "
+            f"measured on {build.of}",
         ),
     ):
         table.add_row(Text(title, "dim"), Text(text))
@@ -284,21 +284,21 @@ def _facts(planned: Planned) -> Table:
 
 def _balance(plan: Plan) -> str:
     turning = (
-        "decoding never turns compute-bound: each sequence brings its own cache"
+        "decode is never compute-bound: each sequence reads its own cache"
         if plan.turning_batch is None
-        else f"decoding turns compute-bound at {count(plan.turning_batch)} at once"
+        else f"decode is compute-bound from batch {count(plan.turning_batch)} on"
     )
-    return f"the device does {significant(plan.ceilings.balance)} operations for each byte; {turning}"
+    return f"the device does {significant(plan.ceilings.balance)} operations per byte; {turning}"
 
 
 def _cost(plan: Plan) -> str:
     if plan.cost is None:
-        return f"no price of {plan.target.name} is known: give one with --price"
+        return f"no price known for {plan.target.name}: set --price"
     cost = plan.cost
     return (
-        f"${significant(cost.per_million_in, 2)} for a million tokens read, "
-        f"${significant(cost.per_million_out, 2)} for a million written, at ${significant(cost.usd_per_hour)} an hour "
-        f"({cost.source})"
+        f"${significant(cost.per_million_in, 2)} per million input tokens, "
+        f"${significant(cost.per_million_out, 2)} per million output tokens, "
+        f"at ${significant(cost.usd_per_hour)} per hour ({cost.source})"
     )
 
 

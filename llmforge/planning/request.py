@@ -51,8 +51,8 @@ def answer(what: Path, asked: Request) -> list[Planned]:
     names = asked.targets or intent.targets
     if not names:
         raise UsageError(
-            f"{what}: a checkpoint names no device",
-            hint="say which: --target h200, --target rtx-4090; `llmforge targets` lists them",
+            f"{what}: no target given",
+            hint="add --target, such as --target h200; see `llmforge targets`",
         )
     found = [targets.find(name) for name in names]
     shape = config.read(folder)
@@ -71,7 +71,7 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
 def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
     """Fill in prompt and answer: the asked context, the recipe's, the default; at most the model's."""
     if asked.context is not None and asked.prompt is not None and asked.output is not None:
-        raise UsageError("--context is prompt and answer together; give two of --context, --prompt and --output")
+        raise UsageError("--context is the sum of --prompt and --output; give at most two of them")
     given = asked.context or intent.context
     limit = min((each for each in (given, shape.context) if each is not None), default=DEFAULT.context)
     if asked.context is not None:
@@ -83,7 +83,7 @@ def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
         output = asked.output or min(DEFAULT.output, max(limit // 4, 1))
         prompt = asked.prompt or min(DEFAULT.prompt, max(limit - output, 1))
     if prompt < 1 or output < 1:
-        raise UsageError(f"--context {asked.context} leaves no token for prompt or answer")
+        raise UsageError(f"--context {asked.context} leaves no tokens for prompt or output")
     return Workload(prompt, output, asked.batch or intent.batch or DEFAULT.batch)
 
 

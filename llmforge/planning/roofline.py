@@ -244,14 +244,14 @@ def _pairs(tokens: int, window: int | None) -> float:
 def _rate(target: Target, dtype: Rate) -> float:
     figure = target.rates.get(dtype)
     if figure is None:
-        raise _lacks(target, f"rate of products in {dtype}")
+        raise _lacks(target, f"{dtype} rate")
     return figure.value * 1e12
 
 
 def _lacks(target: Target, what: str) -> UsageError:
     hint = (
-        "`llmforge doctor --measure --write machine.yaml` makes one of this machine: --target machine.yaml"
+        "run `llmforge doctor --measure --write machine.yaml`, then use --target machine.yaml"
         if target.kind == "cpu"
-        else "add the figure to its file"
+        else "add it to the target file"
     )
-    return UsageError(f"target {target.name} has no {what}, so nothing can be timed on it", hint=hint)
+    return UsageError(f"target {target.name} has no {what}, so its speed cannot be predicted", hint=hint)

@@ -75,12 +75,12 @@ class Scheme:
 
     def words(self) -> str:
         """Say it in a line."""
-        blocks = f" in blocks of {self.block}" if self.block else " with a scale a channel"
+        blocks = f" in blocks of {self.block}" if self.block else " with one scale per channel"
         stored = self.weights + (blocks if self.weights in ("int8", "int4") else "")
         ends = {"embedding": self.embedding, "head": self.head or self.embedding}
         other = [f"{name} {dtype}" for name, dtype in ends.items() if dtype != self.weights]
         parts = [f"{self.compute} activations", f"weights {stored}", *other, f"cache {self.kv}"]
-        return ", ".join([*parts, f"products in {self.product}"])
+        return ", ".join([*parts, f"{self.product} matmul"])
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted
         if reason is not None:
             option = {"compute": "--dtype", "weights": "--weights", "kv": "--kv"}[role]
             raise UnsupportedError(
-                f"{backend} on {target.name} takes no {dtype} for {option}: {reason}",
-                hint=f"it takes {', '.join(sorted(getattr(support, role)))}",
+                f"{backend} on {target.name} does not support {dtype} for {option}: {reason}",
+                hint=f"supported: {', '.join(sorted(getattr(support, role)))}",
             )
     if product is not None and product not in target.rates:
         raise UnsupportedError(
-            f"{target.name} multiplies nothing in {product}: {support.why.get(product, 'it has no rate for it')}",
-            hint=f"it multiplies in {', '.join(target.rates)}",
+            f"{target.name} cannot multiply in {product}: {support.why.get(product, 'its rate is unknown')}",
+            hint=f"supported: {', '.join(target.rates)}",
         )
     return Scheme(
         compute=compute,

@@ -84,7 +84,7 @@ def _words(detail: Mapping[str, Any], location: Location, schema: Mapping[str, A
     kind, got = detail["type"], detail["input"]
     if kind == "missing":
         inside = properties(schema, location)
-        return "required, and missing" + (f"; it has the keys {', '.join(inside)}" if inside else ""), None
+        return "required key is missing" + (f"; its keys: {', '.join(inside)}" if inside else ""), None
     if kind == "extra_forbidden":
         known = properties(schema, location[:-1]) or []
         return f"unknown key; allowed: {', '.join(known) or 'none'}", meant(str(location[-1]), known)

@@ -62,7 +62,7 @@ def _set_option(source: Source, path: Sequence[str], value: Plain, override: str
     if name not in names or not option:
         raise UsageError(
             f"--set {override}: "
-            + (f"the recipe has no pass {name!r}; " if option else "names no option; ")
+            + (f"the recipe has no pass {name!r}; " if option else "gives no option; ")
             + f"its passes: {', '.join(names) or 'none'}",
             hint=errors.meant(name, names) if option else f"--set passes.{name}.OPTION=VALUE",
         )

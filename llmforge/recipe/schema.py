@@ -79,29 +79,26 @@ class _Section(BaseModel):
 
 
 class EngineSpec(_Section):
-    """The engine to build and the largest request that it serves."""
+    """The engine to build and the largest request it serves."""
 
-    backend: BackendName = Field(default="onnxruntime", description="what loads the engine")
+    backend: BackendName = Field(default="onnxruntime", description="runtime that loads the engine")
     max_context: int = Field(
-        ge=2, le=2**24, description="tokens of prompt and answer together, the KV cache's capacity"
+        ge=2, le=2**24, description="maximum tokens of prompt and answer together; the capacity of the KV cache"
     )
-    max_batch: int = Field(default=1, ge=1, le=4096, description="sequences served at once")
-    threads: int | None = Field(
-        default=None, ge=1, le=4096, description="threads of a CPU engine; not set: one for each physical core"
-    )
-    tensor_parallel: int = Field(
-        default=1, ge=1, le=64, description="GPUs that share one model, each with its part of every layer"
-    )
+    max_batch: int = Field(default=1, ge=1, le=4096, description="maximum number of concurrent sequences")
+    threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads; default: one per physical core")
+    tensor_parallel: int = Field(default=1, ge=1, le=64, description="number of GPUs that each layer is split over")
     decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
-        default=(), description="rows that decode steps on a GPU are padded to; none: powers of two, and max_batch"
+        default=(),
+        description="batch sizes that decode steps on a GPU are padded to; default: powers of two up to max_batch",
     )
     cuda_graphs: Literal["require", "allow", "off"] = Field(
         default="require",
-        description="decode steps on a GPU as CUDA graphs; require: all, or the build fails; allow: those that can be",
+        description="run decode steps on a GPU as CUDA graphs; require: all, or fail the build; allow: where possible",
     )
     deferred: bool = Field(
         default=False,
-        description="publish the lowered graph, and build the engine later, on its GPU: `llmforge build --finish`",
+        description="publish without an engine, to build it later on the target GPU with `llmforge build --finish`",
     )
 
     @model_validator(mode="after")
@@ -109,80 +106,84 @@ class EngineSpec(_Section):
         batches = self.decode_batches
         if batches and (list(batches) != sorted(set(batches)) or batches[-1] != self.max_batch):
             raise ValueError(
-                f"decode_batches is {list(batches)}; wanted numbers that ascend to max_batch, {self.max_batch}"
+                f"decode_batches is {list(batches)}; expected ascending numbers up to max_batch, {self.max_batch}"
             )
         return self
 
 
 class CalibrationSpec(_Section):
-    """The text that calibration reads; a JSON Lines file of `{id, text}`."""
+    """Text for calibration: a JSON Lines file of `{id, text}`."""
 
-    data: RecipePath = Field(description="JSON Lines of {id, text}, relative to the recipe")
-    samples: int = Field(ge=1, description="sequences to run")
-    length: int = Field(ge=2, description="tokens of each sequence")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="selects the sequences")
+    data: RecipePath = Field(description="JSON Lines file of {id, text}; relative to the recipe")
+    samples: int = Field(ge=1, description="number of sequences to run")
+    length: int = Field(ge=2, description="tokens per sequence")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="random seed for choosing sequences")
 
 
 class QualitySpec(_Section):
-    """Perplexity, KL divergence and top-1 agreement with the checkpoint, measured on the engine that ships."""
+    """Measure perplexity, KL divergence and top-1 agreement of the engine against the checkpoint."""
 
-    data: RecipePath = Field(description="JSON Lines of {id, text} that calibration must not have seen")
-    context: int = Field(ge=2, description="tokens of a window")
+    data: RecipePath = Field(description="JSON Lines file of {id, text}; must not overlap the calibration data")
+    context: int = Field(ge=2, description="tokens per window")
     max_tokens: int | None = Field(
-        default=None, ge=1, description="read no more, spread over all documents (none: everything)"
+        default=None, ge=1, description="maximum tokens to evaluate, spread over all documents; default: all"
     )
 
 
 class LatencySpec(_Section):
-    """Time to the first token and between tokens, of the engine and of the checkpoint, in the same run."""
+    """Measure TTFT and TPOT of the engine and of the checkpoint, in the same run."""
 
     prompt_tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        min_length=1, description="lengths of prompt to time"
+        min_length=1, description="prompt lengths to measure"
     )
     output_tokens: int = Field(ge=2, description="tokens to generate after each prompt")
     repetitions: int = Field(
-        default=10, ge=1, le=1000, description="runs of each length; a median has an interval from 6 on"
+        default=10, ge=1, le=1000, description="runs per length; an interval of the median needs at least 6"
     )
 
 
 class ValidationSpec(_Section):
-    """What is measured on the finished engine."""
+    """What to measure on the finished engine."""
 
     quality: QualitySpec | None = None
     latency: LatencySpec | None = None
 
 
 class TritonSpec(_Section):
-    """The model's place in a Triton Inference Server."""
+    """Settings of the Triton model repository."""
 
     kind: Literal["cpu", "gpu", "model"] | None = Field(
-        default=None, description="KIND_… of `instance_group`; not set: what the target is"
+        default=None, description="KIND_… of `instance_group`; default: that of the target"
     )
-    instances: int = Field(default=1, ge=1, le=64, description="processes, each with weights and KV cache of its own")
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), description="devices of kind gpu; none: all")
-    versions: int | None = Field(
-        default=1, ge=1, description="how many of the model's newest versions are served; null: all"
+    instances: int = Field(
+        default=1, ge=1, le=64, description="number of processes, each with its own weights and KV cache"
     )
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="GPU indices, for kind gpu; default: all"
+    )
+    versions: int | None = Field(default=1, ge=1, description="number of newest versions to serve; null: all")
 
 
 class ServingSpec(_Section):
-    """How the engine is served; what is not set is the runtime's default."""
+    """Serving options; unset ones take the default of the runtime."""
 
-    max_queue: int | None = Field(default=None, ge=0, description="requests that wait; one more is refused")
-    step_tokens: int | None = Field(default=None, ge=1, description="token budget of one step of the engine")
+    max_queue: int | None = Field(
+        default=None, ge=0, description="maximum number of waiting requests; further ones are refused"
+    )
+    step_tokens: int | None = Field(default=None, ge=1, description="maximum tokens per engine step")
     prefix_cache_bytes: int | None = Field(
-        default=None, ge=0, description="bound of what is kept of texts for later ones that begin alike; 0: nothing"
+        default=None, ge=0, description="memory for reusing the KV cache of shared prefixes, in bytes; 0 disables it"
     )
     speculation: Literal["off", "prompt-lookup"] | None = Field(
-        default=None, description="tokens guessed from the text itself, where that pays"
+        default=None, description="speculative decoding with tokens copied from the prompt"
     )
-    timeout_s: float | None = Field(default=None, gt=0, description="deadline of requests that have none")
+    timeout_s: float | None = Field(default=None, gt=0, description="default deadline of a request")
     triton: TritonSpec = Field(default_factory=TritonSpec)
 
     @model_validator(mode="after")
     def _gpus_have_a_kind(self) -> Self:
         if self.triton.gpus and self.triton.kind in ("cpu", "model"):
-            raise ValueError(f"`gpus` are of kind gpu, not {self.triton.kind}")
+            raise ValueError(f"`gpus` requires kind gpu, not {self.triton.kind}")
         return self
 
     def changed(self, overrides: Sequence[str]) -> ServingSpec:
@@ -200,17 +201,17 @@ class ServingSpec(_Section):
 
 
 class GateSpec(_Section):
-    """The bounds of one metric; at least one of them."""
+    """Limits of a metric: `min`, `max` or both."""
 
-    min: float | None = Field(default=None, description="smallest value that passes")
-    max: float | None = Field(default=None, description="largest value that passes")
+    min: float | None = Field(default=None, description="minimum value to pass")
+    max: float | None = Field(default=None, description="maximum value to pass")
 
     @model_validator(mode="after")
     def _has_bounds(self) -> Self:
         if self.min is None and self.max is None:
             raise ValueError("a gate needs `min`, `max` or both")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"nothing passes: min {self.min} is above max {self.max}")
+            raise ValueError(f"min {self.min} is above max {self.max}")
         return self
 
 
@@ -230,17 +231,17 @@ class Recipe(_Section):
     """A validated recipe; its paths are absolute."""
 
     schema_version: Literal[1] = Field(alias="schema", description="version of this format")
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name of the artifact, and of its folder")
-    checkpoint: RecipePath = Field(description="folder of a Hugging Face checkpoint, relative to the recipe")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name of the artifact and its folder")
+    checkpoint: RecipePath = Field(description="folder of a Hugging Face checkpoint; relative to the recipe")
     target: TargetName = Field(
-        description="deployment device: a name that `llmforge targets` lists, `local`, or a file that `doctor` wrote"
+        description="deployment device: a name of `llmforge targets`, `local`, or a file written by `llmforge doctor`"
     )
     engine: EngineSpec
     calibration: CalibrationSpec | None = None
-    passes: tuple[PassSpec, ...] = Field(description="what is done to the graph, in order")
+    passes: tuple[PassSpec, ...] = Field(description="passes to run, in order")
     validation: ValidationSpec = Field(default_factory=ValidationSpec)
     gates: dict[Annotated[str, AfterValidator(_known_metric)], GateSpec] = Field(
-        default_factory=dict, description="bounds that the artifact must keep", json_schema_extra=_known_metrics
+        default_factory=dict, description="limits that the artifact must meet", json_schema_extra=_known_metrics
     )
     serving: ServingSpec = Field(default_factory=ServingSpec)
 
@@ -257,8 +258,8 @@ class Recipe(_Section):
         source = read(path)
         if not isinstance(source.data, dict):
             raise RecipeError(
-                f"{source.where(())}: a recipe is a mapping of `schema`, `name`, `checkpoint`, …",
-                hint="recipes/quickstart.yaml is one; `llmforge schema` describes them for editors",
+                f"{source.where(())}: expected a mapping with `schema`, `name`, `checkpoint`, …",
+                hint="see recipes/quickstart.yaml for an example",
             )
         apply(overrides, source, cls.model_json_schema())
         written = {**source.data, "passes": _entries(source)} if "passes" in source.data else source.data
@@ -292,7 +293,7 @@ class Recipe(_Section):
         for index, spec in enumerate(self.passes):
             cls = known.get(spec.name)
             if cls is None:
-                what = f"no such pass; known: {', '.join(known) or 'none'}"
+                what = f"unknown pass; known: {', '.join(known) or 'none'}"
                 problems.append(spec.problem(what, meant(spec.name, list(known))))
                 continue
             problems += _misplaced(spec, cls, facts, registry)
@@ -346,7 +347,7 @@ class Recipe(_Section):
         if latency is not None and max(latency.prompt_tokens) + latency.output_tokens > longest:
             yield self._problem(
                 ("validation", "latency", "prompt_tokens"),
-                f"{max(latency.prompt_tokens)} tokens of prompt and {latency.output_tokens} of output are above "
+                f"{max(latency.prompt_tokens)} prompt tokens and {latency.output_tokens} output tokens exceed "
                 f"engine.max_context, {longest}",
             )
         for metric in self.gates:
@@ -354,7 +355,7 @@ class Recipe(_Section):
             if section is not None and getattr(self.validation, section) is None:
                 yield self._problem(
                     ("gates", metric),
-                    "nothing would measure it",
+                    "it would not be measured",
                     f"add `validation: {{{section}: …}}`, or remove the gate",
                 )
 
@@ -368,19 +369,19 @@ class Recipe(_Section):
         if target.known_as not in targets.names():
             yield self._problem(
                 ("target",),
-                f"{path.name} does not say which target it is like",
-                "add `like: NAME`, a target of the list",
+                f"{path.name} has no `like`",
+                "add `like: NAME`, with a name of `llmforge targets`",
             )
 
     def _missing_text(self, spec: PassSpec, instance: Pass) -> Iterator[Problem]:
         if instance.demands() and self.calibration is None:
             yield spec.problem(
-                "with these options the pass reads calibration statistics, and the recipe has no `calibration`",
+                "these options need calibration, but the recipe has no `calibration`",
                 "add `calibration: {data: FILE.jsonl, samples: 64, length: 512}`",
             )
         elif instance.numerics is Numerics.LOSSY and self.calibration is None and self.validation.quality is None:
             yield spec.problem(
-                "the pass has a budget, and the recipe has no text to measure it on",
+                "the pass has a budget, but the recipe has no text to measure it on",
                 "add `calibration` or `validation: {quality: …}`",
             )
 
@@ -432,7 +433,7 @@ def _entries(source: Source) -> list[Any]:
         if isinstance(name, str) and isinstance(values, dict | None):
             entries.append({"name": name, "options": values or {}, "where": where})
         else:
-            what = "a pass is a bare name or one name with its options, `- name` or `- name: {option: value}`"
+            what = "a pass must be a name or a name with options: `- name` or `- name: {option: value}`"
             problems.append(Problem(where, f"passes.{index}", what))
     if problems:
         raise collect(problems)
@@ -446,12 +447,12 @@ def _misplaced(
     for fact in sorted(cls.requires - facts):
         providers = [other.name for other in registry if fact in other.provides]
         yield spec.problem(
-            f"needs the fact {fact!r}, which no earlier pass of the recipe provides",
+            f"requires {fact!r}, which no earlier pass provides",
             f"put {' or '.join(providers)} before it" if providers else None,
         )
     if "precision" in facts and cls.numerics is not Numerics.EXACT:
         yield spec.problem(
-            "stands behind a pass that lowers the precision; what it does is proven on fp32 graphs", "put it in front"
+            "follows a pass that lowers the precision, but is verified on fp32 graphs", "put it before that pass"
         )
 
 

@@ -159,5 +159,5 @@ def read(path: Path) -> Report:
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputError(
             f"{path}: not a report of this version: {where}: {first['msg']}",
-            hint="`llmforge inspect ARTIFACT --verify` names what is not as it was published",
+            hint="run `llmforge inspect ARTIFACT --verify` to list changed files",
         ) from error

@@ -59,7 +59,7 @@ def summary(report: Report) -> RenderableType:
     for result in report.gates:
         gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.explanation))
     unverified = report.engine.unmeasured
-    labels = (Text(f"unverified: it was not run, because {unverified}", "yellow"),) if unverified else ()
+    labels = (Text(f"unverified: the engine was not run: {unverified}", "yellow"),) if unverified else ()
     notes = (*labels, *(Text(f"note: {note}", "dim") for note in report.notes))
     return Group(head, key, *((gates,) if report.gates else ()), *notes)
 
@@ -79,7 +79,7 @@ def _render(template: str, report: Report, *, autoescape: bool, finalize: Callab
         "report": report,
         "headline": view.headline(report),
         "key_figures": view.key_figures(report),
-        "unmeasured": report.engine.unmeasured or "the recipe asks for none",
+        "unmeasured": report.engine.unmeasured or "the recipe does not ask for it",
         "metrics": catalog.deciding(),
         "charts": charts,
         "view": view,

@@ -31,8 +31,8 @@ def headline(report: Report) -> str:
         return "Built; the recipe has no gates"
     if report.verdict is Verdict.PASS:
         return "The gate passed" if len(verdicts) == 1 else f"All {len(verdicts)} gates passed"
-    unknown = "the engine was not run" if report.engine.unmeasured else "its data cannot tell"
-    what = "failed" if report.verdict is Verdict.FAIL else f"undecided: {unknown}"
+    unknown = "the engine was not run" if report.engine.unmeasured else "not enough data"
+    what = "failed" if report.verdict is Verdict.FAIL else f"inconclusive: {unknown}"
     return f"{verdicts.count(report.verdict)} of {len(verdicts)} gates {what}"
 
 
@@ -41,7 +41,7 @@ def key_figures(report: Report) -> list[KeyFigure]:
     notes = [f"{units.percent(report.engine.size_bytes / report.checkpoint.size_bytes)} of the checkpoint"]
     if report.passes:  # stored bits for each parameter of the checkpoint, scales and copies included
         bits = 8 * report.passes[-1].weight_bytes_after / report.checkpoint.parameters
-        notes.append(f"{bits:.2f} bits a weight")
+        notes.append(f"{bits:.2f} bits per weight")
     title = "To build" if report.engine.pending else catalog.SIZE.title
     size = KeyFigure(title, catalog.SIZE.unit.write(report.engine.size_bytes), tuple(notes))
     return [size, *(figure for _, figure in sorted(_key_metrics(report), key=lambda placed: placed[0]))]

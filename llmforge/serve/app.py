@@ -95,7 +95,7 @@ class _Server:
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
         if name != self._model:
-            error = UsageError(f"model {name!r} is not served here; this is {self._model!r}")
+            error = UsageError(f"model {name!r} not found; this server serves {self._model!r}")
             return JSONResponse(error_body(error), 404)
         return JSONResponse(self._description())
 
@@ -103,13 +103,13 @@ class _Server:
         """Give the token ids of `prompt` (a text) or of `messages` under the chat template, as vLLM does."""
         body, runner = await _body(http), self._engine.runner
         if not isinstance(body, dict) or (("prompt" in body) == ("messages" in body)):
-            raise UsageError("wanted an object with prompt (a text) or messages, not both")
+            raise UsageError("expected an object with either prompt (a string) or messages")
         if "messages" in body:
             ids = await run_in_threadpool(encode_messages, body["messages"], runner)
         elif isinstance(body["prompt"], str):
             ids = await run_in_threadpool(runner.encode, body["prompt"])
         else:
-            raise UsageError("prompt: wanted a text")
+            raise UsageError("prompt: expected a string")
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": runner.config.max_context})
 
     async def health(self, http: HttpRequest) -> Response:
@@ -204,7 +204,7 @@ async def _body(http: HttpRequest) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"the body is no JSON: {error}") from error
+        raise UsageError(f"the body is not JSON: {error}") from error
 
 
 def _refusal(http: HttpRequest, error: Exception) -> Response:

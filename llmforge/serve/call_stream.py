@@ -101,7 +101,7 @@ class CallStream:
             self._unfinished.discard(index)
             self._metrics.ended(chunk.finish_reason, time_s - self._submitted)
         if chunk.finish_reason == "timeout":
-            raise RequestTimeout("the answer was not complete by its deadline", hint="ask for fewer tokens")
+            raise RequestTimeout("the answer was not complete by its deadline", hint="request fewer tokens")
         if chunk.finish_reason == "cancelled":
             raise Unavailable("the server is shutting down")
         return index, chunk

@@ -84,7 +84,7 @@ def encode_messages(value: Any, runner: Runner) -> list[int]:
             the chat template refuses them.
     """
     if not isinstance(value, list) or not value:
-        raise UsageError('messages: wanted a list of {"role": …, "content": …}, not empty')
+        raise UsageError('messages: expected a list of {"role": …, "content": …}, not empty')
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
     try:
         return runner.encode_chat(messages)
@@ -94,17 +94,17 @@ def encode_messages(value: Any, runner: Runner) -> list[int]:
 
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise UsageError(f'{where}: wanted an object {{"role": …, "content": …}}')
+        raise UsageError(f'{where}: expected an object {{"role": …, "content": …}}')
     content = value.get("content")
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise UsageError(f"{where}: a part of its content is no text; this server reads text alone")
+            raise UsageError(f"{where}: content parts must be text")
         content = "\n".join(map(str, parts))
     if not isinstance(content, str):
-        raise UsageError(f"{where}: content is {type(content).__name__}; wanted a text, or a list of parts of text")
+        raise UsageError(f"{where}: content is {type(content).__name__}; expected a string, or a list of text parts")
     return {**value, "content": content}
 
 
@@ -121,7 +121,9 @@ def texts(value: Any) -> list[str | list[int]]:
             return [value]
         if all(isinstance(each, str) or _is_ids(each) for each in value):
             return list(value)
-    raise UsageError("prompt: wanted a text, a list of texts, a list of token ids, or a list of such lists, not empty")
+    raise UsageError(
+        "prompt: expected a string, a list of strings, a list of token ids, or a list of such lists, not empty"
+    )
 
 
 def _is_ids(value: Any) -> bool:
@@ -131,7 +133,7 @@ def _is_ids(value: Any) -> bool:
 def _fields(body: Any, model: str) -> dict[str, Any]:
     """Take what a body says, less what is null (as if it were not there) or changes no output."""
     if not isinstance(body, dict):
-        raise UsageError("the body is no JSON object")
+        raise UsageError("the body is not a JSON object")
     fields = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
     if fields.get("model", model) != model:
         raise UnknownModel(f"model {fields['model']!r} is not served here; this is {model!r}")
@@ -143,9 +145,7 @@ def _call(kind: Kind, prompts: Sequence[Sequence[int]], fields: Mapping[str, Any
     given = {name: value for name, value in fields.items() if name not in _OWN}
     samplings = samplings_of({"temperature": TEMPERATURE, **defaults, **given})
     if len(prompts) * len(samplings) > MAX_CHOICES:
-        raise UsageError(
-            f"{len(prompts)} prompts, n {len(samplings)}: wanted at most {MAX_CHOICES} answers to one call"
-        )
+        raise UsageError(f"{len(prompts)} prompts, n {len(samplings)}: expected at most {MAX_CHOICES} answers per call")
     return Call(
         kind=kind,
         id=("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12),
@@ -162,12 +162,12 @@ def _stream(fields: Mapping[str, Any]) -> tuple[bool, bool]:
     """Read whether to stream, and whether the stream ends with token counts."""
     stream, options = fields.get("stream", False), fields.get("stream_options", {})
     if not isinstance(stream, bool):
-        raise UsageError(f"stream {stream!r}: wanted true or false")
+        raise UsageError(f"stream {stream!r}: expected true or false")
     if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise UsageError(f"stream_options {options!r}: wanted an object of include_usage alone")
+        raise UsageError(f"stream_options {options!r}: expected an object with only include_usage")
     include_usage = options.get("include_usage", False)
     if not isinstance(include_usage, bool):
-        raise UsageError(f"include_usage {include_usage!r}: wanted true or false")
+        raise UsageError(f"include_usage {include_usage!r}: expected true or false")
     if options and not stream:
-        raise UsageError("stream_options without stream", hint="give stream: true as well")
+        raise UsageError("stream_options requires stream", hint="set stream: true")
     return stream, include_usage

@@ -49,7 +49,7 @@ def run(engine: Engine, model: str, address: Address, announce: Callable[[str], 
     finally:
         engine.close(drain=False)
     if died:
-        raise Unavailable("the engine failed, and the server has ended", hint="its log above has the cause")
+        raise Unavailable("the engine failed and the server stopped", hint="see the log above for the cause")
 
 
 async def _serve(server: uvicorn.Server, engine: Engine, listening: socket.socket) -> None:
@@ -108,7 +108,7 @@ def _listen(address: Address) -> socket.socket:
     except OSError as error:
         raise EnvironmentLacks(
             f"cannot listen on {address.host} port {address.port}: {error.strerror or error}",
-            hint="--port 0 takes a free port",
+            hint="use --port 0 to pick a free port",
         ) from error
 
 

@@ -78,7 +78,7 @@ def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: Fo
         if error.message == reason.message:
             raise reason from error
         raise UnsupportedError(
-            f"{reason.message}; with the attention of its own code: {error.message}", hint=reason.hint
+            f"{reason.message}; tracing the attention from its own code failed too: {error.message}", hint=reason.hint
         ) from error
 
 

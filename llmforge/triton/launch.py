@@ -33,7 +33,7 @@ def find(server: Path | None = None) -> Path:
     if found is None:
         raise EnvironmentLacks(
             f"{server}: not an executable" if server is not None else f"no {PROGRAM} is on PATH",
-            hint="name one with --server, or read the repository from NVIDIA's container; see docs/triton.md",
+            hint="set --server, or use NVIDIA's container; see docs/triton.md",
         )
     return Path(found)
 

@@ -160,8 +160,8 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
     try:
         if (final / str(version)).exists():
             raise UsageError(
-                f"{final / str(version)} exists, and a version never changes",
-                hint="give another --model-version or --name",
+                f"{final / str(version)} already exists; published versions never change",
+                hint="use another --model-version or --name",
             )
         repository.mkdir(parents=True, exist_ok=True)
         _write_shared(model, partial, ALONE)
@@ -172,7 +172,7 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
         _move(partial, final, version)
     except OSError as error:
         raise EnvironmentLacks(
-            f"{repository}: cannot be written: {error}", hint="give a folder where you may write with --output"
+            f"{repository}: cannot be written: {error}", hint="choose a writable folder with --output"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -56,8 +56,8 @@ class Proof:
     def names(self) -> tuple[str, ...]:
         """Say it in words."""
         alike = self.places - self.run
-        ran = f"{self.run} of {self.places} changed places"
-        return (ran, f"the other {alike} are changed alike") if alike else (ran,)
+        ran = f"{self.run} of {self.places} changed subgraphs"
+        return (ran, f"the other {alike} changed the same way") if alike else (ran,)
 
 
 def prove(before: ir.Model, after: ir.Model, *, tolerance: float, threads: int) -> Proof | Difference:

@@ -50,10 +50,10 @@ class TraceProof:
     def note(self) -> str:
         """Say it in one line, for a report."""
         of = "all layers" if self.layers == self.depth else f"the first {self.layers} of {self.depth} layers"
-        beyond = "".join(f"; no prompt was longer than the window of {window}" for window in self.unexceeded_windows)
+        beyond = "".join(f"; no prompt exceeded the attention window of {window}" for window in self.unexceeded_windows)
         return (
-            f"trace: the canonical graph of {of} gives transformers' logits within {self.max_abs_difference:.2g} "
-            f"(allowed {self.allowed:.2g}) on {', '.join(self.probes)}{beyond}"
+            f"trace: logits match transformers within {self.max_abs_difference:.2g} (allowed: {self.allowed:.2g}), "
+            f"verified with {of} on {', '.join(self.probes)}{beyond}"
         )
 
 
@@ -82,7 +82,9 @@ def verify_trace(
             fallback.refuse_encoders(checkpoint)
         except NotADecoder as plainer:
             raise NotADecoder(f"{named}: {plainer.message}") from error
-        raise UnsupportedError(f"{named}: {reason}; with the attention of its own code: {error.message}") from error
+        raise UnsupportedError(
+            f"{named}: {reason}; tracing the attention from its own code failed too: {error.message}"
+        ) from error
 
 
 def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int) -> TraceProof:
@@ -133,9 +135,10 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
                 exposed = probe.open_session(model, probe.Weights(), threads, names)
                 where = _first_layer(exposed, names, comparison, Reference(checkpoint, part))
             raise VerificationError(
-                f"the traced graph is not the model: logits differ from transformers' by {comparison.difference:.3g}, "
-                f"allowed is {allowed:.3g}, in {comparison.run.where(comparison.step)}, row {comparison.row}; {where}",
-                hint="this is a defect of llmforge's frontend for this architecture; nothing was built",
+                f"the traced graph does not match the model: logits differ from transformers' by "
+                f"{comparison.difference:.3g} (allowed: {allowed:.3g}) in {comparison.run.where(comparison.step)}, "
+                f"row {comparison.row}; {where}",
+                hint="this is a bug in llmforge's support of this architecture; nothing was built",
             )
     longest = max(run.capacity for run in runs)
     return TraceProof(

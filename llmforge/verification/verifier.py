@@ -92,10 +92,10 @@ def check_changes(name: str, before: Snapshot, model: ir.Model, changes: Changes
         first = changes.rewritten[0]
         raise VerificationError(
             f"pass {name} reports {len(changes.rewritten)} changes, the first at {first.node} ({first.what}), "
-            "and left the graph as it was"
+            "but did not change the graph"
         )
     if not changes and difference is not None:
-        raise VerificationError(f"pass {name} reports no changes and changed {difference}")
+        raise VerificationError(f"pass {name} reports no changes, but changed {difference}")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Verifier:
 
         Raises:
             VerificationError: `step` did not do what it declares. Both graphs were saved.
-            UsageError: `step` is lossy and there is no text to measure its budget on.
+            UsageError: `step` is lossy, but there is no text to measure its budget on.
         """
         started = time.perf_counter()
         try:
@@ -178,9 +178,7 @@ class Verifier:
         try:
             dialect.check(model)
         except VerificationError as error:
-            raise VerificationError(
-                f"pass {step.name} wrote a graph that is not of the dialect: {error.message}"
-            ) from error
+            raise VerificationError(f"pass {step.name} wrote a graph outside the dialect: {error.message}") from error
         try:
             if self._loss is None:
                 session = probe.open_session(model, self._weights, self._threads)
@@ -383,8 +381,8 @@ def _rounds_activations(model: ir.Model) -> bool:
 
 def _no_text(step: Pass) -> UsageError:
     return UsageError(
-        f"pass {step.name} is lossy and there is no text to measure its budget on",
-        hint="give the recipe calibration or evaluation data",
+        f"pass {step.name} is lossy, but there is no text to measure its budget on",
+        hint="add calibration or evaluation data to the recipe",
     )
 
 
@@ -424,6 +422,6 @@ def _tolerance(model: ir.Model) -> float:
     tolerance = None if logits.dtype is None else TOLERANCE.get(logits.dtype)
     if tolerance is None:
         raise UnsupportedError(
-            f"logits are {logits.dtype}; the rounding of a pass is known for {', '.join(d.name for d in TOLERANCE)}"
+            f"logits are {logits.dtype}; rounding tolerances are known for {', '.join(d.name for d in TOLERANCE)}"
         )
     return tolerance

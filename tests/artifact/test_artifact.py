@@ -175,8 +175,8 @@ class TestSameVersion:
         first = build(tmp_path, version="1.0")
         with pytest.raises(UsageError) as caught:
             build(tmp_path, version="1.0", files={"engine/model.onnx": b"other"})
-        assert f"exists with other content ({first.manifest.content_digest[:12]}, this build " in str(caught.value)
-        assert "hint: a version never changes: name another" in str(caught.value)
+        assert f"exists with different content ({first.manifest.content_digest[:12]}; this build: " in str(caught.value)
+        assert "hint: published versions never change; give another" in str(caught.value)
         first.verify()
         assert names(tmp_path / "tiny") == [".lock", "1.0"]
 
@@ -243,19 +243,19 @@ class TestOpen:
         with staging(tmp_path, "tiny") as folder:
             write(folder)
             message = refusal(folder)
-        assert "the folder of a build that is running or was killed, not an artifact" in message
+        assert "not an artifact, but the folder of an unfinished build" in message
         assert "hint: build again" in message
 
     def test_unfinished_with_a_manifest(self, tmp_path: Path) -> None:
         made = build(tmp_path)
         hidden = made.path.rename(made.path.with_name(".building-1-0a1b2c3d"))
-        assert "was killed, not an artifact" in refusal(hidden)
+        assert "the folder of an unfinished build" in refusal(hidden)
 
     def test_no_manifest(self, tmp_path: Path) -> None:
         made = build(tmp_path)
         message = refusal(made.path.parent)
         assert "not an artifact: it has no manifest.json" in message
-        assert f"hint: give one of its versions: {made.manifest.version}" in message
+        assert f"hint: use one of its versions: {made.manifest.version}" in message
 
     @pytest.mark.parametrize(
         ("content", "said"),
@@ -264,9 +264,9 @@ class TestOpen:
             (b"{", "not valid JSON"),
             (b"[" * 100_000, "not valid JSON"),
             (b"\xff", "not valid JSON"),
-            (b"[]", "schema None is unknown to llmforge"),
-            (b"{}", "schema None is unknown to llmforge"),
-            (b'{"schema": 2}', "schema 2 is unknown to llmforge"),
+            (b"[]", "schema None is not supported by llmforge"),
+            (b"{}", "schema None is not supported by llmforge"),
+            (b'{"schema": 2}', "schema 2 is not supported by llmforge"),
             (b'{"schema": 1}', "name: Field required"),
         ],
     )
@@ -304,7 +304,7 @@ class TestVerify:
             "missing: engine/model.onnx; changed: engine/model.onnx.data; not in the manifest: tokenizer/.hid"
             in message
         )
-        assert "hint: fetch it or build it again" in message
+        assert "hint: fetch or build it again" in message
 
     def test_report_counts_too(self, tmp_path: Path) -> None:
         made = build(tmp_path)

@@ -55,7 +55,7 @@ def test_a_backend_of_cpus_alone_says_so() -> None:
     own = Provider("toy", "cpu", "toy", (), "toy.builder", "toy.session", {"fp32": Use(("compute", "weights", "kv"))})
     toy = Backend("toy", "Toy", "toy", (own,), compiled=False, scales="blocks", alone="it is a toy")
     assert toy.unsupported(None) is None
-    assert toy.unsupported("89") == "it builds engines for CPUs alone"
+    assert toy.unsupported("89") == "it builds engines for CPUs only"
     assert own.support(None).kv == {"fp32"}
 
 

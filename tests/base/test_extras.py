@@ -100,7 +100,7 @@ def test_another_version_is_named_where_a_name_is_not_in_it(monkeypatch: pytest.
         torch.no_such_name  # noqa: B018
     found = extras.explain(caught.value)
     assert isinstance(found, VersionMismatch)
-    assert found.message == f"torch 2.1.0+cpu is installed; this llmforge was proven with {pin}"
+    assert found.message == f"torch 2.1.0+cpu is installed; this llmforge requires {pin}"
     assert found.hint == f"pip install 'torch=={pin}'"
 
 

@@ -44,7 +44,7 @@ def test_another_version_is_named_beside_the_right_one(
     pretend(monkeypatch, {package: other})
     with pytest.raises(VersionMismatch) as caught:
         Checkpoint.open(tiny_checkpoint)
-    assert caught.value.message.startswith(f"{package} {other} is installed; this llmforge was proven with {package} ")
+    assert caught.value.message.startswith(f"{package} {other} is installed; this llmforge requires {package} ")
     assert caught.value.hint is not None
     assert f"pip install '{package}=={pinned}'" in caught.value.hint
 

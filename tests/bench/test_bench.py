@@ -64,7 +64,7 @@ def test_a_closed_loop_keeps_so_many_in_flight() -> None:
     assert len(outcomes) == 12
     assert sorted(request.prompt for request in subject.asked) == [(i,) for i in range(12)]
     assert told == list(range(1, 13))
-    with pytest.raises(UsageError, match="wanted 1 or more"):
+    with pytest.raises(UsageError, match="expected 1 or more"):
         closed_loop(subject, load(1), 0)
 
 
@@ -75,7 +75,7 @@ def test_an_open_loop_sends_by_the_clock_whatever_is_in_flight() -> None:
     sent = [outcome.sent_s for outcome in outcomes]
     assert [later - sent[0] for later in sent] == pytest.approx([0, 0.02, 0.04, 0.06, 0.08])
     assert all(outcome.latency_ms >= 500 for outcome in outcomes)
-    with pytest.raises(UsageError, match="without arrivals"):
+    with pytest.raises(UsageError, match="without arrival times"):
         open_loop(subject, load(2))
 
 
@@ -232,16 +232,16 @@ def test_the_command_replays_a_trace_and_cuts_prompts_from_text(small: Artifact,
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--concurrency", "1", "--rate", "2"], "wanted one of concurrencies, rates and a trace"),
-        (["--concurrency", "0"], "wanted whole numbers, 1 or more"),
-        (["--concurrency", "a"], "wanted numbers separated by commas"),
-        (["--rate", "-1"], "wanted a finite number of requests per second above 0"),
+        (["--concurrency", "1", "--rate", "2"], "expected one of concurrencies, rates and a trace"),
+        (["--concurrency", "0"], "expected whole numbers, 1 or more"),
+        (["--concurrency", "a"], "expected comma-separated numbers"),
+        (["--rate", "-1"], "expected a finite number of requests per second above 0"),
         (["--prompt-tokens", str(CONTEXT)], f"at most {CONTEXT}"),
         (["--prompt-tokens", "8", "--prefix-tokens", "9"], "a shared part no longer than the prompt"),
-        (["--slo", "speed=1s"], "wanted ttft, tpot or latency"),
-        (["--trace", "x.jsonl", "--repetitions", "2"], "--repetitions says nothing beside --trace"),
-        (["--trace", "x.jsonl", "--rate", "1"], "wanted one of concurrencies, rates and a trace"),
-        (["--url", "http://127.0.0.1:9", "--threads", "2"], "--threads says nothing beside --url"),
+        (["--slo", "speed=1s"], "expected ttft, tpot or latency"),
+        (["--trace", "x.jsonl", "--repetitions", "2"], "--repetitions cannot be used with --trace"),
+        (["--trace", "x.jsonl", "--rate", "1"], "expected one of concurrencies, rates and a trace"),
+        (["--url", "http://127.0.0.1:9", "--threads", "2"], "--threads cannot be used with --url"),
         (["--url", "localhost:80"], "is not an address"),
     ],
 )

@@ -49,7 +49,7 @@ def test_text_is_cut_into_windows() -> None:
     assert all(window == tuple(range(window[0], window[0] + 30)) for window in windows)
     assert len(set(windows)) > 10
     assert text.take(100, np.random.default_rng(0)) == tuple(range(100))
-    with pytest.raises(DataError, match="file: 100 tokens; a prompt of 101"):
+    with pytest.raises(DataError, match="file: 100 tokens; the prompt needs 101"):
         text.take(101, np.random.default_rng(0))
 
 
@@ -57,7 +57,7 @@ def test_text_is_cut_into_windows() -> None:
     "wrong", [{"count": 0}, {"prompt_tokens": 0}, {"output_tokens": 0}, {"prefix_tokens": 6}, {"rate": 0.0}]
 )
 def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match="wanted"):
+    with pytest.raises(UsageError, match="expected"):
         make_load(PROMPTS, **{"count": 2, "prompt_tokens": 5, "output_tokens": 1, **wrong})  # type: ignore[arg-type]
 
 
@@ -89,15 +89,15 @@ def test_a_trace_is_replayed_as_it_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ([1], "list; wanted"),
-        ({}, "has nothing; wanted"),
-        ({"at_s": 1, "output_tokens": 1}, "has at_s, output_tokens; wanted"),
+        ([1], "list; expected"),
+        ({}, "has nothing; expected"),
+        ({"at_s": 1, "output_tokens": 1}, "has at_s, output_tokens; expected"),
         ({"at_s": 1, "prompt": "a", "prompt_tokens": 1, "output_tokens": 1}, "has at_s, output_tokens, prompt"),
-        ({"at_s": -1, "prompt": "a", "output_tokens": 1}, "at_s is -1; wanted"),
-        ({"at_s": True, "prompt": "a", "output_tokens": 1}, "at_s is true; wanted"),
-        ({"at_s": 1, "prompt": "", "output_tokens": 1}, 'prompt is ""; wanted'),
-        ({"at_s": 1, "prompt": "a", "output_tokens": 0}, "output_tokens is 0; wanted"),
-        ({"at_s": 1, "prompt_tokens": 1.5, "output_tokens": 1}, "prompt_tokens is 1.5; wanted"),
+        ({"at_s": -1, "prompt": "a", "output_tokens": 1}, "at_s is -1; expected"),
+        ({"at_s": True, "prompt": "a", "output_tokens": 1}, "at_s is true; expected"),
+        ({"at_s": 1, "prompt": "", "output_tokens": 1}, 'prompt is ""; expected'),
+        ({"at_s": 1, "prompt": "a", "output_tokens": 0}, "output_tokens is 0; expected"),
+        ({"at_s": 1, "prompt_tokens": 1.5, "output_tokens": 1}, "prompt_tokens is 1.5; expected"),
         ({"at_s": 0.5, "prompt": "a", "output_tokens": 1}, "at_s 0.5 comes after 0.75"),
     ],
 )
@@ -112,7 +112,7 @@ def test_files_that_hold_no_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_trace(tmp_path / "none.jsonl", encode, PROMPTS)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="holds no request"):
+    with pytest.raises(DataError, match="contains no requests"):
         read_trace(tmp_path / "empty.jsonl", encode, PROMPTS)
     (tmp_path / "latin.jsonl").write_bytes(b"\xff")
     with pytest.raises(DataError, match="byte 0 is not UTF-8"):

@@ -32,17 +32,17 @@ FOLDER = Path(__file__).parents[2] / "recipes"
 ALL = ("fp32", "genai", "int4-rtn", "int8", "optimum", "portable", "quickstart")
 
 # type → recipe → why it is refused; recipes that are not named are not
-LATENT = "heads of keys have 24 channels and those of values 12"
+LATENT = "key heads have 24 channels and value heads 12"
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "llama": {},
-    "llama-wide-heads-llama3-rope": {"optimum": "would feed caches that do not fit"},
+    "llama-wide-heads-llama3-rope": {"optimum": "its caches would not fit"},
     "gpt-neox": {},
     "deepseek-v2": {
         **dict.fromkeys(("genai", "portable", "quickstart"), LATENT),
-        "optimum": "would feed caches that do not fit",
+        "optimum": "its caches would not fit",
     },
     "qwen3-5": dict.fromkeys(("genai", "optimum", "portable"), "keeps a state of fixed size"),
-    "mixtral": {"optimum": "would feed caches that do not fit"},
+    "mixtral": {"optimum": "its caches would not fit"},
 }
 
 

@@ -85,12 +85,12 @@ def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> Non
         "kld_mean": Verdict.INCONCLUSIVE,
         "size_bytes": Verdict.PASS,
     }
-    assert report.gates[0].explanation == "kld_mean: not measured: no CUDA device here; wanted at most 0.1"
+    assert report.gates[0].explanation == "kld_mean: not measured: no CUDA device here; limit: at most 0.1"
     assert report.quality is None
     assert report.engine.unmeasured == "no CUDA device here"
     assert report.engine.facts["attention"].startswith("2 in fused kernels")
     markdown = (opened.path / "report/report.md").read_text()
-    assert "**Unverified**: it was not run, because no CUDA device here." in markdown
+    assert "**Unverified**: the engine was not run: no CUDA device here." in markdown
     assert "Not measured: no CUDA device here." in markdown
     assert "compute capability: SM89" in markdown
     assert "Unverified" in (opened.path / "report/report.html").read_text()
@@ -99,7 +99,7 @@ def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> Non
     shown = run("inspect", opened.path, "--verify")
     assert shown.exit_code == 0
     assert "requires    tensorrt-rtx" in shown.stdout
-    assert "unverified: it was not run" in shown.stdout
+    assert "unverified: the engine was not run" in shown.stdout
     answered = run("run", opened.path, "graph")
     assert answered.exit_code == 8, answered.output
 
@@ -145,7 +145,7 @@ def test_a_deferred_engine_is_finished_beside_it(recipe: Write, tmp_path: Path) 
 
     again = run("build", "--finish", opened.path)
     assert again.exit_code == 5
-    assert "its engine is built" in again.stderr
+    assert "its engine is already built" in again.stderr
     assert run("build", "--finish", pending.path, "--quiet").exit_code == 4, "the same version replaces itself"
     assert not list(pending.path.parent.glob(".*building*"))
 
@@ -163,7 +163,7 @@ def test_a_deferred_engine_is_finished_beside_it(recipe: Write, tmp_path: Path) 
     moved.joinpath("engine/model.onnx.data").write_bytes(b"changed")
     tampered = run("build", "--finish", moved)
     assert tampered.exit_code == 5
-    assert "not what was published" in tampered.stderr
+    assert "was changed after it was published" in tampered.stderr
 
 
 @pytest.fixture
@@ -211,9 +211,9 @@ def test_what_the_device_lacks_is_refused_at_plan_time(recipe: Write) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "a recipe is missing"),
-        (("--finish", "somewhere", "--out", "elsewhere"), "--out says nothing beside --finish"),
-        (("--finish", "somewhere", "--defer"), "--defer says nothing beside --finish"),
+        ((), "no recipe given"),
+        (("--finish", "somewhere", "--out", "elsewhere"), "--out cannot be used with --finish"),
+        (("--finish", "somewhere", "--defer"), "--defer cannot be used with --finish"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(arguments: tuple[str, ...], says: str) -> None:
@@ -225,4 +225,4 @@ def test_options_that_contradict_each_other_are_refused(arguments: tuple[str, ..
 def test_a_cpu_engine_is_not_deferred(recipe: Write) -> None:
     result = build(recipe(target="local", engine={"max_context": 96}), "--defer")
     assert result.exit_code == 6
-    assert "nothing is deferred" in result.stderr
+    assert "cannot be deferred" in result.stderr

@@ -37,8 +37,8 @@ def test_a_line_separator_within_text_ends_no_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "holds no document"),
-        (b" \n\n", "holds no document"),
+        (b"", "contains no documents"),
+        (b" \n\n", "contains no documents"),
         (b'{"id": "a", "text": "x"}\n{"id": \n', "a.jsonl:2:8: not JSON"),
         (b'{"id": "a", "text": "x"}\n["x"]\n', "a.jsonl:2: not an object"),
         (b'{"id": "a", "txt": "x"}\n', "a.jsonl:1: no `text`; its keys: id, txt"),
@@ -75,7 +75,9 @@ def documents(*pairs: tuple[str, str], file: str) -> list[Document]:
 
 def test_the_same_file_overlaps_with_itself() -> None:
     both = read_documents(DATA / "evaluation.jsonl")
-    with pytest.raises(DataError, match=f"{len(both)} of {len(both)} evaluation documents were seen"):
+    with pytest.raises(
+        DataError, match=f"{len(both)} of {len(both)} evaluation documents are also in the calibration data"
+    ):
         refuse_overlap(both, both)
 
 
@@ -95,4 +97,4 @@ def test_a_shared_document_is_refused(evaluation: tuple[str, str], what: str) ->
     assert "evaluation.jsonl:2" in caught.value.message
     assert "calibration.jsonl:2" in caught.value.message
     assert "1 of 2 evaluation documents" in caught.value.message
-    assert caught.value.hint == "evaluate on text that calibration never saw"
+    assert caught.value.hint == "use different text for evaluation and calibration"

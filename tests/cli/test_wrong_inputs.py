@@ -123,7 +123,7 @@ def test_an_artifact_that_is_damaged(
 
 
 def test_an_engine_that_is_built_is_not_finished(built: Path) -> None:
-    refused(5, "there is nothing to finish", "build", "--finish", built, "--quiet")
+    refused(5, "its engine is already built", "build", "--finish", built, "--quiet")
 
 
 @pytest.mark.usefixtures("here")
@@ -158,7 +158,7 @@ def test_a_configuration_that_makes_no_sense(here: Path, config: str, says: str)
         ("absent.yaml", "cannot be read: No such file"),
         ("empty.yaml", "is empty"),
         ("bytes.yaml", "is not UTF-8"),
-        ("list.yaml", "is a mapping of"),
+        ("list.yaml", "expected a mapping with"),
     ],
 )
 @pytest.mark.usefixtures("here")
@@ -184,7 +184,7 @@ def test_a_recipe_is_no_target() -> None:
         (("doctor", "--measure", "--write", "absent/machine.yaml"), "there is no folder"),
         (("plan", "folder", "--target", "h200", "--plot", "x"), "the name must end in .svg or .html"),
         (("plan", "folder", "--target", "h200", "--plot", "folder"), "the name must end in .svg or .html"),
-        (("plan", "folder", "--target", "h200", "--price", "nan"), "--price nan: wanted a finite number"),
+        (("plan", "folder", "--target", "h200", "--price", "nan"), "--price nan: expected a finite number"),
         (("trace", "folder", "-o", "graph"), "the name must end in .onnx"),
         (("trace", "folder", "-o", "empty/graph.onnx"), "there is no folder"),
     ],
@@ -222,12 +222,12 @@ def test_a_report_of_bench_that_turns_out_not_to_be_written(built: Path, monkeyp
 def test_wrong_values_of_options_point_at_the_help(built: Path, options: tuple[str, ...]) -> None:
     result = invoke("run", built, "hi", *options)
     assert result.exit_code == 2
-    assert "hint: `llmforge run --help` lists what it takes" in result.stderr
+    assert "hint: see `llmforge run --help`" in result.stderr
 
 
 @pytest.mark.parametrize("text", [HIGH, f"text {HIGH}"])
 def test_a_prompt_that_is_no_text(built: Path, text: str) -> None:
-    refused(2, "is half of one", "run", built, text)
+    refused(2, "is an unpaired surrogate", "run", built, text)
 
 
 @pytest.mark.usefixtures("here")

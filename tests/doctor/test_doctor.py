@@ -66,7 +66,7 @@ def test_a_machine_without_a_gpu() -> None:
     result = invoke()
     assert result.exit_code == 0
     assert "run on the CPU" in result.stdout
-    assert "no NVIDIA GPU was found" in result.stdout
+    assert "no NVIDIA GPU found" in result.stdout
     found = checks()
     assert found["build"].state == "yes"
     assert found["CPU"].found.startswith(f"AMD EPYC: target {targets.local().name}, 2 cores, 4 usable CPUs, 25.0 GB")
@@ -96,7 +96,7 @@ def test_what_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     assert (found["build"].state, found["build"].hint) == ("no", "pip install 'torch==2'")
     assert found["CPU kernels"].hint is not None
     assert "C compiler" in found["CPU kernels"].hint
-    assert found["serve"].found == "llmforge serve: starlette missing"
+    assert found["serve"].found == "starlette missing: needed for llmforge serve"
     assert found["serve"].hint == "pip install 'llmforge[serve]'"
     assert found["TensorRT-RTX"].hint == "pip install 'llmforge[tensorrt-rtx]'"
 
@@ -216,7 +216,7 @@ def test_a_copy_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_freed_where_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = FakeRuntime(failing="cudaMemcpyAsync")
     monkeypatch.setattr(gpus, "_runtime", lambda: runtime)
-    with pytest.raises(EnvironmentLacks, match="CUDA refuses cudaMemcpyAsync on NVIDIA H200: error 2"):
+    with pytest.raises(EnvironmentLacks, match="CUDA call cudaMemcpyAsync failed on NVIDIA H200: error 2"):
         gpus.copy_bandwidth(H200)
     assert len(runtime.freed) == 2
 
@@ -320,8 +320,8 @@ def test_what_was_measured_is_a_target_that_plans_take(tmp_path: Path) -> None:
     kernels = next(each for each in json.loads(planned.stdout)["passes"] if each["change"] == "cpu-kernels")
     assert kernels["verdict"] == "pays"
     assert "measured by llmforge doctor on 2026-11-21" in kernels["basis"]
-    assert "layers in int4, onnxruntime's kernels  0.3 TOP/s\n    measured by llmforge doctor" in shown
-    assert "layers in int4, llmforge's kernels, one row  30 GB/s of weights" in shown
+    assert "int4 layers, onnxruntime kernels  0.3 TOP/s\n    measured by llmforge doctor" in shown
+    assert "int4 layers, llmforge kernels, one row  30 GB/s of weights" in shown
 
 
 def test_a_gpu_keeps_what_was_not_measured() -> None:
@@ -335,7 +335,7 @@ def test_a_gpu_keeps_what_was_not_measured() -> None:
     assert target.share("bandwidth").value == pytest.approx(0.85 * 4800 / 4300, abs=1e-3)
     assert target.share("matrix_16").value == pytest.approx(0.65 * 989 / 788, abs=1e-3)
     assert "of what was measured" in target.share("bandwidth").source
-    with pytest.raises(UnsupportedError, match="none of the devices"):
+    with pytest.raises(UnsupportedError, match="matches no target"):
         machine.of_gpu("x", Gpu(0, "NVIDIA GeForce RTX 3090", "86", 24 << 30), 1.0, {}, "2026-11-21")
 
 
@@ -366,10 +366,10 @@ def test_the_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (("--write", "here.yaml"), 2, "give --measure as well"),
+        (("--write", "here.yaml"), 2, "requires --measure"),
         (("--measure", "--device", "cuda:0"), 8, "there is no NVIDIA GPU cuda:0"),
-        (("--device", "cuda:0"), 2, "give --measure as well"),
-        (("--measure", "--device", "gpu"), 2, "wanted cpu or cuda:N"),
+        (("--device", "cuda:0"), 2, "requires --measure"),
+        (("--measure", "--device", "gpu"), 2, "expected cpu or cuda:N"),
     ],
 )
 def test_mistakes_of_the_command(options: tuple[str, ...], code: int, says: str) -> None:
@@ -422,16 +422,16 @@ def test_a_recipe_names_a_target_in_any_case(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (None, "cannot be read"),
-        ("title: x\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n", "does not say which target it is like"),
+        ("title: x\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n", "has no `like`"),
         (
             "title: x\nlike: cpu-avx9\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n",
             "like: no target is named 'cpu-avx9'",
         ),
         (
             "title: x\nlike: h100\nkind: gpu\nengines: [onnxruntime]\n",
-            "like: 'h100' can be any of 2 targets: h100-pcie",
+            "like: 'h100' is ambiguous: h100-pcie",
         ),
-        ("title: x\nlike: local\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n", "`like` is 'local'; wanted one of"),
+        ("title: x\nlike: local\nkind: cpu\nisa: avx2\nengines: [onnxruntime]\n", "`like` is 'local'; expected one of"),
         ("title: x\n", "not a target"),
     ],
 )

@@ -40,8 +40,8 @@ SCHEMES: Mapping[str, tuple[Pass, ...]] = {
 }
 
 # scheme → models, why they are refused; what is not named is lowered
-NARROW = r"QMoE .* on CUDA: the inner width of its experts is (48|96), and must be a multiple of 64"
-NO_GQA = "quantize-kv-cache cannot do anything here: flash-attention left every node alone"
+NARROW = r"QMoE .* on CUDA: the inner width of its experts is (48|96), not a multiple of 64"
+NO_GQA = "quantize-kv-cache has no effect here: flash-attention changed no node"
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "int4": dict.fromkeys(("mixtral", "qwen3-moe", "gpt-oss", "qwen2-moe", "phimoe", "granitemoe", "glm4-moe"), NARROW),
     "int8-kv": {

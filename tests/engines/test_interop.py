@@ -82,8 +82,8 @@ def tiny(tmp_path: Path) -> Path:
 def test_genai_config_holds_what_the_engine_is(tiny: Path, tmp_path: Path) -> None:
     built = build(tiny, tmp_path / "artifact", GENAI)
     assert built.notes == (
-        "onnxruntime-genai loads the folder engine/",
-        "ORTModelForCausalLM of optimum-onnx loads the folder engine/",
+        "engine/ also loads in onnxruntime-genai",
+        "engine/ also loads in optimum-onnx (ORTModelForCausalLM)",
     )
     assert json.loads((built.engine.folder / "genai_config.json").read_text()) == {
         "model": {
@@ -155,13 +155,13 @@ def test_genai_wants_an_end_of_sequence_token(tmp_path: Path) -> None:
     write_checkpoint(folder, eos_token_id=None, bos_token_id=None)
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer["tokenizer_class"]}))
-    with pytest.raises(UnsupportedError, match="names no end-of-sequence token"):
+    with pytest.raises(UnsupportedError, match="has no end-of-sequence token"):
         build(folder, tmp_path / "artifact", GENAI)
 
 
 def test_optimum_gets_the_configurations_as_they_are(tiny: Path, tmp_path: Path) -> None:
     built = build(tiny, tmp_path / "artifact", OPTIMUM)
-    assert built.notes == ("ORTModelForCausalLM of optimum-onnx loads the folder engine/",)
+    assert built.notes == ("engine/ also loads in optimum-onnx (ORTModelForCausalLM)",)
     assert built.files == {
         *("model.onnx", "model.onnx.data", "runtime.json"),
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -176,8 +176,10 @@ def test_heads_that_optimum_would_misread_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"has 2 heads of 32 channels; .* model type llama to have 2 of 16"):
         build(folder, tmp_path / "artifact", OPTIMUM, head_dim=32)
     built = build(folder, tmp_path / "genai", GENAI, head_dim=32)
-    assert built.notes[0] == "onnxruntime-genai loads the folder engine/"
-    assert built.notes[1].startswith("not for optimum-onnx: cache past_key_values.0.key has 2 heads of 32 channels")
+    assert built.notes[0] == "engine/ also loads in onnxruntime-genai"
+    assert built.notes[1].startswith(
+        "engine/ does not load in optimum-onnx: cache past_key_values.0.key has 2 heads of"
+    )
     assert "config.json" not in built.files
 
 

@@ -52,7 +52,7 @@ def test_layers_are_counted_and_held_against_the_graph(tmp_path: Path) -> None:
     assert counted["ATTENTION_INPUT"] == counted["ATTENTION_OUTPUT"] == 1
     assert counted["KV_CACHE_UPDATE"] == 2
     assert "SOFTMAX" not in counted
-    with pytest.raises(VerificationError, match="1 nodes Attention, and TensorRT's network 0 layers ATTENTION_INPUT"):
+    with pytest.raises(VerificationError, match="1 nodes Attention, but TensorRT's network 0 layers ATTENTION_INPUT"):
         layers.check({**counted, "ATTENTION_INPUT": 0}, [], model)
     with pytest.raises(VerificationError, match="0 nodes Softmax, and TensorRT's network 1 layers SOFTMAX"):
         layers.check({**counted, "SOFTMAX": 1}, [], model)
@@ -78,17 +78,17 @@ def test_a_node_that_the_parser_rejects_is_named(tmp_path: Path) -> None:
 
 
 def test_attention_without_a_fused_kernel_is_refused_in_plain_words(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="no fused attention kernel exists"):
+    with pytest.raises(UnsupportedError, match="no fused kernel exists"):
         build(graphs.attention(channels=264), tmp_path)
 
 
 def test_what_the_device_lacks_is_told_with_the_node(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"builds no engine for SM75, node product: .*FP32 GEMM"):
+    with pytest.raises(UnsupportedError, match=r"cannot build an engine for SM75, node product: .*FP32 GEMM"):
         build(graphs.product(graphs.F32), tmp_path, sm="75")
 
 
 def test_a_device_that_the_library_has_no_code_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"no code for SM90; it has for .*SM89") as caught:
+    with pytest.raises(UnsupportedError, match=r"does not support SM90; supported: .*SM89") as caught:
         build(graphs.product(graphs.F16), tmp_path, sm="90")
     assert "backend: tensorrt" in (caught.value.hint or "")
 

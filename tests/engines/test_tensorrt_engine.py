@@ -143,7 +143,7 @@ def test_an_engine_says_what_it_is_and_is_reused(folder: Path, tmp_path: Path) -
     assert config.vocabulary == zoo.VOCABULARY
     assert first.facts["attention"] == "2 in fused kernels, none that the builder took apart"
     assert first.notes == ()
-    assert again.notes == ("the plan was taken from an earlier build with the same key",)
+    assert again.notes == ("plan reused from an earlier build with the same key",)
     assert sorted(file.name for file in first.folder.iterdir()) == ["model.plan", "plan.json", "runtime.json"]
     assert list(first.folder.parent.iterdir()) == [first.folder], "the ONNX file is gone"
     for file in first.folder.iterdir():

@@ -39,7 +39,7 @@ def test_without_a_gpu_it_ends_with_exit_code_8_and_says_what_is_missing(tmp_pat
         done = verify("--work", str(tmp_path / "work"))
         assert done.returncode == 8
         error, hint = done.stderr.splitlines()
-        assert error.startswith("error: this needs a CUDA device")
+        assert error.startswith("error: no CUDA device")
         assert "llmforge[cuda]" in hint
         assert not (tmp_path / "work").exists()
     else:

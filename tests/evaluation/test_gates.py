@@ -50,20 +50,20 @@ def test_the_bound_decides(gate: GateSpec, measured: Estimate | None, verdict: V
 
 
 def test_explanations() -> None:
-    assert decide(GateSpec(max=0.03), None).explanation == "kld_mean: not measured; wanted at most 0.03"
+    assert decide(GateSpec(max=0.03), None).explanation == "kld_mean: not measured, limit: at most 0.03"
     assert (
         decide(GateSpec(max=0.03), estimate(0.02, 0.01, 0.025)).explanation
-        == "kld_mean: 0.02 (95% interval 0.01 to 0.025), all of it at most 0.03"
+        == "kld_mean: 0.02 (95% interval 0.01 to 0.025) is at most 0.03"
     )
-    assert decide(GateSpec(min=0.9), estimate(0.8, 0.7, 0.85)).explanation.endswith("all of it below 0.9")
+    assert decide(GateSpec(min=0.9), estimate(0.8, 0.7, 0.85)).explanation.endswith("is below 0.9")
     assert (
         decide(GateSpec(max=0.03), estimate(0.02, 0.005, 0.035)).explanation
         == "kld_mean: 0.02 (95% interval 0.005 to 0.035) includes the limit 0.03; "
-        "about 230 documents would decide (now 50), if the figure stays"
+        "about 230 documents needed to decide (now 50)"
     )
-    assert "no sample size" in decide(GateSpec(max=0.03), estimate(0.03, 0.02, 0.04)).explanation
+    assert "too close to the limit" in decide(GateSpec(max=0.03), estimate(0.03, 0.02, 0.04)).explanation
     few = decide(GateSpec(max=0.03), estimate(0.02, None, None, samples=3))
-    assert few.explanation == "kld_mean: 0.02 from 3 documents only; an interval needs 8"
+    assert few.explanation == "kld_mean: 0.02 from only 3 documents; an interval needs 8"
     assert few.samples_needed == 8
 
 
@@ -80,7 +80,7 @@ def test_what_could_not_be_measured_is_undecided_and_says_why() -> None:
     missing, known = judge(gates, {"size_bytes": Estimate.exact(6)}, unmeasured="no device here")
     assert missing.verdict is Verdict.INCONCLUSIVE
     assert missing.samples_needed is None
-    assert missing.explanation == "kld_mean: not measured: no device here; wanted at most 0.1"
+    assert missing.explanation == "kld_mean: not measured: no device here; limit: at most 0.1"
     assert known.verdict is Verdict.FAIL
     broken = Estimate(value=math.nan, low=None, high=None, samples=50)
     (failed,) = judge({"kld_mean": GateSpec(max=1)}, {"kld_mean": broken}, unmeasured="no device here")

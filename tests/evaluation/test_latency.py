@@ -145,7 +145,7 @@ def test_a_side_that_stops_early_fails(bench: Bench) -> None:
 
 @pytest.mark.parametrize("wrong", [{"output_tokens": 1}, {"repetitions": 0}, {"prompt_tokens": ()}])
 def test_nothing_to_measure_is_refused(bench: Bench, wrong: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="wanted 1 repetition or more"):
+    with pytest.raises(UsageError, match="expected 1 repetition or more"):
         run(bench.fake("A", 1.0, 2.0), None, **wrong)
 
 

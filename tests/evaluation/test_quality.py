@@ -96,7 +96,7 @@ def test_nan_fails_closed_and_names_the_window(side: str, broken: int) -> None:
 
 
 def test_text_without_predictions_is_refused() -> None:
-    with pytest.raises(DataError, match="no token to predict"):
+    with pytest.raises(DataError, match="no tokens to predict"):
         quality.compare([Window("empty", np.array([0]))], model(0.0), model(0.0))
 
 

@@ -134,7 +134,7 @@ def test_the_commands(folder: Path, tmp_path: Path) -> None:
     shown = invoke("trace", folder)
     assert shown.exit_code == 0
     assert "3: 2 traced, 1 copied (period 1)" in shown.stdout
-    assert f"{facts['cache_bytes_per_token']:,} bytes a token in 6 tensors" in shown.stdout
+    assert f"{facts['cache_bytes_per_token']:,} bytes per token in 6 tensors" in shown.stdout
     assert invoke("diff-graph", file, file).stdout == "no difference\n"
     other = onnx_file.load(file)
     next(node for node in other.graph if node.op_type == "Sigmoid").op_type = "Tanh"

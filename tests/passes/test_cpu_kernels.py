@@ -119,9 +119,9 @@ def test_eight_bits_and_symmetric_weights() -> None:
 def test_what_the_kernels_cannot_do_stays_and_says_why() -> None:
     changes = check(built(steps=(*ALL[:-1], replace(QUANTIZE, accuracy_level=0, embedding_bits=16))))
     reasons = {skipped.reason for skipped in changes.skipped}
-    assert reasons == {"its activations stay fp32 (accuracy_level), and the kernel rounds them to int8"}
+    assert reasons == {"its activations stay fp32 (accuracy_level), but the kernel quantizes them to int8"}
     changes = STEP.run(built(replace(SPEC, head_dim=24)), graphs.CPU)
-    assert "heads have 24 channels; the kernel wants a multiple of 16, at most 1024" in {
+    assert "heads have 24 channels; the kernel needs a multiple of 16, at most 1024" in {
         skipped.reason for skipped in changes.skipped
     }
 

@@ -112,8 +112,8 @@ def test_attributes_are_carried_over(spec: graphs.Llama, attribute: str, value: 
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (graphs.Llama(rotary_dim=8), "a rotary cache is (64, 4); the kernel wants a multiple of 8 columns, at most 8"),
-        (graphs.Llama(head_dim=24), "heads have 24 channels; with rotary the kernel wants a multiple of 16"),
+        (graphs.Llama(rotary_dim=8), "a rotary cache is (64, 4); the kernel needs a multiple of 8 columns, at most 8"),
+        (graphs.Llama(head_dim=24), "heads have 24 channels; with rotary the kernel needs a multiple of 16"),
     ],
 )
 def test_rotary_that_the_kernel_cannot_do_stays_in_front(spec: graphs.Llama, reason: str) -> None:
@@ -146,9 +146,9 @@ def test_unequal_rotary_stays_in_front(of_key: str, attribute: str | None, reaso
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (graphs.Llama(value_dim=8), "heads of keys have 16 channels and those of values 8"),
-        (graphs.Llama(head_dim=12), "heads have 12 channels; GroupQueryAttention wants a multiple of 8"),
-        (graphs.Llama(heads=4, kv_heads=3), "4 query heads are no multiple of 3 KV heads"),
+        (graphs.Llama(value_dim=8), "key heads have 16 channels and value heads 8"),
+        (graphs.Llama(head_dim=12), "heads have 12 channels; GroupQueryAttention needs a multiple of 8"),
+        (graphs.Llama(heads=4, kv_heads=3), "4 query heads are not a multiple of 3 KV heads"),
     ],
 )
 def test_what_the_kernel_cannot_do_stays_canonical(spec: graphs.Llama, reason: str) -> None:
@@ -169,7 +169,7 @@ def test_a_graph_may_be_half_lowered(tmp_path: Path) -> None:
         value.shape = ir.Shape(["batch", 2, "capacity", "width"])
     changes = FlashAttention().run(model, graphs.CPU)
     assert [change.node for change in changes.rewritten] == ["l1_attention"]
-    assert changes.skipped[0].reason == "the head size of a cache is not known"
+    assert changes.skipped[0].reason == "the head size of the cache is unknown"
     assert inputs(model) == {
         "input_ids",
         "logits_rows",

@@ -84,16 +84,16 @@ def test_of_two_norms_of_one_sum_the_first_is_fused() -> None:
     changes = FuseNorms().run(model, graphs.CPU)
     assert [change.node for change in changes.rewritten] == ["norm"]
     assert [(skipped.node, skipped.reason) for skipped in changes.skipped] == [
-        ("second", "the sum it reads went into norm")
+        ("second", "its sum is already merged into norm")
     ]
 
 
 @pytest.mark.parametrize(
     ("body", "terms", "reason"),
     [
-        ("[add] total = Add (residual, bias)", "float[16]", "add adds an initializer, which is no residual"),
-        ("[add] total = Add (residual, branch)", "float[1, 1, 16]", "wanted one known shape of rank 3"),
-        ("[add] total = Add (residual, branch)", "float[sequence, 16]", "wanted one known shape of rank 3"),
+        ("[add] total = Add (residual, bias)", "float[16]", "add adds an initializer, not a residual"),
+        ("[add] total = Add (residual, branch)", "float[1, 1, 16]", "expected the same known shape of rank 3"),
+        ("[add] total = Add (residual, branch)", "float[sequence, 16]", "expected the same known shape of rank 3"),
         ("[mul] total = Mul (residual, branch)", "float[batch, sequence, 16]", "the output of Mul mul, not a sum"),
     ],
 )
@@ -108,7 +108,7 @@ def test_non_matches_say_why(body: str, terms: str, reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("attributes", "reason"),
-    [("axis: int = 1", "from axis 1 on"), ("stash_type: int = 10", "with stash_type 10; wanted fp32")],
+    [("axis: int = 1", "from axis 1 on"), ("stash_type: int = 10", "with stash_type 10; expected fp32")],
 )
 def test_other_normalizations_stay(attributes: str, reason: str) -> None:
     model = block(f"[add] total = Add (residual, branch)\n[norm] y = RMSNormalization <{attributes}> (total, weight)")
@@ -196,4 +196,4 @@ def test_a_shift_of_another_width_is_left_alone() -> None:
     value = model.graph.initializers["shift"]
     value.shape = ir.Shape([1])
     changes = FuseNorms().run(model, graphs.CPU)
-    assert [skipped.reason for skipped in changes.skipped] == ["its shift is (1,); wanted (16,)"]
+    assert [skipped.reason for skipped in changes.skipped] == ["its shift is (1,); expected (16,)"]

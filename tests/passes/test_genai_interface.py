@@ -61,8 +61,8 @@ def test_lengths_follow_from_the_mask(tmp_path: Path) -> None:
         "tokens = GatherND(normed, token_places)",
     ]
     assert [(change.node, change.what) for change in changes.rewritten] == [
-        ("cache_lengths", "seqlens_k and total_sequence_length follow from attention_mask"),
-        ("token_order", "tokens of each row at its beginning, however it is padded"),
+        ("cache_lengths", "seqlens_k and total_sequence_length computed from attention_mask"),
+        ("token_order", "padded rows aligned to the left"),
         ("selected_node", "logits of every token"),
     ]
     assert inputs(model) == {

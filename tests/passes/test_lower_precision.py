@@ -155,7 +155,7 @@ def test_routers_stay_fp32(tmp_path: Path) -> None:
     assert [value.dtype for value in experts.inputs if value is not None] == [BF16, ir.DataType.INT64, *[BF16] * 5]
     assert {node.inputs[0].dtype for node in graphs.find(model, "Softmax") if node.inputs[0] is not None} == {FLOAT}
     assert dtypes(model)["model.layers.0.mlp.router.weight"] == FLOAT
-    assert f"it chooses the experts of {experts.name}" in {skipped.reason for skipped in changes.skipped}
+    assert f"router of {experts.name}" in {skipped.reason for skipped in changes.skipped}
     with pytest.raises(UnsupportedError, match="becomes a Loop that adds in fp16"):
         LowerPrecision(LOOSE, "fp16").run(graphs.llama(graphs.Llama(layers=1, experts=4)), graphs.CPU)
 
@@ -318,7 +318,7 @@ def test_passes_that_are_proven_in_fp32_stand_in_front(tmp_path: Path, tiny_chec
     ]
     path = tmp_path / "recipe.yaml"
     path.write_text("\n".join(lines))
-    with pytest.raises(RecipeError, match=r"fuse-norms.*stands behind a pass that lowers the precision"):
+    with pytest.raises(RecipeError, match=r"fuse-norms.*follows a pass that lowers the precision"):
         Recipe.load(path).instantiate(ALL)
 
 

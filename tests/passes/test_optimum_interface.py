@@ -38,7 +38,7 @@ def test_decoder_as_text(tmp_path: Path) -> None:
     ]
     assert [(change.node, change.what) for change in changes.rewritten] == [
         ("selected_node", "logits of every token"),
-        ("l0_attention", "caches that grow, under attention_mask"),
+        ("l0_attention", "growing KV cache, masked by attention_mask"),
     ]
     [attention] = graphs.find(model, "GrowingAttention")
     assert (attention.attributes.get_int("window"), attention.attributes.get_int("kv_num_heads")) == (4, 2)

@@ -132,6 +132,6 @@ def test_taken_name_is_left_alone() -> None:
 def test_packed_attention_is_skipped_with_a_reason() -> None:
     model = graphs.llama(graphs.Llama(layers=1))
     PackQkv().run(model, graphs.CPU)
-    assert PackQkv().run(model, graphs.CPU).skipped[0].reason == "query comes from a Split: packed already"
+    assert PackQkv().run(model, graphs.CPU).skipped[0].reason == "query is already packed (comes from a Split)"
     FlashAttention().run(model, graphs.CPU)
     assert PackQkv().run(model, graphs.CPU).skipped[0].reason == "key is part of a packed query"

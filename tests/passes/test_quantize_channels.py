@@ -151,7 +151,7 @@ def test_what_stays_says_why() -> None:
     changes = quantize(head=False, exclude=("*.o_proj.weight",)).run(model, RTX)
     assert {each.node: each.reason for each in changes.skipped} == {
         "l0_o_node": "model.layers.0.self_attn.o_proj.weight is excluded by '*.o_proj.weight'",
-        "logits_node": "it makes the logits, and `head` is false",
+        "logits_node": "output head, and `head` is false",
     }
     assert len(changes.rewritten) == 6
 
@@ -209,8 +209,8 @@ def test_inputs_are_rounded_once_for_all_their_readers(dtype: str, tmp_path: Pat
     scales = {node.inputs[1].const_value.numpy().item() for node in graphs.find(model, "QuantizeLinear")}  # type: ignore[union-attr]
     assert scales == {np.float32(peak / (127 if dtype == "int8" else 448)).item() for peak in peaks.values()}
     said = {change.node: change.what for change in changes.rewritten}
-    assert said["l0_q_node"].endswith(", and what it reads")
-    assert not said["logits_node"].endswith(", and what it reads")
+    assert said["l0_q_node"].endswith(", inputs quantized too")
+    assert not said["logits_node"].endswith(", inputs quantized too")
 
 
 def test_half_precision_leaves_no_cast_between_codes_and_product() -> None:
@@ -237,5 +237,5 @@ def test_calibration_is_asked_for_ranges_only_where_they_are_used() -> None:
 
 
 def test_a_device_without_the_dtype_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="does not compute in fp8; it does in"):
+    with pytest.raises(UnsupportedError, match="does not compute in fp8; supported"):
         quantize(dtype="fp8").run(graphs.llama(), Context(targets.load("a10g")))

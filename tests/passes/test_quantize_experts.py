@@ -180,7 +180,7 @@ def test_each_matrix_is_computed_once_and_nothing_before_writing() -> None:
 @pytest.mark.parametrize(
     ("options", "change", "reason"),
     [
-        ({}, {"activation": "gelu"}, "its gates are gelu, and the kernel's are SiLU; its matrices stay fp32"),
+        ({}, {"activation": "gelu"}, "its gate activation is gelu; the kernel has only SiLU; its matrices stay fp32"),
         ({"exclude": ("do*",)}, {}, "down is excluded by 'do*'"),
         ({"method": "gptq"}, {}, "calibration has no result for up"),
     ],
@@ -196,14 +196,14 @@ def test_widths_that_no_block_divides_stay(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(test_moe, "INNER", 40)
     model = routed(FORM, scaled(gated=1, biases=False))
     [skip] = QuantizeWeights(BUDGET, method="rtn").run(model, graphs.CPU).skipped
-    assert skip.reason == "no block of 16 or more divides its widths, 64 and 40, more than once"
+    assert skip.reason == "its widths, 64 and 40, are not divisible into blocks of 16 or more"
 
 
 def test_fused_experts_come_too_late() -> None:
     model = routed(FORM, scaled(gated=1, biases=False))
     FuseExperts().run(model, graphs.CPU)
     [skip] = QuantizeWeights(BUDGET, method="rtn").run(model, graphs.CPU).skipped
-    assert skip.reason == "its experts were fused in fp32; quantize-weights must come before fuse-experts"
+    assert skip.reason == "already fused in fp32; put quantize-weights before fuse-experts"
 
 
 def test_weights_that_are_not_finite_are_refused_by_name() -> None:
@@ -226,8 +226,7 @@ def test_routers_stay_unless_they_are_asked_for(tmp_path: Path) -> None:
         gates = [node for node in model.graph if (node.name or "").endswith("mlp.gate/MatMul")]
         assert [node.op_type for node in gates] == 2 * ["MatMulNBits" if routers else "MatMul"]
         expected = [
-            (f"model.layers.{n}.mlp.gate/MatMul", f"it chooses the experts of model.layers.{n}.mlp.experts/MoE")
-            for n in range(2)
+            (f"model.layers.{n}.mlp.gate/MatMul", f"router of model.layers.{n}.mlp.experts/MoE") for n in range(2)
         ]
         reasons = [(skip.node, skip.reason.partition(";")[0]) for skip in changes.skipped]
         assert reasons == ([] if routers else expected)

@@ -151,7 +151,7 @@ def test_attention_keeps_its_sinks() -> None:
 
 def test_what_stays_says_why() -> None:
     canonical = QuantizeKvCache(BUDGET).run(graphs.llama(), graphs.CPU)
-    assert [skipped.reason for skipped in canonical.skipped] == ["it was not lowered to GroupQueryAttention"] * 2
+    assert [skipped.reason for skipped in canonical.skipped] == ["not lowered to GroupQueryAttention"] * 2
     model = lowered()
     [first, *_] = [skipped.reason for skipped in QuantizeKvCache(BUDGET).run(model, graphs.CPU).skipped]
     assert first == "calibration has no ranges for cache past_key_values.0.key"

@@ -109,7 +109,7 @@ def test_products_of_quantized_weights() -> None:
         ("h200", {"weights": "fp4"}, "SM 9.0 has no fp4 arithmetic, which came with SM 10.0"),
         ("h200", {"compute": "fp32"}, "fused attention takes fp16 and bf16"),
         ("h200", {"kv": "int8"}, "caches keys and values as bf16, fp16"),
-        ("h200", {"product": "fp4"}, "multiplies nothing in fp4: SM 9.0 has no fp4 arithmetic"),
+        ("h200", {"product": "fp4"}, "cannot multiply in fp4: SM 9.0 has no fp4 arithmetic"),
         ("cpu-avx2", {"compute": "bf16"}, "compute in fp32"),
         ("cpu-avx2", {"kv": "int4"}, "caches keys and values as fp32, int8"),
     ],
@@ -120,7 +120,7 @@ def test_dtypes_that_an_engine_does_not_take(target: str, dtypes: Any, says: str
         scheme.choose(device, device.engines[0], "bf16", Wanted(**dtypes))
     assert says in caught.value.message
     assert caught.value.hint is not None
-    assert "it takes" in caught.value.hint or "it multiplies in" in caught.value.hint
+    assert "supported: " in caught.value.hint
 
 
 @pytest.mark.parametrize("sm", ["75", "80", "86", "89", "90", "100", "120"])
@@ -305,7 +305,7 @@ def test_cost_is_price_times_time() -> None:
 
 
 def test_what_is_longer_than_the_model_is_refused() -> None:
-    with pytest.raises(UsageError, match="above the 4096 that llama-2-7b is made for"):
+    with pytest.raises(UsageError, match="exceed the context of llama-2-7b, 4096"):
         planned("llama-2-7b", prompt=4000, output=200)
 
 
@@ -323,7 +323,7 @@ def test_a_split_that_heads_do_not_allow_is_refused() -> None:
 )
 def test_heads_without_a_kernel_of_tensorrt_are_refused(change: dict[str, int], says: str) -> None:
     shape = families.shape("odd", {**LLAMA, **change})
-    with pytest.raises(UnsupportedError, match="whose keys have") as caught:
+    with pytest.raises(UnsupportedError, match="channels per key head") as caught:
         deployment.make(shape, A100, "tensorrt", BF16, Workload())
     assert says in caught.value.message
     assert deployment.make(shape, A100, "onnxruntime", BF16, Workload()).asked.memory.fits
@@ -345,8 +345,8 @@ def test_latent_attention_and_unverified_figures_are_noted() -> None:
     })  # fmt: skip
     plan = deployment.make(latent, targets.load("t4"), "onnxruntime", Scheme("fp16", "fp16", "fp16", "fp16", "fp16"),
                            Workload(100, 100))  # fmt: skip
-    assert any("6.0 times the elements of the latent" in note for note in plan.notes)
-    assert any("figures of t4 that nobody verified: bandwidth, fp16" in note for note in plan.notes)
+    assert any("6.0 times the size of the latent" in note for note in plan.notes)
+    assert any("unverified figures of t4: bandwidth, fp16" in note for note in plan.notes)
 
 
 # what pays
@@ -442,7 +442,7 @@ def test_quantization_pays_where_weights_are_what_is_read() -> None:
 
 def test_quantization_that_makes_it_fit_pays() -> None:
     found = {each.change: each for each in advice.advise(planned("llama-2-70b", "h100-sxm"))}
-    assert found["quantize-channels, dtype: int8"].reason == "it makes the model fit"
+    assert found["quantize-channels, dtype: int8"].reason == "makes the model fit"
     assert verdicts(planned("llama-2-70b", "h100-sxm"))["quantize-weights, bits: 4"] == "pays"
 
 

@@ -105,10 +105,10 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
      "max_batch, threads", "did you mean 'max_context'?"),
     ("target: cpu-avx2\n", "target: cpu-avx2\ncolour: red\n", "5:1", "colour: unknown key; allowed: schema, name, "
      "checkpoint", None),
-    ("target: cpu-avx2\n", "", "1:1", "target: required, and missing", None),
+    ("target: cpu-avx2\n", "", "1:1", "target: required key is missing", None),
     ("{backend: onnxruntime, max_context: 256, max_batch: 4}", "{}", "5:1", "engine.max_context: required", None),
-    ("engine: {backend: onnxruntime, max_context: 256, max_batch: 4}\n", "", "1:1", "engine: required, and missing; "
-     "it has the keys backend, max_context", None),
+    ("engine: {backend: onnxruntime, max_context: 256, max_batch: 4}\n", "", "1:1", "engine: required key is missing; "
+     "its keys: backend, max_context", None),
     ("max_batch: 4", "max_batch: four", "5:50", 'engine.max_batch: must be a valid integer, not "four"', None),
     ("max_batch: 4", "max_batch: '4'", "5:50", 'engine.max_batch: must be a valid integer, not "4"', None),
     ("max_batch: 4", "max_batch: true", "5:50", "engine.max_batch: must be a valid integer, not true", None),
@@ -122,8 +122,8 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("schema: 1\n", "", "1:1", "schema: required", None),
     ("name: sample", "name: ../../etc", "2:1", "name: ", None),
     ("name: sample", "name: 7", "2:1", "name: must be a valid string, not 7", None),
-    ("target: cpu-avx2", "target: H100", "4:1", "target: 'h100' can be any of 2 targets: h100-pcie, h100-sxm",
-     "`llmforge targets NAME` shows the facts of each"),
+    ("target: cpu-avx2", "target: H100", "4:1", "target: 'h100' is ambiguous: h100-pcie, h100-sxm",
+     "see `llmforge targets NAME`"),
     ("target: cpu-avx2", "target: cpu-avx", "4:1", "target: no target is named 'cpu-avx'; known: local, a10",
      "did you mean 'cpu-avx2'?"),
     ("kld_mean: {max: 0.03}", "kld_meen: {max: 0.03}", "15:3", "gates.kld_meen: must be 'perplexity_ratio', "
@@ -131,26 +131,26 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("kld_mean: {max: 0.03}", "kld_mean: {}", "15:3", "gates.kld_mean: a gate needs `min`, `max` or both", None),
     ("kld_mean: {max: 0.03}", "kld_mean: {max: 0.03, mix: 1}", "15:25", "gates.kld_mean.mix: unknown key; allowed: "
      "min, max", "did you mean 'min'?"),
-    ("kld_mean: {max: 0.03}", "kld_mean: {max: 0.03, min: 0.1}", "15:3", "nothing passes: min 0.1 is above max 0.03",
+    ("kld_mean: {max: 0.03}", "kld_mean: {max: 0.03, min: 0.1}", "15:3", "min 0.1 is above max 0.03",
      None),
     ("kld_mean: {max: 0.03}", "kld_mean: 0.03", "15:3", "gates.kld_mean: ", None),
     ("kld_mean: {max: 0.03}", "kld_mean: {max: .inf}", "15:19", "'.inf' is not a finite number", None),
-    ("quality: {data: evaluation.jsonl, context: 128}\n  ", "", "14:3", "gates.kld_mean: nothing would measure it",
+    ("quality: {data: evaluation.jsonl, context: 128}\n  ", "", "14:3", "gates.kld_mean: it would not be measured",
      "add `validation: {quality: …}`, or remove the gate"),
     ("kld_mean: {max: 0.03}", "top1_agrement: {min: 0.9}", "15:3", "gates.top1_agrement", "did you mean "
      "'top1_agreement'?"),
-    ("prompt_tokens: [32, 128]", "prompt_tokens: [32, 250]", "13:13", "validation.latency.prompt_tokens: 250 tokens of "
-     "prompt and 16 of output are above engine.max_context, 256", None),
+    ("prompt_tokens: [32, 128]", "prompt_tokens: [32, 250]", "13:13", "validation.latency.prompt_tokens: 250 "
+     "prompt tokens and 16 output tokens exceed engine.max_context, 256", None),
     ("prompt_tokens: [32, 128]", "prompt_tokens: [32, 0]", "13:33", "validation.latency.prompt_tokens.1: must be "
      "greater than or equal to 1, not 0", None),
     ("prompt_tokens: [32, 128]", "prompt_tokens: []", "13:13", "validation.latency.prompt_tokens", None),
     ("context: 128", "context: 512", "12:37", "validation.quality.context: 512 is above engine.max_context, 256", None),
-    ("  - tidy-up", "  - tidy-ap", "8:5", "passes.tidy-ap: no such pass; known: tidy-up, lay-ground, squeeze-weights",
+    ("  - tidy-up", "  - tidy-ap", "8:5", "passes.tidy-ap: unknown pass; known: tidy-up, lay-ground, squeeze-weights",
      "did you mean 'tidy-up'?"),
     ("  - tidy-up", "  - tidy-up: {speed: 1}", "8:15", "passes.tidy-up.speed: unknown key; allowed: none", None),
-    ("  - tidy-up", "  - [tidy-up]", "8:5", "a pass is a bare name or one name with its options", None),
-    ("  - tidy-up", "  - {tidy-up: {}, lay-ground: {}}", "8:5", "a pass is a bare name", None),
-    ("  - tidy-up", "  - tidy-up: 5", "8:5", "a pass is a bare name", None),
+    ("  - tidy-up", "  - [tidy-up]", "8:5", "a pass must be a name or a name with options", None),
+    ("  - tidy-up", "  - {tidy-up: {}, lay-ground: {}}", "8:5", "a pass must be a name", None),
+    ("  - tidy-up", "  - tidy-up: 5", "8:5", "a pass must be a name", None),
     ("bits: 8", "bitts: 8", "10:23", "passes.squeeze-weights.bitts: unknown key; allowed: budget, bits, block_size, "
      "damping, method, layers", "did you mean 'bits'?"),
     ("bits: 8", "bits: 5", "10:23", "passes.squeeze-weights.bits: must be 4 or 8, not 5", None),
@@ -160,14 +160,14 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("bits: 8", "damping: 0", "10:23", "passes.squeeze-weights.damping: must be greater than 0, not 0", None),
     ("bits: 8", "method: plane", "10:23", "must be 'plain' or 'calibrated', not \"plane\"", "did you mean 'plain'?"),
     ("bits: 8", "layers: [1, x]", "10:35", 'passes.squeeze-weights.layers.1: must be a valid integer, not "x"', None),
-    (", budget: {kld_mean: 0.01}", "", "10:5", "passes.squeeze-weights.budget: required, and missing; it has the keys "
+    (", budget: {kld_mean: 0.01}", "", "10:5", "passes.squeeze-weights.budget: required key is missing; its keys: "
      "kld_mean", None),
     ("budget: {kld_mean: 0.01}", "budget: {kld_man: 0.01}", "10:41", "passes.squeeze-weights.budget.kld_man: unknown "
      "key; allowed: kld_mean", "did you mean 'kld_mean'?"),
     ("budget: {kld_mean: 0.01}", "budget: {kld_mean: 0}", "10:41", "budget.kld_mean: must be greater than 0, not 0",
      None),
-    ("  - lay-ground\n", "", "9:5", "passes.squeeze-weights: needs the fact 'ground', which no earlier pass of the "
-     "recipe provides", "put lay-ground before it"),
+    ("  - lay-ground\n", "", "9:5", "passes.squeeze-weights: requires 'ground', which no earlier pass "
+     "provides", "put lay-ground before it"),
 ]  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_a_slip_is_refused_with_its_place(
     [
         ("", "r.yaml: is empty"),
         ("# nothing\n", "r.yaml: is empty"),
-        ("- a\n", "r.yaml:1:1: a recipe is a mapping"),
+        ("- a\n", "r.yaml:1:1: expected a mapping with"),
         ("schema: [1\nname: x\n", "r.yaml:2:5: not valid YAML: "),
         ("a: 1\n\tb: 2\n", "r.yaml:2:1: not valid YAML: "),
         ("a: 1\nb: 2\na: 3\n", "r.yaml:3:1: a: duplicate key; first set at"),
@@ -195,8 +195,8 @@ def test_a_slip_is_refused_with_its_place(
         ("a: !!python/object/apply:os.system [ls]\n", "r.yaml:1:4: tag 'tag:yaml.org,2002:python/object"),
         ("a: !custom 1\n", "r.yaml:1:4: not valid YAML"),
         ("a: 2026-01-02\n", "r.yaml:1:4: '2026-01-02' is read as date; put it in quotes"),
-        ("1: a\n", "r.yaml:1:1: a key is not a plain name"),
-        ("? [a]\n: 1\n", "a key is not a plain name"),
+        ("1: a\n", "r.yaml:1:1: keys must be plain names"),
+        ("? [a]\n: 1\n", "keys must be plain names"),
         ("a: &a {b: 1}\nc: {<<: *a}\n", "r.yaml:2:5: merge keys"),
         ("a: &x [*x]\n", "too large"),
         ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
@@ -234,7 +234,7 @@ def test_all_slips_are_told_at_once(tmp_path: Path) -> None:
 
 def test_facts_count_in_order(tmp_path: Path) -> None:
     text = VALID.replace("  - lay-ground\n", "").replace("validation:", "  - lay-ground\nvalidation:")
-    assert "needs the fact 'ground'" in refused(tmp_path, text).message
+    assert "requires 'ground'" in refused(tmp_path, text).message
 
 
 def test_a_pass_with_demands_needs_calibration(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_pass_with_demands_needs_calibration(tmp_path: Path) -> None:
     load(tmp_path, without)
     error = refused(tmp_path, without.replace("bits: 8", "method: calibrated"))
     assert error.message.startswith(f"{tmp_path}/r.yaml:9:5: passes.squeeze-weights: ")
-    assert "reads calibration statistics" in error.message
+    assert "these options need calibration" in error.message
     assert "calibration: {data:" in (error.hint or "")
     load(tmp_path, VALID.replace("bits: 8", "method: calibrated"))
 
@@ -304,7 +304,7 @@ def test_a_wrong_value_of_an_override_is_placed_at_the_override(tmp_path: Path) 
         ("validation.quality.contxt=1", "no key 'validation.quality.contxt'", "did you mean 'context'?"),
         ("name.first=x", "'name' has no keys", None),
         ("passes.squeeze.bits=4", "no pass 'squeeze'; its passes: tidy-up", "did you mean 'squeeze-weights'?"),
-        ("passes.tidy-up=4", "names no option", "--set passes.tidy-up.OPTION=VALUE"),
+        ("passes.tidy-up=4", "gives no option", "--set passes.tidy-up.OPTION=VALUE"),
         ("engine.max_context", "expected KEY.KEY=VALUE", "--set engine.max_context=512"),
         ("engine..x=1", "expected KEY.KEY=VALUE", "--set engine.max_context=512"),
         ("=1", "expected KEY.KEY=VALUE", "--set engine.max_context=512"),

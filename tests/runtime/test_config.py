@@ -71,33 +71,36 @@ def test_what_runs_an_engine_is_named_as_pip_knows_it():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_context": "128"}, 'max_context is "128"; wanted int'),
-        ({"max_batch": True}, "max_batch is true; wanted int"),
-        ({"bos_token_id": 1.0}, r"bos_token_id is 1\.0; wanted int \| None"),
+        ({"max_context": "128"}, 'max_context is "128"; expected int'),
+        ({"max_batch": True}, "max_batch is true; expected int"),
+        ({"bos_token_id": 1.0}, r"bos_token_id is 1\.0; expected int \| None"),
         ({"eos_token_ids": [1, "2"]}, "eos_token_ids is"),
         ({"eos_token_ids": 1}, "eos_token_ids is 1"),
         ({"caches": {}}, "caches is {}"),
-        ({"caches": [3]}, r"caches\[0\]: int; wanted an object"),
+        ({"caches": [3]}, r"caches\[0\]: int; expected an object"),
         ({"caches": [{"name": "k", "dtype": "int8", "kv_heads": 2}]}, r"caches\[0\]: head_dim missing"),
-        ({"session": {"threads": None, "optimize": 1, "entries": {}}}, "session: optimize is 1; wanted bool"),
+        ({"session": {"threads": None, "optimize": 1, "entries": {}}}, "session: optimize is 1; expected bool"),
         ({"session": {"threads": None, "optimize": True, "entries": {"a": 1}}}, "session: entries is"),
         ({"session": []}, r"session is \[\]"),
         ({"speculation": 3}, "unknown speculation; known: format, onnxruntime, kernels, max_context"),
         ({"format": 2}, "format 2; this llmforge reads format 3"),
-        ({"provider": "gpu"}, 'provider is "gpu"; wanted one of cpu, cuda, tensorrt, tensorrt-rtx'),
-        ({"provider_options": {"device_id": 0}}, r"provider_options is {\"device_id\": 0}; wanted Mapping\[str, str\]"),
+        ({"provider": "gpu"}, 'provider is "gpu"; expected one of cpu, cuda, tensorrt, tensorrt-rtx'),
+        (
+            {"provider_options": {"device_id": 0}},
+            r"provider_options is {\"device_id\": 0}; expected Mapping\[str, str\]",
+        ),
         ({"plan": {}}, "plan: file, module, profiles, version missing"),
         ({"device": {"sm": 89, "memory_bytes": 1}}, "device makes no sense where provider is cpu"),
         ({"provider": "cuda"}, "device is missing where provider is cuda"),
-        ({"buckets": [4, 2]}, r"buckets is \[4, 2\]; wanted numbers of rows, ascending"),
-        ({"graphs": {"mode": "must", "captures": []}}, 'graphs: mode is "must"; wanted one of require, allow, off'),
+        ({"buckets": [4, 2]}, r"buckets is \[4, 2\]; expected numbers of rows, ascending"),
+        ({"graphs": {"mode": "must", "captures": []}}, 'graphs: mode is "must"; expected one of require, allow, off'),
         (
             {"graphs": {"mode": "off", "captures": [{"id": 1, "batch": 1}]}},
             r"graphs\.captures\[0\]: length missing",
         ),
         (
             {"graphs": {"mode": "off", "captures": [{"id": 1, "batch": b, "length": 8} for b in (1, 2)]}},
-            "wanted captures with ids of their own",
+            "expected captures with unique ids",
         ),
     ],
 )
@@ -110,7 +113,7 @@ def test_wrong_entries_are_refused(tmp_path, change, message):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{", "not a JSON file"), (b"\xff\xff", "not a JSON file"), (b"[]", "list; wanted an object")],
+    [(b"{", "not a JSON file"), (b"\xff\xff", "not a JSON file"), (b"[]", "list; expected an object")],
 )
 def test_what_is_no_object_is_refused(tmp_path, content, message):
     path = tmp_path / "runtime.json"

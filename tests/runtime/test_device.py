@@ -69,7 +69,7 @@ def test_what_reaches_beyond_a_buffer_is_refused(beyond):
 
 
 def test_an_array_that_is_not_contiguous_is_refused():
-    with pytest.raises(ValueError, match="wanted a C-contiguous one"):
+    with pytest.raises(ValueError, match="expected a C-contiguous one"):
         DEVICE.write(DEVICE.allocate(16), 0, np.zeros((2, 4), np.uint8)[:, ::2])
 
 
@@ -83,7 +83,7 @@ def has_cuda() -> bool:
 
 @pytest.mark.skipif(has_cuda(), reason="there is a CUDA device")
 def test_a_machine_without_a_device_says_so_in_one_line():
-    with pytest.raises(EnvironmentLacks, match="needs a CUDA device, and") as caught:
+    with pytest.raises(EnvironmentLacks, match="no CUDA device found") as caught:
         CudaDevice()
     assert caught.value.exit_code == 8
     assert "\n" not in caught.value.message
@@ -100,7 +100,9 @@ def test_without_cuda_bindings_the_package_is_named(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     monkeypatch.setattr(importlib, "import_module", refuse)
-    with pytest.raises(EnvironmentLacks, match="cuda-bindings, which reaches one, cannot be imported: No module named"):
+    with pytest.raises(
+        EnvironmentLacks, match="cuda-bindings, needed to use a CUDA device, cannot be imported: No module named"
+    ):
         CudaDevice()
 
 
@@ -120,7 +122,7 @@ def test_a_cuda_device_says_what_it_is(monkeypatch):
     device = CudaDevice(1)
     assert (device.kind, device.index, device.name, device.sm) == ("cuda", 1, "Fake GPU", 120)
     assert device.memory() == (FREE, FREE)
-    with pytest.raises(EnvironmentLacks, match="CUDA device 2 is asked for, and this process sees 2"):
+    with pytest.raises(EnvironmentLacks, match="no CUDA device 2; this process sees 2"):
         CudaDevice(2)
 
 
@@ -145,7 +147,7 @@ def test_a_cuda_device_writes_reads_and_copies(monkeypatch):
 
 def test_a_cuda_device_without_room_says_how_much_there_is(monkeypatch):
     fake_cuda(monkeypatch)
-    with pytest.raises(EnvironmentLacks, match=f"no room for {FREE + 1} more bytes: {FREE} of {FREE} are free"):
+    with pytest.raises(EnvironmentLacks, match=f"no memory for {FREE + 1} more bytes: {FREE} of {FREE} are free"):
         CudaDevice().allocate(FREE + 1)
 
 

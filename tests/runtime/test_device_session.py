@@ -204,7 +204,9 @@ def test_each_cache_gets_recordings_of_its_own():
 def test_a_step_that_is_silently_not_recorded_is_found_out():
     _, session, recorder = recording()
     recorder.silent = True
-    with pytest.raises(VerificationError, match="of 4 rows of up to 64 tokens are not recorded: the step ran again"):
+    with pytest.raises(
+        VerificationError, match="with 4 rows of up to 64 tokens run without CUDA graph: the step ran again"
+    ):
         session.allocate(4, CAPACITY)
 
 
@@ -249,8 +251,9 @@ def test_what_cannot_be_recorded_runs_unrecorded_where_the_plan_allows_it():
     caches = [each.allocate(4, CAPACITY) for each in (reference, session)]
     assert len(session.notes) == 4
     assert session.notes[0] == (
-        f"decode steps of 4 rows of up to 64 tokens are not recorded: ONNX Runtime {onnxruntime.__version__} fails to "
-        "run the graph: Error in execution: Graph capture did not complete"
+        "decode steps with 4 rows of up to 64 tokens run without CUDA graph: "
+        f"ONNX Runtime {onnxruntime.__version__} failed to run the graph: "
+        "Error in execution: Graph capture did not complete"
     )
     ids, past = tokens(1, rows=4), lengths(0, 0, 0, 0)
     np.testing.assert_array_equal(session.step(ids, past, caches[1]), reference.step(ids, past, caches[0]))

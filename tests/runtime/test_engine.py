@@ -76,7 +76,7 @@ def test_a_full_engine_refuses_and_a_closed_stream_makes_room(runner):
         assert held.reached.wait(60)
         streams = [engine.stream(Request(prompt(4, seed=i), ENDLESS)) for i in range(3)]
         assert engine.stats().waiting == 3
-        with pytest.raises(Unavailable, match="the queue is full: 1 requests wait"):
+        with pytest.raises(Unavailable, match="the queue is full: 1 requests are waiting"):
             engine.stream(Request(prompt(4), TEN))
         streams[0].close()
         del streams[0]
@@ -163,11 +163,11 @@ def test_an_engine_speculates_and_says_what_it_gained(runner, speculation):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_queue": -1}, "max_queue -1: wanted 0 or more"),
-        ({"step_tokens": 0}, "step_tokens 0: wanted 1 or more"),
-        ({"prefix_cache_bytes": -1}, r"prefix_cache_bytes -1: wanted 0 \(nothing is kept\) or more"),
-        ({"speculation": "magic"}, "speculation 'magic': wanted off, prompt-lookup or draft-model"),
-        ({"timeout_s": 0.0}, "timeout_s 0.0: wanted more than 0"),
+        ({"max_queue": -1}, "max_queue -1: expected 0 or more"),
+        ({"step_tokens": 0}, "step_tokens 0: expected 1 or more"),
+        ({"prefix_cache_bytes": -1}, r"prefix_cache_bytes -1: expected 0 \(disabled\) or more"),
+        ({"speculation": "magic"}, "speculation 'magic': expected off, prompt-lookup or draft-model"),
+        ({"timeout_s": 0.0}, "timeout_s 0.0: expected more than 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
@@ -183,10 +183,10 @@ def test_artifacts_and_options_must_belong_together(runner, monkeypatch):
     with pytest.raises(UsageError, match="a prefix cache of 5 bytes"):
         Engine(runner, EngineOptions(prefix_cache_bytes=5))
     words = Runner(runner.session, runner.config, Tokenizer(WordLevel({"a": 0}, "a")), None)
-    with pytest.raises(InputError, match="the draft artifact has another vocabulary"):
+    with pytest.raises(InputError, match="the draft artifact has a different vocabulary"):
         Engine(runner, EngineOptions(speculation="draft-model"), words)
     monkeypatch.setattr(Signature, "no_reuse_reason", "it has moods")
-    with pytest.raises(UnsupportedError, match="the draft artifact cannot take guesses back: it has moods"):
+    with pytest.raises(UnsupportedError, match="the draft artifact cannot discard draft tokens: it has moods"):
         Engine(runner, EngineOptions(speculation="draft-model"), runner)
     with Engine(runner) as engine:
         assert engine.stats().notes == ("no prefix cache: it has moods",)

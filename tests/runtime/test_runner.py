@@ -136,7 +136,7 @@ def test_rows_of_a_batch_get_what_they_would_get_alone(loaded, limits):
 
 
 def test_batches_that_make_no_sense_are_refused(loaded):
-    with pytest.raises(UsageError, match="no text that stop strings"):
+    with pytest.raises(UsageError, match="stop strings are not supported"):
         loaded.generate_batch([prompt(3)], [Sampling(stop=("x",))])
     with pytest.raises(ValueError, match="2 prompts, 1 samplings"):
         loaded.generate_batch([prompt(3)] * 2, [Sampling()])
@@ -188,7 +188,7 @@ def test_generation_ends_with_the_context(loaded):
     ("ids", "message"),
     [
         ([], "the prompt is empty"),
-        (prompt(96), r"96 tokens; this artifact takes at most 95"),
+        (prompt(96), r"96 tokens; this artifact allows at most 95"),
         ([3, VOCABULARY], "token id 8192; the vocabulary has 8192"),
         ([-1], "token id -1"),
     ],
@@ -211,11 +211,11 @@ def test_answers_at_once_do_not_disturb_each_other_and_are_limited(loaded):
     running = [loaded.generate(prompt(4), options) for _ in range(3)]
     for answer in running:
         next(answer)
-    with pytest.raises(UsageError, match="1 sequences asked for while 3 run; this artifact runs 3"):
+    with pytest.raises(UsageError, match="1 sequences requested while 3 are running; this artifact runs at most 3"):
         next(loaded.generate(prompt(4), options))
     running[1].close()
     assert tokens(list(loaded.generate(prompt(6), options))) == alone[0]
-    with pytest.raises(UsageError, match="2 sequences asked for while 2 run"):
+    with pytest.raises(UsageError, match="2 sequences requested while 2 are running"):
         next(loaded.generate_batch([prompt(4)] * 2, [options] * 2))
     del running, answer
     gc.collect()  # an answer that nobody holds gives its rows back

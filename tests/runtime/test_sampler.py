@@ -172,7 +172,7 @@ def test_logits_that_are_not_finite_are_refused(sampling, bad):
     logits[1, 5] = bad
     sampler = start(sampling)
     assert 0 <= sampler.sample(logits[0]).token < V
-    with pytest.raises(InputError, match="logits that are not finite"):
+    with pytest.raises(InputError, match="NaN or infinite logits"):
         sampler.sample(logits[1])
 
 

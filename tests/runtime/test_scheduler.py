@@ -255,7 +255,7 @@ def test_a_full_queue_refuses_one_more(runner, answers):
     scheduled = scheduler(runner, slots=2, max_queue=1)
     for i in range(3):
         scheduled.add(asks(3, i, 2), answers[i].receive)
-    with pytest.raises(Unavailable, match="the queue is full: 1 requests wait") as caught:
+    with pytest.raises(Unavailable, match="the queue is full: 1 requests are waiting") as caught:
         scheduled.add(asks(3, 3, 2), answers[3].receive)
     assert caught.value.exit_code == 9
     run(scheduled)
@@ -320,7 +320,7 @@ def test_logits_that_are_not_finite_fail_one_answer_and_no_other(runner, watched
         scheduled.add(request, answers[i].receive)
     run(scheduled)
     assert isinstance(answers[1].error, InputError)
-    assert "not finite" in str(answers[1].error)
+    assert "NaN or infinite" in str(answers[1].error)
     assert answers[0].tokens == alone(runner, requests[0])
     assert answers[2].tokens == alone(runner, requests[2])
     assert scheduled.stats().finished == {"error": 1, "length": 2}
@@ -347,7 +347,7 @@ def test_a_receiver_that_raises_loses_its_own_answer(runner, answers, caplog):
     ("request_", "message"),
     [
         (Request(()), "the prompt is empty"),
-        (Request(tuple(range(1, CAPACITY + 1))), f"{CAPACITY} tokens; this artifact takes at most {CAPACITY - 1}"),
+        (Request(tuple(range(1, CAPACITY + 1))), f"{CAPACITY} tokens; this artifact allows at most {CAPACITY - 1}"),
         (Request((1, VOCABULARY)), f"token id {VOCABULARY}; the vocabulary has {VOCABULARY}"),
     ],
 )

@@ -138,7 +138,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == ("small", "llmforge")
     assert client.models.retrieve("small").id == "small"
-    with pytest.raises(openai.NotFoundError, match="model 'gpt' is not served here; this is 'small'"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt' not found; this server serves 'small'"):
         client.models.retrieve("gpt")
 
 
@@ -355,27 +355,27 @@ def test_the_example_of_the_documents_runs(address: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
-        ("completions", [], "the body is no JSON object"),
-        ("completions", {}, "prompt: wanted a text"),
-        ("completions", {"prompt": []}, "prompt: wanted a text"),
-        ("completions", {"prompt": [1, "a"]}, "prompt: wanted a text"),
+        ("completions", [], "the body is not a JSON object"),
+        ("completions", {}, "prompt: expected a string"),
+        ("completions", {"prompt": []}, "prompt: expected a string"),
+        ("completions", {"prompt": [1, "a"]}, "prompt: expected a string"),
         ("completions", {"prompt": ""}, "the prompt is empty"),
         ("completions", {"prompt": [99999]}, "token id 99999; the vocabulary has 8192"),
         ("completions", {"prompt": "a", "temperature": -1}, "temperature -1"),
         ("completions", {"prompt": "a", "tools": []}, "unknown parameter 'tools'"),
         ("completions", {"prompt": "a", "n": 0}, "n 0"),
         ("completions", {"prompt": ["a", "b"], "n": 65}, "at most 128 answers"),
-        ("completions", {"prompt": "a", "stream": "yes"}, "stream 'yes': wanted true or false"),
-        ("completions", {"prompt": "a", "stream_options": {}}, "stream_options without stream"),
-        ("completions", {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "include_usage alone"),
-        ("completions", {"prompt": "word " * CONTEXT}, f"this artifact takes at most {CONTEXT - 1}"),
-        ("chat/completions", {}, "messages: wanted a list"),
-        ("chat/completions", {"messages": ["hello"]}, "messages[0]: wanted an object"),
+        ("completions", {"prompt": "a", "stream": "yes"}, "stream 'yes': expected true or false"),
+        ("completions", {"prompt": "a", "stream_options": {}}, "stream_options requires stream"),
+        ("completions", {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "only include_usage"),
+        ("completions", {"prompt": "word " * CONTEXT}, f"this artifact allows at most {CONTEXT - 1}"),
+        ("chat/completions", {}, "messages: expected a list"),
+        ("chat/completions", {"messages": ["hello"]}, "messages[0]: expected an object"),
         ("chat/completions", {"messages": [{"role": "user", "content": 1}]}, "messages[0]: content is int"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "this server reads text alone",
+            "content parts must be text",
         ),
         ("chat/completions", {"messages": MESSAGES, "model": 7}, "model 7 is not served here"),
     ],
@@ -502,7 +502,7 @@ class FailingEngine:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(Unavailable("the engine failed"), 503), (InputError("logits that are not finite"), 500)]
+    ("error", "status"), [(Unavailable("the engine failed"), 503), (InputError("NaN or infinite logits"), 500)]
 )
 def test_an_error_of_the_engine_reaches_the_client(runner: Runner, error: Exception, status: int) -> None:
     failing = FailingEngine(runner, error)
@@ -628,7 +628,7 @@ def test_a_port_that_is_taken_is_said_so(small: Artifact) -> None:
         result = CliRunner().invoke(cli, ["serve", str(small.path), "--port", port])
     assert result.exit_code == EnvironmentLacks.exit_code
     assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
-    assert "hint: --port 0 takes a free port" in result.stderr
+    assert "hint: use --port 0 to pick a free port" in result.stderr
 
 
 def test_the_server_ends_with_its_engine(small: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,7 +647,7 @@ def test_the_server_ends_with_its_engine(small: Artifact, monkeypatch: pytest.Mo
         askers.append(asker)
 
     askers: list[threading.Thread] = []
-    with pytest.raises(Unavailable, match="the engine failed, and the server has ended"):
+    with pytest.raises(Unavailable, match="the engine failed and the server stopped"):
         serve.run(engine, "small", serve.Address(port=0), kill)
     askers[0].join()
     assert statuses == [503]

@@ -59,7 +59,7 @@ def test_latent_attention_is_one_attention_with_values_of_another_width(tmp_path
     assert not {"ScatterND", "Range", "Shape", "ConstantOfShape"} & {node.op_type for node in model.graph}
     changes = FlashAttention().run(model, CPU)
     assert not changes
-    assert "GroupQueryAttention wants one size" in changes.skipped[0].reason
+    assert "GroupQueryAttention needs the same size" in changes.skipped[0].reason
 
 
 def test_a_layer_with_a_state_has_states_instead_of_keys_and_values(tmp_path: Path) -> None:

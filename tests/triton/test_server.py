@@ -315,18 +315,18 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"stream": False}, "a request has one of text_input, messages, input_ids; this one has none"),
+            ({"stream": False}, "a request needs exactly one of text_input, messages, input_ids; this one has none"),
             ({"text_input": "a", "input_ids": [1]}, "this one has text_input, input_ids"),
-            ({"text_input": "a", "max_tokens": 0}, "max_tokens 0: wanted 1 or more"),
-            ({"text_input": "a", "temperature": -1.0}, "temperature -1.0: wanted"),
+            ({"text_input": "a", "max_tokens": 0}, "max_tokens 0: expected 1 or more"),
+            ({"text_input": "a", "temperature": -1.0}, "temperature -1.0: expected"),
             ({"text_input": "a", "no_such_thing": 3}, "unknown parameter 'no_such_thing'"),
             ({"text_input": "a", "max_tokens": 3, "sampling_parameters": '{"max_tokens": 4}'}, "given twice"),
             ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters: not JSON"),
-            ({"text_input": "a", "sampling_parameters": "[]"}, "wanted a JSON object"),
-            ({"messages": "{}"}, "wanted a JSON list of objects"),
+            ({"text_input": "a", "sampling_parameters": "[]"}, "expected a JSON object"),
+            ({"messages": "{}"}, "expected a JSON list of objects"),
             ({"input_ids": [published.VOCABULARY]}, "the vocabulary has 8192"),
             ({"input_ids": [7] * CONTEXT}, f"takes at most {CONTEXT - 1}"),
-            ({"input_ids": [7], "exclude_input_in_output": False}, "needs text_input"),
+            ({"input_ids": [7], "exclude_input_in_output": False}, "requires text_input"),
         ],
     )
     def test_bad_requests_get_an_error_that_says_why(

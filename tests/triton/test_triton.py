@@ -121,8 +121,8 @@ class TestRepository:
         assert export(artifact, tmp_path).exit_code == 0
         again = export(artifact, tmp_path)
         assert again.exit_code == 2
-        assert "exists, and a version never changes" in again.stderr
-        assert "give another --model-version or --name" in again.stderr
+        assert "already exists; published versions never change" in again.stderr
+        assert "use another --model-version or --name" in again.stderr
         assert export(artifact, tmp_path, "--model-version", "2", "--set", "triton.versions=").exit_code == 0
         assert {path.name for path in (tmp_path / "random").iterdir() if path.is_dir()} == {"1", "2", "warmup"}
         assert "version_policy { all { } }" in (tmp_path / "random" / "config.pbtxt").read_text()
@@ -240,7 +240,7 @@ class TestChecks:
 
     def test_an_old_python_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checks, "PYTHON", (4, 0))
-        with pytest.raises(VersionMismatch, match=r"Python 3\.\d+ runs this model; it needs 4\.0 or newer"):
+        with pytest.raises(VersionMismatch, match=r"Python 3\.\d+ runs this model, which needs 4\.0 or newer"):
             checks.environment()
 
     def test_numpy_2_needs_a_backend_that_knows_it(self, tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ class TestSettings:
         [
             ({"artifact": ".", "max_que": "3"}, "unknown parameters max_que; known: artifact, threads, max_queue"),
             ({"max_queue": "3"}, "the parameter artifact is missing"),
-            ({"artifact": ".", "max_queue": "many"}, "parameter max_queue is 'many'; wanted int"),
-            ({"artifact": ".", "max_queue": "-1"}, "max_queue -1: wanted 0 or more"),
+            ({"artifact": ".", "max_queue": "many"}, "parameter max_queue is 'many'; expected int"),
+            ({"artifact": ".", "max_queue": "-1"}, "max_queue -1: expected 0 or more"),
         ],
     )
     def test_what_makes_no_sense(self, texts: dict[str, str], message: str) -> None:
@@ -314,7 +314,7 @@ def test_a_gpu_instance_of_a_cpu_engine_is_refused(artifact: Artifact, model_mod
         "model_repository": str(artifact.path / "triton" / "random"),
         "model_version": "1",
     }
-    with pytest.raises(RuntimeError, match="says KIND_GPU, and the engine is for a CPU\nhint: kind: KIND_CPU"):
+    with pytest.raises(RuntimeError, match="says KIND_GPU, but the engine is for a CPU\nhint: kind: KIND_CPU"):
         model_module.TritonPythonModel().initialize(arguments)
 
 
@@ -322,7 +322,7 @@ def test_an_instance_of_a_gpu_engine_gets_the_gpu_of_its_group(artifact: Artifac
     config = RuntimeConfig.read(artifact.path / "engine" / "runtime.json")
     arguments = {"model_instance_kind": "GPU", "model_instance_device_id": "3"}
     assert model_module._device(replace(config, provider="cuda"), arguments) == 3
-    with pytest.raises(EnvironmentLacks, match="says KIND_CPU, and the engine is for a GPU"):
+    with pytest.raises(EnvironmentLacks, match="says KIND_CPU, but the engine is for a GPU"):
         model_module._device(replace(config, provider="cuda"), {**arguments, "model_instance_kind": "CPU"})
     assert model_module._device(config, {**arguments, "model_instance_kind": "CPU"}) == 0
 
@@ -376,7 +376,7 @@ class TestInputs:
         assert (sampling.max_tokens, sampling.temperature) == (7, 0.5)
 
     def test_each_may_be_given_once(self, runner: Runner) -> None:
-        with pytest.raises(UsageError, match="top_k: given twice, the second time as a parameter"):
+        with pytest.raises(UsageError, match="top_k: given twice, also as a parameter"):
             ask(runner, {"top_k": 5}, text_input="a", top_k=4)
 
     def test_bytes_that_are_no_text(self, runner: Runner) -> None:
@@ -384,13 +384,13 @@ class TestInputs:
             inputs.read({"text_input": np.array([[b"a\xff"]], np.object_)}, {}, None, runner)
 
     def test_one_prompt_a_request(self, runner: Runner) -> None:
-        with pytest.raises(UsageError, match="text_input: 2 values; wanted one"):
+        with pytest.raises(UsageError, match="text_input: 2 values; expected one"):
             ask(runner, text_input=["a", "b"])
 
     def test_what_is_left_out_and_what_stands_before(self, runner: Runner) -> None:
         read = ask(runner, text_input="a b", exclude_input_in_output=False, return_num_output_tokens=False)
         assert (read.echo, read.omitted) == ("a b", {"num_output_tokens"})
-        with pytest.raises(UsageError, match="needs text_input, and no stream"):
+        with pytest.raises(UsageError, match="requires text_input and no streaming"):
             ask(runner, text_input="a", exclude_input_in_output=False, stream=True)
 
 
@@ -415,7 +415,7 @@ class TestLaunch:
     def test_options_for_no_server_are_refused(self, artifact: Artifact, tmp_path: Path) -> None:
         result = export(artifact, tmp_path, "--", "--log-verbose=1")
         assert result.exit_code == 2
-        assert "SERVER_OPTIONS are for the server that --launch starts" in result.stderr
+        assert "SERVER_OPTIONS require --launch" in result.stderr
 
 
 def test_serving_in_a_recipe_is_checked(sample_checkpoint: Path, tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def test_serving_in_a_recipe_is_checked(sample_checkpoint: Path, tmp_path: Path)
     with pytest.raises(RecipeError, match=r"recipe.yaml:9:12: serving.triton.kinds: unknown key") as caught:
         Recipe.load(recipe)
     assert caught.value.hint == "did you mean 'kind'?"
-    with pytest.raises(ValueError, match="`gpus` are of kind gpu, not cpu"):
+    with pytest.raises(ValueError, match="`gpus` requires kind gpu, not cpu"):
         ServingSpec.model_validate_json('{"triton": {"kind": "cpu", "gpus": [0]}}')
     with pytest.raises(RecipeError, match=r"--set triton.instances=0: triton.instances: "):
         ServingSpec().changed(["triton.instances=0"])

@@ -84,7 +84,10 @@ def test_a_pass_is_proven_once_for_layers_that_it_changes_alike(
 ) -> None:
     reads = Reads()
     result = check(step, model_with_lazy_weights(reads), tmp_path)
-    assert result.probes == (f"{kinds} of {places} changed places", f"the other {places - kinds} are changed alike")
+    assert result.probes == (
+        f"{kinds} of {places} changed subgraphs",
+        f"the other {places - kinds} changed the same way",
+    )
     assert result.allowed is not None
     assert 0 <= result.largest_difference < 0.1 * result.allowed
     assert {name for name in reads.names if "layers.0." not in name} <= {"model.norm.weight"}

@@ -39,7 +39,7 @@ def test_a_right_graph_passes_on_every_kind_of_step(checkpoint: Checkpoint, cano
     assert (proof.layers, proof.depth) == (5, 5)
     assert proof.probes == ("one row", "a ragged batch", "a prompt longer than the windows")
     assert proof.unexceeded_windows == ()
-    assert "all layers gives transformers' logits within" in proof.note()
+    assert "trace: logits match transformers within" in proof.note()
     assert graph.fingerprint(canonical) == before
 
 
@@ -93,7 +93,7 @@ def test_a_wrong_graph_fails_and_names_the_layer(
     wrong = canonical.clone()
     assert callable(spoil)
     spoil(wrong)
-    with pytest.raises(VerificationError, match=rf"(?s)is not the model: logits differ.*{where}") as caught:
+    with pytest.raises(VerificationError, match=rf"(?s)does not match the model: logits differ.*{where}") as caught:
         verify_trace(checkpoint, wrong)
     assert caught.value.exit_code == 7
 
@@ -107,7 +107,7 @@ def test_a_graph_that_does_not_run_and_a_bug_of_ours_are_told_apart(
     given = graph.operand(node, 0)
     [row] = graph.insert(node, "Gather", [given, beyond], {"axis": 1}, name="look_beyond")
     node.replace_input_with(0, row)
-    with pytest.raises(VerificationError, match=r"the traced graph does not run: ONNX Runtime .* fails to run"):
+    with pytest.raises(VerificationError, match=r"the traced graph does not run: ONNX Runtime .* failed to run"):
         verify_trace(checkpoint, wrong)
 
     def buggy(*_: object) -> None:

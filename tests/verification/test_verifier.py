@@ -167,7 +167,7 @@ def test_a_difference_is_held_against_its_own_allowance_where_kernels_round_acti
     result = check.check(planted, model, planted.run(model, graphs.CPU))
     assert result.allowed == TOLERANCE[ir.DataType.FLOAT]
     assert 0 < result.largest_difference <= result.allowed
-    assert result.probes == ("1 of 1 changed places",)
+    assert result.probes == ("1 of 1 changed subgraphs",)
     assert np.abs(logits(model, probe.random_runs(96)) - before).max() > 10 * result.allowed * before.std()
 
 
@@ -316,14 +316,14 @@ def test_a_cache_that_no_probe_reads_back_is_compared_too(tmp_path: Path) -> Non
 
 def test_a_pass_that_only_claims_to_have_changed_something(tmp_path: Path) -> None:
     error = fail(Planted(lambda model: None), tmp_path)
-    assert error.message.endswith("(something), and left the graph as it was")
+    assert error.message.endswith("(something), but did not change the graph")
 
 
 def test_changes_that_were_not_made() -> None:
     model = graphs.llama()
     with pytest.raises(
         VerificationError,
-        match=r"pass idle reports 1 changes, the first at some_node \(something\), and left the graph",
+        match=r"pass idle reports 1 changes, the first at some_node \(something\), but did not change the graph",
     ):
         check_changes("idle", Snapshot.of(model), model, REPORTED)
 
@@ -340,7 +340,7 @@ def test_changes_that_were_not_reported(act: Callable[[ir.Model], None], what: s
     model = graphs.llama()
     before = Snapshot.of(model)
     act(model)
-    with pytest.raises(VerificationError, match=f"pass silent reports no changes and changed {what}"):
+    with pytest.raises(VerificationError, match=f"pass silent reports no changes, but changed {what}"):
         check_changes("silent", before, model, Changes())
 
 
@@ -351,7 +351,7 @@ def test_a_lazy_tensor_that_was_exchanged_in_silence() -> None:
     check_changes("honest", before, model, Changes())
     scale(1.01)(model)
     assert graph.fingerprint(model) == before.fingerprint  # which reads no lazy tensor
-    with pytest.raises(VerificationError, match=f"pass silent reports no changes and changed initializer {WEIGHT}"):
+    with pytest.raises(VerificationError, match=f"pass silent reports no changes, but changed initializer {WEIGHT}"):
         check_changes("silent", before, model, Changes())
 
 
@@ -369,7 +369,7 @@ def test_an_external_tensor_of_another_folder_that_was_exchanged_in_silence() ->
     value.const_value = stored_in("one")
     check_changes("honest", before, model, Changes())
     value.const_value = stored_in("two")
-    with pytest.raises(VerificationError, match=f"pass silent reports no changes and changed initializer {WEIGHT}"):
+    with pytest.raises(VerificationError, match=f"pass silent reports no changes, but changed initializer {WEIGHT}"):
         check_changes("silent", before, model, Changes())
 
 
@@ -378,7 +378,7 @@ def test_a_graph_outside_the_dialect(tmp_path: Path) -> None:
         graphs.find(model, "Sigmoid")[0].op_type = "Sinusoid"
 
     error = fail(Planted(act), tmp_path)
-    assert "wrote a graph that is not of the dialect: node 'l0_sigmoid_node'" in error.message
+    assert "wrote a graph outside the dialect: node 'l0_sigmoid_node'" in error.message
 
 
 def test_a_graph_that_does_not_run(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_graph_that_loads_and_does_not_run(numerics: Numerics, whole_bytes: in
     planted = Planted(look_beyond, numerics)
     with pytest.raises(VerificationError, match="pass planted wrote a graph that does not run") as caught:
         check.check(planted, model, planted.run(model, graphs.CPU))
-    assert "fails to run the graph: " in caught.value.message
+    assert "failed to run the graph: " in caught.value.message
     assert isinstance(caught.value.__cause__, RunFailed)
 
 
@@ -435,16 +435,16 @@ def test_lossy_without_text_is_a_usage_error(tmp_path: Path) -> None:
     model = graphs.llama()
     check = verifier(model, tmp_path, texts=[])
     planted = Planted(scale(1.01), LOSSY)
-    with pytest.raises(UsageError, match="pass planted is lossy and there is no text") as error:
+    with pytest.raises(UsageError, match="pass planted is lossy, but there is no text") as error:
         check.check(planted, model, planted.run(model, graphs.CPU))
-    assert error.value.hint == "give the recipe calibration or evaluation data"
+    assert error.value.hint == "add calibration or evaluation data to the recipe"
 
 
 def test_unmeasured_dtype_is_refused(tmp_path: Path) -> None:
     model = graphs.llama()
     next(value for value in model.graph.outputs if value.name == "logits").dtype = ir.DataType.BFLOAT16
     assert ir.DataType.BFLOAT16 not in TOLERANCE
-    with pytest.raises(UnsupportedError, match="the rounding of a pass is known for FLOAT"):
+    with pytest.raises(UnsupportedError, match="rounding tolerances are known for FLOAT"):
         verifier(model, tmp_path)
 
 

@@ -36,12 +36,12 @@ _LOWEST = float(np.finfo(np.float32).min)  # in the place of a masked score in f
 def written_out(attention: canonical.Attention) -> str | None:
     """Say why no kernel of TensorRT computes `attention`; None where one does."""
     if attention.softcap:
-        return "its scores are capped, and the parser takes no softcap"
+        return "its scores are capped; the parser does not support softcap"
     if attention.sinks is not None:
-        return "it has sinks, which IAttention has not"
+        return "it has sinks, which IAttention does not support"
     key, value = g.width(attention.past_key), g.width(attention.past_value)
     if key != value:
-        return f"its keys are {key} wide and its values {value}; IAttention wants one width"
+        return f"its keys are {key} wide and its values {value}; IAttention needs the same width"
     if key not in HEAD_DIMS:
         kernels = f"{HEAD_DIMS.start} to {HEAD_DIMS[-1]}, in steps of {HEAD_DIMS.step}"
         return f"its heads are {key} wide; kernels are for {kernels}"

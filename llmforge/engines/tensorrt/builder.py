@@ -115,20 +115,19 @@ def _writer(api: Any, file: BinaryIO) -> Any:
 def _check_log(library: Library, log: BuildLog) -> None:
     if log.fatal_warnings:
         raise VerificationError(
-            f"{library.title} {library.version} would compute something else than the graph says: "
-            f"{'; '.join(log.fatal_warnings)}"
+            f"{library.title} {library.version} would change the result of the graph: {'; '.join(log.fatal_warnings)}"
         )
 
 
 def _refused_by_parser(library: Library, parser: Any, log: BuildLog) -> UnsupportedError:
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if not errors:
-        return UnsupportedError(f"{library.title} {library.version} parses no such graph: {'; '.join(log.errors)}")
+        return UnsupportedError(f"{library.title} {library.version} cannot parse the graph: {'; '.join(log.errors)}")
     first = errors[0]
     where = f"node {first.node_name()} ({first.node_operator()})" if first.node_name() else "the graph"
     return UnsupportedError(
         f"{library.title} {library.version} rejects {where}: {' '.join(first.desc().split())}",
-        hint="leave out the pass that makes it, or choose another engine",
+        hint="remove the pass that writes it, or choose another engine",
     )
 
 
@@ -138,8 +137,8 @@ def _refused_by_builder(library: Library, sm: str, log: BuildLog) -> Unsupported
     named = _OPERATION.search(what)
     where = f", node {named[1]}" if named else ""
     if _NO_FUSED_KERNEL in what:
-        what = "no fused attention kernel exists for an attention of the graph, and none may be taken apart"
+        what = "no fused kernel exists for an attention node of the graph"
     return UnsupportedError(
-        f"{library.title} {library.version} builds no engine for SM{sm}{where}: {what}",
+        f"{library.title} {library.version} cannot build an engine for SM{sm}{where}: {what}",
         hint="choose other passes, or another engine or target",
     )

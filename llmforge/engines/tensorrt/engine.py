@@ -87,7 +87,7 @@ def build(request: BuildRequest) -> Engine:
     config = replace(common, provider=chosen.provider.name, device=device, plan=plan)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
     notes = [f"{chosen.title}: {warning}" for warning in record.warnings]
-    notes += ["the plan was taken from an earlier build with the same key"] if reused else []
+    notes += ["plan reused from an earlier build with the same key"] if reused else []
     return Engine.built(request, config, _facts(chosen, record, plan, device), notes)
 
 

@@ -62,7 +62,7 @@ def check(counted: Mapping[str, int], taken_apart: list[str], model: ir.Model) -
         wanted, found = nodes[operator], counted.get(kind, 0)
         if wanted != found:
             raise VerificationError(
-                f"the graph has {wanted} nodes {operator.op_type}, and TensorRT's network {found} layers {kind}: it "
-                "would compute something else",
+                f"the graph has {wanted} nodes {operator.op_type}, but TensorRT's network {found} layers {kind}: "
+                "the result would differ",
                 hint="report it with the recipe and the version of TensorRT",
             )

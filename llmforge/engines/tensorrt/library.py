@@ -65,7 +65,7 @@ class Library:
         known = [name for name in dir(self.api.ComputeCapability) if name.startswith("SM")]
         if f"SM{sm}" not in known:
             raise UnsupportedError(
-                f"{self.title} {self.version} has no code for SM{sm}; it has for {', '.join(known)}",
+                f"{self.title} {self.version} does not support SM{sm}; supported: {', '.join(known)}",
                 hint="set `engine: {backend: tensorrt}`, which builds on the GPU itself",
             )
         return getattr(self.api.ComputeCapability, f"SM{sm}")

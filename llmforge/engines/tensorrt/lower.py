@@ -51,7 +51,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     """
     if found := unsupported(model):
         listed = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        raise UnsupportedError(f"TensorRT for target {target.name} does not take {listed}", hint=found[0].hint)
+        raise UnsupportedError(f"TensorRT for target {target.name} does not support {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
     support.check(lowered)
     return lowered, changes
@@ -61,7 +61,9 @@ def unsupported(model: ir.Model) -> list[Unsupported]:
     """List what of `model` no engine of TensorRT has, whatever the device; reads no weight, and changes nothing."""
     found = []
     if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
-        found.append(Unsupported("the model", f"its own attention was traced, because: {reason}", _OTHER_ENGINE))
+        found.append(
+            Unsupported("the model", f"its attention was traced from the model's own code: {reason}", _OTHER_ENGINE)
+        )
     for value in model.graph.inputs:
         if value.name in (interface.ATTENTION_MASK, interface.SEQLENS_K):
             what = "only canonical attention over past_lengths is lowered to TensorRT"
@@ -79,7 +81,7 @@ def _reason(view: Operator) -> tuple[str | None, str]:
     match view:
         case canonical.Attention():
             fp32 = view.q.dtype == ir.DataType.FLOAT
-            reason = "IAttention has kernels for fp16 and bf16, and this one is fp32" if fp32 else None
+            reason = "IAttention has kernels for fp16 and bf16 only, not fp32" if fp32 else None
             return reason, "put `lower-precision` into the recipe"
         case canonical.MoE():
             return experts.reason_against(view), _OTHER_ENGINE

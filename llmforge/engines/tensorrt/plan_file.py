@@ -61,13 +61,13 @@ class PlanRecord:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise InputError(f"{path} is missing: nothing says what the plan beside it was built from") from error
+            raise InputError(f"{path} is missing: the origin of the plan next to it is unknown") from error
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
             raise InputError(f"{path}: not a JSON file: {error}") from error
         record = strict_json.read(cls, data, str(path))
         if record.format != FORMAT or record.key != record.source.key:
             raise InputError(
-                f"{path}: not the record of a plan of format {FORMAT}, or edited", hint="build the artifact again"
+                f"{path}: not a plan record of format {FORMAT}, or edited", hint="build the artifact again"
             )
         return record
 

@@ -76,7 +76,7 @@ def _range(name: str, size: int | str | None, known: Mapping[object, Range]) -> 
         return size, size, size
     if size is None or size not in known:
         raise UnsupportedError(
-            f"input {name} has the dimension {size!r}, of which nothing says how large it gets; TensorRT wants a range "
-            f"for each: {', '.join(repr(symbol) for symbol in known if isinstance(symbol, str))}"
+            f"input {name} has the dimension {size!r}, without a known range; TensorRT supports "
+            f"{', '.join(repr(symbol) for symbol in known if isinstance(symbol, str))}"
         )
     return known[size]

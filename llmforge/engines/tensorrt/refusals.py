@@ -49,7 +49,9 @@ class Feature(enum.Enum):
     )
     FP8 = Rule("fp8", "the device has no fp8 arithmetic", "quantize weights to int4 or int8", ARITHMETIC["fp8"])
     FP4 = Rule("fp4", "the device has no fp4 arithmetic", "quantize weights to int4 or fp8", ARITHMETIC["fp4"])
-    E8M0 = Rule("e8m0 scales", "the ONNX parser reads no e8m0 tensors", "choose a format whose scales are fp16 or fp8")
+    E8M0 = Rule(
+        "e8m0 scales", "the ONNX parser does not support e8m0 tensors", "choose a format whose scales are fp16 or fp8"
+    )
     ZERO_POINT = Rule(
         "zero points", "weights are symmetric: a zero point other than 0 is rejected", "quantize symmetrically"
     )
@@ -80,7 +82,7 @@ class Feature(enum.Enum):
         "an update in place takes fp32, fp16 and bf16 caches",
         "leave the KV cache in the model's dtype",
     )
-    FOREIGN_OPERATOR = Rule("operators outside ONNX", "it would need a plugin", "leave out the pass that makes it")
+    FOREIGN_OPERATOR = Rule("operators outside ONNX", "it needs a plugin", "remove the pass that writes it")
 
 
 def check(model: ir.Model, target: Target, title: str) -> None:
@@ -96,7 +98,7 @@ def check(model: ir.Model, target: Target, title: str) -> None:
     ordered = [feature for feature in Feature if feature in refused]
     listed = "; ".join(f"{feature.value.named} ({refused[feature]}): {feature.value.reason}" for feature in ordered)
     raise UnsupportedError(
-        f"{title} builds no such engine for target {target.name} (SM{sm}): {listed}",
+        f"{title} cannot build this engine for target {target.name} (SM{sm}): {listed}",
         hint="; ".join(dict.fromkeys(feature.value.hint for feature in ordered)),
     )
 

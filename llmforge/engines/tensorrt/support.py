@@ -1,4 +1,4 @@
-"""The operators that a lowered graph may hold, with the dtypes that they were seen to build with.
+"""The operators that a lowered graph may hold, with the dtypes that they are supported with.
 
 The records of `llmforge.ir.operators` say it (`tensorrt`). Each was seen with TensorRT-RTX 1.7.1, ahead of time: tests
 build each operator with each of its dtypes for SM75, 80, 86, 89 and 120, those aside that `refusals` keeps from one,
@@ -26,7 +26,7 @@ def check(model: ir.Model) -> None:
     if unseen:
         listed = ", ".join(f"{what}, node {node}" for what, node in reversed(unseen.items()))
         raise UnsupportedError(
-            f"TensorRT was not seen to build {listed}",
+            f"TensorRT is not known to build {listed}",
             hint="leave the pass that writes it out of the recipe, or choose `engine: {backend: onnxruntime}`",
         )
 

@@ -29,7 +29,7 @@ from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits
 from llmforge.ir.operators.standard import Reshape
 
 BITS = 4
-BLOCK_SIZES = (32, 64, 128)  # those that were seen to build
+BLOCK_SIZES = (32, 64, 128)  # those that are supported
 _UPPER_BITS = 0x88  # of the two codes of a byte: turns 0 … 15 around 8 into int4, -8 … 7
 
 
@@ -41,14 +41,14 @@ def reason_against(view: MatMulNBits | GatherBlockQuantized) -> str | None:
             "`bits: 4` and `embedding_bits: 4` or 16 are not, nor is what quantize-channels writes"
         )
     if view.zero_points is not None:
-        return "its weights have zero points, which the parser refuses; set `symmetric: true`"
+        return "its weights have zero points, which the parser rejects; set `symmetric: true`"
     if isinstance(view, MatMulNBits) and view.g_idx is not None:
         return "its input features are reordered (g_idx)"
     if view.block_size not in BLOCK_SIZES:
-        return f"its blocks are {view.block_size} wide; {', '.join(map(str, BLOCK_SIZES))} were seen to build"
+        return f"its blocks are {view.block_size} wide; {', '.join(map(str, BLOCK_SIZES))} are supported"
     k = _features(view)
     if k % view.block_size:
-        return f"its {k} input features are no multiple of block_size, {view.block_size}"
+        return f"its {k} input features are not a multiple of block_size, {view.block_size}"
     return None
 
 

@@ -52,7 +52,7 @@ def with_options(*, before: str) -> Callable[[type[_Pass]], type[_Pass]]:
             for name, option in _options(method).items():
                 if name in cls.__annotations__ or name in fields:
                     raise TypeError(f"{cls.__name__} has an option {name} besides that of {method.name}")
-                described = Field(description=f"of {method.name}: {option.description}")
+                described = Field(description=f"for {method.name}: {option.description}")
                 fields[name] = Annotated[option.annotation, *option.metadata, described]
                 setattr(cls, name, option.default)
         cls.__annotations__ = fields | dict(own[at:])

@@ -43,14 +43,12 @@ class Gptq(Method):
     """Round weights so that products with the calibration inputs change least."""
 
     name: ClassVar[str] = "gptq"
-    summary: ClassVar[str] = "with the inputs of the calibration text in view"
+    summary: ClassVar[str] = "minimize the output error on the calibration text"
     formats: ClassVar[tuple[Format, ...]] = BLOCKS
     demands: ClassVar[frozenset[InputStatistic]] = frozenset({InputStatistic.MOMENTS, InputStatistic.DRIFT})
     remedy: ClassVar[str] = "more damping"
 
-    damping: Annotated[
-        float, Field(gt=0, le=1, description="share of a Hessian's mean diagonal that is added to it")
-    ] = 0.01
+    damping: Annotated[float, Field(gt=0, le=1, description="fraction of the mean Hessian diagonal added to it")] = 0.01
 
     def quantize(self, weight: NDArray[Any], grid: Grid, inputs: LayerInputs = NO_INPUTS) -> QuantizedMatrix:
         """Run GPTQ; an expert that no token chose is rounded to nearest."""

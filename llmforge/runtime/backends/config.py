@@ -22,7 +22,7 @@ from llmforge.runtime.backends.signature import CacheInput
 
 FORMAT = 3
 FILE = "runtime.json"
-DAMAGED = "`llmforge inspect ARTIFACT --verify` names what differs from what was published; fetch it or build it again"
+DAMAGED = "run `llmforge inspect ARTIFACT --verify` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
@@ -136,8 +136,8 @@ class RuntimeConfig:
         except FileNotFoundError as error:
             if (path.parent / PENDING_FILE).is_file():
                 raise EnvironmentLacks(
-                    f"{path.parent.parent}: the engine of this artifact is not built yet: there is nothing to run",
-                    hint=f"`llmforge build --finish {path.parent.parent}`, on a host with its GPU",
+                    f"{path.parent.parent}: the engine of this artifact is not built yet",
+                    hint=f"run `llmforge build --finish {path.parent.parent}` on a host with its GPU",
                 ) from error
             raise InputError(f"{path} is missing: {path.parent.parent} is not an artifact") from error
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
@@ -160,10 +160,10 @@ class RuntimeConfig:
                 state = "is missing" if wanted else "makes no sense"
                 raise InputError(f"{where}: {name} {state} where provider is {self.provider}")
         if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
-            raise InputError(f"{where}: buckets is {list(self.buckets)}; wanted numbers of rows, ascending")
+            raise InputError(f"{where}: buckets is {list(self.buckets)}; expected numbers of rows, ascending")
         captures = () if self.graphs is None else self.graphs.captures
         if len({capture.id for capture in captures}) < len(captures) or min((c.id for c in captures), default=1) < 1:
-            raise InputError(f"{where}: graphs: wanted captures with ids of their own, 1 or more")
+            raise InputError(f"{where}: graphs: expected captures with unique ids, 1 or more")
 
     @property
     def requires(self) -> dict[str, str]:
@@ -180,7 +180,7 @@ class RuntimeConfig:
         """
         if self.kernels not in (None, native.VERSION):
             raise VersionMismatch(
-                f"the artifact was built with version {self.kernels} of the CPU kernels, and this llmforge has version "
+                f"the artifact was built with version {self.kernels} of the CPU kernels, but this llmforge has version "
                 f"{native.VERSION}",
                 hint="build the artifact again, or run it with the llmforge that built it",
             )

@@ -131,7 +131,7 @@ class DeviceSession(DeviceBackend):
         said = _preload()
         if provider not in ort.get_available_providers():
             raise EnvironmentLacks(
-                f"the installed onnxruntime {ort.__version__} has no {provider}: it is the one for CPUs",
+                f"the installed onnxruntime {ort.__version__} has no {provider}: it is the CPU package",
                 hint=f"pip uninstall onnxruntime, then {how_to_install()}",
             )
         graphs = {"enable_cuda_graph": "1" if self._captures else "0"}

@@ -59,7 +59,7 @@ class CaptureResult:
     def note(self) -> str:
         """Say what is not captured, and why."""
         rows, length = self.capture.batch, self.capture.length
-        return f"decode steps of {rows} rows of up to {length} tokens are not recorded: {self.reason}"
+        return f"decode steps with {rows} rows of up to {length} tokens run without CUDA graph: {self.reason}"
 
 
 def verify_capture(capture: Capture, probe: ProbeStep, free_bytes: Callable[[], int]) -> CaptureResult:
@@ -94,7 +94,7 @@ def verify_capture(capture: Capture, probe: ProbeStep, free_bytes: Callable[[], 
     except RunFailed as error:
         return result(error.message)
     if near(elsewhere, other):
-        return result("the step ran again where a replay was asked for")
+        return result("the step ran again instead of being replayed")
     for logits, wanted in ((first, one), (elsewhere, one), (replay, other)):
         if not near(logits, wanted):
             return result("a recorded step gives other logits than an unrecorded one")

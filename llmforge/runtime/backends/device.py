@@ -147,11 +147,11 @@ class CudaDevice:
         self._cuda = cuda = _bindings(install)
         status, count = cuda.cudaGetDeviceCount()
         if status != cuda.cudaError_t.cudaSuccess or count < 1:
-            raise EnvironmentLacks(f"this needs a CUDA device, and there is none here ({status.name})", hint=install)
+            raise EnvironmentLacks(f"no CUDA device found ({status.name})", hint=install)
         if not 0 <= index < count:
             raise EnvironmentLacks(
-                f"CUDA device {index} is asked for, and this process sees {count}",
-                hint="CUDA_VISIBLE_DEVICES says which it sees; they count from 0",
+                f"no CUDA device {index}; this process sees {count}",
+                hint="devices count from 0; check CUDA_VISIBLE_DEVICES",
             )
         self.index = index
         self._select()
@@ -184,8 +184,8 @@ class CudaDevice:
             self._cuda.cudaGetLastError()  # the next call would report it again
             free, total = self.memory()
             raise EnvironmentLacks(
-                f"{self.name} has no room for {size} more bytes: {free} of {total} are free",
-                hint="free the device for this, or build with a smaller engine.max_batch or engine.max_context",
+                f"{self.name} has no memory for {size} more bytes: {free} of {total} are free",
+                hint="free device memory, or build with a smaller engine.max_batch or engine.max_context",
             )
         self._call((status, address), f"{size} bytes")
         buffer = Buffer(int(address), size)
@@ -279,7 +279,7 @@ def _bindings(install: str) -> Any:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:  # the package is not there, or the library that it loads
         raise EnvironmentLacks(
-            f"this needs a CUDA device, and cuda-bindings, which reaches one, cannot be imported: {error}", hint=install
+            f"cuda-bindings, needed to use a CUDA device, cannot be imported: {error}", hint=install
         ) from error
 
 
@@ -290,7 +290,7 @@ def _free(cuda: Any, index: int, address: int) -> None:
 
 def _address(values: NDArray[Any]) -> int:
     if not values.flags.c_contiguous:
-        raise ValueError(f"an array of strides {values.strides}; wanted a C-contiguous one")
+        raise ValueError(f"an array of strides {values.strides}; expected a C-contiguous one")
     return int(values.ctypes.data)
 
 

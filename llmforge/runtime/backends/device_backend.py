@@ -51,5 +51,7 @@ class DeviceBackend(Backend[DeviceCache]):
         self.capture_results += (result,)
         logger.info("%s", result)
         if self._graphs_required and result.reason is not None:
-            raise VerificationError(result.note, hint="engine.cuda_graphs: allow runs them unrecorded")
+            raise VerificationError(
+                result.note, hint="set `engine: {cuda_graphs: allow}` to run them without CUDA graph"
+            )
         return result

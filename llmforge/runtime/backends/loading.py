@@ -31,7 +31,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     session = importlib.import_module(PROVIDERS[config.provider].session)
     opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
-        raise InputError(f"{folder}: {FILE} describes another model than {wanted[0]}: vocabulary or caches differ")
+        raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
     return opened
 
 
@@ -40,8 +40,8 @@ def _gpu(facts: DeviceFacts, index: int, extra: str) -> CudaDevice:
     gpu = CudaDevice(index, extra)  # extras are named like providers
     if gpu.sm != facts.sm:
         raise VersionMismatch(
-            f"the engine was built for GPUs of compute capability {facts.sm / 10}, and {gpu.name} (device {index}) "
+            f"the engine was built for GPUs of compute capability {facts.sm / 10}, but {gpu.name} (device {index}) "
             f"has {gpu.sm / 10}",
-            hint="build it for this device, or choose another with CUDA_VISIBLE_DEVICES",
+            hint="build it for this device, or select another with CUDA_VISIBLE_DEVICES",
         )
     return gpu

@@ -125,7 +125,7 @@ class Session(Backend[Cache]):
         self.signature = signature = Signature.of(inputs, graph.get_outputs(), where, own_kernels=own_kernels)
         for name, dtype in signature.cache_types.items():
             if not ELEMENTS[dtype].on_hosts:
-                raise UnsupportedError(f"{where}: {name} is {dtype}, which no kernel for CPUs reads")
+                raise UnsupportedError(f"{where}: {name} is {dtype}, which no CPU kernel supports")
         self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
 
     def allocate(self, batch: int, capacity: int) -> Cache:
@@ -211,7 +211,7 @@ def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequ
     except _FAILURES as error:
         raise UnsupportedError(
             f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}",
-            hint="`llmforge inspect ARTIFACT --verify` names what is not as it was published",
+            hint="run `llmforge inspect ARTIFACT --verify` to list changed files",
         ) from error
 
 
@@ -241,7 +241,7 @@ def run_bound(session: Any, binding: Any, *options: ort.RunOptions) -> None:
 
 
 def _run_failed(error: Exception) -> RunFailed:
-    return RunFailed(f"ONNX Runtime {ort.__version__} fails to run the graph: {error}")
+    return RunFailed(f"ONNX Runtime {ort.__version__} failed to run the graph: {error}")
 
 
 def _reserve(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

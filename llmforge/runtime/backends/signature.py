@@ -117,7 +117,7 @@ class Signature:
                 f"outputs {[value.name for value in outputs]}"
             )
         if unknown := set(names) - _FED - {value.name for value in past}:
-            raise InputError(f"{where}: nothing is known to feed into {', '.join(sorted(unknown))}")
+            raise InputError(f"{where}: unknown inputs: {', '.join(sorted(unknown))}")
         if logits.type != "tensor(float)":
             raise UnsupportedError(f"{where}: logits are {logits.type}; only fp32 logits are read")
         return cls(
@@ -185,7 +185,7 @@ def _cache_input(value: Argument, outputs: Collection[str], where: str) -> Cache
     name, shape = value.name, value.shape
     if len(shape) != 4 or not (isinstance(shape[1], int) and isinstance(shape[3], int)):
         raise InputError(
-            f"{where}: cache input {name} has shape {shape}; wanted [batch, kv_heads, capacity, head_dim] with "
+            f"{where}: cache input {name} has shape {shape}; expected [batch, kv_heads, capacity, head_dim] with "
             "fixed kv_heads and head_dim"
         )
     return CacheInput(name, _element(value, outputs, "cache input", where), shape[1], shape[3])
@@ -195,7 +195,7 @@ def _state_input(value: Argument, outputs: Collection[str], where: str) -> State
     dims = [dim for dim in value.shape[1:] if isinstance(dim, int)]
     if not dims or len(dims) != len(value.shape) - 1:
         raise InputError(
-            f"{where}: state {value.name} has shape {value.shape}; wanted [batch, …] with fixed dimensions"
+            f"{where}: state {value.name} has shape {value.shape}; expected [batch, …] with fixed dimensions"
         )
     return StateInput(value.name, _element(value, outputs, "state", where), tuple(dims))
 

@@ -25,7 +25,7 @@ def read(kind: type[D], data: Any, where: str) -> D:
         InputError: `data` is no object, or has unknown, missing or wrong entries; says `where`, and which.
     """
     if not isinstance(data, dict):
-        raise InputError(f"{where}: {type(data).__name__}; wanted an object")
+        raise InputError(f"{where}: {type(data).__name__}; expected an object")
     hints = typing.get_type_hints(kind)
     declared = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(data.keys() - declared.keys()):
@@ -39,7 +39,7 @@ def read(kind: type[D], data: Any, where: str) -> D:
         except _Misfit:
             choices = typing.get_args(hints[name]) if typing.get_origin(hints[name]) is typing.Literal else ()
             wanted = f"one of {', '.join(choices)}" if choices else annotation
-            raise InputError(f"{where}: {name} is {json.dumps(data[name])}; wanted {wanted}") from None
+            raise InputError(f"{where}: {name} is {json.dumps(data[name])}; expected {wanted}") from None
     return kind(**values)
 
 

@@ -133,7 +133,7 @@ class PlanSession(DeviceBackend):
         else:
             context = engine.create_execution_context(allocation)
         if context is None:
-            raise EnvironmentLacks(f"no execution context on {self.device.name}: {self._plan.complaint}")
+            raise EnvironmentLacks(f"cannot create an execution context on {self.device.name}: {self._plan.complaint}")
         context.set_device_memory(self._scratch.address, self._scratch.size)
         self._expect(context.set_optimization_profile_async(profile, self.device.stream), f"profile {profile}")
         self.device.synchronize()
@@ -179,7 +179,7 @@ class PlanSession(DeviceBackend):
             raise RuntimeError(f"{self._plan.title}: nothing says how large {', '.join(unknown)} are")
         given = tuple(context.get_tensor_shape(interface.LOGITS))
         if given != out.shape:
-            raise RuntimeError(f"{self._plan.title}: logits {given}; wanted {out.shape}")
+            raise RuntimeError(f"{self._plan.title}: logits {given}; expected {out.shape}")
 
     def _enqueue(self, context: Any) -> None:
         """Send a step to the stream, behind the copy of its inputs."""

@@ -70,8 +70,8 @@ def require(facts: PlanFacts) -> Any:
         ) from error
     if api.__version__ != facts.version:
         raise VersionMismatch(
-            f"the engine was built with {title} {facts.version}, and {api.__version__} is installed, which loads plans "
-            "of its own version alone",
+            f"the engine was built with {title} {facts.version}, but {api.__version__} is installed, which only loads "
+            "plans of its own version",
             hint=f"pip install '{provider.package}=={facts.version}', or build the artifact again",
         )
     return api
@@ -92,7 +92,7 @@ def open_plan(path: Path, facts: PlanFacts) -> Plan:
     plan = Plan(api, engine, runtime, said, str(path), facts)
     if engine is None:
         raise VersionMismatch(
-            f"{path}: {plan.title} {facts.version} does not load it on this device: {plan.complaint}",
+            f"{path}: {plan.title} {facts.version} cannot load it on this device: {plan.complaint}",
             hint="build the artifact again for this device",
         )
     return plan
@@ -141,8 +141,8 @@ def check_profiles(plan: Plan, config: RuntimeConfig) -> tuple[int, int]:
     names = [profile.name for profile in profiles]
     if sorted(names) != ["decode", "prefill"] or plan.engine.num_optimization_profiles != len(names):
         raise InputError(
-            f"{plan.where} has {plan.engine.num_optimization_profiles} profiles, and its artifact says {names}; wanted "
-            "one for prefill and one for decode"
+            f"{plan.where} has {plan.engine.num_optimization_profiles} profiles, its artifact lists {names}; "
+            "expected one for prefill and one for decode"
         )
     prefill, decode = names.index("prefill"), names.index("decode")
     for at, profile in enumerate(profiles):

@@ -63,7 +63,7 @@ class Constraint:
     def choice(cls, texts: Sequence[str]) -> Constraint:
         """Want one of some texts."""
         if not texts or not all(texts):
-            raise UsageError("a choice without texts, or with an empty one, leaves nothing to answer")
+            raise UsageError("a choice needs at least one string, none of them empty")
         return cls("grammar", "start: " + " | ".join(json.dumps(text) for text in texts))
 
 
@@ -96,7 +96,7 @@ class ConstraintState:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise UnsupportedError(
-                f"the constraint cannot be followed further: {_short(self._matcher.get_error())}",
+                f"the constraint cannot be applied further: {_short(self._matcher.get_error())}",
                 hint="simplify the constraint",
             )
 
@@ -155,7 +155,7 @@ class ConstraintCompiler:
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():  # nothing can be said first
-            raise UsageError(f"{constraint.kind}: no answer has this form: {_short(first.get_error())}")
+            raise UsageError(f"{constraint.kind}: no answer can match it: {_short(first.get_error())}")
         return matcher
 
     def _read_tokens(self) -> LLTokenizer:
@@ -166,7 +166,7 @@ class ConstraintCompiler:
         try:
             return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocabulary, eos_token=self._eos_token_ids)
         except ValueError as error:
-            raise UnsupportedError(f"answers of this tokenizer cannot be constrained: {error}") from error
+            raise UnsupportedError(f"this tokenizer does not support constrained answers: {error}") from error
 
 
 def _short(message: str) -> str:

@@ -66,14 +66,14 @@ class Sampling:
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0, math.inf, "a finite number, 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p {self.top_p}: wanted more than 0, at most 1 (1: all tokens)")
+            raise UsageError(f"top_p {self.top_p}: expected more than 0, at most 1 (1: all tokens)")
         _within("top_k", self.top_k, 0, math.inf, "0 (all tokens) or more")
         _within("min_p", self.min_p, 0, 1, "0 (all tokens) to 1")
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1: none)")
         _within("presence_penalty", self.presence_penalty, -2, 2, "-2 to 2 (0: none)")
         _within("frequency_penalty", self.frequency_penalty, -2, 2, "-2 to 2 (0: none)")
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise UsageError("logit_bias: a token id stands there twice")
+            raise UsageError("logit_bias: duplicate token id")
         for token, bias in self.logit_bias:
             _within("logit_bias: token id", token, 0, math.inf, "0 or more")
             _within(f"logit_bias of token {token}:", bias, -100, 100, "-100 to 100")
@@ -82,17 +82,17 @@ class Sampling:
             _within("max_tokens", self.max_tokens, 1, math.inf, "1 or more")
         _within("min_tokens", self.min_tokens, 0, math.inf, "0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise UsageError(f"min_tokens {self.min_tokens}: wanted at most max_tokens, which is {self.max_tokens}")
+            raise UsageError(f"min_tokens {self.min_tokens}: expected at most max_tokens, which is {self.max_tokens}")
         if not all(self.stop):
-            raise UsageError("an empty stop string would end every answer before it begins")
+            raise UsageError("stop: strings must not be empty")
         if len(self.stop) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in self.stop):
-            raise UsageError(f"stop: wanted at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters")
+            raise UsageError(f"stop: expected at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters")
         for token in self.stop_token_ids:
             _within("stop_token_ids:", token, 0, math.inf, "0 or more")
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"0 to {MOST_LOGPROBS}")
         if self.constraint is not None and self.ignore_eos:
-            raise UsageError("ignore_eos with a constraint: an answer that is complete could not end")
+            raise UsageError("ignore_eos cannot be used with a constraint")
 
     def repeated(self, n: int) -> tuple[Sampling, ...]:
         """Give the sampling of each of `n` outputs of a prompt: the first keeps the seed, the others get derived ones.
@@ -108,7 +108,7 @@ class Sampling:
 def _within(name: str, value: float, low: float, high: float, wanted: str) -> None:
     """Refuse a value outside of [low, high], NaN, and infinity."""
     if not (low <= value <= high and value < math.inf):
-        raise UsageError(f"{name} {value}: wanted {wanted}")
+        raise UsageError(f"{name} {value}: expected {wanted}")
 
 
 GREEDY = Sampling()

@@ -31,7 +31,9 @@ def sampling_of(parameters: Mapping[str, Any]) -> Sampling:
     """
     samplings = samplings_of(parameters)
     if len(samplings) > 1:
-        raise UsageError(f"n {len(samplings)}: one request gets one answer here", hint="send the request n times")
+        raise UsageError(
+            f"n {len(samplings)}: only one answer per request is supported here", hint="send the request n times"
+        )
     return samplings[0]
 
 
@@ -64,7 +66,7 @@ def samplings_of(parameters: Mapping[str, Any]) -> tuple[Sampling, ...]:
 
 def _set(fields: dict[str, Any], names: dict[str, str], field: str, value: Any, name: str) -> None:
     if field in fields and fields[field] != value:
-        raise UsageError(f"{names[field]} and {name} contradict each other", hint="give one of them")
+        raise UsageError(f"{names[field]} and {name} contradict each other", hint="use only one of them")
     fields[field], names[field] = value, name
 
 
@@ -75,10 +77,10 @@ def _logprobs(given: Mapping[str, Any]) -> int | None:
     top = _integer("top_logprobs", given["top_logprobs"]) if "top_logprobs" in given else 0
     if switch is None:
         if "top_logprobs" in given:
-            raise UsageError("top_logprobs beside a logprobs that is a number", hint="give logprobs: true")
+            raise UsageError("top_logprobs cannot be used with a numeric logprobs", hint="set logprobs: true")
         return _integer("logprobs", value)
     if top and not switch:
-        raise UsageError("top_logprobs without logprobs", hint="give logprobs: true")
+        raise UsageError("top_logprobs requires logprobs", hint="set logprobs: true")
     return top if switch else None
 
 
@@ -162,7 +164,7 @@ def _json(name: str, value: Any) -> Any:
 
 def _wrong(name: str, value: Any, wanted: str) -> UsageError:
     shown = repr(value)
-    return UsageError(f"{name} {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'}: wanted {wanted}")
+    return UsageError(f"{name} {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'}: expected {wanted}")
 
 
 def _schema(name: str, value: Any) -> Constraint:
@@ -191,7 +193,7 @@ def _response_format(name: str, value: Any) -> Constraint | None:
         case "json_schema":
             inner = form.get("json_schema")
             if not isinstance(inner, Mapping) or "schema" not in inner:
-                raise UsageError(f'{name}: wanted {{"type": "json_schema", "json_schema": {{"schema": …}}}}')
+                raise UsageError(f'{name}: expected {{"type": "json_schema", "json_schema": {{"schema": …}}}}')
             return _schema(f"{name}.json_schema.schema", inner["schema"])
     raise _wrong(name, value, 'an object whose "type" is "text", "json_object" or "json_schema"')
 

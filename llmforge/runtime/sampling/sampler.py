@@ -77,14 +77,14 @@ class TokenSampler:
         """
         best = int(logits.argmax())  # the first NaN where there is one
         if not math.isfinite(logits[best]):
-            raise InputError("the engine gave logits that are not finite")
+            raise InputError("the engine returned NaN or infinite logits")
         if self.argmax_only:
             return SampledToken(best)
         sampling = self.sampling
         processed = logits if self._raw_logits else self._process(logits)
         token = int(processed.argmax())
         if processed[token] == -np.inf:
-            raise InputError("the engine gave logits of -inf to every token that may come next")
+            raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
             token = draw(processed, sampling, self._rng.random())
         self._advance(token)

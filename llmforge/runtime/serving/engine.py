@@ -161,7 +161,7 @@ class Engine:
             return self._scheduler.busy or not self._closing
 
     def _fail(self, cause: Exception) -> None:
-        failure = Unavailable(f"the engine failed: {cause}", hint="start it again; its log has the details")
+        failure = Unavailable(f"the engine failed: {cause}", hint="restart it; see its log for details")
         with self._wake:
             self._failure = failure
             for sequence in self._arrivals:
@@ -206,13 +206,13 @@ def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> P
     if (options.speculation == "draft-model") != (draft is not None):
         raise UsageError(
             f"speculation is {options.speculation!r} and there is {'a' if draft else 'no'} draft artifact",
-            hint="the two belong together: speculation 'draft-model' and a second artifact",
+            hint="speculation 'draft-model' and a draft artifact require each other",
         )
     if draft is None:
         return PromptLookup() if options.speculation == "prompt-lookup" else None
     if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
-        raise InputError("the draft artifact has another vocabulary: its tokens mean something else")
+        raise InputError("the draft artifact has a different vocabulary")
     if (reason := draft.session.signature.no_reuse_reason) is not None:
-        raise UnsupportedError(f"the draft artifact cannot take guesses back: {reason}")
+        raise UnsupportedError(f"the draft artifact cannot discard draft tokens: {reason}")
     capacity = min(runner.config.max_context, draft.config.max_context)
     return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

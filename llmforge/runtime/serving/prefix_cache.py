@@ -48,7 +48,7 @@ class PrefixCache(Generic[C]):
         if self.capacity < 1:
             raise UsageError(
                 f"a prefix cache of {size_bytes} bytes; one block of {BLOCK} tokens takes {self.block_bytes}",
-                hint="give it more, or 0 to keep nothing",
+                hint="increase it, or use 0 to disable it",
             )
         self._pool = backend.allocate(self.capacity, BLOCK)
         self._free = list(range(self.capacity - 1, -1, -1))

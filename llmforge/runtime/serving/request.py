@@ -26,7 +26,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise UsageError(f"timeout {self.timeout_s} s: wanted a finite number of seconds above 0")
+            raise UsageError(f"timeout {self.timeout_s} s: expected a finite number of seconds above 0")
 
     def repeated(self, n: int) -> tuple[Request, ...]:
         """Ask `n` times: the same prompt, a seed for each sequence. They share the prompt in the prefix cache.
@@ -86,7 +86,7 @@ def check_tokens(ids: Sequence[int], longest: int, vocabulary: int) -> None:
         raise UsageError("the prompt is empty", hint="give at least one token")
     if len(ids) > longest:
         raise UsageError(
-            f"{len(ids)} tokens; this artifact takes at most {longest}",
+            f"{len(ids)} tokens; this artifact allows at most {longest}",
             hint="shorten the prompt, or build with a larger engine.max_context",
         )
     if min(ids) < 0 or max(ids) >= vocabulary:

@@ -73,7 +73,7 @@ class Runner:
             InputError: the template refuses the messages.
         """
         if self.template is None:
-            raise UsageError("the artifact has no chat template", hint="give a plain prompt")
+            raise UsageError("the artifact has no chat template", hint="use a plain prompt")
         return list(self.tokenizer.encode(_unicode(self.template.render(messages)), add_special_tokens=False).ids)
 
     def generate(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY) -> Iterator[Chunk]:
@@ -102,7 +102,7 @@ class Runner:
             UsageError: a prompt is empty or too long, there are more than `max_batch`, or a stop string is asked for.
         """
         if any(sampling.stop for sampling in samplings):
-            raise UsageError("a batch of token ids has no text that stop strings could be found in")
+            raise UsageError("stop strings are not supported for a batch of token ids")
         if len(samplings) != len(prompts) or not prompts:
             raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings")
         return self._steps([tuple(prompt) for prompt in prompts], samplings)
@@ -156,7 +156,8 @@ class Runner:
             start = self._find_free(rows)
             if start is None:
                 raise UsageError(
-                    f"{wanted} sequences asked for while {sum(self._taken)} run; this artifact runs {len(self._taken)}",
+                    f"{wanted} sequences requested while {sum(self._taken)} are running; this artifact runs at "
+                    f"most {len(self._taken)}",
                     hint="finish or close the others first, or build with a larger engine.max_batch",
                 )
             if self._cache is None:
@@ -194,7 +195,7 @@ def _unicode(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"the prompt: character {error.start} is half of one (a surrogate)", hint="give the text in UTF-8"
+            f"the prompt: character {error.start} is an unpaired surrogate", hint="use valid UTF-8 text"
         ) from error
     return text
 

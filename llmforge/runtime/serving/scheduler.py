@@ -119,7 +119,7 @@ class Scheduler(Generic[C]):
         """
         check_tokens(request.prompt, self._cache.capacity - 1, self._backend.vocabulary)
         if request.sampling.stop and not request.detokenize:
-            raise UsageError("a batch of token ids has no text that stop strings could be found in")
+            raise UsageError("stop strings are not supported for a batch of token ids")
         room = self._cache.capacity - len(request.prompt)
         return Sequence(
             request,
@@ -138,7 +138,7 @@ class Scheduler(Generic[C]):
         """
         max_queue = self._options.max_queue
         if len(self._sequences) + arriving >= self._cache.batch + max_queue:
-            raise Unavailable(f"the queue is full: {max_queue} requests wait", hint="try again later")
+            raise Unavailable(f"the queue is full: {max_queue} requests are waiting", hint="try again later")
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue a sequence; its receiver gets chunks during steps."""

@@ -91,7 +91,7 @@ class DraftModel(Generic[C]):
 
     def __init__(self, backend: Backend[C], vocabulary: int, rows: int, capacity: int, chunk: int) -> None:
         if (reason := backend.signature.no_reuse_reason) is not None:
-            raise ValueError(f"drafts of this model cannot be taken back: {reason}")
+            raise ValueError(f"this model cannot discard draft tokens: {reason}")
         self._backend = backend
         self._vocabulary = min(vocabulary, backend.vocabulary)
         self._cache = backend.allocate(rows, capacity)

@@ -54,7 +54,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "llmforge_accepted_tokens_total": ("Proposed tokens that stood", "accepted_tokens"),
 }
 GAUGES: Mapping[str, tuple[str, str]] = {
-    "llmforge_requests_running": ("Requests whose answers are made", "running"),
+    "llmforge_requests_running": ("Requests in generation", "running"),
     "llmforge_requests_waiting": ("Requests that wait for a slot", "waiting"),
     "llmforge_kv_tokens_used": ("Tokens that running requests hold in the KV cache", "kv_tokens_used"),
     "llmforge_kv_tokens_capacity": ("Tokens that the KV cache has room for", "kv_tokens_capacity"),

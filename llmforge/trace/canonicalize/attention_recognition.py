@@ -158,7 +158,7 @@ def find(model: ir.Model, layer: int, origins: Origins) -> AttentionSubgraph:
     queries = [value for value in edge if value not in (keys, values) and origins.is_data(value)]
     if len(queries) != 1:
         listed = ", ".join(str(value.name) for value in queries) or "nothing"
-        raise UnsupportedError(f"{where} computes attention from {listed} besides keys and values, wanted one query")
+        raise UnsupportedError(f"{where} computes attention from {listed} besides keys and values, expected one query")
     (query,) = queries
     (_, kv_heads, _, width), (*_, value_width) = g.dims(keys) or (None,) * 4, g.dims(values) or (None,)
     if not isinstance(kv_heads, int) or not isinstance(width, int) or not isinstance(value_width, int):

@@ -34,20 +34,20 @@ def environment() -> None:
     """
     if sys.version_info < PYTHON:
         raise VersionMismatch(
-            f"Python {'.'.join(map(str, sys.version_info[:2]))} runs this model; it needs "
+            f"Python {'.'.join(map(str, sys.version_info[:2]))} runs this model, which needs "
             f"{'.'.join(map(str, PYTHON))} or newer",
             hint="use a newer Triton, or name an environment in the parameter EXECUTION_ENV_PATH of config.pbtxt",
         )
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise EnvironmentLacks(
             f"the environment of this model ({sys.prefix}) has no {', '.join(missing)}",
-            hint="pip install -r requirements.txt, the file beside model.py",
+            hint="pip install -r requirements.txt (next to model.py)",
         )
     for name, oldest in NEEDED.items():
         if oldest is not None and _numbers(found := metadata.version(name)) < _numbers(oldest):
             raise VersionMismatch(
                 f"{name} {found} is installed; this model needs {oldest} or newer",
-                hint="pip install -r requirements.txt, the file beside model.py",
+                hint="pip install -r requirements.txt (next to model.py)",
             )
 
 

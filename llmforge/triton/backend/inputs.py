@@ -56,7 +56,9 @@ def _prompt(tensors: Tensors, runner: Runner) -> list[int]:
     given = [spec for spec in kinds if spec.name in tensors]
     if len(given) != 1:
         names = ", ".join(spec.name for spec in kinds)
-        raise UsageError(f"a request has one of {names}; this one has {', '.join(s.name for s in given) or 'none'}")
+        raise UsageError(
+            f"a request needs exactly one of {names}; this one has {', '.join(s.name for s in given) or 'none'}"
+        )
     (spec,) = given
     if spec is signature.TEXT_INPUT:
         return runner.encode(_text(tensors, spec))
@@ -69,7 +71,7 @@ def _prompt(tensors: Tensors, runner: Runner) -> list[int]:
 def _messages(text: str) -> list[dict[str, Any]]:
     messages = _json(text, signature.MESSAGES.name)
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise UsageError("messages: wanted a JSON list of objects with role and content, at least one")
+        raise UsageError("messages: expected a JSON list of objects with role and content, at least one")
     return messages
 
 
@@ -78,7 +80,7 @@ def _echo(tensors: Tensors, *, stream: bool) -> str:
     if _one(tensors, signature.EXCLUDE_INPUT, default=True):
         return ""
     if stream or signature.TEXT_INPUT.name not in tensors:
-        raise UsageError("exclude_input_in_output: false needs text_input, and no stream")
+        raise UsageError("exclude_input_in_output: false requires text_input and no streaming")
     return _text(tensors, signature.TEXT_INPUT)
 
 
@@ -91,7 +93,7 @@ def _sampling(tensors: Tensors, parameters: Mapping[str, Any]) -> dict[str, Any]
         ("a parameter", {name: value for name, value in parameters.items() if not name.startswith(_TRITON_PREFIX)}),
     ):
         if twice := sorted(gathered.keys() & values.keys()):
-            raise UsageError(f"{', '.join(twice)}: given twice, the second time as {place}")
+            raise UsageError(f"{', '.join(twice)}: given twice, also as {place}")
         gathered |= values
     return gathered
 
@@ -114,7 +116,7 @@ def _sampling_parameters(tensors: Tensors) -> dict[str, Any]:
     name = signature.SAMPLING_PARAMETERS.name
     values = _json(_text(tensors, signature.SAMPLING_PARAMETERS), name)
     if not isinstance(values, dict):
-        raise UsageError(f"{name}: wanted a JSON object of names and values")
+        raise UsageError(f"{name}: expected a JSON object of names and values")
     return values
 
 
@@ -143,5 +145,5 @@ def _one(tensors: Tensors, spec: TensorSpec, default: Any = None) -> Any:
         return default
     flat = tensors[spec.name].reshape(-1)
     if len(flat) != 1:
-        raise UsageError(f"{spec.name}: {len(flat)} values; wanted one")
+        raise UsageError(f"{spec.name}: {len(flat)} values; expected one")
     return flat[0]

@@ -96,7 +96,7 @@ def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
     kind = PROVIDERS[config.provider].kind.upper()
     if args["model_instance_kind"] != kind:
         raise EnvironmentLacks(
-            f"instance_group of config.pbtxt says KIND_{args['model_instance_kind']}, and the engine is for a {kind}",
+            f"instance_group of config.pbtxt says KIND_{args['model_instance_kind']}, but the engine is for a {kind}",
             hint=f"kind: KIND_{kind}",
         )
     return int(args["model_instance_device_id"]) if kind == "GPU" else 0

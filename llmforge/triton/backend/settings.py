@@ -39,7 +39,7 @@ def read(parameters: Mapping[str, Mapping[str, str]]) -> Settings:
     if unknown := sorted(texts.keys() - own.keys() - options.keys()):
         raise UsageError(
             f"config.pbtxt: unknown parameters {', '.join(unknown)}; known: {', '.join([*own, *options])}",
-            hint="make the model repository again with the llmforge that built the artifact",
+            hint="write the model repository again with the llmforge that built the artifact",
         )
     if "artifact" not in texts:
         raise UsageError("config.pbtxt: the parameter artifact is missing")
@@ -53,4 +53,4 @@ def _value(name: str, text: str, annotation: str) -> Any:
     try:
         return {"int": int, "float": float}.get(kind, str)(text)
     except ValueError as error:
-        raise UsageError(f"config.pbtxt: parameter {name} is {text!r}; wanted {kind}") from error
+        raise UsageError(f"config.pbtxt: parameter {name} is {text!r}; expected {kind}") from error
