@@ -38,7 +38,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "llama-wide-heads-llama3-rope": {"optimum": "its caches would not fit"},
     "gpt-neox": {},
     "deepseek-v2": {
-        "cpu": LATENT,
+        "quickstart": LATENT,
         "genai": LATENT,
         "portable": LATENT,
         "optimum": "its caches would not fit",
