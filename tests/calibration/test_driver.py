@@ -277,7 +277,7 @@ def rewrite(path: Path, name: str, rows: slice, value: float) -> Checkpoint:
 
 def test_a_silent_channel_has_no_range(tiny_checkpoint: Path, windows: list[Window]) -> None:
     silent = rewrite(tiny_checkpoint, "model.layers.1.self_attn.v_proj.weight", slice(21, 22), 0.0)
-    with pytest.raises(DataError, match=r"model\.layers\.1: the value channel 5 of KV head 1 ranges to 0 over"):
+    with pytest.raises(DataError, match=r"model\.layers\.1: the value channel 5 of KV head 1 ranges to 0 on"):
         calibrate(silent, windows, [KvRangeDemand()])
 
 
@@ -289,7 +289,7 @@ def test_states_that_overflow_are_refused(tiny_checkpoint: Path, windows: list[W
 
 def test_contradictions_and_no_text_are_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
     two = [WeightDemand(Gptq(), GRID), WeightDemand(Gptq(damping=0.02), GRID)]
-    with pytest.raises(UnsupportedError, match="2 passes quantize the same linears"):
+    with pytest.raises(UnsupportedError, match="2 passes quantize the same linear layers"):
         calibrate(checkpoint, windows, two)
     with pytest.raises(DataError, match="no text"):
         calibrate(checkpoint, [], DEMANDS)

@@ -371,7 +371,7 @@ def test_an_engine_beyond_the_memory_of_the_device_is_refused() -> None:
 
 def test_without_the_gpu_the_build_says_so_and_writes_nothing(tmp_path: Path) -> None:
     lowered, _ = lower(prepared())
-    with pytest.raises(EnvironmentLacks, match="CUDA provider is proven on the GPU that runs it") as caught:
+    with pytest.raises(EnvironmentLacks, match="CUDA provider is verified on the GPU that runs it") as caught:
         cuda.build(BuildRequest(lowered, tmp_path / "engine", SPEC, H100, (3,), None))
     assert caught.value.exit_code == 8
     assert "--defer" in (caught.value.hint or "")

@@ -54,7 +54,7 @@ def test_layers_are_counted_and_held_against_the_graph(tmp_path: Path) -> None:
     assert "SOFTMAX" not in counted
     with pytest.raises(VerificationError, match="1 nodes Attention, but TensorRT's network 0 layers ATTENTION_INPUT"):
         layers.check({**counted, "ATTENTION_INPUT": 0}, [], model)
-    with pytest.raises(VerificationError, match="0 nodes Softmax, and TensorRT's network 1 layers SOFTMAX"):
+    with pytest.raises(VerificationError, match="0 nodes Softmax, but TensorRT's network 1 layers SOFTMAX"):
         layers.check({**counted, "SOFTMAX": 1}, [], model)
     with pytest.raises(VerificationError, match="would not prove a fused kernel"):
         layers.check(counted, ["attention"], model)

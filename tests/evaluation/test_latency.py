@@ -139,7 +139,7 @@ def test_without_a_baseline_there_is_nothing_to_compare(bench: Bench) -> None:
 
 
 def test_a_side_that_stops_early_fails(bench: Bench) -> None:
-    with pytest.raises(VerificationError, match="B yielded 4 tokens after a prompt of 4; asked: 5"):
+    with pytest.raises(VerificationError, match="B yielded 4 tokens after a prompt of 4; expected 5"):
         run(bench.fake("A", 1.0, 2.0), bench.fake("B", 1.0, 2.0, short_by=1))
 
 

@@ -61,7 +61,7 @@ def test_a_token_uses_the_experts_that_it_chooses(tmp_path: Path) -> None:
     assert facts.parameters == checkpoint.parameters
     assert facts.active_parameters == facts.parameters - 2 * 2 * (64 * 192 + 96 * 64)
     printed = invoke("trace", tmp_path).stdout
-    assert f"{facts.parameters:,}, of which a token uses {facts.active_parameters:,}" in printed
+    assert f"{facts.parameters:,}, {facts.active_parameters:,} active per token" in printed
 
 
 def test_a_written_graph_is_the_graph(model: ir.Model, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_schema_has_it_with_its_option(registered: ModuleType) -> None:
     assert found["method"]["description"].endswith("; powers-of-two: round to powers of two")
     assert found["exponents"] == {
         "default": 2,
-        "description": "of powers-of-two: largest exponents that are tried for a block",
+        "description": "for powers-of-two: largest exponents that are tried for a block",
         "maximum": 8,
         "minimum": 1,
         "title": "Exponents",
@@ -116,7 +116,7 @@ def test_the_schema_has_it_with_its_option(registered: ModuleType) -> None:
 
 
 def test_a_format_that_it_cannot_give_is_refused(registered: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"powers-of-two gives .*, and no int4-block32-asymmetric"):
+    with pytest.raises(ValueError, match=r"powers-of-two supports .*, not int4-block32-asymmetric"):
         options.make(registered.QuantizeWeights, {**OPTIONS, "symmetric": False})
 
 

@@ -325,7 +325,7 @@ class TestRefusals:
             ({"text_input": "a", "sampling_parameters": "[]"}, "expected a JSON object"),
             ({"messages": "{}"}, "expected a JSON list of objects"),
             ({"input_ids": [published.VOCABULARY]}, "the vocabulary has 8192"),
-            ({"input_ids": [7] * CONTEXT}, f"takes at most {CONTEXT - 1}"),
+            ({"input_ids": [7] * CONTEXT}, f"allows at most {CONTEXT - 1}"),
             ({"input_ids": [7], "exclude_input_in_output": False}, "requires text_input"),
         ],
     )
