@@ -73,7 +73,7 @@ class CpuKernels(Pass):
         changes = Changes()
         layers = {layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)}
         ready = frozenset(layer.node for layer, reason in layers.items() if reason is None)
-        rewriting = cpu_linear.Rewriting(model, ready)
+        rewriting = cpu_linear.Rewriting(model, ready, context.scratch)
         if rewriting.ready:
             rewriting.separate_norms()
         for attention in contrib.GroupQueryAttention.all(model):

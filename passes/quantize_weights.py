@@ -65,7 +65,7 @@ from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, rows, stack
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
-from llmforge.quantization.statistics import Demand, Statistics, WeightDemand
+from llmforge.quantization.statistics import Demand, WeightDemand
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
 _TABLES = methods.PLAIN()  # of embedding and head, which calibration does not see
@@ -131,7 +131,7 @@ class QuantizeWeights(Pass):
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
         routers = {} if self.routers else routing.routers(model)
-        rewriting = _Rewriting(self, model, context.statistics, logits_rows.readers(model), routers)
+        rewriting = _Rewriting(self, model, context, logits_rows.readers(model), routers)
         changes = rewriting.changes
         for tables in (True, False):  # the embedding first, with which a tied head goes
             for node in [node for node in model.graph if Gather.matches(node) is tables]:
@@ -154,7 +154,7 @@ class _Rewriting:
 
     step: QuantizeWeights
     model: ir.Model
-    statistics: Statistics | None
+    context: Context
     on_rows: set[ir.Node]  # what works on the rows that get logits
     routers: Mapping[ir.Node, ir.Node]  # nodes of routers that stay, and the experts that they choose
     changes: Changes = field(default_factory=Changes)
@@ -187,7 +187,7 @@ class _Rewriting:
             raise _Skip(f"router of {self.routers[node].name}; `routers: true` quantizes it")
         else:
             matrix = self._matrix(layer.weight, n, k)
-        self._multiply(layer, matrix, initializers.register(self.model, layer.weight, matrix))
+        self._multiply(layer, matrix, self._register(layer.weight, matrix))
         self._note(node, f"{f'head, {_TABLES.name}' if head else self.step.method}, {_summary(matrix)}")
 
     def embedding(self, lookup: Gather) -> None:
@@ -199,7 +199,7 @@ class _Rewriting:
         self._refuse_excluded(_names(table))
         matrix = initializers.quantized(table, _TABLES, self._embedding_grid(k), transposed=False)
         tied = _tied_head(table, lookup.node, self.on_rows)
-        parts = initializers.register(self.model, table, matrix, flat=tied is None)
+        parts = self._register(table, matrix, flat=tied is None)
         self._gather(lookup, matrix, parts, tied is not None)
         self._note(lookup.node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
         if tied is not None:
@@ -217,12 +217,19 @@ class _Rewriting:
             raise _Skip(f"its widths, {widths}, are not divisible into blocks of {SMALLEST_BLOCK} or more")
         self._refuse_excluded(_names(layer.up) + _names(layer.down))
         up, down = (
-            initializers.register(self.model, weight, self._of_experts(weight, order, grid), experts=experts.count)
+            self._register(weight, self._of_experts(weight, order, grid), experts=experts.count)
             for weight, order in ((layer.up, experts.order), (layer.down, np.arange(experts.hidden)))
         )
         moe_kernels.fuse_quantized(self.model, experts, up, down, self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
         self._note(layer.node, f"{self.step.method}, {_grid(grid)}, {shape}")
+
+    def _register(
+        self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False, experts: int = 0
+    ) -> PackedInitializers:
+        """Register the parts of a matrix, which is computed when the first of them is read."""
+        scratch = self.context.scratch
+        return initializers.register(self.model, weight, matrix, flat=flat, experts=experts, scratch=scratch)
 
     def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> LazyMatrix:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
@@ -241,7 +248,8 @@ class _Rewriting:
 
     def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
         """Return what puts the matrix together from the calibrated ones of `names`."""
-        matrices = {} if self.statistics is None else self.statistics.linears
+        statistics = self.context.statistics
+        matrices = {} if statistics is None else statistics.linears
         if missing := [name for name in names if name not in matrices]:
             raise _Skip(f"calibration has no result for {', '.join(missing)}")
         return lambda: stack([matrices[name] for name in names])

@@ -23,6 +23,7 @@ from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.ir import dialect, graph, interface
+from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Context, Numerics, Pass
 from llmforge.quantization.statistics import Demand, Statistics
@@ -71,8 +72,9 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         verifier = Verifier(model, folder=out / recipe.name / ".failed", texts=chosen, threads=threads)
         notes += coverage(verifier, model)
         done = []
+        context = Context(target, statistics, Scratch(staging.parent))
         for step in steps:
-            record, noted = transform(step, model, Context(target, statistics), verifier, progress)
+            record, noted = transform(step, model, context, verifier, progress)
             done.append(record)
             notes += noted
         read = footprint.count(model)

@@ -16,28 +16,42 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
+from llmforge.ir.scratch import Scratch
 
 Function = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
 
 
 class Derived(ir.LazyTensor):
-    """`function` of the values of `operands`, computed whenever it is read.
+    """`function` of the values of `operands`, computed whenever it is read, or once where there is a `scratch`.
 
     `function` is pure, and one object for all tensors that are made alike: a function of a module, not a closure.
     """
 
     def __init__(
-        self, function: Function, operands: Sequence[ir.TensorProtocol], dtype: ir.DataType, shape: ir.Shape, name: str
+        self,
+        function: Function,
+        operands: Sequence[ir.TensorProtocol],
+        dtype: ir.DataType,
+        shape: ir.Shape,
+        name: str,
+        *,
+        scratch: Scratch | None = None,
     ) -> None:
         super().__init__(self._compute, dtype, shape, name=name)
         self.function = function
         self.operands = tuple(operands)
+        self._scratch = scratch
 
     def _compute(self) -> ir.TensorProtocol:
+        if self._scratch is not None and (kept := self._scratch.get(self)) is not None:
+            return ir.Tensor(kept, name=self.name)
         try:
-            return ir.Tensor(self.function([each.numpy() for each in self.operands]), name=self.name)
+            array = self.function([each.numpy() for each in self.operands])
         except OverflowError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
+        if self._scratch is not None:
+            self._scratch.put(self, array)
+        return ir.Tensor(array, name=self.name)
 
 
 class Stored(ir.LazyTensor):

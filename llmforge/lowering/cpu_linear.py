@@ -25,6 +25,7 @@ from llmforge.ir.operators.standard import (
     SimplifiedLayerNormalization,
     Split,
 )
+from llmforge.ir.scratch import Scratch
 from llmforge.native import layout
 from llmforge.quantization.grids import Grid, unpack_bits
 
@@ -65,10 +66,14 @@ def _reason_against_grid(k: int, block: int) -> str | None:
 
 @dataclass(eq=False)
 class Rewriting:
-    """Rewrites of one graph; `ready` are the nodes MatMulNBits against which there is no reason."""
+    """Rewrites of one graph; `ready` are the nodes MatMulNBits against which there is no reason.
+
+    Arranged weights are kept in `scratch`, where there is one.
+    """
 
     model: ir.Model
     ready: frozenset[ir.Node]
+    scratch: Scratch | None = None
     _arranged: dict[tuple[ir.Value, bool | None], ir.Value] = field(default_factory=dict)
 
     def separate_norms(self) -> None:
@@ -157,7 +162,8 @@ class Rewriting:
             tensors = [graph.tensor(value) for value in stored]
             shape = ir.Shape([layout.groups(n), layout.group_bytes(k, grid)])
             name = str(codes.name).removesuffix(".codes") + ".groups"
-            tensor = Derived(_arrangement(n, k, grid, gate_first), tensors, ir.DataType.UINT8, shape, name)
+            arrangement = _arrangement(n, k, grid, gate_first)
+            tensor = Derived(arrangement, tensors, ir.DataType.UINT8, shape, name, scratch=self.scratch)
             self._arranged[key] = graph.initializer(self.model, name, tensor, graph.sources(codes))
         return self._arranged[key]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmforge.base.errors import ForgeError, UnsupportedError
+from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.targets import Target
 
@@ -69,6 +70,7 @@ class Context:
 
     target: Target
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
+    scratch: Scratch | None = None  # where tensors are kept that are read more than once
 
     def require_onnxruntime(self, step: str, why: str) -> None:
         """Return if the target has ONNX Runtime, which the pass `step` wants; `why` says for what, as a sentence.

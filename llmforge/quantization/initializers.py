@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
 from llmforge.ir.derived import by_output
+from llmforge.ir.scratch import Scratch
 from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
 from llmforge.quantization.methods.base import Method
 
@@ -30,23 +31,32 @@ class PackedInitializers:
 class LazyMatrix:
     """A quantized matrix [n, k] on `grid`, computed when the first of its parts is read.
 
-    The others are kept until each has been read once: writing a model computes the matrix once and keeps nothing.
+    With a `scratch` it is computed once. Without one, the other parts are kept until each has been read once: writing a
+    model computes the matrix once and keeps nothing.
     """
 
     calculate: Callable[[], QuantizedMatrix]
     n: int
     k: int
     grid: Grid
+    scratch: Scratch | None = None
     _unread: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
     def take(self, part: str) -> NDArray[np.generic]:
         """Return one part."""
+        if self.scratch is not None and (kept := self.scratch.get((self, part))) is not None:
+            return kept
         if part not in self._unread:
             matrix = self.calculate()
             assert matrix.grid == self.grid
             assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
             packed = pack(matrix)
             self._unread = {name: getattr(packed, name) for name, _, _ in self.parts()}
+            if self.scratch is not None:
+                for name, array in self._unread.items():
+                    self.scratch.put((self, name), array)
+                found, self._unread = self._unread[part], {}
+                return found
         return self._unread.pop(part)
 
     def parts(self) -> Iterator[tuple[str, ir.DataType, tuple[int, ...]]]:
@@ -78,15 +88,22 @@ def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method,
 
 
 def register(
-    owner: ir.Model, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False, experts: int = 0
+    owner: ir.Model,
+    weight: ir.Value,
+    matrix: LazyMatrix,
+    *,
+    flat: bool = False,
+    experts: int = 0,
+    scratch: Scratch | None = None,
 ) -> PackedInitializers:
     """Register the parts of `matrix`, named after `weight`: .codes, .scales and, where there are any, .zero_points.
 
     Codes are [n, blocks, bytes of a block], and come from the parameters that `weight` comes from (docs/dialect.md,
     Provenance); `flat` makes them [n, bytes of a row], for GatherBlockQuantized. Where the matrix is those of
     `experts`, on top of each other, each part gets an axis of experts in front: codes [experts, n / experts, bytes of a
-    row].
+    row]. With a `scratch` the matrix is computed once, and its parts are kept there.
     """
+    matrix.scratch = scratch
     values = {}
     for part, dtype, shape in matrix.parts():
         if (flat or experts) and part == "codes":

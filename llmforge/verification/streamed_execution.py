@@ -6,7 +6,7 @@ all steps of all runs before the next block is loaded; what later blocks read is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,18 +65,38 @@ def drive(
         block = ahead.pop(0)
         session = _open(extract(index, block.outputs, block.inputs), threads, block_bytes)
         later = {name for other in ahead for name in other.inputs}
+        if isinstance(session, _LargeTable):
+            session.run(
+                [
+                    (step, given)
+                    for run, values in zip(runs, live, strict=True)
+                    for step, given in zip(run.steps, values, strict=True)
+                ]
+            )
+            _forget(live, later)
+            continue
         for run, values in zip(runs, live, strict=True):
             caches = session.allocate(run.batch, capacity(run), fill)
             for step, given in zip(run.steps, values, strict=True):
                 given |= session.run(step, given, caches, None if rows is None else rows(step))
-                for name in given.keys() - later - {interface.LOGITS}:
-                    del given[name]
+                _forget([[given]], later)
     return [[given[interface.LOGITS] for given in values] for values in live]
+
+
+def _forget(live: Sequence[Sequence[Arrays]], later: set[str]) -> None:
+    """Drop what no later block reads; logits stay."""
+    for values in live:
+        for given in values:
+            for name in given.keys() - later - {interface.LOGITS}:
+                del given[name]
 
 
 @dataclass(frozen=True, eq=False)
 class _LargeTable:
-    """A block that is one stored table, larger than a block should be: looked up in, or multiplied by, in tiles."""
+    """A block that is one stored table, larger than a block should be: looked up in, or multiplied by, in tiles.
+
+    It is read once for all steps: reading and widening it takes longer than multiplying a few tokens by it.
+    """
 
     name: str  # of what it makes
     table: NDArray[Any]  # [V, K], as it is stored
@@ -84,21 +104,22 @@ class _LargeTable:
     tile_bytes: int
     dtype: ir.DataType  # what the graph computes in; results are held in fp32
 
-    def allocate(self, batch: int, capacity: int, fill: float) -> Arrays:
-        return {}
-
-    def run(
-        self, step: probe.ProbeStep, given: Mapping[str, NDArray[Any]], caches: Arrays, rows: NDArray[np.int64] | None
-    ) -> Arrays:
+    def run(self, steps: Sequence[tuple[probe.ProbeStep, Arrays]]) -> None:
+        """Add to what each step has what the block makes of it."""
         if self.reads is None:
-            return {self.name: self.table[step.ids].astype(np.float32)}
-        x, (v, k) = given[self.reads], self.table.shape
-        product = np.empty((*x.shape[:-1], v), np.float32)
+            for step, given in steps:
+                given[self.name] = self.table[step.ids].astype(np.float32)
+            return
+        (v, k), read = self.table.shape, [given[self.reads] for _, given in steps]
+        x = np.concatenate([each.reshape(-1, k) for each in read])
+        product = np.empty((len(x), v), np.float32)
         size = max(1, self.tile_bytes // (4 * k))
         for at in range(0, v, size):
             tile = x @ self.table[at : at + size].astype(np.float32).T
-            product[..., at : at + size] = tile.astype(self.dtype.numpy())
-        return {self.name: product}
+            product[:, at : at + size] = tile.astype(self.dtype.numpy(), copy=False)
+        ends = np.cumsum([each.size // k for each in read])[:-1]
+        for (_, given), each, made in zip(steps, read, np.split(product, ends), strict=True):
+            given[self.name] = made.reshape(*each.shape[:-1], v)
 
 
 def _open(block: ir.Model, threads: int, block_bytes: int) -> SubgraphSession | _LargeTable:

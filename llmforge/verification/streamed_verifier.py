@@ -207,7 +207,7 @@ class Loss:
         run = self.run
         if self._before is None:
             self._before = self._logits(before, run)
-        made, spread = self._logits(after, run), float(np.concatenate(self._before).std())
+        made, spread = self._logits(after, run), _spread(self._before)
         total, tokens, largest = 0.0, 0, 0.0
         for number, (b, a) in enumerate(zip(self._before, made, strict=True)):
             if not np.isfinite(a).all():
@@ -221,6 +221,13 @@ class Loss:
         """Run `run` and keep the logits of real tokens."""
         [logits] = streamed_execution.drive(model, [run], threads=self.threads)
         return [made[step.valid] for made, step in zip(logits, run.steps, strict=True)]
+
+
+def _spread(logits: Sequence[NDArray[np.float32]]) -> float:
+    """Return the standard deviation of all logits, [tokens, V] each, without a copy of them."""
+    rows = [row for of_step in logits for row in of_step]
+    means, variances = [float(row.mean()) for row in rows], [float(row.var()) for row in rows]
+    return float(np.sqrt(np.mean(variances) + np.var(means)))
 
 
 def vocabulary(model: ir.Model) -> int:
