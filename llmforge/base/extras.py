@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -43,6 +41,9 @@ class Requirement:
 @cache
 def requirements() -> tuple[Requirement, ...]:
     """List what this package requires, for every extra in the order of pyproject.toml; empty where nothing says so."""
+    import tomllib  # these two take longer to import than `llmforge --help` may
+    from importlib import metadata
+
     if _PROJECT.is_file():
         project = tomllib.loads(_PROJECT.read_text(encoding="utf-8")).get("project", {})
         if project.get("name") == _PACKAGE:
@@ -154,6 +155,8 @@ def _read(lines: Iterable[tuple[str, str]]) -> Iterator[Requirement]:
 
 
 def _version(distribution: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

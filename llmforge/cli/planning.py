@@ -83,12 +83,13 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
 
     Reads no weights: a folder with only config.json is enough. Prints one line per target if several are given.
     """
-    from llmforge.planning import plot as plots
     from llmforge.planning import render, request, scheme
 
     if asked["usd_per_hour"] is not None and not math.isfinite(asked["usd_per_hour"]):
         raise UsageError(f"--price {asked['usd_per_hour']}: expected a finite number of US dollars")
     if plot is not None:
+        from llmforge.planning import plot as plots
+
         output.check_file(plot, *plots.SUFFIXES)
     wanted = record(scheme.Wanted, asked)
     planned = request.answer(what, record(request.Request, asked, wanted=wanted))

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import click
 
-from llmforge import __version__
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.cli import building, inspecting, planning, running, serving
@@ -58,6 +57,14 @@ def _end(ctx: click.Context, error: ForgeError) -> NoReturn:
     ctx.exit(error.exit_code)
 
 
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from llmforge import __version__
+
+        click.echo(f"llmforge, version {__version__}")
+        context.exit()
+
+
 _EPILOG = """\b
 Examples:
   llmforge doctor    # what can this machine build and run?
@@ -95,7 +102,10 @@ Exit codes:
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
 )
-@click.version_option(__version__, prog_name="llmforge")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+    help="Show the version and exit.",
+)  # fmt: skip
 def cli() -> None:
     """Compile a Hugging Face checkpoint into a quantized, optimized engine.
 

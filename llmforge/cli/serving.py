@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge import __version__
 from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
@@ -69,6 +68,7 @@ def serve(
     For trying things out: no authentication, no TLS. Use `llmforge triton` for production.
     """
     extras.require("serve")
+    from llmforge import __version__
     from llmforge import serve as server
     from llmforge.artifact import Artifact
     from llmforge.runtime import Engine, EngineOptions
