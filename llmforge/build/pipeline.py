@@ -14,7 +14,7 @@ import onnx_ir as ir
 from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import dry_run, evidence, publishing, texts
+from llmforge.build import dry_run, evidence, preflight, publishing, texts
 from llmforge.build.evidence import Clock
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint, documents
@@ -50,7 +50,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     progress.stage("Check recipe, target and data")
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
-    texts.check(recipe)
+    preflight.check(recipe)
     with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
         progress.stage("Trace")
         checkpoint = Checkpoint.open(recipe.checkpoint)

@@ -71,6 +71,10 @@ def build(
     loaded = None if recipe is None else Recipe.load(recipe, chosen)
     if loaded is not None:
         loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
+        if pending is None:
+            from llmforge.build import preflight
+
+            preflight.check(loaded)
 
     if pending is None and loaded is None:
         raise UsageError("no recipe given", hint="llmforge build RECIPE")

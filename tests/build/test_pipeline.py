@@ -307,7 +307,7 @@ def test_evaluation_on_calibration_text_is_refused(recipe_file: Write) -> None:
             "cannot load a tensorrt-rtx",
         ),
         ({"engine": {"backend": "tensorrt", "max_context": 128}}, 6, "cannot load a tensorrt engine"),
-        ({"engine": {"max_context": 4096}}, 6, "128 positions"),
+        ({"engine": {"max_context": 4096}}, 6, "128 tokens"),
     ],
 )
 def test_what_cannot_be_built_here_is_refused(

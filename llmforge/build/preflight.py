@@ -1,0 +1,51 @@
+"""What can be known to be wrong before torch is imported, a model traced, or a weight read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.build import texts
+from llmforge.checkpoint import CONFIG, CONTEXTS, read_settings
+from llmforge.checkpoint.shards import read_headers, weight_files
+from llmforge.recipe import Recipe
+
+_ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")  # fields of a configuration, of which one is set
+# A rotary model may say here that it uses none: Falcon's `alibi`, Granite's and others' kind of position embedding.
+_OTHER_KIND = "position_embedding_type"
+_ROTARY_KINDS = (None, "rope", "rotary", "rotary_1d")
+
+
+def check(recipe: Recipe) -> None:
+    """Read the texts of `recipe` and the headers of its checkpoint, and hold the context against the configuration.
+
+    Raises:
+        DataError: a text is missing or not readable, or evaluation text was calibrated on.
+        CheckpointError: the folder is no checkpoint: a file is missing or damaged.
+        UnsupportedError: the weights are already quantized, or `engine.max_context` is more than rotary tables reach.
+    """
+    texts.check(recipe)
+    settings = read_settings(recipe.checkpoint.absolute())
+    _check_context(recipe, settings.get("text_config", settings))
+    read_headers(recipe.checkpoint, weight_files(recipe.checkpoint))
+
+
+def _check_context(recipe: Recipe, settings: Mapping[str, Any]) -> None:
+    """Refuse early what `engines.signatures.check_context` would refuse of the graph: a context beyond rotary tables.
+
+    They have as many positions as the configuration says the model is made for. Where it does not plainly say that
+    positions are rotary, the graph decides.
+    """
+    if all(settings.get(name) is None for name in _ROTARY):
+        return
+    if settings.get("alibi") or settings.get(_OTHER_KIND) not in _ROTARY_KINDS:
+        return
+    name = next((name for name in CONTEXTS if settings.get(name) is not None), None)
+    made_for = None if name is None else settings[name]
+    if type(made_for) is int and 0 < made_for < recipe.engine.max_context:
+        raise UnsupportedError(
+            f"engine.max_context is {recipe.engine.max_context}; the model is made for {made_for} tokens "
+            f"({name} in {recipe.checkpoint / CONFIG})",
+            hint=f"set engine.max_context to at most {made_for}",
+        )
