@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -114,13 +114,18 @@ class Artifact:
             )
 
 
+def is_name(name: str) -> bool:
+    """Say if `name` can be that of an artifact, a version or a tag."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str, what: str = "name") -> str:
-    """Return a name or version of an artifact that can be a folder's name.
+    """Return a name, version or tag of an artifact that can be the name of a folder or file.
 
     Raises:
         UsageError: it cannot.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise UsageError(
             f"artifact {what} {name!r}: allowed are a-z, 0-9, '.', '_' and '-', at most 128, a letter or digit first"
         )
@@ -140,8 +145,8 @@ def staging(out: Path, name: str) -> Iterator[Path]:
     parent = out.absolute() / check_name(name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with _names_of(parent):
-            _remove_stale(parent)
+        with names_locked(parent):
+            remove_stale(parent)
             folder, lock = _reserve(parent)
             folder.mkdir()
     except OSError as error:
@@ -198,7 +203,7 @@ def publish(
         files=files,
     )
     final = folder.parent / version
-    with _names_of(folder.parent):
+    with names_locked(folder.parent):
         _refuse_other(final, digest)  # before anything is written: the folder stays unfinished
         for path in files:
             (folder / path).chmod(0o444)
@@ -211,7 +216,7 @@ def publish(
         folder.rename(final)
         _sync_folder(folder.parent)
         if aside.exists():
-            _discard(aside)
+            take_away(aside)()
     return Artifact(final, manifest)
 
 
@@ -257,8 +262,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _names_of(parent: Path) -> Iterator[None]:
-    """Be the only process that changes names in `parent`; waits for its turn."""
+def names_locked(parent: Path) -> Iterator[None]:
+    """Be the only process that changes names or tags in `parent`; waits for its turn."""
     with (parent / LOCK).open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
@@ -281,20 +286,28 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + LOCK)
 
 
-def _discard(folder: Path) -> None:
-    """Delete a folder under an unfinished name, so that a half deleted one is never taken for a whole one."""
+def take_away(folder: Path) -> Callable[[], None]:
+    """Hide a folder under an unfinished name, so that a half deleted one is never taken for a whole one.
+
+    Call it with the names of its parent locked. What it returns deletes the folder, and needs no lock; killed before
+    its end, the next build of that name does. Files that a process has open or mapped stay readable to it.
+    """
     doomed, lock = _reserve(folder.parent)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
-    _release(doomed, lock)
+
+    def delete() -> None:
+        shutil.rmtree(doomed)
+        _release(doomed, lock)
+
+    return delete
 
 
-def _remove_stale(parent: Path) -> None:
+def remove_stale(parent: Path) -> None:
     """Clean up after killed builds; call it with the names of `parent` locked."""
     for aside in sorted(parent.glob(f"{REPLACED}*")):
         final = parent / aside.name.removeprefix(REPLACED).partition("-")[2]
         if final.exists():
-            _discard(aside)
+            take_away(aside)()
         else:  # killed between the two renames of an exchange: the old one is still whole
             aside.rename(final)
     for name in sorted({path.name.removesuffix(LOCK) for path in parent.glob(f"{BUILDING}*")}):
