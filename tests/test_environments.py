@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from llmforge.artifact import archive
 from llmforge.base import extras
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
@@ -129,7 +130,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
     )
     made.path.rename(folder / "artifact")
     for version in ("1", *(f"spare-{name}" for name in EXTRAS)):
-        stored.put(folder / "artifacts", version, version=version)
+        made = stored.put(folder / "artifacts", version, version=version)
+        archive.save_file(made, folder / "artifact.tar")
     checkpoints.write_checkpoint(folder / "checkpoint")
     recipe = {
         "schema": 1, "name": "tiny", "checkpoint": "checkpoint", "target": "local", "passes": ["fuse-norms"],
@@ -148,7 +150,9 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "build": ["recipe.yaml", "--out", "built"],
     "diff-graph": ["a.onnx", "b.onnx"],
     "doctor": [],
+    "export": ["tiny/1", "-o", "exported.tar"],
     "gc": ["--dry-run"],
+    "import": ["artifact.tar", "--out", "imported"],
     "inspect": ["artifact", "--verify"],
     "ls": ["tiny"],
     "passes": ["quantize-weights"],

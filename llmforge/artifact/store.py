@@ -205,19 +205,46 @@ def publish(
     final = folder.parent / version
     with names_locked(folder.parent):
         _refuse_other(final, digest)  # before anything is written: the folder stays unfinished
-        for path in files:
-            (folder / path).chmod(0o444)
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-        (folder / MANIFEST).chmod(0o444)
-        _sync(folder)
-        aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{version}"
-        if final.exists():
-            final.rename(aside)
-        folder.rename(final)
-        _sync_folder(folder.parent)
-        if aside.exists():
-            take_away(aside)()
+        _place(folder, manifest)
     return Artifact(final, manifest)
+
+
+def adopt(folder: Path, manifest: Manifest) -> Artifact:
+    """Publish the folder that `staging` made and that holds a whole artifact from elsewhere, with its `manifest`.
+
+    The same artifact may be there already; then it is replaced, which heals files that were changed.
+
+    Raises:
+        InputError: what is in the folder is not what the manifest says.
+        UsageError: the version is there with other content, or with other evidence.
+    """
+    Artifact(folder, manifest).verify()
+    final = folder.parent / check_name(manifest.version, "version")
+    with names_locked(folder.parent):
+        _refuse_other(final, manifest.content_digest)
+        if final.exists() and (final / MANIFEST).read_bytes() != (folder / MANIFEST).read_bytes():
+            raise UsageError(
+                f"{final} already exists with the same content and another report or date",
+                hint=f"to replace it: llmforge rm {manifest.name}/{manifest.version}, and again",
+            )
+        _place(folder, manifest)
+    return Artifact(final, manifest)
+
+
+def _place(folder: Path, manifest: Manifest) -> None:
+    """Give a finished folder the name of its version; call it with the names of its parent locked."""
+    final = folder.parent / manifest.version
+    for path in (*manifest.files, MANIFEST):
+        (folder / path).chmod(0o444)
+    _sync(folder)
+    aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{manifest.version}"
+    if final.exists():
+        final.rename(aside)
+    folder.rename(final)
+    _sync_folder(folder.parent)
+    if aside.exists():
+        take_away(aside)()
 
 
 def _refuse_other(final: Path, digest: str) -> None:

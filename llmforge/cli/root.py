@@ -90,6 +90,8 @@ Exit codes:
         storing.promote,
         storing.rm,
         storing.gc,
+        storing.export,
+        storing.import_,
         inspecting.inspect,
         inspecting.trace,
         inspecting.diff_graph,

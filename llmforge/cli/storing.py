@@ -1,4 +1,4 @@
-"""The commands that keep artifacts: list, tag, promote, remove. Like all commands they import what they need late."""
+"""The commands that keep artifacts: list, tag, promote, remove, export, import. They import late what they need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, NATURAL, out_option
+from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, out_option
 
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact
@@ -175,6 +175,59 @@ def promote(name: str, version: str | None, tag: str, rollback: bool, out: Path,
     version = opened.path.name
     moved = tags.rollback(parent, tag, version) if rollback else tags.move(parent, tag, version, "promote")
     _say(f"{name}:{tag}", version, moved, as_json)
+
+
+_EXPORT = """\b
+Examples:
+  llmforge export NAME/VERSION -o artifact.tar
+  llmforge export NAME:prod -o artifact.tar
+"""
+
+
+@click.command(epilog=_EXPORT)
+@click.argument("artifact", type=ARTIFACT)
+@click.option("-o", "--output", "path", type=PATH, required=True, metavar="FILE.tar", help="Archive to write.")
+@_JSON
+def export(artifact: Path, path: Path, as_json: bool) -> None:
+    """Write ARTIFACT to one uncompressed tar.
+
+    The same artifact gives the same bytes. Every file is checked against its hash.
+    """
+    from llmforge.artifact import Artifact, archive
+
+    output.check_file(path, ".tar")
+    opened = Artifact.open(artifact)
+    with output.writing(path):
+        size_bytes = archive.save_file(opened, path)
+    if as_json:
+        output.write_json({"archive": str(path), "size_bytes": size_bytes})
+    else:
+        click.echo(str(path))
+
+
+_IMPORT = """\b
+Example:
+  llmforge import artifact.tar
+"""
+
+
+@click.command("import", epilog=_IMPORT)
+@click.argument("archive", type=PATH, metavar="FILE.tar")
+@out_option("Publish the artifact to DIR/NAME/VERSION.")
+@_JSON
+def import_(archive: Path, out: Path, as_json: bool) -> None:
+    """Publish the artifact in an archive that `llmforge export` wrote.
+
+    Nothing is visible before every byte was checked. The last line of standard output is the path of the artifact.
+    """
+    from llmforge.artifact import archive as archives
+
+    made = archives.load_file(archive, out)
+    path = out / made.manifest.name / made.manifest.version
+    if as_json:
+        output.write_json({"artifact": str(path)})
+    else:
+        click.echo(str(path))
 
 
 def _require_passed(artifact: Artifact) -> None:
