@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from llmforge.artifact import archive
 from llmforge.base import extras
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 
-from . import checkpoints, published, reports, wheels
+from . import checkpoints, published, reports, stored, wheels
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.xdist_group("environments")  # they are made once
@@ -128,6 +129,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
         report=reports.make(),
     )
     made.path.rename(folder / "artifact")
+    for version in ("1", *(f"spare-{name}" for name in EXTRAS)):
+        made = stored.put(folder / "artifacts", version, version=version)
+        archive.save_file(made, folder / "artifact.tar")
     checkpoints.write_checkpoint(folder / "checkpoint")
     recipe = {
         "schema": 1, "name": "tiny", "checkpoint": "checkpoint", "target": "local", "passes": ["fuse-norms"],
@@ -146,12 +150,19 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "build": ["recipe.yaml", "--out", "built"],
     "diff-graph": ["a.onnx", "b.onnx"],
     "doctor": [],
+    "export": ["tiny/1", "-o", "exported.tar"],
+    "gc": ["--dry-run"],
+    "import": ["artifact.tar", "--out", "imported"],
     "inspect": ["artifact", "--verify"],
+    "ls": ["tiny"],
     "passes": ["quantize-weights"],
     "plan": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "--plot", "roofline.svg"],
+    "promote": ["tiny", "1", "--to", "prod"],
+    "rm": ["tiny/spare-{environment}"],
     "run": ["artifact", "If the file", "--max-tokens", "8"],
     "schema": [],
     "serve": ["artifact", "--port", "0"],
+    "tag": ["tiny/1", "new"],
     "targets": ["l4"],
     "trace": ["checkpoint", "-o", "traced.onnx"],
     "triton": ["artifact", "-o", "repository"],
@@ -171,7 +182,8 @@ def test_what_is_installed(environment: Environment) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(ARGUMENTS) - {"serve"}))
 def test_a_command_works_or_says_what_to_install(environment: Environment, place: Path, command: str) -> None:
-    done = environment.llmforge(command, *ARGUMENTS[command], cwd=place)
+    words = [word.format(environment=environment.name) for word in ARGUMENTS[command]]
+    done = environment.llmforge(command, *words, cwd=place)
     judge(environment, command, done)
 
 

@@ -1,6 +1,17 @@
 """Artifacts: content-addressed folders, published by one rename, and the manifest that vouches for each."""
 
 from llmforge.artifact.manifest import REPORT, content_digest, tool_versions, version_of
+from llmforge.artifact.references import resolve
 from llmforge.artifact.store import Artifact, check_name, publish, staging
 
-__all__ = ["REPORT", "Artifact", "check_name", "content_digest", "publish", "staging", "tool_versions", "version_of"]
+__all__ = [
+    "REPORT",
+    "Artifact",
+    "check_name",
+    "content_digest",
+    "publish",
+    "resolve",
+    "staging",
+    "tool_versions",
+    "version_of",
+]

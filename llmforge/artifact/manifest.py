@@ -12,7 +12,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
 from llmforge import __version__
@@ -70,6 +70,12 @@ class Manifest(_ManifestPart):
     requires: dict[str, str]  # package → version that the engine must be run with
     files: dict[InsidePath, FileRecord]
 
+    @field_validator("recipe")
+    @classmethod
+    def _can_be_hashed(cls, recipe: dict[str, Any]) -> dict[str, Any]:
+        json.dumps(recipe, allow_nan=False)
+        return recipe
+
     def to_json(self) -> str:
         """Write it as JSON, indented, with a final newline."""
         return self.model_dump_json(indent=1) + "\n"
@@ -81,14 +87,23 @@ def read(file: Path) -> Manifest:
     Raises:
         InputError: it is not one, or of another format version.
     """
+    return parse(file.read_bytes(), str(file))
+
+
+def parse(raw: bytes, source: str) -> Manifest:
+    """Read the bytes of a manifest; `source` says in messages where they are from.
+
+    Raises:
+        InputError: they are not one, or of another format version.
+    """
     try:
-        data = from_json(file.read_bytes())
+        data = from_json(raw)
     except ValueError as error:
-        raise InputError(f"{file}: not valid JSON: {error}", hint="fetch the artifact or build it again") from error
+        raise InputError(f"{source}: not valid JSON: {error}", hint="fetch the artifact or build it again") from error
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != 1:
         raise InputError(
-            f"{file}: schema {schema!r} is not supported by llmforge {__version__}, which reads schema 1",
+            f"{source}: schema {schema!r} is not supported by llmforge {__version__}, which reads schema 1",
             hint="use the version of llmforge that built the artifact, or build it again",
         )
     try:
@@ -96,7 +111,7 @@ def read(file: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{file}: {where}: {first['msg']}", hint="fetch the artifact or build it again") from error
+        raise InputError(f"{source}: {where}: {first['msg']}", hint="fetch the artifact or build it again") from error
 
 
 def tool_versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -114,13 +114,18 @@ class Artifact:
             )
 
 
+def is_name(name: str) -> bool:
+    """Say if `name` can be that of an artifact, a version or a tag."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str, what: str = "name") -> str:
-    """Return a name or version of an artifact that can be a folder's name.
+    """Return a name, version or tag of an artifact that can be the name of a folder or file.
 
     Raises:
         UsageError: it cannot.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise UsageError(
             f"artifact {what} {name!r}: allowed are a-z, 0-9, '.', '_' and '-', at most 128, a letter or digit first"
         )
@@ -140,8 +145,8 @@ def staging(out: Path, name: str) -> Iterator[Path]:
     parent = out.absolute() / check_name(name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with _names_of(parent):
-            _remove_stale(parent)
+        with names_locked(parent):
+            remove_stale(parent)
             folder, lock = _reserve(parent)
             folder.mkdir()
     except OSError as error:
@@ -198,21 +203,48 @@ def publish(
         files=files,
     )
     final = folder.parent / version
-    with _names_of(folder.parent):
+    with names_locked(folder.parent):
         _refuse_other(final, digest)  # before anything is written: the folder stays unfinished
-        for path in files:
-            (folder / path).chmod(0o444)
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-        (folder / MANIFEST).chmod(0o444)
-        _sync(folder)
-        aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{version}"
-        if final.exists():
-            final.rename(aside)
-        folder.rename(final)
-        _sync_folder(folder.parent)
-        if aside.exists():
-            _discard(aside)
+        _place(folder, manifest)
     return Artifact(final, manifest)
+
+
+def adopt(folder: Path, manifest: Manifest) -> Artifact:
+    """Publish the folder that `staging` made and that holds a whole artifact from elsewhere, with its `manifest`.
+
+    The same artifact may be there already; then it is replaced, which heals files that were changed.
+
+    Raises:
+        InputError: what is in the folder is not what the manifest says.
+        UsageError: the version is there with other content, or with other evidence.
+    """
+    Artifact(folder, manifest).verify()
+    final = folder.parent / check_name(manifest.version, "version")
+    with names_locked(folder.parent):
+        _refuse_other(final, manifest.content_digest)
+        if final.exists() and (final / MANIFEST).read_bytes() != (folder / MANIFEST).read_bytes():
+            raise UsageError(
+                f"{final} already exists with the same content and another report or date",
+                hint=f"to replace it: llmforge rm {manifest.name}/{manifest.version}, and again",
+            )
+        _place(folder, manifest)
+    return Artifact(final, manifest)
+
+
+def _place(folder: Path, manifest: Manifest) -> None:
+    """Give a finished folder the name of its version; call it with the names of its parent locked."""
+    final = folder.parent / manifest.version
+    for path in (*manifest.files, MANIFEST):
+        (folder / path).chmod(0o444)
+    _sync(folder)
+    aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{manifest.version}"
+    if final.exists():
+        final.rename(aside)
+    folder.rename(final)
+    _sync_folder(folder.parent)
+    if aside.exists():
+        take_away(aside)()
 
 
 def _refuse_other(final: Path, digest: str) -> None:
@@ -257,8 +289,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _names_of(parent: Path) -> Iterator[None]:
-    """Be the only process that changes names in `parent`; waits for its turn."""
+def names_locked(parent: Path) -> Iterator[None]:
+    """Be the only process that changes names or tags in `parent`; waits for its turn."""
     with (parent / LOCK).open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
@@ -281,20 +313,28 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + LOCK)
 
 
-def _discard(folder: Path) -> None:
-    """Delete a folder under an unfinished name, so that a half deleted one is never taken for a whole one."""
+def take_away(folder: Path) -> Callable[[], None]:
+    """Hide a folder under an unfinished name, so that a half deleted one is never taken for a whole one.
+
+    Call it with the names of its parent locked. What it returns deletes the folder, and needs no lock; killed before
+    its end, the next build of that name does. Files that a process has open or mapped stay readable to it.
+    """
     doomed, lock = _reserve(folder.parent)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
-    _release(doomed, lock)
+
+    def delete() -> None:
+        shutil.rmtree(doomed)
+        _release(doomed, lock)
+
+    return delete
 
 
-def _remove_stale(parent: Path) -> None:
+def remove_stale(parent: Path) -> None:
     """Clean up after killed builds; call it with the names of `parent` locked."""
     for aside in sorted(parent.glob(f"{REPLACED}*")):
         final = parent / aside.name.removeprefix(REPLACED).partition("-")[2]
         if final.exists():
-            _discard(aside)
+            take_away(aside)()
         else:  # killed between the two renames of an exchange: the old one is still whole
             aside.rename(final)
     for name in sorted({path.name.removesuffix(LOCK) for path in parent.glob(f"{BUILDING}*")}):

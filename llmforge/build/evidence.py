@@ -18,12 +18,11 @@ from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.machine import peak_resident_bytes
-from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.recipe import GateSpec, ValidationSpec
 from llmforge.report import model as records
+from llmforge.report import verdict
 from llmforge.runtime import Runner
 from llmforge.runtime import load as load_runner
 from llmforge.targets import Target
@@ -56,8 +55,7 @@ class Evidence:
 
     def judge(self, specs: Mapping[str, GateSpec], engine: records.EngineRecord) -> tuple[gates.GateResult, ...]:
         """Decide the gates; what could not be measured leaves them undecided."""
-        measured = Measured(self.quality, self.latency, None if engine.pending else engine.size_bytes)
-        return gates.judge(specs, catalog.estimates(measured), unmeasured=self.unmeasured)
+        return verdict.judge(specs, self.quality, self.latency, engine)
 
 
 @dataclass(frozen=True)

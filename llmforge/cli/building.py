@@ -11,7 +11,7 @@ import click
 from llmforge.base import extras
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, refuse_given
+from llmforge.cli.parameters import ARTIFACT, PATH, out_option, refuse_given
 
 _EXAMPLES = """\b
 Examples:
@@ -23,15 +23,13 @@ Examples:
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("recipe", type=PATH, required=False)
-@click.option(
-    "--out", type=PATH, metavar="DIR", default=Path("artifacts"), help="Publish the artifact to DIR/NAME/VERSION."
-)
+@out_option("Publish the artifact to DIR/NAME/VERSION.")
 @click.option(
     "--defer", is_flag=True,
     help="Publish without an engine, to build it later on the target GPU with --finish.",
 )  # fmt: skip
 @click.option(
-    "--finish", "pending", type=PATH, metavar="ARTIFACT",
+    "--finish", "pending", type=ARTIFACT, metavar="ARTIFACT",
     help="Build the deferred engine of ARTIFACT on this machine, as a new version. With RECIPE, also validate it.",
 )  # fmt: skip
 @click.option(

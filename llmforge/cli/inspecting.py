@@ -10,11 +10,11 @@ import click
 from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH
+from llmforge.cli.parameters import ARTIFACT, PATH
 
 
 @click.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 @click.option("--verify", is_flag=True, help="Check every file against its hash in the manifest.")
 def inspect(artifact: Path, as_json: bool, verify: bool) -> None:

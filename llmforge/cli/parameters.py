@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,38 @@ from llmforge.base.errors import UsageError
 PATH = click.Path(path_type=Path)
 NATURAL, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 
+ARTIFACTS = "LLMFORGE_ARTIFACTS"  # environment variable: the folder where artifacts are
+_ARTIFACTS_FOLDER = Path("artifacts")
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 Record = TypeVar("Record")
+
+
+class ArtifactPath(click.ParamType[Path]):
+    """The folder of an artifact, by its path, NAME/VERSION, NAME:TAG or the beginning of a version.
+
+    Names are looked up in the folder of the option --out before it, else in that of the environment.
+    """
+
+    name = "artifact"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Find the folder."""
+        from llmforge.artifact import resolve
+
+        given = None if ctx is None or param is None or param.name == "pending" else ctx.params.get("out")
+        return resolve(str(value), given or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER))
+
+
+ARTIFACT = ArtifactPath()
+
+
+def out_option(help: str) -> Callable[[Command], Command]:
+    """Add the option --out, the folder of artifacts; it is read before what is looked up in it."""
+    return click.option(
+        "--out", type=PATH, metavar="DIR", default=_ARTIFACTS_FOLDER, envvar=ARTIFACTS, show_envvar=True,
+        is_eager=True, help=help,
+    )  # fmt: skip
 
 
 class Numbers(click.ParamType[Any]):
@@ -46,6 +78,6 @@ def refuse_given(beside: str, *names: str) -> None:
     """Refuse parameters that were given and would say nothing beside the option `beside`."""
     context = click.get_current_context()
     for parameter in context.command.params:
-        given = context.get_parameter_source(str(parameter.name)) is not ParameterSource.DEFAULT
+        given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
         if parameter.name in names and given:
             raise UsageError(f"{parameter.opts[0]} cannot be used with {beside}", hint="remove one of them")

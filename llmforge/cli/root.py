@@ -15,7 +15,7 @@ import click
 
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.cli import building, inspecting, planning, running, serving
+from llmforge.cli import building, inspecting, planning, running, serving, storing
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
@@ -92,6 +92,13 @@ Exit codes:
         serving.triton,
         planning.plan,
         planning.doctor,
+        storing.ls,
+        storing.tag,
+        storing.promote,
+        storing.rm,
+        storing.gc,
+        storing.export,
+        storing.import_,
         inspecting.inspect,
         inspecting.trace,
         inspecting.diff_graph,

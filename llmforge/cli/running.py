@@ -11,7 +11,7 @@ import click
 
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, POSITIVE
+from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE
 
 if TYPE_CHECKING:
     from llmforge.runtime.sampling.constraints import Constraint
@@ -25,7 +25,7 @@ Examples:
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.argument("prompt")
 @click.option("--max-tokens", type=POSITIVE, metavar="N", default=256, help="Generate at most N tokens.")
 @click.option("--temperature", type=float, metavar="T", default=0.0, help="Sampling temperature; 0 is greedy.")

@@ -14,7 +14,7 @@ import click
 from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
+from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.metrics.latency import Footprint
@@ -46,7 +46,7 @@ Example:
 
 
 @click.command(epilog=_SERVE)
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", default=8000, help="Port; 0 picks a free one.")
 @click.option("--name", help="Model name in requests. Defaults to the name of ARTIFACT.")
@@ -98,7 +98,7 @@ Examples:
 
 
 @click.command(epilog=_BENCH)
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.option(
     "--concurrency", type=Numbers(int), default=(), metavar="N,…",
     help="Numbers of requests in flight, each measured separately. Defaults to 1,4.",
@@ -186,7 +186,7 @@ Examples:
 
 
 @click.command(epilog=_TRITON)
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "-o", "--output", "models", type=PATH, required=True, metavar="REPO",

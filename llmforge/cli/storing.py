@@ -1,0 +1,314 @@
+"""The commands that keep artifacts: list, tag, promote, remove, export, import. They import late what they need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
+from llmforge.cli import output
+from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, out_option
+
+if TYPE_CHECKING:
+    from llmforge.artifact import Artifact
+    from llmforge.artifact.tags import Move
+    from llmforge.artifact.versions import Version
+
+_OUT = "Folder of the artifacts."
+_JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+_LS = """\b
+Examples:
+  llmforge ls
+  llmforge ls NAME --history    # where its tags were
+"""
+
+
+@click.command(epilog=_LS)
+@click.argument("name", required=False)
+@click.option("--history", is_flag=True, help="Show every move of the tags instead of the versions.")
+@out_option(_OUT)
+@_JSON
+def ls(name: str | None, history: bool, out: Path, as_json: bool) -> None:
+    """List artifacts, the newest version of each name first.
+
+    Shows how the gates ended, size, date, target and tags.
+    """
+    from llmforge.artifact import versions
+
+    found = versions.listed(out, name)
+    if history:
+        _show_history(dict.fromkeys(each.path.parent for each in found), as_json)
+    elif as_json:
+        output.write_json([_facts(each) for each in found])
+    elif found:
+        output.write_columns([("ARTIFACT", "GATES", "SIZE", "CREATED (UTC)", "TARGET", "TAGS"), *map(_row, found)])
+    else:
+        click.echo(f"no artifacts in {out}", err=True)
+
+
+_RM = """\b
+Examples:
+  llmforge rm NAME/VERSION
+  llmforge rm 8715 3f9a    # the beginnings of two versions
+"""
+
+
+@click.command(epilog=_RM)
+@click.argument("artifacts", nargs=-1, required=True, type=ARTIFACT, metavar="ARTIFACT...")
+@out_option(_OUT)
+@_JSON
+def rm(artifacts: tuple[Path, ...], out: Path, as_json: bool) -> None:
+    """Remove versions of artifacts.
+
+    Refuses versions that have a tag. Processes that serve a removed version go on.
+    """
+    from llmforge.artifact import versions
+
+    home = out.resolve()
+    chosen = list(dict.fromkeys(path.resolve() for path in artifacts))
+    for given, path in zip(artifacts, [given.resolve() for given in artifacts], strict=True):
+        if path.parent.parent != home or path.name not in versions.version_names(path.parent):
+            raise UsageError(f"{given}: not a version of an artifact in {out}", hint="see `llmforge ls`")
+    versions.remove(chosen)
+    removed = [f"{path.parent.name}/{path.name}" for path in chosen]
+    if as_json:
+        output.write_json({"removed": removed})
+    else:
+        for reference in removed:
+            click.echo(f"removed {reference}")
+
+
+_GC = """\b
+Examples:
+  llmforge gc --dry-run
+  llmforge gc NAME --keep 1
+"""
+
+
+@click.command(epilog=_GC)
+@click.argument("name", required=False)
+@click.option("--keep", type=NATURAL, metavar="N", default=3, help="Versions of each name to keep, the newest.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed.")
+@out_option(_OUT)
+@_JSON
+def gc(name: str | None, keep: int, dry_run: bool, out: Path, as_json: bool) -> None:
+    """Remove old versions, and what killed builds left behind.
+
+    Versions with a tag, and those that a rollback would return to, stay and do not count.
+    """
+    from llmforge.artifact import versions
+    from llmforge.metrics.units import size
+
+    removed = versions.collect_garbage(out, name, keep=keep, dry_run=dry_run)
+    freed = sum(each.size_bytes or 0 for each in removed)
+    if as_json:
+        facts = {"removed": [each.reference for each in removed], "size_bytes": freed, "dry_run": dry_run}
+        output.write_json(facts)
+        return
+    for each in removed:
+        click.echo(f"{'would remove' if dry_run else 'removed'} {each.reference}")
+    count = f"{len(removed)} {'version' if len(removed) == 1 else 'versions'}"
+    click.echo(f"{count}, {size(freed)} {'to be removed' if dry_run else 'removed'}")
+
+
+_TAG = """\b
+Examples:
+  llmforge tag NAME/VERSION candidate
+  llmforge run NAME:candidate "Once upon a time"
+  llmforge tag NAME:candidate candidate --delete
+"""
+
+
+@click.command(epilog=_TAG)
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("tag")
+@click.option("--delete", is_flag=True, help="Take TAG off ARTIFACT.")
+@out_option(_OUT)
+@_JSON
+def tag(artifact: Path, tag: str, delete: bool, out: Path, as_json: bool) -> None:
+    """Put TAG on a version of an artifact, or move it there.
+
+    A tag keeps its history (`llmforge ls --history`). One that `llmforge promote` has moved can be moved by it alone.
+    """
+    from llmforge.artifact import Artifact, tags
+
+    path = Artifact.open(artifact).path
+    parent = _home(path, out)
+    moved = tags.delete(parent, tag, path.name) if delete else tags.move(parent, tag, path.name)
+    _say(f"{parent.name}:{tag}", path.name, moved, as_json)
+
+
+_PROMOTE = """\b
+Examples:
+  llmforge promote NAME VERSION --to prod
+  llmforge serve NAME:prod
+  llmforge promote NAME --to prod --rollback
+"""
+
+
+@click.command(epilog=_PROMOTE)
+@click.argument("name")
+@click.argument("version", required=False)
+@click.option("--to", "tag", metavar="TAG", required=True, help="Tag to move.")
+@click.option("--rollback", is_flag=True, help="Return TAG to the version that it was on before.")
+@out_option(_OUT)
+@_JSON
+def promote(name: str, version: str | None, tag: str, rollback: bool, out: Path, as_json: bool) -> None:
+    """Move TAG to VERSION of the artifact NAME if its gates passed.
+
+    Checks the hash of every file, and judges the gates again by the figures in the report.
+    """
+    from llmforge.artifact import Artifact, check_name, resolve, tags
+
+    parent = out / check_name(name)
+    if rollback == (version is not None):
+        raise UsageError("expected either VERSION or --rollback", hint="see `llmforge promote --help`")
+    chosen = tags.previous(parent, tag) if version is None else version
+    opened = Artifact.open(out / name / chosen if rollback else resolve(f"{name}/{chosen}", out))
+    parent = _home(opened.path, out)
+    opened.verify()
+    _require_passed(opened)
+    version = opened.path.name
+    moved = tags.rollback(parent, tag, version) if rollback else tags.move(parent, tag, version, "promote")
+    _say(f"{name}:{tag}", version, moved, as_json)
+
+
+_EXPORT = """\b
+Examples:
+  llmforge export NAME/VERSION -o artifact.tar
+  llmforge export NAME:prod -o artifact.tar
+"""
+
+
+@click.command(epilog=_EXPORT)
+@click.argument("artifact", type=ARTIFACT)
+@click.option("-o", "--output", "path", type=PATH, required=True, metavar="FILE.tar", help="Archive to write.")
+@_JSON
+def export(artifact: Path, path: Path, as_json: bool) -> None:
+    """Write ARTIFACT to one uncompressed tar.
+
+    The same artifact gives the same bytes. Every file is checked against its hash.
+    """
+    from llmforge.artifact import Artifact, archive
+
+    output.check_file(path, ".tar")
+    opened = Artifact.open(artifact)
+    with output.writing(path):
+        size_bytes = archive.save_file(opened, path)
+    if as_json:
+        output.write_json({"archive": str(path), "size_bytes": size_bytes})
+    else:
+        click.echo(str(path))
+
+
+_IMPORT = """\b
+Example:
+  llmforge import artifact.tar
+"""
+
+
+@click.command("import", epilog=_IMPORT)
+@click.argument("archive", type=PATH, metavar="FILE.tar")
+@out_option("Publish the artifact to DIR/NAME/VERSION.")
+@_JSON
+def import_(archive: Path, out: Path, as_json: bool) -> None:
+    """Publish the artifact in an archive that `llmforge export` wrote.
+
+    Nothing is visible before every byte was checked. The last line of standard output is the path of the artifact.
+    """
+    from llmforge.artifact import archive as archives
+
+    made = archives.load_file(archive, out)
+    path = out / made.manifest.name / made.manifest.version
+    if as_json:
+        output.write_json({"artifact": str(path)})
+    else:
+        click.echo(str(path))
+
+
+def _require_passed(artifact: Artifact) -> None:
+    """Raise what `build` would if the gates of an artifact did not pass."""
+    from llmforge.evaluation import gates
+    from llmforge.evaluation.gates import Verdict
+    from llmforge.report import verdict
+
+    results = verdict.recompute(artifact)
+    name = f"{artifact.path.parent.name}/{artifact.path.name}"
+    found = gates.overall(results)
+    reasons = [result.explanation for result in results if result.verdict is found]
+    match found:
+        case Verdict.FAIL:
+            raise GateFailed("\n".join([f"{name} cannot be promoted: a gate failed", *reasons]))
+        case Verdict.INCONCLUSIVE:
+            raise GateInconclusive("\n".join([f"{name} cannot be promoted: a gate is inconclusive", *reasons]))
+        case Verdict.NONE:
+            raise GateInconclusive(
+                f"{name} cannot be promoted: its recipe has no gates", hint="add `gates` to the recipe, and build again"
+            )
+
+
+def _home(path: Path, out: Path) -> Path:
+    """Return the folder of a version's name; refuse one that is not among the artifacts."""
+    if path.parent.parent != out.resolve():
+        raise UsageError(f"{path}: not a version of an artifact in {out}", hint="see `llmforge ls`")
+    return path.parent
+
+
+def _say(tag: str, version: str, moved: Move | None, as_json: bool) -> None:
+    if as_json:
+        output.write_json({"tag": tag, "moved": None if moved is None else json.loads(moved.model_dump_json())})
+    elif moved is None:
+        click.echo(f"{tag} is on {version} already")
+    elif moved.after is None:
+        click.echo(f"{tag} deleted; it was on {moved.before}")
+    else:
+        click.echo(f"{tag} is now on {moved.after}{f'; it was on {moved.before}' if moved.before else ''}")
+
+
+def _facts(version: Version) -> dict[str, Any]:
+    manifest = version.manifest
+    return {
+        "artifact": version.reference,
+        "path": str(version.path),
+        "tags": list(version.tags),
+        "verdict": None if manifest is None else manifest.verdict,
+        "size_bytes": version.size_bytes,
+        "created": None if manifest is None else manifest.created.isoformat(),
+        "target": None if manifest is None else manifest.target,
+        "content_digest": None if manifest is None else manifest.content_digest,
+        "damage": version.damage,
+    }
+
+
+def _row(version: Version) -> tuple[str, ...]:
+    from llmforge.metrics.units import size
+
+    tags = ", ".join(version.tags)
+    if version.manifest is None:
+        return (version.reference, "damaged", "", "", "", tags)
+    manifest = version.manifest
+    created = f"{manifest.created:%Y-%m-%d %H:%M}"
+    return (version.reference, manifest.verdict, size(version.size_bytes or 0), created, manifest.target, tags)
+
+
+def _show_history(parents: dict[Path, None], as_json: bool) -> None:
+    from llmforge.artifact import tags
+
+    found = [
+        (f"{parent.name}:{name}", move)
+        for parent in parents
+        for name in tags.names(parent)
+        for move in tags.history(parent, name)
+    ]
+    if as_json:
+        output.write_json([{"tag": tag, **json.loads(move.model_dump_json())} for tag, move in found])
+    elif found:
+        rows = [
+            (f"{move.when:%Y-%m-%d %H:%M:%S}", tag, move.how, move.before or "–", move.after or "–")
+            for tag, move in found
+        ]
+        output.write_columns([("WHEN (UTC)", "TAG", "HOW", "FROM", "TO"), *rows])
