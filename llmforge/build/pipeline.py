@@ -154,6 +154,7 @@ def calibrate(
         checkpoint,
         texts.calibration_windows(spec, read, checkpoint),
         demands,
+        threads=spec.threads,
         caches=dialect.caches(model),
         folder=folder,
         progress=progress,
