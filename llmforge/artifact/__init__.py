@@ -1,6 +1,28 @@
 """Artifacts: content-addressed folders, published by one rename, and the manifest that vouches for each."""
 
-from llmforge.artifact.manifest import REPORT, content_digest, tool_versions, version_of
+from llmforge.artifact.manifest import (
+    CARD,
+    PROVENANCE,
+    REPORT,
+    SIGNATURE,
+    content_digest,
+    records,
+    tool_versions,
+    version_of,
+)
 from llmforge.artifact.store import Artifact, check_name, publish, staging
 
-__all__ = ["REPORT", "Artifact", "check_name", "content_digest", "publish", "staging", "tool_versions", "version_of"]
+__all__ = [
+    "CARD",
+    "PROVENANCE",
+    "REPORT",
+    "SIGNATURE",
+    "Artifact",
+    "check_name",
+    "content_digest",
+    "publish",
+    "records",
+    "staging",
+    "tool_versions",
+    "version_of",
+]

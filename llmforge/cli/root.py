@@ -16,7 +16,7 @@ import click
 from llmforge import __version__
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.cli import building, inspecting, planning, running, serving
+from llmforge.cli import building, inspecting, planning, provenance, running, serving
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
@@ -69,7 +69,7 @@ Examples:
 Exit codes:
   0  success, gates passed        5  bad checkpoint or data
   1  a bug in llmforge            6  not supported by the target
-  2  wrong usage or recipe        7  a pass failed its verification
+  2  wrong usage or recipe        7  a verification failed
   3  a gate failed                8  missing package, tool or device
   4  a gate is inconclusive       9  the engine accepts no requests
 """
@@ -86,6 +86,7 @@ Exit codes:
         planning.plan,
         planning.doctor,
         inspecting.inspect,
+        provenance.reproduce,
         inspecting.trace,
         inspecting.diff_graph,
         inspecting.passes,
