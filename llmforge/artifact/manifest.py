@@ -21,6 +21,9 @@ from llmforge.base.errors import InputError
 
 MANIFEST = "manifest.json"
 REPORT = "report/"  # timings and dates: listed in the manifest, outside the content digest
+PROVENANCE = "provenance/"  # what it was made of and on: neither is it content
+CARD = "README.md"  # tells of measurements
+SIGNATURE = "model.sig"  # made after publication, of everything else
 VERSION_DIGITS = 12  # of the content digest: 48 bits, no collision to be expected below 10 million versions of a name
 CONTENT_FORMAT = b"llmforge content 1\n"
 TOOLS = (
@@ -33,7 +36,13 @@ Verdict = Literal["pass", "fail", "inconclusive", "none"]  # of all gates togeth
 
 def _inside(path: str) -> str:
     plain = PurePosixPath(path)
-    if path in ("", ".") or str(plain) != path or plain.is_absolute() or ".." in plain.parts or path == MANIFEST:
+    if (
+        path in ("", ".")
+        or str(plain) != path
+        or plain.is_absolute()
+        or ".." in plain.parts
+        or path in (MANIFEST, SIGNATURE)
+    ):
         raise ValueError(f"{path!r} is not a plain path inside the artifact")
     return path
 
@@ -163,13 +172,16 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def counts(path: str) -> bool:
+    """Say whether a file of an artifact is content: equal inputs give equal bytes."""
+    return path != CARD and not path.startswith((REPORT, PROVENANCE))
+
+
 def records(folder: Path) -> dict[str, FileRecord]:
     """Hash everything in `folder`."""
     files = {}
     for path in sorted(walk(folder)):
         file = folder / path
         assert stat.S_ISREG(file.lstat().st_mode), f"{file}: an artifact holds regular files only"
-        files[path] = FileRecord(
-            sha256=sha256(file), size_bytes=file.stat().st_size, in_content=not path.startswith(REPORT)
-        )
+        files[path] = FileRecord(sha256=sha256(file), size_bytes=file.stat().st_size, in_content=counts(path))
     return files

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import manifest as manifests
-from llmforge.artifact.manifest import MANIFEST, VERSION_DIGITS, Manifest, Verdict
+from llmforge.artifact.manifest import MANIFEST, SIGNATURE, VERSION_DIGITS, Manifest, Verdict
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
 BUILDING = ".building-"
@@ -97,7 +97,7 @@ class Artifact:
             present = {
                 path: path in recorded and manifests.sha256(self.path / path)
                 for path in manifests.walk(self.path)
-                if path != MANIFEST
+                if path not in (MANIFEST, SIGNATURE)
             }
         problems = {
             "missing": [path for path in recorded if path not in present],

@@ -14,7 +14,7 @@
     ├── UnsupportedError            6   the target, architecture or option cannot be served
     │   ├── NotADecoder             6   the model is an encoder, or has one
     │   └── RunFailed               6   what runs a graph took it, and a run of it failed
-    ├── VerificationError           7   a pass did not do what it declares
+    ├── VerificationError           7   a pass did not do what it declares; a build gives other bytes again
     └── EnvironmentLacks            8   a package, a device or disk space is missing
         └── VersionMismatch         8   an artifact needs other versions than are installed
 """
@@ -98,7 +98,7 @@ class RunFailed(UnsupportedError):
 
 
 class VerificationError(ForgeError):
-    """A pass did not do what it declares."""
+    """A pass did not do what it declares, or a build gives other bytes than it gave before."""
 
     exit_code = 7
 

@@ -13,12 +13,14 @@ from llmforge import artifact, engines, passes, targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import evidence, publishing, texts
+from llmforge.build import evidence, lock, publishing, texts
 from llmforge.build.evidence import Clock, Evidence
+from llmforge.build.lock import Stages
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, pending
 from llmforge.engines.pending import Pending
+from llmforge.evaluation import machine
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.report import model as records
@@ -62,7 +64,14 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         before = records.read(opened.path / artifact.REPORT / "report.json")
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
         facts = {**dict(before), "notes": (*before.notes, built_from, *engine.notes)}  # passes and calibration stay
-        report = publishing.publish(staging, facts, engine, found, target=target, clock=clock, progress=progress)
+        locked = lock.read(opened)
+        stages = Stages([stage for stage in locked.stages if stage.name != lock.ENGINE])
+        stages.folder(lock.ENGINE, staging / "engine")
+        here = {"machine": machine.describe(), "packages": lock.packages(), "code": lock.code()}
+        locked = locked.model_copy(update={**here, "stages": tuple(stages.done)})
+        report = publishing.publish(
+            staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
+        )
     return BuildResult(out / manifest.name / report.version, report)
 
 

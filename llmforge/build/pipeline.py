@@ -14,8 +14,9 @@ import onnx_ir as ir
 from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import dry_run, evidence, preflight, publishing, texts
+from llmforge.build import dry_run, evidence, lock, preflight, publishing, texts
 from llmforge.build.evidence import Clock
+from llmforge.build.lock import Stages
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.engines import BuildRequest, Engine, interop, pending
@@ -27,7 +28,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Context, Numerics, Pass
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.recipe import Recipe
+from llmforge.recipe import Recipe, ValidationSpec
 from llmforge.report import model as records
 from llmforge.report import view
 from llmforge.runtime.backends.config import physical_cores
@@ -38,8 +39,8 @@ from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
 
 
-def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildResult:
-    """Build what `recipe` describes and publish it as `out/<name>/<version>`.
+def build(recipe: Recipe, out: Path, progress: Progress | None = None, *, measure: bool = True) -> BuildResult:
+    """Build what `recipe` describes and publish it as `out/<name>/<version>`; without `measure` nothing is measured.
 
     A failed gate does not stop publication: the artifact says so itself, and so does `report.verdict`.
 
@@ -56,6 +57,8 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         checkpoint = Checkpoint.open(recipe.checkpoint)
         threads = recipe.engine.threads or physical_cores()
         model = trace(checkpoint)
+        stages = Stages()
+        stages.graph(lock.TRACE, model)
         progress.stage("Check passes")
         demands = [demand for step in steps for demand in step.demands()]
         calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
@@ -65,6 +68,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         progress.stage("Verify trace")
         notes = prove_trace(recipe, checkpoint, model, threads)
         statistics, seen = calibrate(recipe, checkpoint, model, demands, layers, progress)
+        stages.statistics(statistics)
         windows = texts.evaluation_windows(recipe, checkpoint)
         progress.stage("Prepare verification of passes")
         lossy = any(step.numerics is Numerics.LOSSY for step in steps)
@@ -76,14 +80,16 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         for step in steps:
             record, noted = transform(step, model, context, verifier, progress)
             done.append(record)
+            stages.graph(step.name, model)
             notes += noted
         read = footprint.count(model)
         engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
+        stages.folder(lock.ENGINE, staging / "engine")
         found = evidence.measure(
             staging,
             engine,
             read,
-            spec=recipe.validation,
+            spec=recipe.validation if measure else ValidationSpec(),
             target=target,
             checkpoint=checkpoint,
             windows=windows,
@@ -92,6 +98,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         )
         if recipe.validation.quality is None and recipe.validation.latency is None:
             said = (*said, "nothing was measured: the recipe asks for no validation")
+        resolved = recipe.resolved(steps)
         facts = {
             "name": recipe.name,
             "checkpoint": checkpoint_record(checkpoint),
@@ -99,9 +106,12 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
             "passes": tuple(done),
             "calibration": seen,
             "notes": (*notes, *said),
-            "recipe": recipe.resolved(steps),
+            "recipe": resolved,
         }
-        report = publishing.publish(staging, facts, engine, found, target=target, clock=clock, progress=progress)
+        locked = lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+        report = publishing.publish(
+            staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
+        )
     return BuildResult(out / recipe.name / report.version, report)
 
 
@@ -156,6 +166,7 @@ def calibrate(
         checkpoint,
         texts.calibration_windows(spec, read, checkpoint),
         demands,
+        threads=spec.threads,
         caches=dialect.caches(model),
         folder=folder,
         progress=progress,

@@ -10,7 +10,9 @@ from typing import Any
 
 from llmforge import artifact
 from llmforge.base.progress import Progress
+from llmforge.build import provenance
 from llmforge.build.evidence import Clock, Evidence
+from llmforge.build.lock import Lock
 from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine
 from llmforge.recipe import GateSpec
@@ -34,13 +36,14 @@ def publish(
     evidence: Evidence,
     *,
     target: Target,
+    lock: Lock,
     clock: Clock,
     progress: Progress,
 ) -> Report:
     """Judge the gates, write the report beside the engine, and publish what `staging` holds.
 
     `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
-    version is that of the content in `staging`. `engine` None: it is built later.
+    version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of.
     """
     recipe = facts["recipe"]
     record = evidence.engine_record(recipe["engine"]["backend"], staging / "engine", engine)
@@ -62,6 +65,7 @@ def publish(
     progress.stage("Publish")
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT)
+    provenance.write(staging, report, lock)
     artifact.publish(
         staging,
         recipe=recipe,

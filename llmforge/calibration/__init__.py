@@ -6,5 +6,6 @@ layer by layer, so that a calibration that was killed goes on where it was.
 
 from llmforge.calibration.driver import calibrate, plan
 from llmforge.calibration.store import kept
+from llmforge.calibration.threads import openblas
 
-__all__ = ["calibrate", "kept", "plan"]
+__all__ = ["calibrate", "kept", "openblas", "plan"]

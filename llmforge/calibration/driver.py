@@ -19,6 +19,7 @@ from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredMatrices
+from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
@@ -30,17 +31,17 @@ from llmforge.trace.hooks import experts
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
 
 
-@torch.inference_mode()
 def calibrate(
     checkpoint: Checkpoint,
     windows: Sequence[Window],
     demands: Sequence[Demand],
     *,
+    threads: int = 1,
     caches: Mapping[int, Collection[str]] | None = None,
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Statistics:
-    """Serve `demands` from a run of `checkpoint` over `windows`, in fp32.
+    """Serve `demands` from a run of `checkpoint` over `windows`, in fp32, on as many `threads`.
 
     `caches` says what each layer caches (key, value, conv, recurrent); by default keys and values. Ranges are measured
     where it is keys and values.
@@ -53,23 +54,36 @@ def calibrate(
     fp64. With `folder` the results of each layer are written there when it is done, and found there by a later call
     that asks for the same.
 
-    Two runs on one machine, with as many threads, give identical results.
+    Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has.
 
     Raises:
         DataError: `windows` are empty, or make activations that cannot be calibrated on: NaN, or a key or value channel
             that is always 0.
         UnsupportedError: the architecture cannot be run layer by layer; two demands contradict each other.
     """
+    with torch.inference_mode(), fixed(threads):
+        return _walk(checkpoint, windows, demands, threads, caches, folder, progress or Silent())
+
+
+def _walk(
+    checkpoint: Checkpoint,
+    windows: Sequence[Window],
+    demands: Sequence[Demand],
+    threads: int,
+    caches: Mapping[int, Collection[str]] | None,
+    folder: Path | None,
+    progress: Progress,
+) -> Statistics:
+    """Carry hidden states through one layer after the other: see `calibrate`."""
     weights = _weight_demand(demands)
     measured = None if caches is None else {layer for layer, parts in caches.items() if "key" in parts}
     if not windows:
         raise DataError("the calibration data has no text")
-    progress = progress or Silent()
     skeleton = Skeleton.build(checkpoint)
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
     calls, original = skeleton.enter([window.ids for window in windows])
     current = list(original) if weights else original
-    store = Store(folder, _key(checkpoint, windows, demands, measured))
+    store = Store(folder, _key(checkpoint, windows, demands, measured, threads))
     done: list[LayerResult] = []
     for index in range(len(skeleton.layers)):
         progress.advance(index, len(skeleton.layers))
@@ -123,13 +137,17 @@ def _weight_demand(demands: Sequence[Demand]) -> WeightDemand | None:
 
 
 def _key(
-    checkpoint: Checkpoint, windows: Sequence[Window], demands: Sequence[Demand], measured: Collection[int] | None
+    checkpoint: Checkpoint,
+    windows: Sequence[Window],
+    demands: Sequence[Demand],
+    measured: Collection[int] | None,
+    threads: int,
 ) -> str:
     """Hash all that results depend on: inputs, demands, versions of tools, and the source of the arithmetic."""
     digest = hashlib.sha256(checkpoint.digest.encode())
     for window in windows:
         digest.update(np.int64(len(window.ids)).tobytes() + window.ids.tobytes())
-    digest.update(repr((sorted(map(repr, demands)), measured and sorted(measured))).encode())
+    digest.update(repr((sorted(map(repr, demands)), measured and sorted(measured), threads)).encode())
     digest.update(repr([(tool, version(tool)) for tool in _TOOLS]).encode())
     methods = {inspect.getfile(type(demand.method)) for demand in demands if isinstance(demand, WeightDemand)}
     rooms = (Path(__file__).parent, Path(inspect.getfile(quantization)).parent)

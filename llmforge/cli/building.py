@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import click
 
-from llmforge.base import extras
+from llmforge.base import extras, process
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH, out_option, refuse_given
@@ -52,10 +51,7 @@ def build(
 
     The last line of standard output is the path of the artifact. The exit code tells how its gates ended.
     """
-    # Before numpy and torch are imported: their threads spin at barriers, which makes a build whose cores are shared
-    # up to ten times slower (512 tokens of the sample checkpoint in torch: 1.3 s against 0.16 s).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch
-    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "8")  # numpy: spin for 2**8 cycles, not 2**26
+    process.prepare()
     if recipe is not None:  # an engine that was deferred is finished without torch
         extras.require("build")
     from llmforge import passes

@@ -15,7 +15,7 @@ import click
 
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.cli import building, inspecting, planning, running, serving, storing
+from llmforge.cli import building, inspecting, planning, provenance, running, serving, storing
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
@@ -76,7 +76,7 @@ Examples:
 Exit codes:
   0  success, gates passed        5  bad checkpoint or data
   1  a bug in llmforge            6  not supported by the target
-  2  wrong usage or recipe        7  a pass failed its verification
+  2  wrong usage or recipe        7  a verification failed
   3  a gate failed                8  missing package, tool or device
   4  a gate is inconclusive       9  the engine accepts no requests
 """
@@ -100,6 +100,7 @@ Exit codes:
         storing.export,
         storing.import_,
         inspecting.inspect,
+        provenance.reproduce,
         inspecting.trace,
         inspecting.diff_graph,
         inspecting.passes,

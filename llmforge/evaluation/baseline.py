@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,11 @@ class Baseline:
         import transformers
 
         from llmforge.trace.export import skeleton
+        from llmforge.trace.hooks import internals
 
         self._threads = threads
         began = time.perf_counter()
-        with _threads(threads):
+        with internals.torch_threads(threads):
             try:
                 self._model: Any = skeleton.load(checkpoint)
             except (OSError, ValueError, KeyError) as error:
@@ -50,7 +50,9 @@ class Baseline:
         """Compute the logits [S, V] of one sequence `ids` [S], with no cache."""
         import torch
 
-        with torch.inference_mode(), _threads(self._threads):
+        from llmforge.trace.hooks import internals
+
+        with torch.inference_mode(), internals.torch_threads(self._threads):
             output = self._model(input_ids=torch.from_numpy(np.array(ids, np.int64))[None], use_cache=False)
         logits: NDArray[np.float32] = output.logits[0].numpy()
         return logits
@@ -60,23 +62,12 @@ class Baseline:
         import torch
         from transformers import DynamicCache
 
+        from llmforge.trace.hooks import internals
+
         cache = DynamicCache(config=self._model.config)
         step = torch.from_numpy(np.array(ids, np.int64))[None]
         for _ in range(tokens):
-            with torch.inference_mode(), _threads(self._threads):
+            with torch.inference_mode(), internals.torch_threads(self._threads):
                 output = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 step = output.logits[:, -1].argmax(-1, keepdim=True)
             yield int(step)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Compute on `count` torch threads, and give the process its own setting back."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -118,6 +118,9 @@ class CalibrationSpec(_Section):
     samples: int = Field(ge=1, description="number of sequences to run")
     length: int = Field(ge=2, description="tokens per sequence")
     seed: int = Field(default=0, ge=0, lt=2**32, description="random seed for choosing sequences")
+    threads: int = Field(
+        default=2, ge=1, le=64, description="threads of every product that decides a code; another number, other bits"
+    )
 
 
 class QualitySpec(_Section):

@@ -84,7 +84,8 @@ def export(checkpoint: Checkpoint, choose: Callable[[], Strategy], irregular: Ir
         UnsupportedError: it cannot be traced so.
     """
     strategy = choose()
-    with strategy.model(checkpoint.config, experts.Experts()) as (model, mode):
+    # One thread: where vectors of a table that torch computes end would move with their number, and the last bits too.
+    with internals.torch_threads(1), strategy.model(checkpoint.config, experts.Experts()) as (model, mode):
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
         graph, repetition = capture.capture(

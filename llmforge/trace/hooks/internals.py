@@ -51,6 +51,17 @@ def fake_mode() -> FakeTensorMode:
 
 
 @contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Compute on `count` torch threads, and give the process its own setting back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def quiet(logger: str, level: int) -> Iterator[None]:
     """Let `logger` log nothing below `level` for a while."""
     named = logging.getLogger(logger)

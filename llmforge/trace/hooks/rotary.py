@@ -28,12 +28,18 @@ class StepInputs:
 
 
 class Tables(nn.Module):
-    """The rotary tables of a model: buffers `cos`, `sin` (then `cos_1`, …), fp32 [positions, rotary_dim / 2]."""
+    """The rotary tables of a model: buffers `cos`, `sin` (then `cos_1`, …), fp32 [positions, rotary_dim / 2].
+
+    They are numbered in the order in which the layers first apply them: transformers computes them in the order of a
+    Python set, which PYTHONHASHSEED decides.
+    """
 
     def __init__(self, positions: int) -> None:
         super().__init__()
         self.positions = positions
         self.step = StepInputs()
+        self.computed: list[tuple[Tensor, Tensor]] = []  # cos and sin, which become buffers as they are applied
+        self.applied: dict[int, int] = {}  # index of a table → its number among the buffers
         self.samples: list[tuple[Tensor, Tensor]] = []  # [1, longrope.PROBED, width], as the model's module has them
         self.as_complex: list[bool] = []  # whether the model's module gives cos + i·sin as one tensor
         self.switches: list[int] = []  # positions from which the long half of a table counts; 0: there is one half
@@ -64,9 +70,8 @@ class Tables(nn.Module):
         self.samples.append(samples)
         self.as_complex.append(isinstance(original(probed), Tensor))
         self.switches.append(switch)
-        for part in (0, 1):
-            halves = [_half(chunk[part][0]) for chunk in chunks]
-            self.register_buffer(_buffer(index, part), torch.cat(halves), persistent=False)
+        cos, sin = (torch.cat([_half(chunk[part][0]) for chunk in chunks]) for part in (0, 1))
+        self.computed.append((cos, sin))
         return index
 
     def sample(self, angles: Angles) -> Tensor:
@@ -76,7 +81,12 @@ class Tables(nn.Module):
 
     def table(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the cos and sin of one table, as the trace sees them."""
-        return self.get_buffer(_buffer(index, 0)), self.get_buffer(_buffer(index, 1))
+        number = self.applied.setdefault(index, len(self.applied))
+        names = _buffer(number, 0), _buffer(number, 1)
+        if not hasattr(self, names[0]):
+            for name, tensor in zip(names, self.computed[index], strict=True):
+                self.register_buffer(name, tensor, persistent=False)
+        return self.get_buffer(names[0]), self.get_buffer(names[1])
 
 
 @dataclass(frozen=True, eq=False)

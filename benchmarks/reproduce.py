@@ -1,0 +1,82 @@
+"""Build a recipe many times, each in another folder, with another hash seed and number of threads; compare all files.
+
+    python -m benchmarks.reproduce                              # recipes/quickstart.yaml, 10 times
+    python -m benchmarks.reproduce RECIPE -n 3 --set validation.latency=null
+    python -m benchmarks.reproduce --without avx512             # the last build as on an AVX2-only processor
+
+Exit code 1 where a file of the content differs, with the table of what does (`llmforge.build.comparison`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from llmforge.artifact import Artifact
+from llmforge.build import comparison
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = "from llmforge.cli import main; main()"
+BUILT = (0, 3, 4)  # exit codes of a build that published: gates passed, failed, undecided
+# What the libraries that compute codes read at their start: to take a processor without AVX-512 for the one at hand.
+WITHOUT_AVX512 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "DNNL_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR",
+    "OPENBLAS_CORETYPE": "Haswell",
+}
+
+
+def build(recipe: Path, out: Path, options: list[str], settings: dict[str, str]) -> Artifact:
+    """Build `recipe` in a process of its own with the environment `settings`."""
+    command = [sys.executable, "-c", RUN, "build", str(recipe), "--out", str(out), "--quiet"]
+    command += [word for option in options for word in ("--set", option)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
+    done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in BUILT:
+        sys.exit(f"exit {done.returncode} with {settings}\n{done.stderr}")
+    return Artifact.open(Path(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("-n", type=int, default=10, help="builds; 10 by default")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="as of `llmforge build`")
+    parser.add_argument("--without", choices=["avx512"], help="do the last build as if the processor lacked this")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        artifacts = []
+        for index in range(chosen.n):
+            # Other folders and a recipe elsewhere: its paths are those of the original.
+            folder = Path(scratch) / f"{'sub/' * index}build-{index}"
+            folder.mkdir(parents=True)
+            count = str(1 + index % 5)
+            settings = {"PYTHONHASHSEED": str(index * 7919), "OMP_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
+            if chosen.without and index == chosen.n - 1:
+                settings |= WITHOUT_AVX512
+            began = time.perf_counter()
+            artifact = build(chosen.recipe.resolve(), folder, chosen.set, settings)
+            artifacts.append(artifact)
+            facts = {"threads": count, "hash seed": settings["PYTHONHASHSEED"], "s": round(time.perf_counter() - began)}
+            print(artifact.manifest.content_digest, json.dumps(facts), flush=True)
+
+        differing = [other for other in artifacts[1:] if comparison.files(artifacts[0], other)]
+        for other in differing:
+            print("\n".join(comparison.compare(artifacts[0], other).lines()))
+        for artifact in artifacts:
+            shutil.rmtree(artifact.path)
+    print(f"{len(artifacts)} builds, {len({a.manifest.content_digest for a in artifacts})} content digests")
+    sys.exit(1 if differing else 0)
+
+
+if __name__ == "__main__":
+    main()

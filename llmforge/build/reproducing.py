@@ -1,0 +1,69 @@
+"""Build an artifact again from what it records, and compare."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from llmforge.artifact import Artifact
+from llmforge.base.errors import UsageError
+from llmforge.base.progress import Progress
+from llmforge.build import comparison, finishing, lock, pipeline
+from llmforge.build.comparison import Comparison
+from llmforge.checkpoint import documents
+from llmforge.recipe import Recipe
+
+
+def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) -> Recipe:
+    """Make the recipe that the artifact at `path` records, of inputs that lie here; it is written into `folder`.
+
+    Raises:
+        UsageError: a text that it names is not among `texts`; the recipe's target is a file.
+    """
+    opened = Artifact.open(path)
+    plain: dict[str, Any] = json.loads(json.dumps(opened.manifest.recipe))
+    if isinstance(plain["target"], dict):
+        raise UsageError(
+            f"{path}: its recipe names the target file {plain['target']['name']}, which the artifact does not hold",
+            hint="give the recipe with --recipe",
+        )
+    plain["checkpoint"] = str(checkpoint.resolve())
+    here = {documents.digest(text): text for text in texts}
+    for section in (plain.get("calibration"), (plain.get("validation") or {}).get("quality")):
+        if section is None:
+            continue
+        wanted = section["data"]
+        if wanted["sha256"] not in here:
+            raise UsageError(
+                f"{path}: was built with the text {wanted['name']} ({wanted['sha256'][:12]}…), which is none of "
+                f"those given: {', '.join(map(str, texts)) or 'none'}",
+                hint="give it with --text FILE",
+            )
+        section["data"] = str(here[wanted["sha256"]].resolve())
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(plain), encoding="utf-8")  # JSON is YAML
+    return Recipe.load(file)
+
+
+def reproduce(path: Path, recipe: Recipe, out: Path | None = None, progress: Progress | None = None) -> Comparison:
+    """Build `recipe`, which must be that of the artifact at `path`, and compare both; nothing is measured.
+
+    What is built goes to `out`, or is deleted after the comparison.
+
+    Raises:
+        InputError: the artifact was changed, or was built without a lock.
+        UsageError: the recipe, or its checkpoint, is not the artifact's; the engine was finished elsewhere.
+        ForgeError: the build fails.
+    """
+    opened = Artifact.open(path)
+    opened.verify()
+    lock.read(opened)
+    finishing.check_recipe(recipe, opened)
+    with ExitStack() as stack:
+        folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        again = pipeline.build(recipe, folder, progress, measure=False)
+        return comparison.compare(opened, Artifact.open(again.path))
