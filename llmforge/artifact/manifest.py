@@ -21,6 +21,7 @@ from llmforge.base.errors import InputError
 
 MANIFEST = "manifest.json"
 REPORT = "report/"  # timings and dates: listed in the manifest, outside the content digest
+SIGNATURE = "model.sig"  # made after publication, of everything else
 VERSION_DIGITS = 12  # of the content digest: 48 bits, no collision to be expected below 10 million versions of a name
 CONTENT_FORMAT = b"llmforge content 1\n"
 TOOLS = (
@@ -33,7 +34,13 @@ Verdict = Literal["pass", "fail", "inconclusive", "none"]  # of all gates togeth
 
 def _inside(path: str) -> str:
     plain = PurePosixPath(path)
-    if path in ("", ".") or str(plain) != path or plain.is_absolute() or ".." in plain.parts or path == MANIFEST:
+    if (
+        path in ("", ".")
+        or str(plain) != path
+        or plain.is_absolute()
+        or ".." in plain.parts
+        or path in (MANIFEST, SIGNATURE)
+    ):
         raise ValueError(f"{path!r} is not a plain path inside the artifact")
     return path
 
