@@ -40,7 +40,7 @@ FILES = {
 PATHS = (
     "../../outside", "/tmp/outside", "tiny/1/../../../outside", "tiny/1/engine/model.onnx", "tiny/1/engine", "..", "",
     "tiny/1/manifest.json", "tiny/1/manifest.json/x", ".building-1", "tiny/.lock", "x\0y", "a" * 90, "tiny/2/x",
-    "\\..\\x",
+    "\\..\\x", "tiny/1/model.sig",
 )  # fmt: skip
 TYPES = b"01234567gxKLSMVDAN\0\xff"
 NUMBERS = (0, 1, -1, 511, 513, 2**31, 2**33, 2**63, 2**64, 10**30)
@@ -55,6 +55,7 @@ def sample(folder: Path) -> bytes:
         made = publish(
             staged, recipe={"schema": 1}, checkpoint="c" * 64, target="cpu", verdict="none", requires={}, version="1"
         )
+    (made.path / "model.sig").write_bytes(b"signature" * 60)
     stream = io.BytesIO()
     archive.save(made, stream)
     return stream.getvalue()

@@ -221,8 +221,13 @@ def make(**changes: object) -> Report:
             cpu_seconds=131.0,
             peak_rss_bytes=1_310_000_000,
             stages=tuple(
-                StageRecord(title=title, seconds=seconds)
-                for title, seconds in (("Trace", 9.1), ("Calibrate", 31.0), ("Engine", 0.4), ("Quality", 33.7))
+                StageRecord(title=title, seconds=seconds, peak_rss_bytes=peak)
+                for title, seconds, peak in (
+                    ("Trace", 9.1, 820_000_000),
+                    ("Calibrate", 31.0, 1_310_000_000),
+                    ("Engine", 0.4, None),
+                    ("Quality", 33.7, 990_000_000),
+                )
             ),
         ),
         "machine": Machine(

@@ -1,12 +1,13 @@
 """Artifacts as one file: an uncompressed tar that is the same bytes for the same artifact, and nothing else.
 
-The members are `NAME/VERSION/manifest.json`, then the files that it lists, sorted by path; regular files alone, in the
-ustar format (POSIX.1-1988), with mode 0444, owner and group 0 and no time; sizes of 8 GiB and more in base 256, as GNU
-tar and libarchive write and read them. Two blocks of zeros end it, and nothing comes after them.
+The members are `NAME/VERSION/manifest.json`, then `model.sig` beside it where the artifact is signed, then the files
+that the manifest lists, sorted by path; regular files alone, in the ustar format (POSIX.1-1988), with mode 0444, owner
+and group 0 and no time; sizes of 8 GiB and more in base 256, as GNU tar and libarchive write and read them. Two blocks
+of zeros end it, and nothing comes after them.
 
-So the manifest says every byte of an archive but the contents of the files, whose hashes it has. `load` reads the
-manifest, and from then on compares: what is not exactly the header that must come next is refused, whatever else tar
-would make of it. Nothing of a name or size in a header is acted upon.
+So the manifest says every byte of an archive but the signature and the contents of the files, whose hashes it has.
+`load` reads the manifest, and from then on compares: what is not exactly the header that must come next is refused,
+whatever else tar would make of it. Nothing of a name or size in a header is acted upon.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ import hashlib
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
 from llmforge.artifact import manifest as manifests
-from llmforge.artifact.manifest import MANIFEST, FileRecord, Manifest
+from llmforge.artifact.manifest import MANIFEST, SIGNATURE, FileRecord, Manifest
 from llmforge.artifact.store import Artifact, adopt, is_name, staging
 from llmforge.base.errors import EnvironmentLacks, InputError
 
 BLOCK = 512  # bytes; of tar
 END = b"\0" * (2 * BLOCK)
 LARGEST_MANIFEST = 16 << 20  # bytes; one of 100,000 files has 15 MB
+LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
 MOST_FILES = 100_000
 _OCTAL_SIZES = 8 << 30  # bytes; what 11 octal digits cannot say begins here
 _CHUNK = 1 << 20  # bytes
@@ -47,11 +49,13 @@ def save(artifact: Artifact, stream: IO[bytes]) -> int:
     Raises:
         InputError: a file is not what the manifest says, or its path is too long for a tar.
     """
-    stray = set(manifests.walk(artifact.path)) - {MANIFEST, *artifact.manifest.files}
+    present = set(manifests.walk(artifact.path))
+    stray = present - {MANIFEST, SIGNATURE, *artifact.manifest.files}
     if stray:
         raise InputError(f"{artifact.path}: not in the manifest: {min(stray)}", hint="artifacts must not be edited")
     written = 0
-    for path, record in _members(artifact.manifest, (artifact.path / MANIFEST).stat().st_size):
+    unlisted = {name: (artifact.path / name).lstat().st_size for name in (MANIFEST, SIGNATURE) if name in present}
+    for path, record in _members(artifact.manifest, unlisted):
         written += stream.write(_header(artifact.manifest, path, record.size_bytes))
         file = artifact.path / path
         try:
@@ -60,7 +64,7 @@ def save(artifact: Artifact, stream: IO[bytes]) -> int:
             if error.filename is None:  # `stream`
                 raise
             raise InputError(f"{file}: cannot be read: {error.strerror}") from error
-        if size != record.size_bytes or (path != MANIFEST and digest != record.sha256):
+        if size != record.size_bytes or (path not in unlisted and digest != record.sha256):
             raise InputError(
                 f"{artifact.path}: the artifact was changed after it was published: {path}",
                 hint="fetch or build it again; artifacts must not be edited",
@@ -110,11 +114,13 @@ def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = 
     """
     reader = _Reader(stream, source)
     raw, root = reader.manifest()
+    signature = reader.signature(root)
     manifest = manifests.parse(raw, f"{source}: {MANIFEST}")
     if root != f"{manifest.name}/{manifest.version}" or not (is_name(manifest.name) and is_name(manifest.version)):
         reader.refuse(f"it holds {root!r}, its manifest says {manifest.name!r} {manifest.version!r}")
     _check_files(manifest, reader)
-    expected = _size(manifest, len(raw))
+    unlisted = {MANIFEST: raw} if signature is None else {MANIFEST: raw, SIGNATURE: signature}
+    expected = _size(manifest, {name: len(content) for name, content in unlisted.items()})
     if size_bytes is not None and size_bytes != expected:
         reader.refuse(f"{'cut off' if size_bytes < expected else 'too long'}: {size_bytes:,} bytes of {expected:,}")
     with staging(out, manifest.name) as folder:
@@ -122,7 +128,8 @@ def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = 
             raise EnvironmentLacks(
                 f"{source}: needs {expected:,} bytes in {out}, where {free:,} are free", hint="use another --out"
             )
-        (folder / MANIFEST).write_bytes(raw)
+        for name, content in unlisted.items():
+            (folder / name).write_bytes(content)
         for path, record in sorted(manifest.files.items()):
             reader.expect(_header(manifest, path, record.size_bytes), path)
             with _written(folder / path, source) as written:
@@ -139,6 +146,7 @@ class _Reader:
     def __init__(self, stream: IO[bytes], source: str) -> None:
         self._stream = stream
         self._source = source
+        self._next: bytes | None = None  # a header that was read and not taken
 
     def refuse(self, why: str) -> NoReturn:
         """Refuse the archive."""
@@ -166,16 +174,33 @@ class _Reader:
         self._padding(info.size, MANIFEST)
         return raw, root
 
+    def signature(self, root: str) -> bytes | None:
+        """Read the signature, which follows the manifest; None: the artifact is not signed."""
+        block = self._read(BLOCK, "the second header")
+        if block[:100].partition(b"\0")[0].rpartition(b"/")[2] != SIGNATURE.encode():
+            self._next = block
+            return None
+        try:
+            size = tarfile.TarInfo.frombuf(block, "utf-8", "strict").size
+            whole = 0 < size <= LARGEST_SIGNATURE and block == _named_header(f"{root}/{SIGNATURE}", size)
+        except (tarfile.HeaderError, ValueError):
+            whole = False
+        if not whole:
+            self.refuse(f"the header of {SIGNATURE} is damaged, or it has more than {LARGEST_SIGNATURE:,} bytes")
+        content = self._read(size, SIGNATURE)
+        self._padding(size, SIGNATURE)
+        return content
+
     def expect(self, header: bytes, path: str) -> None:
         """Read the header that must come next."""
-        block = self._read(BLOCK, f"the header of {path}")
+        block = self._header(f"the header of {path}")
         if block != header:
             what = "its end" if not block.strip(b"\0") else self._describe(block)
             self.refuse(f"{what} where the header of {path} must be")
 
     def expect_end(self) -> None:
         """Read the end, after which nothing comes."""
-        block = self._read(BLOCK, "its end")
+        block = self._header("its end")
         if block.strip(b"\0"):
             self.refuse(f"{self._describe(block)}, which is not in the manifest")
         if self._read(BLOCK, "its end").strip(b"\0") or self._stream.read(1):
@@ -191,6 +216,10 @@ class _Reader:
             left -= len(chunk)
         self._padding(size_bytes, path)
         return digest.hexdigest()
+
+    def _header(self, what: str) -> bytes:
+        block, self._next = self._next, None
+        return self._read(BLOCK, what) if block is None else block
 
     def _padding(self, size_bytes: int, path: str) -> None:
         if self._read(-size_bytes % BLOCK, path).strip(b"\0"):
@@ -216,11 +245,12 @@ def _check_files(manifest: Manifest, reader: _Reader) -> None:
     """Refuse what no folder can hold: too many files, names that tar or the file system do not take, files in files."""
     if len(manifest.files) > MOST_FILES:
         reader.refuse(f"{len(manifest.files):,} files; at most {MOST_FILES:,} are allowed")
+    taken = {*manifest.files, MANIFEST, SIGNATURE}
     for path, record in manifest.files.items():
         if not path.isprintable() or any(len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")):
             reader.refuse(f"the path {path[:80]!r} is too long, or not text")
         parents = path.split("/")[:-1]
-        if any("/".join(parents[: depth + 1]) in {*manifest.files, MANIFEST} for depth in range(len(parents))):
+        if any("/".join(parents[: depth + 1]) in taken for depth in range(len(parents))):
             reader.refuse(f"{path!r} lies in a file")
         try:
             _header(manifest, path, record.size_bytes)
@@ -228,15 +258,16 @@ def _check_files(manifest: Manifest, reader: _Reader) -> None:
             reader.refuse(f"{path[:80]!r}: the path or the size is too large for a tar")
 
 
-def _members(manifest: Manifest, manifest_bytes: int) -> Iterator[tuple[str, FileRecord]]:
-    """List the members of an archive in their order."""
-    yield MANIFEST, FileRecord(sha256="0" * 64, size_bytes=manifest_bytes, in_content=False)
+def _members(manifest: Manifest, unlisted: Mapping[str, int]) -> Iterator[tuple[str, FileRecord]]:
+    """List the members of an archive in their order; `unlisted` has the sizes of those that the manifest has not."""
+    for name, size_bytes in unlisted.items():
+        yield name, FileRecord(sha256="0" * 64, size_bytes=size_bytes, in_content=False)
     yield from sorted(manifest.files.items())
 
 
-def _size(manifest: Manifest, manifest_bytes: int) -> int:
+def _size(manifest: Manifest, unlisted: Mapping[str, int]) -> int:
     """Compute how large the archive of an artifact is."""
-    sizes = (record.size_bytes for _, record in _members(manifest, manifest_bytes))
+    sizes = (record.size_bytes for _, record in _members(manifest, unlisted))
     return sum(BLOCK + size + -size % BLOCK for size in sizes) + len(END)
 
 

@@ -223,19 +223,24 @@ def adopt(folder: Path, manifest: Manifest) -> Artifact:
     final = folder.parent / check_name(manifest.version, "version")
     with names_locked(folder.parent):
         _refuse_other(final, manifest.content_digest)
-        if final.exists() and (final / MANIFEST).read_bytes() != (folder / MANIFEST).read_bytes():
+        if any(_differs(final / name, folder / name) for name in (MANIFEST, SIGNATURE)):
             raise UsageError(
-                f"{final} already exists with the same content and another report or date",
+                f"{final} already exists with the same content and another report, date or signature",
                 hint=f"to replace it: llmforge rm {manifest.name}/{manifest.version}, and again",
             )
         _place(folder, manifest)
     return Artifact(final, manifest)
 
 
+def _differs(existing: Path, new: Path) -> bool:
+    """Say if a file that is there would be lost."""
+    return existing.exists() and not (new.exists() and existing.read_bytes() == new.read_bytes())
+
+
 def _place(folder: Path, manifest: Manifest) -> None:
     """Give a finished folder the name of its version; call it with the names of its parent locked."""
     final = folder.parent / manifest.version
-    for path in (*manifest.files, MANIFEST):
+    for path in manifests.walk(folder):
         (folder / path).chmod(0o444)
     _sync(folder)
     aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{manifest.version}"

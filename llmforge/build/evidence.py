@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmforge import engines
+from llmforge.base import spans
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
-from llmforge.evaluation import gates, latency, quality
+from llmforge.evaluation import gates, latency, machine, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
-from llmforge.evaluation.machine import peak_resident_bytes
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.recipe import GateSpec, ValidationSpec
@@ -60,17 +60,33 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Clock:
-    """Counts what a build takes from when it was made, stage by stage, and hands its progress on."""
+    """Counts what a build takes from when it was made, stage by stage, and hands its progress on.
+
+    The peak memory of this process counts anew with every stage, where the system allows it.
+    """
 
     progress: Progress
     began: float = field(default_factory=time.perf_counter)
     cpu_began: float = field(default_factory=time.process_time)
     stages: list[tuple[str, float]] = field(default_factory=list)  # title, and when it began
+    peaks: list[int | None] = field(default_factory=list)  # bytes; of the stages that ended; None: cannot be told
+    peak_before: int = field(default_factory=machine.peak_resident_bytes)
+    by_stage: bool = field(default_factory=machine.reset_peak_resident_bytes)  # the system lets peaks begin anew
 
     def stage(self, title: str) -> None:
         """Begin a stage; the first one counts from the beginning."""
+        if len(self.peaks) < len(self.stages):
+            self._end_stage()
         self.stages.append((title, time.perf_counter() if self.stages else self.began))
         self.progress.stage(title)
+
+    def _end_stage(self) -> None:
+        """Read the peak memory of the stage, and let that of the next one begin."""
+        peak = machine.peak_resident_bytes() if self.by_stage else None
+        self.peaks.append(peak)
+        if peak is not None:
+            spans.annotate(peak_rss_bytes=peak)
+            machine.reset_peak_resident_bytes()
 
     def advance(self, done: int, total: int) -> None:
         """Hand on how much of the stage is done."""
@@ -79,14 +95,16 @@ class Clock:
     def record(self) -> records.BuildRecord:
         """Read it; the stages add up to the whole."""
         now = time.perf_counter()
+        if len(self.peaks) < len(self.stages):
+            self._end_stage()
         ends = [*(began for _, began in self.stages[1:]), now]
         return records.BuildRecord(
             seconds=now - self.began,
             cpu_seconds=time.process_time() - self.cpu_began,
-            peak_rss_bytes=peak_resident_bytes(),
+            peak_rss_bytes=max(self.peak_before, machine.peak_resident_bytes(), *(peak or 0 for peak in self.peaks)),
             stages=tuple(
-                records.StageRecord(title=title, seconds=end - began)
-                for (title, began), end in zip(self.stages, ends, strict=True)
+                records.StageRecord(title=title, seconds=end - began, peak_rss_bytes=peak)
+                for (title, began), end, peak in zip(self.stages, ends, self.peaks, strict=True)
             ),
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmforge import artifact, calibration, engines, passes, targets
+from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.build import dry_run, evidence, lock, preflight, publishing, texts
@@ -197,9 +198,11 @@ def transform(
     """Run one pass over `model`, and hold it to what it declares; return its record, and what must not be missed."""
     progress.stage(f"Pass {step.name}")
     nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
-    changes = pass_base.run(step, model, context)
+    with spans.span("rewrite"):
+        changes = pass_base.run(step, model, context)
     seconds = time.perf_counter() - began
-    proof = verifier.check(step, model, changes)
+    with spans.span("verify"):
+        proof = verifier.check(step, model, changes)
     record = records.PassRecord(
         name=step.name,
         options=options.values(step),

@@ -10,7 +10,7 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, out_option, refuse_given
+from llmforge.cli.parameters import ARTIFACT, PATH, is_json_log, out_option, refuse_given
 
 _EXAMPLES = """\b
 Examples:
@@ -38,6 +38,10 @@ Examples:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("--quiet", is_flag=True, help="Hide progress.")
+@click.option(
+    "--trace", "trace", type=PATH, metavar="FILE.json",
+    help="Write when each stage and pass ran to FILE.json, for a trace viewer such as Perfetto.",
+)  # fmt: skip
 def build(
     recipe: Path | None,
     out: Path,
@@ -46,6 +50,7 @@ def build(
     overrides: tuple[str, ...],
     as_json: bool,
     quiet: bool,
+    trace: Path | None,
 ) -> None:
     """Build, validate and publish the artifact of RECIPE.
 
@@ -72,7 +77,9 @@ def build(
 
     if pending is None and loaded is None:
         raise UsageError("no recipe given", hint="llmforge build RECIPE")
-    with console.progress(quiet=quiet) as progress:
+    if trace is not None:
+        output.check_file(trace, ".json")
+    with console.traced("build", quiet=quiet, trace=trace) as progress:
         progress.stage("Load torch and transformers")
         if pending is not None:
             from llmforge.build import finishing
@@ -82,6 +89,9 @@ def build(
             from llmforge.build import pipeline
 
             result = pipeline.build(loaded, out, progress)
+    if is_json_log():
+        for note in result.report.notes:
+            console.say(note)
     if as_json:
         output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
     else:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import Self, TextIO
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self, TextIO
 
+import click
 from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
+from llmforge.base import spans
 from llmforge.base.errors import ForgeError
 from llmforge.base.progress import Progress, Silent
+from llmforge.cli import output
+from llmforge.cli.parameters import is_json_log
 
 _WORTH_TELLING = 1.0  # seconds; a stage that ends sooner leaves no time behind
 _EVERY = 10.0  # seconds between two lines of one stage where there is no terminal
@@ -24,10 +32,46 @@ def stderr() -> Console:
 
 def show_error(error: ForgeError) -> None:
     """Print one message, and its hint."""
+    if is_json_log():
+        log("error", message=error.message, hint=error.hint, kind=type(error).__name__, exit_code=error.exit_code)
+        return
     console = stderr()
     console.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
     if error.hint is not None:
         console.print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)
+
+
+def say(message: str) -> None:
+    """Print what people should know besides the result."""
+    if is_json_log():
+        log("note", message=message.removeprefix("note: "))
+    else:
+        click.echo(message, err=True)
+
+
+def log(event: str, **fields: Any) -> None:
+    """Write one event of the JSON log: a line of standard error."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    click.echo(json.dumps({"time": now, "event": event, **fields}, ensure_ascii=False), err=True)
+
+
+class JsonProgress:
+    """Writes the stages of a build, and how far they are, as events."""
+
+    def __init__(self) -> None:
+        self._title = ""
+        self._told = 0.0
+
+    def stage(self, title: str) -> None:
+        """Tell that a stage begins."""
+        self._title, self._told = title, 0.0
+        log("stage", name=title)
+
+    def advance(self, done: int, total: int) -> None:
+        """Tell how far the stage is, at its end and once in a while."""
+        if done == total or time.monotonic() - self._told >= _WORTH_TELLING:
+            self._told = time.monotonic()
+            log("progress", name=self._title, done=done, total=total)
 
 
 class TerminalProgress:
@@ -106,5 +150,27 @@ def progress(*, quiet: bool = False) -> AbstractContextManager[Progress]:
     """Choose how to show progress on standard error."""
     if quiet:
         return nullcontext(Silent())
+    if is_json_log():
+        return nullcontext(JsonProgress())
     console = stderr()
     return TerminalProgress(console) if console.is_terminal else PlainProgress(console.file)  # type: ignore[arg-type]
+
+
+@contextmanager
+def traced(name: str, *, quiet: bool = False, trace: Path | None = None) -> Iterator[Progress]:
+    """Show progress, and make the block and each of its stages a span.
+
+    Spans are events of the JSON log; at the end, however it is, they are written to `trace` for a trace viewer.
+    """
+    tracer = spans.Tracer((lambda span: log("span", **span.data())) if is_json_log() and not quiet else _ignore)
+    try:
+        with progress(quiet=quiet) as shown, spans.active(tracer), tracer.span(name):
+            yield spans.TracedProgress(shown, tracer)
+    finally:
+        if trace is not None:
+            with output.writing(trace):
+                trace.write_text(json.dumps(spans.chrome_trace(tracer.spans)) + "\n", encoding="utf-8")
+
+
+def _ignore(span: spans.Span) -> None:
+    pass

@@ -42,6 +42,34 @@ class ArtifactPath(click.ParamType[Path]):
 ARTIFACT = ArtifactPath()
 
 
+_LOG_FORMAT = "llmforge.log_format"  # key in the metadata of click's context, which subcommands share
+
+
+def _choose_log_format(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        context.meta[_LOG_FORMAT] = value
+
+
+def log_format_option(*, hidden: bool = False) -> click.Option:
+    """Make the option --log-format, which the group and each of its commands take."""
+    return click.Option(
+        ["--log-format"],
+        type=click.Choice(["text", "json"]),
+        envvar=None if hidden else "LLMFORGE_LOG_FORMAT",
+        is_eager=True,
+        expose_value=False,
+        hidden=hidden,
+        callback=_choose_log_format,
+        help="Standard error as text, or as one JSON object per line: stages, progress, spans, notes, errors.",
+    )
+
+
+def is_json_log() -> bool:
+    """Say if the command that runs writes standard error as JSON."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.meta.get(_LOG_FORMAT) == "json"
+
+
 def out_option(help: str) -> Callable[[Command], Command]:
     """Add the option --out, the folder of artifacts; it is read before what is looked up in it."""
     return click.option(

@@ -148,6 +148,7 @@ def _measured(
     told: Callable[[str], None],
 ) -> Ceilings | None:
     """Measure `device` and write its target file to `path`; the ceilings of a CPU."""
+    from llmforge.cli import console
     from llmforge.doctor import ceilings, gpus, machine
 
     day = datetime.now(UTC).date().isoformat()
@@ -168,7 +169,7 @@ def _measured(
     told(f"Matrix multiplication on {gpu.title}")
     rates = gpus.matrix_rates(gpu, ceilings.cuda_product(gpus.PRODUCT))
     for what, rate in (("bytes copied", bandwidth), *rates.items()):
-        click.echo(f"{gpu.title}: {what}: {rate / 1e12:.3g} T/s", err=True)
+        console.say(f"{gpu.title}: {what}: {rate / 1e12:.3g} T/s")
     if path is not None:
         machine.write(machine.of_gpu(name, gpu, bandwidth, rates, day), path)
     return None

@@ -16,6 +16,7 @@ import click
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.cli import building, inspecting, planning, provenance, running, serving, storing
+from llmforge.cli.parameters import is_json_log, log_format_option
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
@@ -36,12 +37,18 @@ class _Root(click.Group):
             if error.hint is None and type(error) is UsageError:
                 error.hint = f"see `{ctx.info_name} {ctx.invoked_subcommand} --help`"
             _end(ctx, error)
+        except click.ClickException as error:  # of the arguments of a command
+            if not is_json_log():
+                raise
+            _end(ctx, UsageError(error.format_message()))  # 2, as click's own
         except (ImportError, AttributeError) as error:
             if (lack := extras.explain(error)) is None:
                 raise
             _end(ctx, lack)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+            from llmforge.cli.console import say
+
+            say("interrupted")
             ctx.exit(_INTERRUPTED)
         except BrokenPipeError:
             # Python would complain once more when it flushes standard output at exit.
@@ -119,6 +126,11 @@ def cli() -> None:
 
     A recipe says what to build. llmforge proves that the engine is as good and as fast as you need before you ship it.
     """
+
+
+cli.params.append(log_format_option())
+for _command in cli.commands.values():
+    _command.params.append(log_format_option(hidden=True))
 
 
 def main() -> None:

@@ -71,6 +71,7 @@ def serve(
     from llmforge import __version__
     from llmforge import serve as server
     from llmforge.artifact import Artifact
+    from llmforge.cli import console
     from llmforge.runtime import Engine, EngineOptions
 
     opened = Artifact.open(artifact)
@@ -79,13 +80,12 @@ def serve(
 
     def announce(url: str) -> None:
         config, queue = engine.runner.config, options["max_queue"]
-        click.echo(
+        console.say(
             f"llmforge {__version__} serves {model} ({opened.manifest.version}) at {url}/v1: {config.max_batch} "
-            f"concurrent requests, {queue} queued, {config.max_context} tokens of context. Press Ctrl-C to stop.",
-            err=True,
+            f"concurrent requests, {queue} queued, {config.max_context} tokens of context. Press Ctrl-C to stop."
         )
         for note in engine.stats().notes:
-            click.echo(f"note: {note}", err=True)
+            console.say(f"note: {note}")
 
     server.run(engine, model, server.Address(host, port, grace_s), announce)
 

@@ -47,7 +47,9 @@ def ls(name: str | None, history: bool, out: Path, as_json: bool) -> None:
     elif found:
         output.write_columns([("ARTIFACT", "GATES", "SIZE", "CREATED (UTC)", "TARGET", "TAGS"), *map(_row, found)])
     else:
-        click.echo(f"no artifacts in {out}", err=True)
+        from llmforge.cli import console
+
+        console.say(f"no artifacts in {out}")
 
 
 _RM = """\b

@@ -91,6 +91,18 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def reset_peak_resident_bytes() -> bool:
+    """Let `peak_resident_bytes` count from now on; False: this system does not allow it.
+
+    Linux: a 5 in /proc/self/clear_refs sets VmHWM to what is resident now (proc(5)).
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
 def _cpuinfo() -> dict[str, str]:
     """Read the first processor's block of /proc/cpuinfo; empty where there is none."""
     path = Path("/proc/cpuinfo")

@@ -109,6 +109,7 @@ class StageRecord(Record):
 
     title: str
     seconds: float
+    peak_rss_bytes: int | None = None  # largest resident set in its time; None: the system does not tell
 
 
 class BuildRecord(Record):

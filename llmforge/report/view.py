@@ -12,7 +12,7 @@ from llmforge.metrics.catalog import Metric, PointMetric, QualityMetric, TimingM
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Latency, Spread
 from llmforge.metrics.quality import OfSums, Quality
-from llmforge.report.model import Report
+from llmforge.report.model import BuildRecord, Report
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,11 @@ def _cells(metric: Metric, figure: Spread | Estimate | float | None) -> list[str
         return ["–"]
     figures = (figure.p50.value, figure.p95) if isinstance(figure, Spread) else (value(figure),)
     return [metric.unit.write(each) for each in figures]
+
+
+def stage_memory(build: BuildRecord) -> bool:
+    """Say if the peak memory of stages was measured."""
+    return any(stage.peak_rss_bytes is not None for stage in build.stages)
 
 
 def grouped(places: Sequence[Rewritten] | Sequence[Skipped]) -> dict[str, list[str]]:
