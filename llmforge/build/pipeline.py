@@ -17,6 +17,7 @@ from llmforge.base.progress import Progress, Silent
 from llmforge.build import dry_run, evidence, preflight, publishing, texts
 from llmforge.build.evidence import Clock
 from llmforge.build.publishing import BuildResult
+from llmforge.build.read_ahead import ReadAhead
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
@@ -51,9 +52,14 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
     preflight.check(recipe)
-    with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
+    with (
+        artifact.staging(out, recipe.name) as staging,
+        calibration.kept(staging.parent) as layers,
+        ReadAhead() as ahead,
+    ):
         progress.stage("Trace")
         checkpoint = Checkpoint.open(recipe.checkpoint)
+        ahead.begin(checkpoint)
         threads = recipe.engine.threads or physical_cores()
         model = trace(checkpoint)
         progress.stage("Check passes")
@@ -61,7 +67,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None) -> BuildR
         calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
         dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
         progress.stage("Read checkpoint")
-        checkpoint.verify(progress)
+        ahead.finish(progress)
         progress.stage("Verify trace")
         notes = prove_trace(recipe, checkpoint, model, threads)
         statistics, seen = calibrate(recipe, checkpoint, model, demands, layers, progress)
