@@ -19,6 +19,7 @@ from llmforge.build import dry_run, evidence, lock, preflight, publishing, texts
 from llmforge.build.evidence import Clock
 from llmforge.build.lock import Stages
 from llmforge.build.publishing import BuildResult
+from llmforge.build.read_ahead import ReadAhead
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
@@ -53,9 +54,14 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None, *, measur
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
     preflight.check(recipe)
-    with artifact.staging(out, recipe.name) as staging, calibration.kept(staging.parent) as layers:
+    with (
+        artifact.staging(out, recipe.name) as staging,
+        calibration.kept(staging.parent) as layers,
+        ReadAhead() as ahead,
+    ):
         progress.stage("Trace")
         checkpoint = Checkpoint.open(recipe.checkpoint)
+        ahead.begin(checkpoint)
         threads = recipe.engine.threads or physical_cores()
         model = trace(checkpoint)
         stages = Stages()
@@ -65,7 +71,7 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None, *, measur
         calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
         dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
         progress.stage("Read checkpoint")
-        checkpoint.verify(progress)
+        ahead.finish(progress)
         progress.stage("Verify trace")
         notes = prove_trace(recipe, checkpoint, model, threads)
         statistics, seen = calibrate(recipe, checkpoint, model, demands, layers, progress)
