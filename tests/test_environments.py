@@ -32,10 +32,13 @@ LACKING = {
         **dict.fromkeys(("build", "reproduce", "trace", "diff-graph", "passes", "schema"), "build,cpu"),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
+        "sign": "signing",
     },
     "serving": {
         **dict.fromkeys(("build", "reproduce", "trace", "diff-graph", "passes", "schema"), "build"),
+        "sign": "signing",
     },
+    "everything": {"sign": "signing"},
 }
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
@@ -154,9 +157,11 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "run": ["artifact", "If the file", "--max-tokens", "8"],
     "schema": [],
     "serve": ["artifact", "--port", "0"],
+    "sign": ["artifact", "--key", "recipe.yaml"],
     "targets": ["l4"],
     "trace": ["checkpoint", "-o", "traced.onnx"],
     "triton": ["artifact", "-o", "repository"],
+    "verify": ["artifact"],
 }  # fmt: skip
 
 

@@ -86,6 +86,8 @@ Exit codes:
         planning.plan,
         planning.doctor,
         inspecting.inspect,
+        provenance.verify,
+        provenance.sign,
         provenance.reproduce,
         inspecting.trace,
         inspecting.diff_graph,
