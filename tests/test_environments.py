@@ -33,10 +33,13 @@ LACKING = {
         **dict.fromkeys(("build", "reproduce", "trace", "diff-graph", "passes", "schema"), "build,cpu"),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
+        "sign": "signing",
     },
     "serving": {
         **dict.fromkeys(("build", "reproduce", "trace", "diff-graph", "passes", "schema"), "build"),
+        "sign": "signing",
     },
+    "everything": {"sign": "signing"},
 }
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
@@ -165,9 +168,11 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "schema": [],
     "serve": ["artifact", "--port", "0"],
     "tag": ["tiny/1", "new"],
+    "sign": ["artifact", "--key", "recipe.yaml"],
     "targets": ["l4"],
     "trace": ["checkpoint", "-o", "traced.onnx"],
     "triton": ["artifact", "-o", "repository"],
+    "verify": ["artifact"],
 }  # fmt: skip
 
 

@@ -22,7 +22,13 @@ _ON_RUNTIME = ("build", "serve")  # extras that are of no use without a runtime
 _PACKAGE = "llmforge"
 _PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 # Where the module is not called as its distribution is.
-_MODULES = {"cuda-bindings": "cuda.bindings", "onnxruntime-gpu": RUNTIME, "ruamel.yaml": "ruamel.yaml"}
+_MODULES = {
+    "cuda-bindings": "cuda.bindings",
+    "onnxruntime-gpu": RUNTIME,
+    "ruamel.yaml": "ruamel.yaml",
+    "cyclonedx-python-lib": "cyclonedx",
+    "pyOpenSSL": "OpenSSL",
+}
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[[^\]]*\])?(==(?P<pin>[^;,\s]+))?")
 _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)["']""")
 

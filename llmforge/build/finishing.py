@@ -15,7 +15,6 @@ from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.build import evidence, lock, publishing, texts
 from llmforge.build.evidence import Clock, Evidence
-from llmforge.build.lock import Stages
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine, pending
@@ -65,10 +64,9 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
         facts = {**dict(before), "notes": (*before.notes, built_from, *engine.notes)}  # passes and calibration stay
         locked = lock.read(opened)
-        stages = Stages([stage for stage in locked.stages if stage.name != lock.ENGINE])
-        stages.folder(lock.ENGINE, staging / "engine")
         here = {"machine": machine.describe(), "packages": lock.packages(), "code": lock.code()}
-        locked = locked.model_copy(update={**here, "stages": tuple(stages.done)})
+        stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
+        locked = locked.model_copy(update={**here, "stages": stages})
         report = publishing.publish(
             staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
         )

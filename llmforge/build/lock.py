@@ -37,11 +37,12 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 class CheckpointLock(Record):
-    """The checkpoint; `revision` is the commit that it was downloaded at, where its folder tells."""
+    """The checkpoint; `repository` and `revision` say where on the Hub it is from, as far as its folder tells."""
 
     name: str
     digest: str
     revision: str | None = None
+    repository: str | None = None
 
 
 class TextLock(Record):
@@ -94,6 +95,12 @@ class Lock(Record):
     machine: Machine
     stages: tuple[StageLock, ...]
 
+    def with_engine(self, files: Mapping[str, artifact.FileRecord]) -> Lock:
+        """Add the last stage: the files of the engine, of all `files` of the artifact."""
+        lines = "".join(f"{path} {files[path].sha256}\n" for path in sorted(files) if path.startswith("engine/"))
+        stage = StageLock(name=ENGINE, sha256=hashlib.sha256(lines.encode()).hexdigest())
+        return self.model_copy(update={"stages": (*self.stages, stage)})
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -120,11 +127,6 @@ class Stages:
         digest.update(repr(sorted(found.inputs.items())).encode())
         self.done.append(StageLock(name=CALIBRATION, sha256=digest.hexdigest()))
 
-    def folder(self, name: str, folder: Path) -> None:
-        """Note the files of `folder`."""
-        lines = "".join(f"{path} {each.sha256}\n" for path, each in artifact.records(folder).items())
-        self.done.append(StageLock(name=name, sha256=hashlib.sha256(lines.encode()).hexdigest()))
-
 
 def gather(recipe: Recipe, resolved: Mapping[str, Any], checkpoint: Checkpoint, target: str, stages: Stages) -> Lock:
     """Write down what a build read, and what it ran on."""
@@ -138,7 +140,10 @@ def gather(recipe: Recipe, resolved: Mapping[str, Any], checkpoint: Checkpoint, 
     return Lock(
         recipe=dict(resolved),
         checkpoint=CheckpointLock(
-            name=checkpoint.path.name, digest=checkpoint.digest, revision=revision(checkpoint.path)
+            name=checkpoint.path.name,
+            digest=checkpoint.digest,
+            revision=revision(checkpoint.path),
+            repository=repository(checkpoint.path),
         ),
         texts=tuple(texts),
         seeds={} if spec is None else {"calibration": spec.seed},
@@ -225,6 +230,14 @@ def revision(folder: Path) -> str | None:
     commits = {note.read_text(encoding="utf-8").partition("\n")[0].strip() for note in notes}
     commit = commits.pop() if len(commits) == 1 else ""
     return commit if _REVISION.fullmatch(commit) else None
+
+
+def repository(folder: Path) -> str | None:
+    """Tell the repository of a checkpoint in the cache of the Hub's client, `models--OWNER--NAME/snapshots/COMMIT`."""
+    home = folder.resolve().parent.parent.name
+    if revision(folder) is None or not home.startswith("models--"):
+        return None
+    return home.removeprefix("models--").replace("--", "/", 1)
 
 
 def _text(role: Literal["calibration", "evaluation"], path: Path) -> TextLock:

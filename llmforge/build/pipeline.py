@@ -91,7 +91,6 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None, *, measur
             notes += noted
         read = footprint.count(model)
         engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
-        stages.folder(lock.ENGINE, staging / "engine")
         found = evidence.measure(
             staging,
             engine,

@@ -46,10 +46,12 @@ def publish(
     version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of.
     """
     recipe = facts["recipe"]
+    files = artifact.records(staging)
+    digest = artifact.content_digest_of(files, recipe)
     record = evidence.engine_record(recipe["engine"]["backend"], staging / "engine", engine)
     judged = evidence.judge({name: GateSpec.model_validate(spec) for name, spec in recipe["gates"].items()}, record)
     measured: dict[str, Any] = {
-        "version": artifact.version_of(artifact.content_digest(staging, recipe)),
+        "version": artifact.version_of(digest),
         "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
         "verdict": gates.overall(judged),
         "gates": judged,
@@ -65,7 +67,7 @@ def publish(
     progress.stage("Publish")
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT)
-    provenance.write(staging, report, lock)
+    provenance.write(staging, report, lock.with_engine(files), files, digest)
     artifact.publish(
         staging,
         recipe=recipe,

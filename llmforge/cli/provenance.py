@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH
+from llmforge.cli.parameters import ARTIFACT, PATH
+
+if TYPE_CHECKING:
+    from llmforge.artifact import Artifact
 
 _REPRODUCE = """\b
 Examples:
@@ -19,7 +24,7 @@ Examples:
 
 
 @click.command(epilog=_REPRODUCE)
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.option("--recipe", type=PATH, help="The recipe that the artifact was built from.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With --recipe: as for the build. Repeatable."
@@ -74,3 +79,86 @@ def reproduce(
             f"{artifact}: was not reproduced: {len(found.files)} files differ",
             hint="the comparison lists what differs in code, packages and machine",
         )
+
+
+_SIGN = """\b
+Examples:
+  llmforge sign artifacts/NAME/VERSION --key KEY.pem
+  llmforge sign artifacts/NAME/VERSION --key KEY.pem --certificate CERT.pem --chain INTERMEDIATE.pem
+"""
+
+
+@click.command(epilog=_SIGN)
+@click.argument("artifact", type=ARTIFACT)
+@click.option("--key", type=PATH, required=True, help="Private key, PEM: P-256, P-384 or P-521.")
+@click.option("--certificate", type=PATH, help="Certificate of the key, PEM.")
+@click.option("--chain", type=PATH, multiple=True, help="Certificate between it and the authority. Repeatable.")
+def sign(artifact: Path, key: Path, certificate: Path | None, chain: tuple[Path, ...]) -> None:
+    """Sign every file of ARTIFACT.
+
+    The signature is ARTIFACT/model.sig, a Sigstore bundle as `model_signing verify` reads it.
+    """
+    from llmforge.artifact import Artifact, signing
+
+    if chain and certificate is None:
+        raise UsageError("--chain requires --certificate")
+    encrypted = certificate is None and key.is_file() and b"ENCRYPTED" in key.read_bytes()
+    password = click.prompt(f"Password of {key}", hide_input=True, err=True) if encrypted else None
+    click.echo(str(signing.sign(Artifact.open(artifact), signing.Signer(key, certificate, chain, password))))
+
+
+_VERIFY = """\b
+Examples:
+  llmforge verify artifacts/NAME/VERSION
+  llmforge verify artifacts/NAME/VERSION --key PUB.pem
+"""
+
+
+@click.command(epilog=_VERIFY)
+@click.argument("artifact", type=ARTIFACT)
+@click.option("--key", type=PATH, help="Public key that must have signed it, PEM.")
+@click.option(
+    "--authority", type=PATH, multiple=True, help="Certificate that must have issued the signer's. Repeatable."
+)
+def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...]) -> None:
+    """Check every byte of ARTIFACT against its manifest, and its signature.
+
+    Without --key or --authority only the manifest is checked, which anyone could have written.
+    """
+    from llmforge.artifact import Artifact
+
+    opened = Artifact.open(artifact)
+    if key is None and not authority:
+        opened.verify()
+        click.echo(f"verified: {len(opened.manifest.files)} files match the manifest; no signature was asked for")
+        return
+    check(opened, key, authority)
+    click.echo(f"verified: {len(opened.manifest.files)} files and the manifest, signed by {key or authority[0]}")
+
+
+def check(opened: Artifact, key: Path | None, authority: tuple[Path, ...]) -> None:
+    """Check an artifact and its signature."""
+    from llmforge.artifact import signing
+
+    if key is not None and authority:
+        raise UsageError("--key cannot be used with --authority", hint="remove one of them")
+    signing.verify(opened, signing.Trust(key, authority))
+
+
+def signature_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a command that runs only what is signed."""
+    options = (
+        click.option("--require-signature", is_flag=True, help="Refuse ARTIFACT unless it is signed by --key."),
+        click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def required(opened: Artifact, require_signature: bool, key: Path | None) -> None:
+    """Refuse an artifact that is not signed by `key`, where a signature is required."""
+    if require_signature != (key is not None):
+        raise UsageError("--require-signature and --key go together", hint="give both or neither")
+    if require_signature:
+        check(opened, key, ())

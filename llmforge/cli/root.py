@@ -107,6 +107,8 @@ Exit codes:
         storing.export,
         storing.import_,
         inspecting.inspect,
+        provenance.verify,
+        provenance.sign,
         provenance.reproduce,
         inspecting.trace,
         inspecting.diff_graph,

@@ -12,6 +12,7 @@ import click
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE
+from llmforge.cli.provenance import required, signature_options
 
 if TYPE_CHECKING:
     from llmforge.runtime.sampling.constraints import Constraint
@@ -55,8 +56,17 @@ Examples:
 @click.option("--regex", metavar="PATTERN", help="Constrain the answer to a regular expression.")
 @click.option("--chat", is_flag=True, help="Apply the checkpoint's chat template, with PROMPT as the user message.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
+@signature_options
 def run(
-    artifact: Path, prompt: str, json_schema: Path | None, regex: str | None, chat: bool, as_json: bool, **options: Any
+    artifact: Path,
+    prompt: str,
+    json_schema: Path | None,
+    regex: str | None,
+    chat: bool,
+    as_json: bool,
+    require_signature: bool,
+    key: Path | None,
+    **options: Any,
 ) -> None:
     """Generate text with ARTIFACT.
 
@@ -70,7 +80,9 @@ def run(
     # What is left of the options are fields of `Sampling`, by name.
     sampling = runtime.Sampling(**options, constraint=_constraint(json_schema, regex))
     text = _stdin() if prompt == "-" else prompt
-    runner = runtime.load(Artifact.open(artifact).path)  # tells more than the runtime what is wrong with a folder
+    opened = Artifact.open(artifact)  # tells more than the runtime what is wrong with a folder
+    required(opened, require_signature, key)
+    runner = runtime.load(opened.path)
     chunks = []
     for chunk in runner.generate(runner.encode_chat([{"role": "user", "content": text}]) if chat else text, sampling):
         chunks.append(chunk)

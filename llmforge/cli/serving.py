@@ -15,6 +15,7 @@ from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
+from llmforge.cli.provenance import required, signature_options
 
 if TYPE_CHECKING:
     from llmforge.metrics.latency import Footprint
@@ -60,8 +61,17 @@ Example:
     "--grace", "grace_s", type=NATURAL, metavar="SECONDS", default=30,
     help="On shutdown, time to finish requests in flight.",
 )  # fmt: skip
+@signature_options
 def serve(
-    artifact: Path, host: str, port: int, name: str | None, threads: int | None, grace_s: int, **options: Any
+    artifact: Path,
+    host: str,
+    port: int,
+    name: str | None,
+    threads: int | None,
+    grace_s: int,
+    require_signature: bool,
+    key: Path | None,
+    **options: Any,
 ) -> None:
     """Serve ARTIFACT through an OpenAI-compatible API.
 
@@ -75,6 +85,7 @@ def serve(
     from llmforge.runtime import Engine, EngineOptions
 
     opened = Artifact.open(artifact)
+    required(opened, require_signature, key)
     model = name or opened.manifest.name
     engine = Engine.load(opened.path, EngineOptions(**options), threads)
 

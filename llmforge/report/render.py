@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ def to_markdown(report: Report) -> str:
     return _render("report.md.jinja", report, autoescape=False, finalize=_markdown_escaped)
 
 
+def to_card(report: Report, facts: Mapping[str, Any]) -> str:
+    """Write what a model card says, with `facts` beyond the report; every value is escaped."""
+    return _render("card.md.jinja", report, autoescape=False, finalize=_markdown_escaped, facts=facts)
+
+
 def to_html(report: Report) -> str:
     """Write the report as one HTML file with nothing from outside and no script; every value is escaped."""
     return _render("report.html.jinja", report, autoescape=True, finalize=None)
@@ -64,7 +69,14 @@ def summary(report: Report) -> RenderableType:
     return Group(head, key, *((gates,) if report.gates else ()), *notes)
 
 
-def _render(template: str, report: Report, *, autoescape: bool, finalize: Callable[[object], object] | None) -> str:
+def _render(
+    template: str,
+    report: Report,
+    *,
+    autoescape: bool,
+    finalize: Callable[[object], object] | None,
+    facts: Mapping[str, Any] | None = None,
+) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("llmforge.report", ""),
         autoescape=autoescape,
@@ -75,7 +87,7 @@ def _render(template: str, report: Report, *, autoescape: bool, finalize: Callab
     )
     written = (units.significant, units.size, units.count, units.ms, units.duration, units.interval)
     environment.filters.update({write.__name__: write for write in written}, words=_words, listed=_listed)
-    facts: dict[str, Any] = {
+    known: dict[str, Any] = {
         "report": report,
         "headline": view.headline(report),
         "key_figures": view.key_figures(report),
@@ -85,7 +97,7 @@ def _render(template: str, report: Report, *, autoescape: bool, finalize: Callab
         "view": view,
         "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),
     }
-    return environment.get_template(template).render(facts).strip() + "\n"
+    return environment.get_template(template).render({**known, **(facts or {})}).strip() + "\n"
 
 
 def _words(value: object) -> str:

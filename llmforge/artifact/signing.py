@@ -1,0 +1,159 @@
+"""Signatures of artifacts, in the format of OpenSSF model signing: `model.sig`, a Sigstore bundle over every file.
+
+The bundle holds an in-toto statement of all files and their SHA-256, the manifest included, so that any tool for that
+format checks it. It lies in the artifact and is the one file that the manifest does not list.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmforge.artifact.manifest import MANIFEST, SIGNATURE
+from llmforge.artifact.store import Artifact
+from llmforge.base.errors import InputError, UsageError
+
+_CURVES = "an elliptic curve key (P-256, P-384 or P-521) in PEM"
+_MAKE = "openssl ecparam -name prime256v1 -genkey -noout -out KEY.pem; openssl ec -in KEY.pem -pubout -out PUB.pem"
+
+
+@dataclass(frozen=True)
+class Signer:
+    """A private key, and, where it is certified, its certificate and those between that and a trusted one."""
+
+    key: Path
+    certificate: Path | None = None
+    chain: tuple[Path, ...] = ()
+    password: str | None = None  # of an encrypted key; with a certificate the key is not encrypted
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose signatures count: those of a public key, or those with a certificate that one of `authorities` issued."""
+
+    key: Path | None = None
+    authorities: tuple[Path, ...] = ()
+
+
+def sign(opened: Artifact, signer: Signer) -> Path:
+    """Sign every file of an artifact, which must be what its manifest says; an earlier signature is replaced.
+
+    Raises:
+        InputError: files of the artifact were changed.
+        UsageError: the key or a certificate cannot be used, or the folder cannot be written.
+    """
+    from model_signing import signing
+
+    opened.verify()
+    config = signing.Config().set_hashing_config(_hashing())
+    for file in filter(None, (signer.key, signer.certificate, *signer.chain)):
+        _present(file)
+    try:
+        if signer.certificate is None:
+            password = None if signer.password is None else signer.password.encode()
+            config.use_elliptic_key_signer(private_key=signer.key, password=password)
+        else:
+            config.use_certificate_signer(
+                private_key=signer.key, signing_certificate=signer.certificate, certificate_chain=signer.chain
+            )
+    except (ValueError, TypeError, AttributeError) as error:  # AttributeError: a key that is no elliptic curve's
+        raise UsageError(f"{signer.key}: cannot sign: {error}; expected {_CURVES}", hint=_MAKE) from error
+    final = opened.path / SIGNATURE
+    made = opened.path.parent / f".{SIGNATURE}-{secrets.token_hex(4)}"
+    try:
+        with _writable(opened.path):
+            config.sign(opened.path, made)
+            made.chmod(0o444)
+            made.replace(final)
+    except OSError as error:
+        raise UsageError(f"{final}: cannot be written: {error.strerror}", hint="check the permissions") from error
+    finally:
+        made.unlink(missing_ok=True)
+    return final
+
+
+def verify(opened: Artifact, trust: Trust) -> None:
+    """Check every byte of an artifact, and that someone trusted signed it.
+
+    Raises:
+        InputError: files were changed, the artifact is not signed, or its signature is another's or of other files.
+        UsageError: the key or a certificate cannot be used.
+    """
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from model_signing import verifying
+    from OpenSSL.crypto import Error, X509StoreContextError
+
+    config = verifying.Config().set_hashing_config(_hashing())
+    for file in filter(None, (trust.key, *trust.authorities)):
+        _present(file)
+    given = trust.key or trust.authorities[0]
+    try:
+        if trust.key is not None:
+            config.use_elliptic_key_verifier(public_key=trust.key)
+        else:
+            config.use_certificate_verifier(certificate_chain=trust.authorities)
+    except (ValueError, AttributeError, UnsupportedAlgorithm) as error:
+        what = f"the public half of {_CURVES}" if trust.key is not None else "certificates in PEM"
+        raise UsageError(f"{given}: cannot be used to verify; expected {what}", hint=_MAKE) from error
+    file = opened.path / SIGNATURE
+    if file.is_symlink() or not file.is_file():
+        raise InputError(
+            f"{opened.path}: is not signed: it has no {SIGNATURE}", hint="sign it: llmforge sign ARTIFACT --key KEY"
+        )
+    opened.verify()
+    # What a bundle holds comes from whoever made it: besides the library's own refusals, parts of it may be missing
+    # or of another type.
+    hostile = (ValueError, KeyError, TypeError, AttributeError, IndexError, InvalidSignature)
+    try:
+        config.verify(opened.path, file)
+        signed = _signed(file)
+    except (*hostile, Error, X509StoreContextError) as error:
+        reason = " ".join(str(error).split()) or "it was not made with this key"
+        raise InputError(
+            f"{opened.path}: the signature does not verify with {given}: {reason}",
+            hint="do not use the artifact unless you know who changed it; fetch it again",
+        ) from error
+    if left_out := sorted({MANIFEST, *opened.manifest.files} - signed):
+        raise InputError(
+            f"{opened.path}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
+        )
+
+
+def _hashing() -> Any:
+    """Hash every file but the signature; the library's defaults leave out what git keeps."""
+    from model_signing import hashing
+
+    config = hashing.Config().use_file_serialization(hashing_algorithm="sha256", allow_symlinks=False)
+    return config.set_ignored_paths(paths=[SIGNATURE], ignore_git_paths=False)
+
+
+def _signed(file: Path) -> set[str]:
+    """Name the files that the statement in a verified bundle covers."""
+    payload = json.loads(file.read_bytes())["dsseEnvelope"]["payload"]
+    resources = json.loads(base64.b64decode(payload))["predicate"]["resources"]
+    return {resource["name"] for resource in resources}
+
+
+def _present(file: Path) -> None:
+    try:
+        file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}", hint=f"give {_CURVES}") from error
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Let the owner add a file to a folder that may be read-only."""
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    folder.chmod(mode | stat.S_IWUSR)
+    try:
+        yield
+    finally:
+        folder.chmod(mode)
