@@ -32,6 +32,10 @@ class Code:
         lines = [f"{file.relative_to(self.root)} {self._hash(file)}\n" for file in sorted(files)]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
+    def has(self, module: str) -> bool:
+        """Say whether `module` is in the package."""
+        return self._file(module) is not None
+
     def modules(self, *modules: str) -> frozenset[str]:
         """Name the modules that `digest` reads, but for packages that are only passed through."""
         found: set[str] = set()

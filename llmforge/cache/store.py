@@ -223,7 +223,8 @@ class Cache:
         Raises:
             InputError: a name names nothing.
         """
-        entries, found = self.entries(), {}
+        entries = self.entries()
+        found: dict[str, Summary] = {}
         for name in names:
             named = [e for e in entries if e.kind == name or (len(name) >= _LISTED and e.digest.startswith(name))]
             if not named:

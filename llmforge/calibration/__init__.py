@@ -1,10 +1,10 @@
 """Run a checkpoint on calibration text, layer by layer, for what passes want to know about it.
 
-One decoder layer is in memory at a time, and the hidden states of all windows between layers; results go to a folder
+One decoder layer is in memory at a time, and the hidden states of all windows between layers; results go to a cache
 layer by layer, so that a calibration that was killed goes on where it was.
 """
 
-from llmforge.calibration.driver import calibrate, plan
-from llmforge.calibration.store import kept
+from llmforge.calibration.driver import calibrate, key, plan
+from llmforge.calibration.store import Store
 
-__all__ = ["calibrate", "kept", "plan"]
+__all__ = ["Store", "calibrate", "key", "plan"]
