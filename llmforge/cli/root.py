@@ -16,7 +16,7 @@ import click
 from llmforge import __version__
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.cli import building, inspecting, planning, running, serving
+from llmforge.cli import building, caching, inspecting, planning, running, serving
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
@@ -79,6 +79,7 @@ Exit codes:
     cls=_Root,
     commands=[
         building.build,
+        caching.cache,
         running.run,
         serving.serve,
         serving.bench,
