@@ -110,6 +110,7 @@ def make(
         windows=windows,
         threads=threads,
         progress=progress,
+        keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
     )
     if recipe.validation.quality is None and recipe.validation.latency is None:
         said = (*said, "nothing was measured: the recipe asks for no validation")

@@ -30,6 +30,8 @@ from llmforge.base.progress import Progress
 from llmforge.cache import Cache, Code, Entry, Key, processor
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint import folder as checkpoint_folder
+from llmforge.checkpoint.text import Window
+from llmforge.evaluation.quality import Logits
 from llmforge.ir import graph
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Changes, Numerics, Pass
@@ -41,7 +43,9 @@ PROOF, TENSORS, INDEX = "proof.json", "tensors", "index.json"
 _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
 _PROOF_CODE = "llmforge.verification.verifier"
+_BASELINE_CODE = "llmforge.evaluation.baseline"
 _ALIGNMENT_BYTES = 64
+BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5 GB of 20, or 16,000 tokens of 150,000
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +105,38 @@ class Reuse:
             self.cache.put(key, partial(_write_json, PROOF, note))
             return note
 
+    def baseline(
+        self, checkpoint: Checkpoint, windows: Sequence[Window], threads: int, logits: Logits, progress: Progress
+    ) -> Logits:
+        """Keep what `logits`, those of the baseline on so many threads, are on `windows`, and return them from there.
+
+        Nothing is kept where the cache is this build's alone, or they would take more than `BASELINE_SHARE` of it.
+        """
+        texts = [window.ids for window in windows if len(window.ids) > 1]
+        size_bytes = sum(map(len, texts)) * checkpoint.geometry.vocabulary * np.dtype(np.float32).itemsize
+        if self.cache.limit_bytes is None or size_bytes > self.cache.limit_bytes * BASELINE_SHARE:
+            return logits
+        parts = {"checkpoint": checkpoint.digest, "texts": _hash_of_texts(texts), "threads": str(threads)}
+        key = self.key("baseline", [_BASELINE_CODE], **parts)
+        with self.cache.computing(key) as entry:
+            progress.stage("Run baseline" if entry is None else "Run baseline: reused")
+            if entry is None:
+                entry = self.cache.put(key, partial(_write_logits, texts, logits, progress))
+        if entry is None:  # the disk is full
+            return logits
+        places, file = entry.json(INDEX), entry.path / TENSORS
+
+        def kept(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+            offset, shape = places[_hash_of_texts([ids])]
+            return np.fromfile(file, np.float32, math.prod(shape), offset=offset).reshape(shape)
+
+        return kept
+
     def chain(
         self, checkpoint: Checkpoint, target: Target, calibration: str, texts: Sequence[NDArray[np.int64]]
     ) -> Chain:
         """Begin the chain of passes; `texts` are those that budgets are measured on."""
-        digest = hashlib.sha256()
-        for ids in texts:
-            digest.update(np.int64(len(ids)).tobytes() + ids.tobytes())
-        return Chain(self, checkpoint.digest, _hash(target.model_dump(mode="json")), calibration, digest.hexdigest())
+        return Chain(self, checkpoint.digest, _hash(target.model_dump(mode="json")), calibration, _hash_of_texts(texts))
 
 
 @contextmanager
@@ -235,6 +263,25 @@ def _plain(changes: Changes) -> dict[str, Any]:
 
 def _hash(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_of_texts(texts: Sequence[NDArray[np.int64]]) -> str:
+    digest = hashlib.sha256()
+    for ids in texts:
+        digest.update(np.int64(len(ids)).tobytes() + np.asarray(ids, np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _write_logits(texts: Sequence[NDArray[np.int64]], logits: Logits, progress: Progress, folder: Path) -> None:
+    """Write the logits [S, V] of each text, fp32, and where they are."""
+    places = {}
+    with (folder / TENSORS).open("wb") as stream:
+        for done, ids in enumerate(texts):
+            progress.advance(done, len(texts))
+            made = np.ascontiguousarray(logits(ids), np.float32)
+            places[_hash_of_texts([ids])] = stream.tell(), made.shape
+            stream.write(made.tobytes())
+    _write_json(INDEX, places, folder)
 
 
 def _write_json(name: str, facts: Any, folder: Path) -> None:

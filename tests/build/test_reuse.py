@@ -22,6 +22,7 @@ from llmforge.base.progress import Silent
 from llmforge.build import pipeline
 from llmforge.cache import Cache, Code
 from llmforge.checkpoint import Checkpoint
+from llmforge.evaluation.baseline import Baseline
 from llmforge.ir import graph
 from llmforge.recipe import Recipe
 from llmforge.report import model as reports
@@ -45,7 +46,7 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
     lines = [{"id": str(i), "text": f"{i} " + " ".join(rng.choices(WORDS, k=30))} for i in range(10)]
     (tmp_path / "calibration.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
-    def write(bits: int = 4, budget: float = 5.0, name: str = "tiny") -> Recipe:
+    def write(bits: int = 4, budget: float = 5.0, name: str = "tiny", quality: Any = None) -> Recipe:
         facts: Mapping[str, Any] = {
             "schema": 1,
             "name": name,
@@ -58,6 +59,7 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
                 {"quantize-weights": {"bits": bits, "block_size": 32, "budget": LOOSE}},
                 {"quantize-kv-cache": {"budget": {"kld_mean": budget}}},
             ],
+            "validation": {"quality": quality},
         }
         path = tmp_path / f"{name}.yaml"
         path.write_text(json.dumps(facts))  # JSON is YAML
@@ -81,7 +83,7 @@ class Recorded(Silent):
 def build(recipe: Recipe, tmp_path: Path, *, cached: bool = True, progress: Recorded | None = None) -> tuple[str, Any]:
     """Build in a folder of its own; return the content digest and the report."""
     folder = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
-    result = pipeline.build(recipe, folder, progress, partial(Cache, tmp_path / "cache") if cached else None)
+    result = pipeline.build(recipe, folder, progress, partial(Cache, tmp_path / "cache", 10**9) if cached else None)
     artifact = Artifact.open(result.path)
     artifact.verify()
     assert not list(folder.glob("*/.[!l]*"))  # no private cache is left
@@ -114,6 +116,22 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
         assert after.rewritten == before.rewritten
         assert after.skipped == before.skipped
         assert after.verification == before.verification.model_copy(update={"seconds": 0.0})
+
+
+def test_the_baseline_runs_once(recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = {"data": "evaluation.jsonl", "context": 64}
+    (tmp_path / "evaluation.jsonl").write_text(
+        "\n".join(json.dumps({"id": f"e{i}", "text": f"text {i}: " + " ".join(WORDS[i:])}) for i in range(8))
+    )
+    plain, without = build(recipe(quality=text), tmp_path, cached=False)
+    cold, report = build(recipe(quality=text), tmp_path)
+    monkeypatch.setattr(Baseline, "logits", None)
+    recorded = Recorded()
+    warm, again = build(recipe(quality=text), tmp_path, progress=recorded)
+    assert plain == cold == warm
+    assert "Run baseline: reused" in recorded.titles
+    assert without.quality == report.quality == again.quality
+    assert again.quality is not None
 
 
 def test_a_changed_tail_reuses_the_head(recipe: Write, tmp_path: Path) -> None:
