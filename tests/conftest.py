@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    cache = tempfile.TemporaryDirectory(prefix="llmforge-cache-")  # of what is built in fixtures that outlive a test
+    config.add_cleanup(cache.cleanup)
+    os.environ["LLMFORGE_CACHE"] = cache.name
     if hasattr(config, "workerinput"):
         stall.listen()
     elif getattr(config.option, "dist", "no") != "no":
@@ -36,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} has a group, which this pytest-xdist ignores with this pytest")
+
+
+@pytest.fixture(autouse=True)
+def _own_build_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every test a build cache of its own, which is made when something is built."""
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
 
 
 @pytest.fixture(scope="session")

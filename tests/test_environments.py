@@ -152,6 +152,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "bench": ["artifact", "--concurrency", "1", "--requests", "2", "--warmup", "0", "--prompt-tokens", "8",
               "--output-tokens", "4", "-o", "bench.json"],
     "build": ["recipe.yaml", "--out", "built"],
+    "cache": ["ls"],
     "diff-graph": ["a.onnx", "b.onnx"],
     "doctor": [],
     "export": ["tiny/1", "-o", "exported.tar"],

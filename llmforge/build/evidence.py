@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from llmforge.evaluation import gates, latency, machine, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
+from llmforge.evaluation.quality import Logits
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.recipe import GateSpec, ValidationSpec
@@ -120,11 +121,13 @@ def measure(
     windows: Sequence[Window],
     threads: int,
     progress: Progress,
+    keep: Callable[[Logits], Logits] = lambda logits: logits,
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
-    `read` is what a decode step reads, `windows` the text for its quality. An engine that is not built yet (None), or
-    that this machine does not run, is not measured.
+    `read` is what a decode step reads, `windows` the text for its quality. `keep` may take the logits of the baseline
+    on them from where they were kept. An engine that is not built yet (None), or that this machine does not run, is not
+    measured.
     """
     reason = PENDING if engine is None else engines.why_not_run(target)
     if engine is None or reason is not None or (spec.quality is None and spec.latency is None):
@@ -136,10 +139,9 @@ def measure(
     baseline = Baseline(checkpoint, threads=threads)
     moved = timed = None
     if spec.quality is not None:
+        expected = keep(baseline.logits)
         progress.stage("Measure quality")
-        moved = quality.compare(
-            windows, baseline.logits, lambda ids: runner.logits(ids.tolist()), progress=progress.advance
-        )
+        moved = quality.compare(windows, expected, lambda ids: runner.logits(ids.tolist()), progress=progress.advance)
     if spec.latency is not None:
         progress.stage("Measure latency")
         timed = latency.measure(

@@ -6,27 +6,32 @@ This module alone owns verification after each pass, timing, and the record of w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import dry_run, evidence, lock, preflight, publishing, texts
-from llmforge.build.evidence import Clock
-from llmforge.build.lock import Stages
+from llmforge.build import dry_run, evidence, lock, preflight, publishing, reuse, texts
+from llmforge.build.evidence import Clock, Evidence
+from llmforge.build.lock import Lock, Stages
 from llmforge.build.publishing import BuildResult
 from llmforge.build.read_ahead import ReadAhead
+from llmforge.build.reuse import Chain, Reuse
+from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.ir import dialect, graph, interface
-from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Context, Numerics, Pass
 from llmforge.quantization.statistics import Demand, Statistics
@@ -35,15 +40,23 @@ from llmforge.report import model as records
 from llmforge.report import view
 from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
-from llmforge.trace import trace
+from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository
 from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
 
 
-def build(recipe: Recipe, out: Path, progress: Progress | None = None, *, measure: bool = True) -> BuildResult:
+def build(
+    recipe: Recipe,
+    out: Path,
+    progress: Progress | None = None,
+    cache: Callable[[], Cache] | None = None,
+    *,
+    measure: bool = True,
+) -> BuildResult:
     """Build what `recipe` describes and publish it as `out/<name>/<version>`; without `measure` nothing is measured.
 
+    What an earlier build, or one that was killed, left in the `cache` is not computed again; None: nothing is reused.
     A failed gate does not stop publication: the artifact says so itself, and so does `report.verdict`.
 
     Raises:
@@ -54,71 +67,93 @@ def build(recipe: Recipe, out: Path, progress: Progress | None = None, *, measur
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
     preflight.check(recipe)
-    with (
-        artifact.staging(out, recipe.name) as staging,
-        calibration.kept(staging.parent) as layers,
-        ReadAhead() as ahead,
-    ):
-        progress.stage("Trace")
-        checkpoint = Checkpoint.open(recipe.checkpoint)
-        ahead.begin(checkpoint)
-        threads = recipe.engine.threads or physical_cores()
-        model = trace(checkpoint)
-        stages = Stages()
-        stages.graph(lock.TRACE, model)
-        progress.stage("Check passes")
-        demands = [demand for step in steps for demand in step.demands()]
-        calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
-        dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
-        progress.stage("Read checkpoint")
-        ahead.finish(progress)
-        progress.stage("Verify trace")
-        notes = prove_trace(recipe, checkpoint, model, threads)
-        statistics, seen = calibrate(recipe, checkpoint, model, demands, layers, progress)
-        stages.statistics(statistics)
-        windows = texts.evaluation_windows(recipe, checkpoint)
-        progress.stage("Prepare verification of passes")
-        lossy = any(step.numerics is Numerics.LOSSY for step in steps)
-        chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
-        verifier = Verifier(model, folder=out / recipe.name / ".failed", texts=chosen, threads=threads)
-        notes += coverage(verifier, model)
-        done = []
-        context = Context(target, statistics, Scratch(staging.parent))
-        for step in steps:
-            record, noted = transform(step, model, context, verifier, progress)
-            done.append(record)
-            stages.graph(step.name, model)
-            notes += noted
-        read = footprint.count(model)
-        engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
-        found = evidence.measure(
-            staging,
-            engine,
-            read,
-            spec=recipe.validation if measure else ValidationSpec(),
-            target=target,
-            checkpoint=checkpoint,
-            windows=windows,
-            threads=threads,
-            progress=progress,
-        )
-        if recipe.validation.quality is None and recipe.validation.latency is None:
-            said = (*said, "nothing was measured: the recipe asks for no validation")
-        resolved = recipe.resolved(steps)
-        facts = {
-            "name": recipe.name,
-            "checkpoint": checkpoint_record(checkpoint),
-            "target": records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
-            "passes": tuple(done),
-            "calibration": seen,
-            "notes": (*notes, *said),
-            "recipe": resolved,
-        }
-        locked = lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+    with artifact.staging(out, recipe.name) as staging:
+        with reuse.opened(cache, staging, progress) as kept, ReadAhead() as ahead:
+            facts, engine, found, locked = make(
+                recipe, steps, target, kept, ahead, staging, out, progress, measure=measure
+            )
         report = publishing.publish(
             staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
         )
     return BuildResult(out / recipe.name / report.version, report)
+
+
+def make(
+    recipe: Recipe,
+    steps: Sequence[Pass],
+    target: Target,
+    kept: Reuse,
+    ahead: ReadAhead,
+    staging: Path,
+    out: Path,
+    progress: Progress,
+    *,
+    measure: bool,
+) -> tuple[dict[str, Any], Engine | None, Evidence, Lock]:
+    """Write the engine into `staging` and measure it.
+
+    Return the facts for its report, the engine, the evidence, and the lock of its inputs.
+    """
+    checkpoint = Checkpoint.open(recipe.checkpoint)
+    ahead.begin(checkpoint)
+    threads = recipe.engine.threads or physical_cores()
+    model = kept.trace(checkpoint, progress)
+    stages = Stages()
+    stages.graph(lock.TRACE, model)
+    progress.stage("Check passes")
+    demands = [demand for step in steps for demand in step.demands()]
+    calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
+    dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
+    notes = check_context(recipe, checkpoint, model)
+    progress.stage("Read checkpoint")
+    ahead.finish(progress)
+    proof = kept.trace_proof(
+        checkpoint, model, progress, lambda: verify_trace(checkpoint, model, threads=threads).note()
+    )
+    notes.append(proof)
+    statistics, seen, calibration_key = calibrate(recipe, checkpoint, model, demands, kept, progress)
+    stages.statistics(statistics)
+    windows = texts.evaluation_windows(recipe, checkpoint)
+    lossy = any(step.numerics is Numerics.LOSSY for step in steps)
+    chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
+    verification = Verification(out / recipe.name / ".failed", chosen, threads, progress)
+    notes += coverage(model)
+    chain = kept.chain(checkpoint, target, calibration_key, chosen)
+    done = []
+    for step in steps:
+        # A pass sees what it demands: what others measure is not part of its key.
+        context = Context(target, statistics if step.demands() else None)
+        record, noted = transform(step, model, context, chain, verification, progress)
+        done.append(record)
+        stages.graph(step.name, model)
+        notes += noted
+    read = footprint.count(model)
+    engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
+    found = evidence.measure(
+        staging,
+        engine,
+        read,
+        spec=recipe.validation if measure else ValidationSpec(),
+        target=target,
+        checkpoint=checkpoint,
+        windows=windows,
+        threads=threads,
+        progress=progress,
+        keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
+    )
+    if recipe.validation.quality is None and recipe.validation.latency is None:
+        said = (*said, "nothing was measured: the recipe asks for no validation")
+    resolved = recipe.resolved(steps)
+    facts = {
+        "name": recipe.name,
+        "checkpoint": checkpoint_record(checkpoint),
+        "target": records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
+        "passes": tuple(done),
+        "calibration": seen,
+        "notes": (*notes, *said, *kept.cache.notes),
+        "recipe": resolved,
+    }
+    return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
 
 
 def check_host(recipe: Recipe, target: Target) -> None:
@@ -133,22 +168,44 @@ def check_host(recipe: Recipe, target: Target) -> None:
         )
 
 
-def prove_trace(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model, threads: int) -> list[str]:
-    """Hold the traced graph against transformers; notes of what was found, and of attention that is not canonical.
+def check_context(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model) -> list[str]:
+    """Refuse a longer context than a model is made for whose own attention was traced, and note that it was.
 
-    A longer context than the model is made for is refused with the latter: nobody knows what its own code does there.
+    Nobody knows what its own code does there.
     """
-    notes = []
-    if (reason := model.metadata_props.get(interface.FALLBACK)) is not None:
-        wanted, made_for = recipe.engine.max_context, checkpoint.geometry.context
-        if made_for is not None and wanted > made_for:
-            raise UnsupportedError(
-                f"engine.max_context is {wanted}; the model is made for {made_for} tokens, and its own attention was "
-                f"traced, because: {reason}",
-                hint=f"set engine.max_context to at most {made_for}",
-            )
-        notes.append(f"attention was traced from the model's own code and is left unchanged by passes: {reason}")
-    return [*notes, verify_trace(checkpoint, model, threads=threads).note()]
+    reason = model.metadata_props.get(interface.FALLBACK)
+    if reason is None:
+        return []
+    wanted, made_for = recipe.engine.max_context, checkpoint.geometry.context
+    if made_for is not None and wanted > made_for:
+        raise UnsupportedError(
+            f"engine.max_context is {wanted}; the model is made for {made_for} tokens, and its own attention was "
+            f"traced, because: {reason}",
+            hint=f"set engine.max_context to at most {made_for}",
+        )
+    return [f"attention was traced from the model's own code and is left unchanged by passes: {reason}"]
+
+
+@dataclass(eq=False)
+class Verification:
+    """Makes the verifier of passes when the first one comes that is to be proven, and again behind one that is not."""
+
+    folder: Path
+    texts: Sequence[NDArray[np.int64]]
+    threads: int
+    progress: Progress
+    _verifier: Verifier | None = None
+
+    def before(self, model: ir.Model) -> Verifier:
+        """Return a verifier that has seen `model`, on which the next pass is to run."""
+        if self._verifier is None:
+            self.progress.stage("Prepare verification of passes")
+            self._verifier = Verifier(model, folder=self.folder, texts=self.texts, threads=self.threads)
+        return self._verifier
+
+    def skip(self) -> None:
+        """Forget the graph before a pass whose proof is reused."""
+        self._verifier = None
 
 
 def calibrate(
@@ -156,39 +213,41 @@ def calibrate(
     checkpoint: Checkpoint,
     model: ir.Model,
     demands: Sequence[Demand],
-    folder: Path,
+    kept: Reuse,
     progress: Progress,
-) -> tuple[Statistics | None, records.CalibrationRecord | None]:
-    """Collect what the passes demand, and say in the report what was read; nothing where none demands anything.
+) -> tuple[Statistics | None, records.CalibrationRecord | None, str]:
+    """Collect what the passes demand, what was read for the report, and the key of it; nothing is where none demands.
 
-    Layers that are in `folder` are done already.
+    Layers that were kept are done already.
     """
     spec = recipe.calibration
     if not demands or spec is None:  # `Recipe.instantiate` refuses demands without calibration
-        return None, None
+        return None, None, ""
     progress.stage("Calibrate")
-    read = documents.read_documents(spec.data)
+    read, caches = documents.read_documents(spec.data), dialect.caches(model)
+    windows = texts.calibration_windows(spec, read, checkpoint)
     statistics = calibration.calibrate(
         checkpoint,
-        texts.calibration_windows(spec, read, checkpoint),
+        windows,
         demands,
         threads=spec.threads,
-        caches=dialect.caches(model),
-        folder=folder,
+        caches=caches,
+        store=calibration.Store(kept.cache),
         progress=progress,
     )
-    return statistics, records.CalibrationRecord(
+    record = records.CalibrationRecord(
         data=spec.data.name,
         digest=documents.digest(spec.data),
         documents=len(read),
         samples=statistics.samples,
         tokens=statistics.tokens,
     )
+    return statistics, record, calibration.key(checkpoint, windows, demands, caches, spec.threads)
 
 
-def coverage(verifier: Verifier, model: ir.Model) -> list[str]:
+def coverage(model: ir.Model) -> list[str]:
     """Note what the proofs of a model that is too large to run whole rest on."""
-    if not verifier.streams:
+    if graph.weight_bytes(model) <= WHOLE_BYTES:
         return []
     return [
         f"passes: the model is too large to run whole ({graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights): "
@@ -198,16 +257,36 @@ def coverage(verifier: Verifier, model: ir.Model) -> list[str]:
 
 
 def transform(
-    step: Pass, model: ir.Model, context: Context, verifier: Verifier, progress: Progress
+    step: Pass, model: ir.Model, context: Context, chain: Chain, verification: Verification, progress: Progress
 ) -> tuple[records.PassRecord, list[str]]:
-    """Run one pass over `model`, and hold it to what it declares; return its record, and what must not be missed."""
-    progress.stage(f"Pass {step.name}")
-    nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
-    with spans.span("rewrite"):
-        changes = pass_base.run(step, model, context)
-    seconds = time.perf_counter() - began
-    with spans.span("verify"):
-        proof = verifier.check(step, model, changes)
+    """Run one pass over `model`, and hold it to what it declares; return its record, and what must not be missed.
+
+    Its proof is reused where an earlier build made it, for a pass that does the same to the same graph.
+    """
+    kept = chain.step(step, model)
+    with kept.computing() as entry:
+        before = None
+        if entry is None:
+            verifier = verification.before(model)
+        else:
+            before = model.clone()  # for the verifier, should the pass do something else than it did
+        progress.stage(f"Pass {step.name}" if entry is None else f"Pass {step.name}: reused")
+        there = {name: value.const_value for name, value in model.graph.initializers.items()}
+        nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
+        with spans.span("rewrite"):
+            changes = pass_base.run(step, model, context)
+        seconds = time.perf_counter() - began
+        proof = kept.reused(entry, model, changes)
+        kept.keep_tensors(model, there)
+        if proof is not None:
+            verification.skip()
+        else:
+            if before is not None:
+                verifier = verification.before(before)
+                progress.stage(f"Pass {step.name}")
+            with spans.span("verify"):
+                found = verifier.check(step, model, changes)
+            kept.keep_proof(found, model, changes)
     record = records.PassRecord(
         name=step.name,
         options=options.values(step),
@@ -219,7 +298,8 @@ def transform(
         weight_bytes_before=weight_bytes,
         weight_bytes_after=graph.weight_bytes(model),
         seconds=seconds,
-        verification=records.VerificationRecord.model_validate(proof, from_attributes=True),
+        verification=proof or records.VerificationRecord.model_validate(found, from_attributes=True),
+        reused=proof is not None,
     )
     return record, changes.notes
 

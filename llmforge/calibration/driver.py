@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from llmforge import quantization
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
+from llmforge.cache import Code, processor
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
@@ -25,8 +26,6 @@ from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import QuantizedMatrix, dequantize
 from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
-from llmforge.trace.export import weights as stored_weights
-from llmforge.trace.hooks import experts
 
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
 
@@ -38,7 +37,7 @@ def calibrate(
     *,
     threads: int = 1,
     caches: Mapping[int, Collection[str]] | None = None,
-    folder: Path | None = None,
+    store: Store | None = None,
     progress: Progress | None = None,
 ) -> Statistics:
     """Serve `demands` from a run of `checkpoint` over `windows`, in fp32, on as many `threads`.
@@ -51,8 +50,8 @@ def calibrate(
     before it make; ranges of keys and values are those that the quantized weights make. Memory: the embedding while the
     windows enter, then the fp32 weights of one layer and the hidden states of all windows; where weights are quantized,
     the hidden states twice, the inputs of the layer's linears and experts, and one Hessian with its factor, K × K in
-    fp64. With `folder` the results of each layer are written there when it is done, and found there by a later call
-    that asks for the same.
+    fp64. Results of each layer are kept in `store` when it is done, and found there by a later call that asks for the
+    same; where all are found, nothing is run.
 
     Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has.
 
@@ -61,39 +60,18 @@ def calibrate(
             that is always 0.
         UnsupportedError: the architecture cannot be run layer by layer; two demands contradict each other.
     """
-    with torch.inference_mode(), fixed(threads):
-        return _walk(checkpoint, windows, demands, threads, caches, folder, progress or Silent())
-
-
-def _walk(
-    checkpoint: Checkpoint,
-    windows: Sequence[Window],
-    demands: Sequence[Demand],
-    threads: int,
-    caches: Mapping[int, Collection[str]] | None,
-    folder: Path | None,
-    progress: Progress,
-) -> Statistics:
-    """Carry hidden states through one layer after the other: see `calibrate`."""
-    weights = _weight_demand(demands)
-    measured = None if caches is None else {layer for layer, parts in caches.items() if "key" in parts}
     if not windows:
         raise DataError("the calibration data has no text")
-    skeleton = Skeleton.build(checkpoint)
-    # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
-    calls, original = skeleton.enter([window.ids for window in windows])
-    current = list(original) if weights else original
-    store = Store(folder, _key(checkpoint, windows, demands, measured, threads))
-    done: list[LayerResult] = []
-    for index in range(len(skeleton.layers)):
-        progress.advance(index, len(skeleton.layers))
-        layer = skeleton.load(index, calls[index])
-        found = store.load(index)
-        ranges = KvRangeDemand() in demands and (measured is None or index in measured)
-        inputs = {} if found or InputRangeDemand() not in demands else _input_ranges(layer, original)
-        result = _calibrate_layer(layer, original, current, weights, ranges, found)
-        done.append(result if found else store.save(index, replace(result, inputs=inputs)))
-    progress.advance(len(skeleton.layers), len(skeleton.layers))
+    progress, store = progress or Silent(), store or Store()
+    own, layers = key(checkpoint, windows, demands, caches, threads), checkpoint.geometry.layers
+    found = [store.load(own, index) for index in range(layers)]
+    if store.reused:
+        progress.stage(f"Calibrate: {numbered(store.reused, layers)} reused")
+    if None in found:
+        with torch.inference_mode(), fixed(threads):
+            done = _walk(checkpoint, windows, demands, _measured(caches), found, partial(store.save, own), progress)
+    else:
+        done = [result for result in found if result is not None]
     return Statistics(
         samples=len(windows),
         tokens=sum(len(window.ids) for window in windows),
@@ -101,6 +79,42 @@ def _walk(
         kv={index: result.kv for index, result in enumerate(done) if result.kv is not None},
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
     )
+
+
+def _walk(
+    checkpoint: Checkpoint,
+    windows: Sequence[Window],
+    demands: Sequence[Demand],
+    measured: Collection[int] | None,
+    found: Sequence[LayerResult | None],
+    save: Callable[[int, LayerResult], LayerResult],
+    progress: Progress,
+) -> list[LayerResult]:
+    """Carry the windows through all layers, and quantize and measure those that were not `found`."""
+    weights = _weight_demand(demands)
+    skeleton = Skeleton.build(checkpoint)
+    # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
+    calls, original = skeleton.enter([window.ids for window in windows])
+    current = list(original) if weights else original
+    done: list[LayerResult] = []
+    for index, kept in enumerate(found):
+        progress.advance(index, len(found))
+        layer = skeleton.load(index, calls[index])
+        ranges = KvRangeDemand() in demands and (measured is None or index in measured)
+        inputs = {} if kept or InputRangeDemand() not in demands else _input_ranges(layer, original)
+        result = _calibrate_layer(layer, original, current, weights, ranges, kept)
+        done.append(result if kept else save(index, replace(result, inputs=inputs)))
+    progress.advance(len(found), len(found))
+    return done
+
+
+def numbered(reused: Sequence[int], layers: int) -> str:
+    """Say which of `layers` layers were found: mostly the first ones."""
+    if len(reused) == layers:
+        return "all layers"
+    first, last = min(reused), max(reused)
+    whole = len(reused) == last - first + 1
+    return (f"layer {first}" if first == last else f"layers {first}–{last}") if whole else f"{len(reused)} layers"
 
 
 def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int, Collection[str]]) -> frozenset[str]:
@@ -136,25 +150,36 @@ def _weight_demand(demands: Sequence[Demand]) -> WeightDemand | None:
     return weights[0] if weights else None
 
 
-def _key(
+def key(
     checkpoint: Checkpoint,
     windows: Sequence[Window],
     demands: Sequence[Demand],
-    measured: Collection[int] | None,
+    caches: Mapping[int, Collection[str]] | None,
     threads: int,
 ) -> str:
-    """Hash all that results depend on: inputs, demands, versions of tools, and the source of the arithmetic."""
+    """Hash all that results depend on: inputs, demands, code and tools, the processor and the threads."""
+    measured = _measured(caches)
     digest = hashlib.sha256(checkpoint.digest.encode())
     for window in windows:
         digest.update(np.int64(len(window.ids)).tobytes() + window.ids.tobytes())
     digest.update(repr((sorted(map(repr, demands)), measured and sorted(measured), threads)).encode())
     digest.update(repr([(tool, version(tool)) for tool in _TOOLS]).encode())
-    methods = {inspect.getfile(type(demand.method)) for demand in demands if isinstance(demand, WeightDemand)}
-    rooms = (Path(__file__).parent, Path(inspect.getfile(quantization)).parent)
-    sources = [*sorted(methods), inspect.getfile(experts), inspect.getfile(stored_weights)]
-    for source in [*(path for room in rooms for path in sorted(room.rglob("*.py"))), *map(Path, sources)]:
-        digest.update(source.read_bytes())
+    methods = {type(demand.method).__module__ for demand in demands if isinstance(demand, WeightDemand)}
+    digest.update(repr((_code(methods), processor())).encode())
     return digest.hexdigest()
+
+
+def _code(methods: Collection[str]) -> list[str]:
+    """Hash the code of calibration and of `methods`, of which one may be defined outside of the package."""
+    code = Code()
+    outside = sorted(method for method in methods if not code.has(method))
+    sources = [hashlib.sha256(Path(str(sys.modules[method].__file__)).read_bytes()).hexdigest() for method in outside]
+    return [code.digest(__name__, *(method for method in methods if code.has(method))), *sources]
+
+
+def _measured(caches: Mapping[int, Collection[str]] | None) -> set[int] | None:
+    """Name the layers that cache keys and values; None where that is not known."""
+    return None if caches is None else {layer for layer, parts in caches.items() if "key" in parts}
 
 
 def _calibrate_layer(

@@ -1,14 +1,9 @@
-"""Results of calibrated layers: in memory, or one file a layer that is read when a result is asked for."""
+"""Results of calibrated layers: in memory, or an entry of a cache each, which is read when a result is asked for."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
-import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,30 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.cache import Cache, Key
 from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, pack, unpack
 from llmforge.quantization.statistics import KvRange
 
-FOLDER = ".calibration"
-_KEY_CHARACTERS = 32  # of SHA-256 in a file's name: 128 bits
-
-
-@contextmanager
-def kept(parent: Path) -> Iterator[Path]:
-    """Give the folder in `parent` where calibrations keep their layers, for the time that a build reads them.
-
-    It is deleted when the block ends well and no other build is in its own: results of a build that failed, or was
-    killed, stay for the next one.
-    """
-    folder = parent / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    with (parent / f"{FOLDER}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield folder
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another build is in its block
-            return
-        shutil.rmtree(folder)
+_FILE = "layer.npz"
 
 
 class StoredMatrices(Mapping[str, QuantizedMatrix]):
@@ -79,36 +55,27 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Store:
-    """Keeps the layers of one calibration, which depend on `key`, in `folder`; None: they stay in memory."""
+    """Keeps the layers of calibrations in `cache`; None: they stay in memory. `reused` are those that were found."""
 
-    folder: Path | None
-    key: str
+    cache: Cache | None = None
+    reused: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+    def load(self, key: str, index: int) -> LayerResult | None:
+        """Return the result of layer `index` of an earlier calibration, which depended on `key`; None if there is none.
 
-    def load(self, index: int) -> LayerResult | None:
-        """Return the result of layer `index` of an earlier run with the same key; None where there is no whole one."""
-        file = self._file(index)
-        if file is None or not file.exists():
+        It stays where it is until the cache is closed.
+        """
+        entry = None if self.cache is None else self.cache.find(_key(key, index))
+        if entry is None:
             return None
-        try:
-            with zipfile.ZipFile(file) as archive:
-                if archive.testzip() is not None:  # reads it all: a bad checksum, and the layer is done again
-                    return None
-        except zipfile.BadZipFile:
-            return None
-        with np.load(file, allow_pickle=False) as arrays:
+        self.reused.append(index)
+        with np.load(entry.path / _FILE, allow_pickle=False) as arrays:
             kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
             names, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "inputs"))
-        return LayerResult(dict.fromkeys(names, file), kv, inputs)
+        return LayerResult(dict.fromkeys(names, entry.path / _FILE), kv, inputs)
 
-    def save(self, index: int, result: LayerResult) -> LayerResult:
-        """Write the result of layer `index` in one step, and return one that reads from there."""
-        file = self._file(index)
-        if file is None:
-            return result
+    def save(self, key: str, index: int, result: LayerResult) -> LayerResult:
+        """Keep the result of layer `index`, and return one that reads from there."""
         arrays: dict[str, NDArray[Any]] = {}
         grids = {}
         for name, matrix in StoredMatrices(result.linears).items():
@@ -119,13 +86,13 @@ class Store:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
         arrays["inputs"] = np.frombuffer(json.dumps(dict(result.inputs)).encode(), np.uint8)
         arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
-        partial = file.with_suffix(f".{os.getpid()}.partial")  # of this process: another may build the same
-        with partial.open("wb") as stream:
-            np.savez(stream, allow_pickle=False, **arrays)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(file)
-        return replace(result, linears=dict.fromkeys(result.linears, file))
 
-    def _file(self, index: int) -> Path | None:
-        return None if self.folder is None else self.folder / f"{self.key[:_KEY_CHARACTERS]}-layer-{index:05d}.npz"
+        def write(folder: Path) -> None:
+            np.savez(folder / _FILE, allow_pickle=False, **arrays)
+
+        entry = None if self.cache is None else self.cache.put(_key(key, index), write)
+        return result if entry is None else replace(result, linears=dict.fromkeys(result.linears, entry.path / _FILE))
+
+
+def _key(key: str, index: int) -> Key:
+    return Key("calibrated-layer", {"calibration": key, "layer": str(index)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import click
@@ -10,7 +11,7 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, is_json_log, out_option, refuse_given
+from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
 
 _EXAMPLES = """\b
 Examples:
@@ -36,6 +37,11 @@ Examples:
     help="Override a recipe value, such as engine.max_context=512; repeatable. Values are YAML; paths are relative to "
     "the recipe.",
 )  # fmt: skip
+@click.option("--no-cache", is_flag=True, help="Reuse nothing of earlier builds, and keep nothing for later ones.")
+@click.option(
+    "--cache-size", type=NATURAL, metavar="BYTES",
+    help="Limit of the build cache (see `llmforge cache`); default: $LLMFORGE_CACHE_BYTES, else 20 GB.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("--quiet", is_flag=True, help="Hide progress.")
 @click.option(
@@ -48,6 +54,8 @@ def build(
     defer: bool,
     pending: Path | None,
     overrides: tuple[str, ...],
+    no_cache: bool,
+    cache_size: int | None,
     as_json: bool,
     quiet: bool,
     trace: Path | None,
@@ -59,13 +67,16 @@ def build(
     process.prepare()
     if recipe is not None:  # an engine that was deferred is finished without torch
         extras.require("build")
-    from llmforge import passes
+    from llmforge import cache, passes
     from llmforge.cli import console
     from llmforge.evaluation.gates import Verdict
     from llmforge.recipe import Recipe
 
     if pending is not None:  # it goes beside its artifact, and is not deferred again
-        refuse_given("--finish", "out", "defer")
+        refuse_given("--finish", "out", "defer", "no_cache", "cache_size")
+    if no_cache:
+        refuse_given("--no-cache", "cache_size")
+    folder, size = cache.default_folder(), cache.default_size() if cache_size is None else cache_size
     chosen = (*overrides, "engine.deferred=true") if defer else overrides
     loaded = None if recipe is None else Recipe.load(recipe, chosen)
     if loaded is not None:
@@ -88,7 +99,7 @@ def build(
         elif loaded is not None:
             from llmforge.build import pipeline
 
-            result = pipeline.build(loaded, out, progress)
+            result = pipeline.build(loaded, out, progress, None if no_cache else partial(cache.Cache, folder, size))
     if is_json_log():
         for note in result.report.notes:
             console.say(note)

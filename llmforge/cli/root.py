@@ -15,7 +15,7 @@ import click
 
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.cli import building, inspecting, planning, provenance, running, serving, storing
+from llmforge.cli import building, caching, inspecting, planning, provenance, running, serving, storing
 from llmforge.cli.parameters import is_json_log, log_format_option
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
@@ -93,6 +93,7 @@ Exit codes:
     cls=_Root,
     commands=[
         building.build,
+        caching.cache,
         running.run,
         serving.serve,
         serving.bench,

@@ -69,6 +69,7 @@ class PassRecord(Record):
     weight_bytes_after: int
     seconds: float
     verification: VerificationRecord
+    reused: bool = False  # the proof, and the numbers of the tensors that it made, are those of an earlier build
 
 
 class EngineFile(Record):

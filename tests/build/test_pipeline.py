@@ -22,8 +22,9 @@ from llmforge import native, passes
 from llmforge.artifact import Artifact
 from llmforge.base.errors import VerificationError
 from llmforge.build import pipeline
-from llmforge.calibration import driver, kept
-from llmforge.calibration.store import FOLDER, LayerResult, Store
+from llmforge.cache import Cache
+from llmforge.calibration import driver
+from llmforge.calibration.store import LayerResult, Store
 from llmforge.cli import cli
 from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten
@@ -158,33 +159,25 @@ def test_a_killed_calibration_goes_on_where_it_was(
     saved: list[int] = []
     save, quantize = Store.save, driver.quantize_layer
 
-    def save_one(self: Store, index: int, result: LayerResult) -> LayerResult:
+    def save_one(self: Store, key: str, index: int, result: LayerResult) -> LayerResult:
         if index:
             raise KeyboardInterrupt
         saved.append(index)
-        return save(self, index, result)
+        return save(self, key, index, result)
+
+    def cache() -> Cache:
+        return Cache(tmp_path / "cache")
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "save", save_one)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.build(recipe, tmp_path / "out")
+            pipeline.build(recipe, tmp_path / "out", cache=cache)
     assert saved == [0]
-    (left,) = (tmp_path / "out" / "tiny" / FOLDER).iterdir()
-    assert left.name.endswith("-layer-00000.npz")
     quantized: list[str] = []
     monkeypatch.setattr(driver, "quantize_layer", lambda layer, *a: quantized.append(layer.name) or quantize(layer, *a))
-    resumed = Artifact.open(pipeline.build(recipe, tmp_path / "out").path)
+    resumed = Artifact.open(pipeline.build(recipe, tmp_path / "out", cache=cache).path)
     assert quantized == ["model.layers.1"]
     assert resumed.manifest.content_digest == whole.manifest.content_digest
-    assert not (tmp_path / "out" / "tiny" / FOLDER).exists()
-
-
-def test_layers_of_a_build_that_still_runs_stay(tmp_path: Path) -> None:
-    with kept(tmp_path) as first:
-        with kept(tmp_path) as second:
-            assert first == second
-        assert first.is_dir()
-    assert not first.exists()
 
 
 @pytest.mark.parametrize(

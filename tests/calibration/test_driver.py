@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.base.progress import Silent
-from llmforge.calibration import calibrate
+from llmforge.cache import Cache
+from llmforge.calibration import Store, calibrate, key
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
@@ -70,7 +71,9 @@ def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Wind
         for window in windows:
             whole(torch.from_numpy(window.ids)[None])
     for _ in range(2):
-        found = calibrate(checkpoint, windows, [InputRangeDemand(), *DEMANDS], folder=tmp_path / "kept").inputs
+        found = calibrate(
+            checkpoint, windows, [InputRangeDemand(), *DEMANDS], store=Store(Cache(tmp_path / "kept"))
+        ).inputs
         assert found == pytest.approx(peaks, rel=1e-5)
     assert len(found) == len(LINEARS) * whole.config.num_hidden_layers
 
@@ -195,9 +198,9 @@ def test_two_runs_are_identical_and_folders_do_not_matter(
 ) -> None:
     memory = calibrate(checkpoint, windows, DEMANDS)
     assert equal(memory, calibrate(checkpoint, windows, DEMANDS))
-    stored = calibrate(checkpoint, windows, DEMANDS, folder=tmp_path / "layers")
+    stored = calibrate(checkpoint, windows, DEMANDS, store=Store(Cache(tmp_path / "layers")))
     assert equal(memory, stored)
-    assert len(list((tmp_path / "layers").iterdir())) == 2
+    assert len(list((tmp_path / "layers" / "entries").iterdir())) == 2
 
 
 class KilledError(Exception):
@@ -236,27 +239,62 @@ def test_a_killed_calibration_goes_on(
     whole = calibrate(checkpoint, windows, DEMANDS)
     assert len(calls) == 8  # four groups of linears in each of two layers
     with pytest.raises(KilledError):
-        calibrate(checkpoint, windows, DEMANDS, folder=tmp_path / "layers", progress=KilledAt(1))
+        calibrate(checkpoint, windows, DEMANDS, store=Store(Cache(tmp_path / "layers")), progress=KilledAt(1))
     calls.clear()
-    resumed = calibrate(checkpoint, windows, DEMANDS, folder=tmp_path / "layers")
+    store = Store(Cache(tmp_path / "layers"))
+    resumed = calibrate(checkpoint, windows, DEMANDS, store=store)
     assert len(calls) == 4
+    assert store.reused == [0]
     assert equal(whole, resumed)
     calls.clear()
-    calibrate(checkpoint, windows[:3], DEMANDS, folder=tmp_path / "layers")  # other text: nothing is found
+    calibrate(checkpoint, windows[:3], DEMANDS, store=Store(Cache(tmp_path / "layers")))  # other text: nothing is found
     assert len(calls) == 8
+
+
+def test_where_all_layers_are_found_nothing_is_run(
+    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = calibrate(checkpoint, windows, DEMANDS, store=Store(Cache(tmp_path)))
+    monkeypatch.setattr(Skeleton, "build", None)
+    recorded = Recorded()
+    assert equal(whole, calibrate(checkpoint, windows, DEMANDS, store=Store(Cache(tmp_path)), progress=recorded))
+    assert recorded.titles == ["Calibrate: all layers reused"]
+
+
+class Recorded(Silent):
+    """Keeps the titles of stages."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+
+    def stage(self, title: str) -> None:
+        self.titles.append(title)
+
+
+def test_other_threads_are_another_calibration(
+    checkpoint: Checkpoint, windows: list[Window], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key(checkpoint, windows, DEMANDS, None)
+    assert key(checkpoint, windows, DEMANDS, None) == before
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert key(checkpoint, windows, DEMANDS, None) != before
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
 def test_a_damaged_layer_is_done_again(
     damage: str, checkpoint: Checkpoint, windows: list[Window], tmp_path: Path
 ) -> None:
-    whole = calibrate(checkpoint, windows, DEMANDS, folder=tmp_path)
-    file = min(tmp_path.iterdir())
+    whole = calibrate(checkpoint, windows, DEMANDS)
+    with Cache(tmp_path) as cache:
+        calibrate(checkpoint, windows, DEMANDS, store=Store(cache))
+    file = min(tmp_path.glob("entries/*/layer.npz"))
     content = bytearray(file.read_bytes())
     if damage == "flipped":
         content[len(content) // 2] ^= 0xFF
     file.write_bytes(b"" if damage == "emptied" else content if damage == "flipped" else content[:-100])
-    assert equal(whole, calibrate(checkpoint, windows, DEMANDS, folder=tmp_path))
+    cache = Cache(tmp_path)
+    assert equal(whole, calibrate(checkpoint, windows, DEMANDS, store=Store(cache)))
+    assert "was damaged" in cache.notes[0]
 
 
 def test_excluded_linears_stay(checkpoint: Checkpoint, windows: list[Window]) -> None:

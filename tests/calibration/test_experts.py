@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from llmforge.calibration import calibrate, experts
+from llmforge.cache import Cache
+from llmforge.calibration import Store, calibrate, experts
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
@@ -181,7 +182,7 @@ def test_routers_are_found_by_what_they_move(tmp_path: Path) -> None:
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Statistics]:
     folder = tmp_path_factory.mktemp("qwen3-moe")
     checkpoint = written("qwen3-moe", folder / "checkpoint")
-    return checkpoint, calibrate(checkpoint, texts(6, 40), [DEMAND], folder=folder / "layers")
+    return checkpoint, calibrate(checkpoint, texts(6, 40), [DEMAND], store=Store(Cache(folder / "layers")))
 
 
 def test_experts_and_linears_have_results_and_the_router_has_none(calibrated: tuple[Checkpoint, Statistics]) -> None:
@@ -198,7 +199,7 @@ def test_experts_and_linears_have_results_and_the_router_has_none(calibrated: tu
 
 def test_a_later_call_finds_them(calibrated: tuple[Checkpoint, Statistics]) -> None:
     checkpoint, statistics = calibrated
-    again = calibrate(checkpoint, texts(6, 40), [DEMAND], folder=checkpoint.path.parent / "layers")
+    again = calibrate(checkpoint, texts(6, 40), [DEMAND], store=Store(Cache(checkpoint.path.parent / "layers")))
     assert list(again.linears) == list(statistics.linears)
     for name, matrix in statistics.linears.items():
         np.testing.assert_array_equal(dequantize(again.linears[name]), dequantize(matrix))

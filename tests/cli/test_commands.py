@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from rich.console import Console
 import llmforge.build
 from llmforge import __version__, artifact, passes, runtime, targets
 from llmforge.base import errors
+from llmforge.cache import Cache
 from llmforge.cli import cli, console, describe
 from llmforge.evaluation.gates import Verdict
 from llmforge.recipe import Recipe
@@ -61,9 +62,11 @@ class FakePipeline:
         self.verdict = verdict
         self.error = error
         self.called_with: tuple[Recipe, Path] | None = None
+        self.cache: Callable[[], Cache] | None = None
 
-    def build(self, recipe: Recipe, out: Path, progress: Any) -> BuildResult:
+    def build(self, recipe: Recipe, out: Path, progress: Any, cache: Callable[[], Cache] | None) -> BuildResult:
         self.called_with = (recipe, out)
+        self.cache = cache
         progress.stage("Trace the checkpoint")
         progress.advance(1, 2)
         progress.stage("Measure quality")
@@ -77,6 +80,21 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
     stand_in = FakePipeline()
     monkeypatch.setattr(llmforge.build, "pipeline", stand_in, raising=False)
     return stand_in
+
+
+def test_build_uses_the_cache_that_is_asked_for(
+    fake: FakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "cache"))
+    assert invoke("build", str(FP32)).exit_code == 0
+    assert fake.cache is not None
+    assert (fake.cache().folder, fake.cache().limit_bytes) == (tmp_path / "cache", 20 * 10**9)
+    assert invoke("build", str(FP32), "--cache-size", "1000").exit_code == 0
+    assert fake.cache().limit_bytes == 1000
+    assert invoke("build", str(FP32), "--no-cache").exit_code == 0
+    assert fake.cache is None
+    refused = invoke("build", str(FP32), "--no-cache", "--cache-size", "1000")
+    assert (refused.exit_code, "cannot be used with --no-cache" in refused.stderr) == (2, True)
 
 
 def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:

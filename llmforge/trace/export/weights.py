@@ -22,6 +22,7 @@ from llmforge.ir.derived import Stored
 from llmforge.ir.operators import standard
 from llmforge.trace.hooks import internals
 
+BINDINGS = "llmforge.bindings"  # key of a model's `meta`, which is not written to files: its `Bindings`
 UNUSED = "llmforge.unused_tensors"  # metadata_props key of a model: JSON list of the checkpoint's tensors without a use
 
 
@@ -33,7 +34,32 @@ class Source:
     converted: Callable[[], Iterator[torch.Tensor]] | None = None  # slices of the first axis, in order: often only one
 
 
-def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Source]:
+@dataclass(frozen=True)
+class Asked:
+    """What a checkpoint was asked for (`Checkpoint.require`), and which tensor it found for each."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    ties: Mapping[str, str]
+    found: Mapping[str, str]
+
+
+class Plan(dict[str, Source]):
+    """The source of every parameter, and what the checkpoint was asked for to find it."""
+
+    def __init__(self, sources: Mapping[str, Source], asked: Asked) -> None:
+        super().__init__(sources)
+        self.asked = asked
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """What initializers of a graph were bound to: by name, the source and whether it is held transposed."""
+
+    asked: Asked
+    of: Mapping[str, tuple[Source, bool]]
+
+
+def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
     """Find the source of every parameter and persistent buffer of `model`, as transformers renames and converts.
 
     Raises:
@@ -55,8 +81,10 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Source]:
         if not state[name].is_floating_point():
             raise UnsupportedError(f"{name!r} of its state holds {state[name].dtype}, not weights")
     ties = {names.get(a, a): names.get(b, b) for a, b in model.all_tied_weights_keys.items()}
-    found = checkpoint.require({names.get(name, name): shape for name, shape in plain.items()}, ties)
-    return sources | {name: Source((found[names.get(name, name)],)) for name in plain}
+    wanted = {names.get(name, name): shape for name, shape in plain.items()}
+    found = checkpoint.require(wanted, ties)
+    own = {name: Source((found[names.get(name, name)],)) for name in plain}
+    return Plan(sources | own, Asked(wanted, ties, found))
 
 
 def untie(model: PreTrainedModel, sources: Mapping[str, Source]) -> None:
@@ -70,15 +98,14 @@ def untie(model: PreTrainedModel, sources: Mapping[str, Source]) -> None:
             setattr(model.get_submodule(owner), leaf, own)
 
 
-def attach(
-    graph: ir.Model, prefix: str, model: PreTrainedModel, checkpoint: Checkpoint, sources: Mapping[str, Source]
-) -> None:
+def attach(graph: ir.Model, prefix: str, model: PreTrainedModel, checkpoint: Checkpoint, sources: Plan) -> None:
     """Name the initializers of `graph` by parameters of `model` and give them their tensors.
 
     `prefix` is what the trace put before parameter names. A weight that the graph only reads transposed becomes
     [K, N] itself, weights of experts [E, K, N]. Tables and constants that the model computed move from torch to numpy.
     """
     canonical = _canonical_names(model)
+    bound: dict[str, tuple[Source, bool]] = {}
     for value in list(graph.graph.initializers.values()):
         name = (value.name or "").removeprefix(prefix)
         if name not in canonical:
@@ -87,11 +114,14 @@ def attach(
             value.name = name
             continue
         value.name = name = canonical[name]
-        _bind(graph, value, sources[name], checkpoint)
+        bound[name] = sources[name], _bind(graph, value, sources[name], checkpoint)
         g.set_sources(value, [name])
     used = {tensor for source in sources.values() for tensor in source.tensors}
     graph.metadata_props[UNUSED] = json.dumps(sorted(set(checkpoint.tensors) - used))
     g.drop_unused(graph)
+    graph.meta[BINDINGS] = Bindings(
+        sources.asked, {name: bound[name] for name in graph.graph.initializers if name in bound}
+    )
 
 
 def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
@@ -100,8 +130,8 @@ def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> None:
-    """Give one initializer its tensor: the file's bytes where dtype and layout match, else a lazy cast."""
+def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> bool:
+    """Give one initializer its tensor, transposed where all its readers transpose it; return whether they do."""
     uses = value.uses()
     readers = [view for node, _ in uses if (view := standard.Transpose.of(node)) is not None]
     transposed = 0 < len(readers) == len(uses) and all(
@@ -111,21 +141,27 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
     if dtype is None or dims is None:
         raise UnsupportedError(f"parameter {name} has no type or shape in the trace")
     shape = ir.Shape([*dims[:-2], dims[-1], dims[-2]] if transposed else dims)
-    if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
-        tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
-        tensor.name = name
-    else:
-        read = _reader(checkpoint, source, tuple(shape.numpy()), dtype, transposed, name)
-        if source.converted is None and len(shape) == 2:
-            [stored] = source.tensors
-            tensor = Stored(read, lambda: checkpoint.tensor(stored).numpy(), dtype, shape, name, transposed=transposed)
-        else:
-            tensor = ir.LazyTensor(read, dtype=dtype, shape=shape, name=name)
-    value.const_value = tensor
+    value.const_value = tensor_of(checkpoint, source, shape, dtype, name, transposed=transposed)
     value.shape = shape
     if transposed:
         for transpose in readers:
             g.replace_uses(transpose.output, value)
+    return transposed
+
+
+def tensor_of(
+    checkpoint: Checkpoint, source: Source, shape: ir.Shape, dtype: ir.DataType, name: str, *, transposed: bool
+) -> ir.TensorProtocol:
+    """Make the tensor of a parameter: the file's bytes where dtype and layout match, else a lazy cast."""
+    if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
+        tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
+        tensor.name = name
+        return tensor
+    read = _reader(checkpoint, source, tuple(shape.numpy()), dtype, transposed, name)
+    if source.converted is None and len(shape) == 2:
+        [stored] = source.tensors
+        return Stored(read, lambda: checkpoint.tensor(stored).numpy(), dtype, shape, name, transposed=transposed)
+    return ir.LazyTensor(read, dtype=dtype, shape=shape, name=name)
 
 
 def _reader(

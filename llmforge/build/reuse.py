@@ -1,0 +1,305 @@
+"""What a build takes from the cache, and what it leaves there for the next one: a key for each, and how it is kept.
+
+A pass is run again over the graph, which takes milliseconds; what takes minutes, its proof and the numbers of the
+tensors that it made, is reused. A graph that comes out otherwise than when it was proven is proven anew.
+
+Keys form a chain: what a pass makes depends on the checkpoint, on all passes before it with their options, on the code
+that computes them, and on what is calibrated. Budgets are part of proofs alone: to change one proves one pass again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge import artifact, trace
+from llmforge.base.progress import Progress
+from llmforge.cache import Cache, Code, Entry, Key, processor
+from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import folder as checkpoint_folder
+from llmforge.checkpoint.text import Window
+from llmforge.evaluation.quality import Logits
+from llmforge.ir import graph
+from llmforge.lowering import options
+from llmforge.lowering.pass_base import Changes, Numerics, Pass
+from llmforge.report import model as records
+from llmforge.targets import Target
+from llmforge.verification.verifier import Verification
+
+PROOF, TENSORS, INDEX = "proof.json", "tensors", "index.json"
+_TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
+_TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
+_PROOF_CODE = "llmforge.verification.verifier"
+_BASELINE_CODE = "llmforge.evaluation.baseline"
+_ALIGNMENT_BYTES = 64
+BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5 GB of 20, or 16,000 tokens of 150,000
+
+
+@dataclass(frozen=True, eq=False)
+class Reuse:
+    """The cache of one build, and what all its keys have in common: code, tools and the processor."""
+
+    cache: Cache
+    code: Code = field(default_factory=Code)
+    common: Mapping[str, str] = field(
+        default_factory=lambda: {"tools": json.dumps(artifact.tool_versions()), "processor": processor()}
+    )
+
+    build: str = field(default_factory=lambda: secrets.token_hex(16))  # no other is called so
+
+    def key(self, kind: str, modules: Sequence[str], **parts: str) -> Key:
+        """Make the key of what the code of `modules` computes of `parts`."""
+        return Key(kind, {**parts, **self.common, "code": self.code.digest(*modules)})
+
+    def trace(self, checkpoint: Checkpoint, progress: Progress) -> ir.Model:
+        """Trace the model of `checkpoint`, or take the graph of a checkpoint with this configuration and these shapes.
+
+        Which of its tensors are equal is looked up again; nothing else of a trace depends on their content.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `llmforge.trace.trace`.
+        """
+        from llmforge.trace.export import kept_graph  # here, because it imports torch
+
+        settings = checkpoint_folder.read_settings(checkpoint.path)
+        shapes = [(e.name, e.dtype.name, e.shape) for e in sorted(checkpoint.tensors.values(), key=lambda e: e.name)]
+        key = self.key("trace", _TRACE_CODE, configuration=_hash(settings), tensors=_hash(shapes))
+        with self.cache.computing(key) as entry:
+            found = None if entry is None else kept_graph.read(entry.path, checkpoint)
+            progress.stage("Trace" if found is None else "Trace: reused")
+            if found is not None:
+                return found
+            model = trace.trace(checkpoint)
+            if entry is not None:  # of a checkpoint with other ties
+                return model
+            written = self.cache.put(key, partial(kept_graph.write, model))
+            # This build goes on with what the next one will find.
+            read = None if written is None else kept_graph.read(written.path, checkpoint)
+            if read is None:
+                return model
+            assert graph.fingerprint(read) == graph.fingerprint(model), "a kept graph is not the one that was traced"
+            return read
+
+    def trace_proof(self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, prove: Callable[[], str]) -> str:
+        """Return the note of the proof of a trace: what `prove` says, now or when it was run before."""
+        parts = {"checkpoint": checkpoint.digest, "graph": graph.fingerprint(model)}
+        key = self.key("trace-proof", [_TRACE_PROOF_CODE], **parts)
+        with self.cache.computing(key) as entry:
+            progress.stage("Verify trace" if entry is None else "Verify trace: reused")
+            if entry is not None:
+                return str(entry.json(PROOF))
+            note = prove()
+            self.cache.put(key, partial(_write_json, PROOF, note))
+            return note
+
+    def baseline(
+        self, checkpoint: Checkpoint, windows: Sequence[Window], threads: int, logits: Logits, progress: Progress
+    ) -> Logits:
+        """Keep what `logits`, those of the baseline on so many threads, are on `windows`, and return them from there.
+
+        Nothing is kept where the cache is this build's alone, or they would take more than `BASELINE_SHARE` of it.
+        """
+        texts = [window.ids for window in windows if len(window.ids) > 1]
+        size_bytes = sum(map(len, texts)) * checkpoint.geometry.vocabulary * np.dtype(np.float32).itemsize
+        if self.cache.limit_bytes is None or size_bytes > self.cache.limit_bytes * BASELINE_SHARE:
+            return logits
+        parts = {"checkpoint": checkpoint.digest, "texts": _hash_of_texts(texts), "threads": str(threads)}
+        key = self.key("baseline", [_BASELINE_CODE], **parts)
+        with self.cache.computing(key) as entry:
+            progress.stage("Run baseline" if entry is None else "Run baseline: reused")
+            if entry is None:
+                entry = self.cache.put(key, partial(_write_logits, texts, logits, progress))
+        if entry is None:  # the disk is full
+            return logits
+        places, file = entry.json(INDEX), entry.path / TENSORS
+
+        def kept(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+            offset, shape = places[_hash_of_texts([ids])]
+            return np.fromfile(file, np.float32, math.prod(shape), offset=offset).reshape(shape)
+
+        return kept
+
+    def chain(
+        self, checkpoint: Checkpoint, target: Target, calibration: str, texts: Sequence[NDArray[np.int64]]
+    ) -> Chain:
+        """Begin the chain of passes; `texts` are those that budgets are measured on."""
+        return Chain(self, checkpoint.digest, _hash(target.model_dump(mode="json")), calibration, _hash_of_texts(texts))
+
+
+@contextmanager
+def opened(cache: Callable[[], Cache] | None, staging: Path, progress: Progress) -> Iterator[Reuse]:
+    """Open the cache of a build; None: one in `staging` that is deleted at the end, so that nothing is reused."""
+    private = staging / ".cache"
+    with Cache(private) if cache is None else cache() as used:
+        used.waiting = lambda: progress.stage("Wait for a build that computes the same")
+        yield Reuse(used)
+    if cache is None:
+        shutil.rmtree(private)
+
+
+@dataclass(eq=False)
+class Chain:
+    """The passes of one build, one after the other: `before` is the digest of all that the graph now depends on."""
+
+    reuse: Reuse
+    before: str
+    target: str
+    calibration: str
+    texts: str
+
+    def step(self, step: Pass, model: ir.Model) -> Step:
+        """Make the keys of `step`, which is to run on `model`, and go on behind it.
+
+        A pass that is defined outside of the package has keys that no other build has: its code is not known.
+        """
+        module = type(step).__module__
+        known = self.reuse.code.has(module)
+        given = options.values(step)
+        parts = {
+            "after": self.before,
+            "graph": graph.fingerprint(model),
+            "pass": step.name,
+            "options": json.dumps({name: value for name, value in given.items() if name != "budget"}, sort_keys=True),
+            "target": self.target,
+            "calibration": self.calibration if step.demands() else "",
+            "outside": "" if known else f"{module}, in build {self.reuse.build}",
+        }
+        modules = [module] if known else []
+        tensors = self.reuse.key("tensors", modules, **parts)
+        lossy = step.numerics is Numerics.LOSSY
+        more = {"budget": json.dumps(given.get("budget")), "texts": self.texts if lossy else ""}
+        proof = self.reuse.key("proof", [*modules, _PROOF_CODE], **parts, **more)
+        self.before = tensors.digest
+        return Step(self.reuse.cache, tensors, proof if known else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A pass of a build, between the graph before and the one after it."""
+
+    cache: Cache
+    tensors: Key
+    proof: Key | None  # None: it cannot be reused
+
+    @contextmanager
+    def computing(self) -> Iterator[Entry | None]:
+        """Be the only build that proves this pass on this graph; gives the proof where there is one."""
+        if self.proof is None:
+            yield None
+            return
+        with self.cache.computing(self.proof) as entry:
+            yield entry
+
+    def keep_tensors(self, model: ir.Model, before: Mapping[str, ir.TensorProtocol | None]) -> None:
+        """Compute the tensors that the pass made, once for all that read them, or take those of an earlier build.
+
+        Of the initializers of `model` that were not there `before`, that is all but what is in memory and what can be
+        seen to be made of others (`llmforge.ir.derived`): those stay references.
+        """
+        there = {id(tensor) for tensor in before.values()}
+        made = {
+            name: value
+            for name, value in model.graph.initializers.items()
+            if type(value.const_value) is ir.LazyTensor and id(value.const_value) not in there
+        }
+        if not made:
+            return
+        entry = None if self.proof is None else self.cache.find(self.tensors)
+        if entry is not None and set(entry.json(INDEX)) != set(made):
+            self.cache.notes.append(
+                f"cache: the tensors of pass {self.tensors.parts['pass']} are others than were kept"
+            )
+            return
+        if entry is None:
+            tensors = {name: graph.tensor(value) for name, value in made.items()}
+            entry = self.cache.put(self.tensors, partial(_write_tensors, tensors))
+        if entry is None:  # the disk is full: they are computed whenever they are read
+            return
+        for name, (offset, size_bytes) in entry.json(INDEX).items():
+            tensor = graph.tensor(made[name])
+            read = partial(_mapped, entry.path / TENSORS, offset, size_bytes, tensor.dtype, tensor.shape.numpy(), name)
+            made[name].const_value = ir.LazyTensor(read, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name)
+
+    def reused(self, entry: Entry | None, model: ir.Model, changes: Changes) -> records.VerificationRecord | None:
+        """Return what the kept proof `entry` found, where the pass did on `model` what it did when that was made."""
+        if entry is None:
+            return None
+        kept = entry.json(PROOF)
+        if kept["graph"] != graph.fingerprint(model) or kept["changes"] != _plain(changes):
+            self.cache.notes.append(
+                f"cache: pass {self.tensors.parts['pass']} made another graph than when it was proven; proven again"
+            )
+            return None
+        return records.VerificationRecord.model_validate({**kept["found"], "seconds": 0.0}, strict=False)
+
+    def keep_proof(self, found: Verification, model: ir.Model, changes: Changes) -> None:
+        """Keep what the proof of the pass found."""
+        if self.proof is not None and self.cache.find(self.proof) is None:
+            record = records.VerificationRecord.model_validate(found, from_attributes=True)
+            kept = {
+                "graph": graph.fingerprint(model),
+                "changes": _plain(changes),
+                "found": record.model_dump(mode="json"),
+            }
+            self.cache.put(self.proof, partial(_write_json, PROOF, kept))
+
+
+def _plain(changes: Changes) -> dict[str, Any]:
+    return asdict(changes)
+
+
+def _hash(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_of_texts(texts: Sequence[NDArray[np.int64]]) -> str:
+    digest = hashlib.sha256()
+    for ids in texts:
+        digest.update(np.int64(len(ids)).tobytes() + np.asarray(ids, np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _write_logits(texts: Sequence[NDArray[np.int64]], logits: Logits, progress: Progress, folder: Path) -> None:
+    """Write the logits [S, V] of each text, fp32, and where they are."""
+    places = {}
+    with (folder / TENSORS).open("wb") as stream:
+        for done, ids in enumerate(texts):
+            progress.advance(done, len(texts))
+            made = np.ascontiguousarray(logits(ids), np.float32)
+            places[_hash_of_texts([ids])] = stream.tell(), made.shape
+            stream.write(made.tobytes())
+    _write_json(INDEX, places, folder)
+
+
+def _write_json(name: str, facts: Any, folder: Path) -> None:
+    (folder / name).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _write_tensors(tensors: Mapping[str, ir.TensorProtocol], folder: Path) -> None:
+    """Write `tensors` one after the other, and where each begins; the largest is in memory, not all."""
+    places = {}
+    with (folder / TENSORS).open("wb") as stream:
+        for name, tensor in tensors.items():
+            stream.seek(math.ceil(stream.tell() / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+            places[name] = stream.tell(), tensor.nbytes
+            stream.write(tensor.tobytes())
+    _write_json(INDEX, places, folder)
+
+
+def _mapped(
+    file: Path, offset: int, size_bytes: int, dtype: ir.DataType, shape: Sequence[int], name: str
+) -> ir.TensorProtocol:
+    return ir.ExternalTensor(str(file), offset, size_bytes, dtype, shape=ir.Shape(shape), name=name)

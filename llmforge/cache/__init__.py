@@ -1,0 +1,7 @@
+"""What builds have computed already: stages and passes by the content that they depend on, on disk."""
+
+from llmforge.cache.code import Code
+from llmforge.cache.host import processor
+from llmforge.cache.store import Cache, Entry, Key, Summary, default_folder, default_size
+
+__all__ = ["Cache", "Code", "Entry", "Key", "Summary", "default_folder", "default_size", "processor"]

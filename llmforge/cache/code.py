@@ -1,0 +1,101 @@
+"""Digests of the code in this package that computes something: a module, and what it imports inside the package.
+
+A module that is named in an import counts, and so on from there; imports for type checkers alone do not. The
+`__init__.py` of a package that is passed through on the way to a module runs, so that its text counts; what it imports
+counts only where a name is taken from it. So GPTQ is part of what quantizes weights, and not of every pass that knows
+what a demand on calibration is. Compiled libraries in the folder of a package count with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Code:
+    """The modules of the package in folder `root`, which is called as the folder is."""
+
+    root: Path = _PACKAGE
+    _imports: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)
+    _digests: dict[Path, str] = field(default_factory=dict, repr=False)
+
+    def digest(self, *modules: str) -> str:
+        """Hash the text of `modules` and of everything inside the package that they import, directly or not."""
+        files = {file for module in self.modules(*modules) for file in self._files(module)}
+        lines = [f"{file.relative_to(self.root)} {self._hash(file)}\n" for file in sorted(files)]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def has(self, module: str) -> bool:
+        """Say whether `module` is in the package."""
+        return self._file(module) is not None
+
+    def modules(self, *modules: str) -> frozenset[str]:
+        """Name the modules that `digest` reads, but for packages that are only passed through."""
+        found: set[str] = set()
+        waiting = list(modules)
+        while waiting:
+            module = waiting.pop()
+            if module not in found:
+                found.add(module)
+                waiting += self._imported(module)
+        return frozenset(found)
+
+    def _files(self, module: str) -> Iterator[Path]:
+        parts = module.split(".")
+        for count in range(1, len(parts) + 1):
+            file = self._file(".".join(parts[:count]))
+            assert file is not None, f"no module is called {module}"
+            yield file
+            if file.name == "__init__.py":
+                yield from (each for suffix in EXTENSION_SUFFIXES for each in file.parent.glob(f"*{suffix}"))
+
+    def _file(self, module: str) -> Path | None:
+        first, *parts = module.split(".")
+        if first != self.root.name:
+            return None
+        folder = self.root.joinpath(*parts)
+        candidates = (folder / "__init__.py", folder.with_name(f"{folder.name}.py"))
+        return next((file for file in candidates if file.is_file()), None)
+
+    def _hash(self, file: Path) -> str:
+        if file not in self._digests:
+            self._digests[file] = hashlib.sha256(file.read_bytes()).hexdigest()
+        return self._digests[file]
+
+    def _imported(self, module: str) -> frozenset[str]:
+        if module not in self._imports:
+            file = self._file(module)
+            assert file is not None, f"no module is called {module}"
+            self._imports[module] = frozenset(self._named(ast.parse(file.read_bytes()).body))
+        return self._imports[module]
+
+    def _named(self, body: list[ast.stmt]) -> Iterator[str]:
+        """Name the modules of the package that the statements `body` import, those of functions included."""
+        for statement in body:
+            for node in _at_runtime(statement):
+                if isinstance(node, ast.Import):
+                    yield from (alias.name for alias in node.names if self._file(alias.name))
+                elif isinstance(node, ast.ImportFrom) and node.module is not None and self._file(node.module):
+                    submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+                    found = [name for name in submodules if self._file(name)]
+                    yield from found
+                    if len(found) < len(submodules):
+                        yield node.module
+
+
+def _at_runtime(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk over `node`, but for what stands behind `if TYPE_CHECKING`."""
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        for other in node.orelse:
+            yield from _at_runtime(other)
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _at_runtime(child)

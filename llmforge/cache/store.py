@@ -1,0 +1,409 @@
+"""A content-addressed store of what builds have computed: a folder an entry, named by the digest of its key.
+
+    FOLDER/entries/<digest>/record.json     the key in words, and the SHA-256 and size of every other file
+    FOLDER/entries/.staging-<random>/       an entry that is being written
+    FOLDER/locks/<digest>.lock              while a build computes that entry
+
+An entry is written under a hidden name and published by one rename; every read verifies its bytes. One that is damaged
+is dropped, with a note, and computed again: nothing needs to reach the disk in any order, and nothing is synced.
+
+All locks are flocks, which the kernel drops with their process. Whoever uses an entry, or writes one, holds a shared
+lock on its record, without which nothing is removed; who computes an entry holds its lock in `locks`, for which another
+build of the same waits. The time of the last use is the record's modification time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+
+FORMAT = 1
+RECORD = "record.json"
+STAGING = ".staging-"
+DROPPED = ".dropped-"
+DEFAULT_BYTES = 20 * 10**9
+SIZE_VARIABLE, FOLDER_VARIABLE = "LLMFORGE_CACHE_BYTES", "LLMFORGE_CACHE"
+_LISTED = 12  # digits of a digest that messages show, and the fewest that name an entry
+
+
+def default_folder() -> Path:
+    """Return the folder that builds share: $LLMFORGE_CACHE, else builds/ in llmforge's cache folder of the user."""
+    if given := os.environ.get(FOLDER_VARIABLE):
+        return Path(given)
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = home if home.is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
+    return base / "llmforge" / "builds"
+
+
+def default_size() -> int:
+    """Return how many bytes the cache may hold: $LLMFORGE_CACHE_BYTES, else 20 GB.
+
+    Raises:
+        UsageError: the variable holds no number of bytes.
+    """
+    given = os.environ.get(SIZE_VARIABLE, "")
+    if given and not given.isdecimal():
+        raise UsageError(f"{SIZE_VARIABLE} is {given!r}; expected a number of bytes, such as {DEFAULT_BYTES}")
+    return int(given or DEFAULT_BYTES)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an entry depends on: its `kind`, and digests and words by name."""
+
+    kind: str
+    parts: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it, hexadecimal."""
+        plain = json.dumps([FORMAT, self.kind, dict(self.parts)], sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(plain.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry whose bytes were verified, or just written; it stays while the cache that gave it is open."""
+
+    path: Path
+
+    def read(self, name: str) -> bytes:
+        """Return the content of file `name`."""
+        return (self.path / name).read_bytes()
+
+    def json(self, name: str) -> Any:
+        """Return the JSON document in file `name`."""
+        return json.loads(self.read(name))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the record of an entry tells, unverified."""
+
+    digest: str
+    kind: str
+    parts: Mapping[str, str]
+    size_bytes: int
+    created: float  # seconds since 1970
+    used: float
+    in_use: bool
+
+
+@dataclass(eq=False)
+class Cache:
+    """The store in `folder`, which takes at most `limit_bytes` (None: no limit) once the builds that fill it are done.
+
+    `notes` tell what was not as expected. `waiting` is called where another build computes what is asked for.
+    """
+
+    folder: Path
+    limit_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+    waiting: Callable[[], None] = lambda: None
+    _held: dict[str, tuple[int, Entry]] = field(default_factory=dict, repr=False)  # locked, by digest
+    _own: list[Path] = field(default_factory=list, repr=False)  # entries that another build published first
+
+    def __post_init__(self) -> None:
+        try:
+            for folder in (self._entries, self._locks):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._names():
+                self._sweep()
+        except OSError as error:
+            raise EnvironmentLacks(
+                f"the build cache {self.folder} cannot be written: {error.strerror}",
+                hint=f"use --no-cache, or set {FOLDER_VARIABLE} to a folder that can be written",
+            ) from error
+
+    def __enter__(self) -> Self:
+        """Use it as it is."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of every entry, and keep to the limit."""
+        for descriptor, _ in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+        for path in self._own:
+            shutil.rmtree(path, ignore_errors=True)  # a sweep may be at it, too
+        self._own.clear()
+        self.evict()
+
+    def find(self, key: Key) -> Entry | None:
+        """Return the entry of `key`, verified; None where there is none, or a damaged one, which is dropped."""
+        if held := self._held.get(key.digest):
+            return held[1]
+        path = self._entries / key.digest
+        if (descriptor := _use(path)) is None:
+            if path.exists():
+                self._note_damaged(path, key.kind, f"it has no {RECORD}")
+                self._drop(path)
+            return None
+        problem = _problem(path, key)
+        if problem is not None:
+            os.close(descriptor)
+            self._note_damaged(path, key.kind, problem)
+            self._drop(path)
+            return None
+        os.utime(descriptor)
+        entry = Entry(path)
+        self._held[key.digest] = descriptor, entry
+        return entry
+
+    def put(self, key: Key, write: Callable[[Path], None]) -> Entry | None:
+        """Publish what `write` writes into a folder as the entry of `key`; None where the disk has no room for it.
+
+        Where another build has published it in the meantime, this one keeps its own until it closes the cache.
+        """
+        with self._names():
+            staging = self._entries / f"{STAGING}{secrets.token_hex(8)}"
+            staging.mkdir()
+            descriptor = os.open(staging / RECORD, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        try:
+            write(staging)
+            (staging / RECORD).write_text(_record(staging, key))
+        except BaseException as error:
+            shutil.rmtree(staging)
+            os.close(descriptor)
+            if not isinstance(error, OSError):
+                raise
+            self.notes.append(f"cache: {key.kind} could not be kept: {error.strerror}")
+            return None
+        path = self._entries / key.digest
+        try:
+            staging.rename(path)
+        except OSError:  # not empty: another build was first, or a damaged one is in use
+            path = staging
+            self._own.append(path)
+        entry = Entry(path)
+        self._held[key.digest] = descriptor, entry
+        return entry
+
+    @contextmanager
+    def computing(self, key: Key) -> Iterator[Entry | None]:
+        """Be the only build that computes the entry of `key`; gives the entry where there is one, or came to be."""
+        found = self.find(key)
+        if found is not None:
+            yield found
+            return
+        with self._turn(key.digest):
+            yield self.find(key)
+
+    def entries(self) -> list[Summary]:
+        """Describe all entries, the one that was used last first; one whose record is damaged has kind "damaged"."""
+        found = [summary for path in self._entries.glob("[!.]*") if (summary := _summary(path)) is not None]
+        return sorted(found, key=lambda entry: (-entry.used, entry.digest))
+
+    def remove(self, entry: Summary) -> bool:
+        """Remove an entry; False where a build uses it."""
+        return self._drop(self._entries / entry.digest)
+
+    def named(self, names: tuple[str, ...]) -> list[Summary]:
+        """Find the entries that `names` name: kinds, or at least 12 digits of a digest.
+
+        Raises:
+            InputError: a name names nothing.
+        """
+        entries = self.entries()
+        found: dict[str, Summary] = {}
+        for name in names:
+            named = [e for e in entries if e.kind == name or (len(name) >= _LISTED and e.digest.startswith(name))]
+            if not named:
+                kinds = ", ".join(sorted({entry.kind for entry in entries}))
+                raise InputError(
+                    f"{self.folder}: no entry is called {name!r}",
+                    hint=f"name a kind ({kinds}) or at least {_LISTED} digits of an entry: `llmforge cache ls`",
+                )
+            found |= {entry.digest: entry for entry in named}
+        return list(found.values())
+
+    def evict(self) -> None:
+        """Remove what was not used for longest, but nothing that is in use, until the rest is within the limit."""
+        if self.limit_bytes is None:
+            return
+        with self._names():
+            entries = self.entries()
+            total = sum(entry.size_bytes for entry in entries)
+            for entry in reversed(entries):
+                if total <= self.limit_bytes:
+                    return
+                if self.remove(entry):
+                    total -= entry.size_bytes
+
+    @property
+    def _entries(self) -> Path:
+        return self.folder / "entries"
+
+    @property
+    def _locks(self) -> Path:
+        return self.folder / "locks"
+
+    @contextmanager
+    def _names(self) -> Iterator[None]:
+        """Be the only process that sweeps, evicts or begins an entry."""
+        with (self.folder / ".lock").open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _turn(self, digest: str) -> Iterator[None]:
+        """Hold the lock `digest`; its file is there only as long as somebody wants it."""
+        path = self._locks / f"{digest}.lock"
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.waiting()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, path):
+                break
+            os.close(descriptor)  # who had it took the file away
+        try:
+            yield
+        finally:
+            path.unlink()
+            os.close(descriptor)
+
+    def _note_damaged(self, path: Path, kind: str, problem: str) -> None:
+        self.notes.append(f"cache: entry {path.name[:_LISTED]} ({kind}) was damaged and is not used: {problem}")
+
+    def _drop(self, path: Path) -> bool:
+        """Take an entry away; False where a build uses it."""
+        try:
+            descriptor = os.open(path / RECORD, os.O_RDWR)
+        except FileNotFoundError:
+            descriptor = None
+        try:
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            doomed = path.with_name(f"{DROPPED}{secrets.token_hex(8)}")
+            path.rename(doomed)
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:  # another process was faster
+            return True
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        shutil.rmtree(doomed, ignore_errors=True)  # a sweep may be at it, too
+        return True
+
+    def _sweep(self) -> None:
+        """Clean up after killed builds; call it with the names locked."""
+        for path in self._entries.glob(".*"):
+            if path.name.startswith(DROPPED):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                self._drop(path)  # a build that lives holds the record of what it writes
+        for path in self._locks.glob("*.lock"):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(descriptor, path):
+                    path.unlink()
+            os.close(descriptor)
+
+
+def _use(path: Path) -> int | None:
+    """Lock the record of the entry at `path` for reading; None where there is none any more."""
+    try:
+        descriptor = os.open(path / RECORD, os.O_RDWR)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if _is_at(descriptor, path / RECORD):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Say whether the open file is the one at `path` still."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _record(folder: Path, key: Key) -> str:
+    """Write the record of an entry whose files are in `folder`; its own digest is of the rest of it."""
+    files = {
+        str(path.relative_to(folder)): {"sha256": _sha256(path), "size_bytes": path.stat().st_size}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != RECORD
+    }
+    facts = {"format": FORMAT, **asdict(key), "created": time.time(), "files": files}
+    return json.dumps({**facts, "digest": _digest(facts)}, indent=1, ensure_ascii=False)
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """Read the record of the entry at `path`; None where it is damaged."""
+    try:
+        facts = json.loads((path / RECORD).read_bytes())
+        digest = facts.pop("digest")
+    except (ValueError, KeyError, AttributeError, TypeError):  # of JSON, of its encoding, no digest, no object
+        return None
+    return facts if isinstance(facts, dict) and digest == _digest(facts) else None
+
+
+def _problem(path: Path, key: Key) -> str | None:
+    """Say what of the entry at `path` is not as its record has it; None where all is."""
+    facts = _read_record(path)
+    if facts is None or (facts["kind"], facts["parts"]) != (key.kind, dict(key.parts)):
+        return f"{RECORD} has other bytes than were written"
+    for name, recorded in facts["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != recorded["size_bytes"] or _sha256(file) != recorded["sha256"]:
+            return f"{name} has other bytes than were written"
+    return None
+
+
+def _summary(path: Path) -> Summary | None:
+    """Describe the entry at `path`; None where it is gone."""
+    try:
+        facts, used = _read_record(path), (path / RECORD).stat().st_mtime
+        size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        descriptor = os.open(path / RECORD, os.O_RDWR)
+    except FileNotFoundError:
+        return None if not path.exists() else Summary(path.name, "damaged", {}, 0, 0.0, 0.0, in_use=False)
+    in_use = False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        in_use = True
+    finally:
+        os.close(descriptor)
+    if facts is None:
+        return Summary(path.name, "damaged", {}, size_bytes, 0.0, used, in_use)
+    return Summary(path.name, facts["kind"], facts["parts"], size_bytes, facts["created"], used, in_use)

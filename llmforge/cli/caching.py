@@ -1,0 +1,113 @@
+"""The command `cache`: what builds keep for later ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from llmforge.base.errors import UsageError
+from llmforge.cli import output
+
+if TYPE_CHECKING:
+    from llmforge.cache import Cache, Summary
+
+_DIGITS = 12  # of a digest, as `rm` takes it
+
+_EXAMPLES = """\b
+Examples:
+  llmforge cache stats
+  llmforge cache ls
+  llmforge cache rm trace           # all entries of a kind
+  llmforge cache rm 4f2a6f0c1b9d    # one entry
+  llmforge cache rm --all
+"""
+
+
+@click.group(epilog=_EXAMPLES)
+def cache() -> None:
+    """Show and remove what builds keep for later builds.
+
+    Builds keep traces, proofs, calibrated layers and quantized weights, by the content that they depend on. The folder
+    is $LLMFORGE_CACHE, or llmforge/builds in your cache folder; $LLMFORGE_CACHE_BYTES limits its size (default: 20 GB).
+    """
+
+
+@cache.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ls(as_json: bool) -> None:
+    """List the entries, the last used first."""
+    entries = _opened().entries()
+    if as_json:
+        output.write_json([dataclasses.asdict(entry) for entry in entries])
+        return
+    rows = [(e.digest[:_DIGITS], e.kind, _size(e), _date(e.used), "in use" if e.in_use else _of(e)) for e in entries]
+    output.write_columns([("entry", "kind", "size", "last used (UTC)", "of"), *rows])
+
+
+@cache.command()
+@click.argument("entries", nargs=-1, metavar="[ENTRY|KIND]...")
+@click.option("--all", "everything", is_flag=True, help="Remove all entries.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def rm(entries: tuple[str, ...], everything: bool, as_json: bool) -> None:
+    """Remove entries, by kind or by digest; those that a running build uses stay."""
+    if everything == bool(entries):
+        raise UsageError("name entries or kinds, or use --all", hint="llmforge cache ls")
+    store = _opened()
+    chosen = store.entries() if everything else store.named(entries)
+    removed = [entry for entry in chosen if store.remove(entry)]
+    size_bytes = sum(entry.size_bytes for entry in removed)
+    kept = len(chosen) - len(removed)
+    if as_json:
+        output.write_json({"removed": len(removed), "size_bytes": size_bytes, "in_use": kept})
+        return
+    from llmforge.metrics import units
+
+    still = f"; {kept} in use by running builds" if kept else ""
+    click.echo(f"removed {len(removed)} entries, {units.size(size_bytes)}{still}")
+
+
+@cache.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def stats(as_json: bool) -> None:
+    """Show where the cache is, its size and its limit."""
+    from llmforge.metrics import units
+
+    store = _opened()
+    kinds: dict[str, list[Summary]] = {}
+    for entry in store.entries():
+        kinds.setdefault(entry.kind, []).append(entry)
+    sizes = {kind: sum(entry.size_bytes for entry in of) for kind, of in sorted(kinds.items())}
+    total = sum(sizes.values())
+    limit = store.limit_bytes or 0
+    if as_json:
+        by_kind = {kind: {"entries": len(kinds[kind]), "size_bytes": size} for kind, size in sizes.items()}
+        output.write_json({"folder": str(store.folder), "size_bytes": total, "limit_bytes": limit, "kinds": by_kind})
+        return
+    click.echo(f"{store.folder}: {units.size(total)} of {units.size(limit)}")
+    rows = [(kind, str(len(kinds[kind])), units.size(size)) for kind, size in sizes.items()]
+    output.write_columns([("kind", "entries", "size"), *rows])
+
+
+def _opened() -> Cache:
+    from llmforge.cache import Cache, default_folder, default_size
+
+    return Cache(default_folder(), default_size())
+
+
+def _of(entry: Summary) -> str:
+    """Say what an entry is of, as far as its key tells it in words."""
+    names = ("pass", "layer")
+    return ", ".join(f"{name} {entry.parts[name]}" for name in names if name in entry.parts)
+
+
+def _size(entry: Summary) -> str:
+    from llmforge.metrics import units
+
+    return units.size(entry.size_bytes)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

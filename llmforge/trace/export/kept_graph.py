@@ -1,0 +1,102 @@
+"""Traced graphs on disk, without weights: the graph, and for each initializer the tensor of the checkpoint it is.
+
+graph.onnx       all but the checkpoint's weights, which are references to a file that is not there
+bindings.json    by initializer: the tensors that it is made of, and whether it holds them transposed; what the
+                 checkpoint was asked for; and the attributes whose numbers ONNX's fp32 would round
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from llmforge.checkpoint import Checkpoint
+from llmforge.ir import graph as g
+from llmforge.trace.export import weights
+from llmforge.trace.export.weights import Asked, Bindings, Plan, Source
+
+GRAPH, BINDINGS = "graph.onnx", "bindings.json"
+_FLOATS = (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS)
+
+
+def write(model: ir.Model, folder: Path) -> None:
+    """Write the traced `model` into an existing folder; it stays as it is.
+
+    Raises:
+        ValueError: it has a tensor that is neither the checkpoint's nor in memory.
+    """
+    bindings: Bindings = model.meta[weights.BINDINGS]
+    clone = model.clone()
+    for name, value in clone.graph.initializers.items():
+        tensor = g.tensor(value)
+        if name in bindings.of:
+            value.const_value = ir.ExternalTensor(
+                "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
+            )
+        elif isinstance(tensor, ir.ExternalTensor | ir.LazyTensor):
+            raise ValueError(f"initializer {name} is computed")
+    (folder / GRAPH).write_bytes(ir.to_proto(clone).SerializeToString(deterministic=True))
+    facts = {
+        "of": {
+            name: [list(source.tensors), source.converted is not None, transposed]
+            for name, (source, transposed) in bindings.of.items()
+        },
+        **asdict(bindings.asked),
+        "numbers": [
+            [index, name, node.attributes[name].value]
+            for index, node in enumerate(model.graph.all_nodes())
+            for name in node.attributes
+            if node.attributes[name].type in _FLOATS and _rounds(node.attributes[name].value)
+        ],
+    }
+    (folder / BINDINGS).write_text(json.dumps(facts))
+
+
+def read(folder: Path, checkpoint: Checkpoint) -> ir.Model | None:
+    """Read the graph in `folder` and bind it to `checkpoint`; None where that supplies parameters otherwise.
+
+    `checkpoint` has the configuration, and tensors of the names, shapes and dtypes, that the graph was traced with.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a parameter.
+    """
+    facts = json.loads((folder / BINDINGS).read_text())
+    shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
+    asked = Asked(shapes, facts["ties"], facts["found"])
+    if checkpoint.require(shapes, asked.ties) != asked.found:  # which tensors are equal depends on their content
+        return None
+    sources = _converted(checkpoint) if any(converted for _, converted, _ in facts["of"].values()) else {}
+    model: ir.Model = ir.from_proto(onnx.load_model_from_string((folder / GRAPH).read_bytes()))
+    of = {}
+    for name, (tensors, converted, transposed) in facts["of"].items():
+        value = model.graph.initializers[name]
+        source = sources[name] if converted else Source(tuple(tensors))
+        shape = ir.Shape(g.static(value))
+        value.const_value = weights.tensor_of(checkpoint, source, shape, g.dtype(value), name, transposed=transposed)
+        of[name] = source, transposed
+    nodes = list(model.graph.all_nodes())
+    for index, name, number in facts["numbers"]:
+        node = nodes[index]
+        kind = node.attributes[name].type
+        node.attributes[name] = ir.Attr(name, kind, tuple(number) if isinstance(number, list) else number)
+    model.meta[weights.BINDINGS] = Bindings(asked, of)
+    return model
+
+
+def _converted(checkpoint: Checkpoint) -> Plan:
+    """Plan the parameters again whose tensors transformers converts."""
+    from llmforge.trace.export import reference, skeleton
+
+    return weights.plan(skeleton.on_meta(checkpoint.config, reference.EAGER), checkpoint)
+
+
+def _rounds(value: Any) -> bool:
+    """Say whether fp32 does not hold a number, or one of several."""
+    numbers = np.asarray(value, np.float64)
+    return bool((numbers.astype(np.float32).astype(np.float64) != numbers).any())

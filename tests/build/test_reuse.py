@@ -1,0 +1,299 @@
+"""Builds that reuse what earlier ones computed: what is said of it, and the same bytes whatever is reused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from llmforge.artifact import Artifact
+from llmforge.base.errors import VerificationError
+from llmforge.base.progress import Silent
+from llmforge.build import pipeline
+from llmforge.cache import Cache, Code
+from llmforge.checkpoint import Checkpoint
+from llmforge.evaluation.baseline import Baseline
+from llmforge.ir import graph
+from llmforge.recipe import Recipe
+from llmforge.report import model as reports
+from llmforge.trace import trace
+from llmforge.trace.export import kept_graph
+from llmforge.verification.verifier import Verifier
+
+from ..checkpoints import write_checkpoint
+
+LOOSE = {"kld_mean": 5.0}  # random weights: only that the pass runs counts here
+WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
+NAMES = ["fuse-norms", "pack-qkv", "flash-attention", "quantize-weights", "quantize-kv-cache"]
+
+Write = Callable[..., Recipe]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
+    """Write a recipe for the tiny checkpoint; keyword arguments are the last pass's budget and other weights' bits."""
+    rng = random.Random(0)
+    lines = [{"id": str(i), "text": f"{i} " + " ".join(rng.choices(WORDS, k=30))} for i in range(10)]
+    (tmp_path / "calibration.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def write(bits: int = 4, budget: float = 5.0, name: str = "tiny", quality: Any = None) -> Recipe:
+        facts: Mapping[str, Any] = {
+            "schema": 1,
+            "name": name,
+            "checkpoint": str(tiny_checkpoint),
+            "target": "local",
+            "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
+            "calibration": {"data": "calibration.jsonl", "samples": 8, "length": 64},
+            "passes": [
+                *NAMES[:3],
+                {"quantize-weights": {"bits": bits, "block_size": 32, "budget": LOOSE}},
+                {"quantize-kv-cache": {"budget": {"kld_mean": budget}}},
+            ],
+            "validation": {"quality": quality},
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(json.dumps(facts))  # JSON is YAML
+        return Recipe.load(path)
+
+    return write
+
+
+class Recorded(Silent):
+    """Keeps the titles of stages, and does something when one begins."""
+
+    def __init__(self, on_stage: Callable[[str], None] = lambda title: None) -> None:
+        self.titles: list[str] = []
+        self.on_stage = on_stage
+
+    def stage(self, title: str) -> None:
+        self.titles.append(title)
+        self.on_stage(title)
+
+
+def build(recipe: Recipe, tmp_path: Path, *, cached: bool = True, progress: Recorded | None = None) -> tuple[str, Any]:
+    """Build in a folder of its own; return the content digest and the report."""
+    folder = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
+    result = pipeline.build(recipe, folder, progress, partial(Cache, tmp_path / "cache", 10**9) if cached else None)
+    artifact = Artifact.open(result.path)
+    artifact.verify()
+    assert not list(folder.glob("*/.[!l]*"))  # no private cache is left
+    return artifact.manifest.content_digest, reports.read(result.path / "report" / "report.json")
+
+
+def reused(report: reports.Report) -> list[str]:
+    return [done.name for done in report.passes if done.reused]
+
+
+def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
+    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without, report = build(recipe(), tmp_path, cached=False)
+    assert reused(report) == []
+    cold, report = build(recipe(), tmp_path)
+    assert reused(report) == []
+    for name in ("_drive", "check"):
+        monkeypatch.setattr(Verifier, name, None)  # who proves, fails
+    monkeypatch.setattr("llmforge.trace.trace", None)
+    monkeypatch.setattr(pipeline, "verify_trace", None)
+    recorded = Recorded()
+    warm, again = build(recipe(), tmp_path, progress=recorded)
+    assert without == cold == warm
+    assert reused(again) == NAMES
+    said = [title.removesuffix(": reused") for title in recorded.titles if title.endswith(" reused")]
+    assert said == ["Trace", "Verify trace", "Calibrate: all layers reused", *(f"Pass {name}" for name in NAMES)]
+    assert "Prepare verification of passes" not in recorded.titles
+    for before, after in zip(report.passes, again.passes, strict=True):
+        assert after.rewritten == before.rewritten
+        assert after.skipped == before.skipped
+        assert after.verification == before.verification.model_copy(update={"seconds": 0.0})
+
+
+def test_the_baseline_runs_once(recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = {"data": "evaluation.jsonl", "context": 64}
+    (tmp_path / "evaluation.jsonl").write_text(
+        "\n".join(json.dumps({"id": f"e{i}", "text": f"text {i}: " + " ".join(WORDS[i:])}) for i in range(8))
+    )
+    plain, without = build(recipe(quality=text), tmp_path, cached=False)
+    cold, report = build(recipe(quality=text), tmp_path)
+    monkeypatch.setattr(Baseline, "logits", None)
+    recorded = Recorded()
+    warm, again = build(recipe(quality=text), tmp_path, progress=recorded)
+    assert plain == cold == warm
+    assert "Run baseline: reused" in recorded.titles
+    assert without.quality == report.quality == again.quality
+    assert again.quality is not None
+
+
+def test_a_changed_tail_reuses_the_head(recipe: Write, tmp_path: Path) -> None:
+    build(recipe(), tmp_path)
+    _, report = build(recipe(budget=4.0), tmp_path)
+    assert reused(report) == NAMES[:4]
+    digest, report = build(recipe(bits=8), tmp_path)
+    assert reused(report) == NAMES[:3]
+    assert digest == build(recipe(bits=8), tmp_path, cached=False)[0]
+
+
+def test_a_budget_that_a_pass_exceeds_is_not_hidden_by_the_cache(recipe: Write, tmp_path: Path) -> None:
+    build(recipe(), tmp_path)
+    for _ in range(2):
+        with pytest.raises(VerificationError, match="quantize-kv-cache declares lossy"):
+            build(recipe(budget=1e-12), tmp_path)
+
+
+def test_another_checkpoint_shares_the_trace_alone(recipe: Write, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    build(recipe(), tmp_path)
+    write_checkpoint(tiny_checkpoint, seed=1)
+    recorded = Recorded()
+    digest, report = build(recipe(), tmp_path, progress=recorded)
+    assert reused(report) == []
+    assert [title for title in recorded.titles if "reused" in title] == ["Trace: reused"]
+    assert digest == build(recipe(), tmp_path, cached=False)[0]
+
+
+def test_changed_code_proves_what_it_computes_again(
+    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(recipe(), tmp_path)
+    own = Code._hash
+
+    def changed(self: Code, file: Path) -> str:
+        return "changed" if file.name == "gptq.py" else own(self, file)
+
+    monkeypatch.setattr(Code, "_hash", changed)
+    recorded = Recorded()
+    _, report = build(recipe(), tmp_path, progress=recorded)
+    assert reused(report) == NAMES[:3]
+    assert "Trace: reused" in recorded.titles
+    assert "Calibrate: all layers reused" not in recorded.titles
+
+
+def test_flipped_bits_are_noticed_said_and_computed_again(recipe: Write, tmp_path: Path) -> None:
+    whole, _ = build(recipe(), tmp_path)
+    harmed = 0
+    kinds = ("trace", "trace-proof", "calibrated-layer", "tensors", "proof")
+    for entry in Cache(tmp_path / "cache").named(kinds):
+        file = max((tmp_path / "cache" / "entries" / entry.digest).glob("[!r]*"), key=lambda path: path.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        harmed += 1
+    digest, report = build(recipe(), tmp_path)
+    assert digest == whole
+    assert sum("was damaged and is not used" in note for note in report.notes) == harmed > 0
+    _, report = build(recipe(), tmp_path)
+    assert reused(report) == NAMES
+    assert not [note for note in report.notes if "cache" in note]
+
+
+def test_entries_that_are_evicted_while_a_build_uses_them_stay(recipe: Write, tmp_path: Path) -> None:
+    whole, _ = build(recipe(), tmp_path)
+    recorded = Recorded(lambda title: Cache(tmp_path / "cache", limit_bytes=0).evict())
+    digest, report = build(recipe(), tmp_path, progress=recorded)
+    assert digest == whole
+    assert "Trace: reused" not in recorded.titles  # evicted before anything held it
+    assert report.notes == build(recipe(), tmp_path, cached=False)[1].notes
+    Cache(tmp_path / "cache", limit_bytes=0).close()
+    assert Cache(tmp_path / "cache").entries() == []
+
+
+def test_a_kept_trace_comes_back_as_it_was(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    checkpoint = Checkpoint.open(tiny_checkpoint)
+    model = trace(checkpoint)
+    (tmp_path / "kept").mkdir()
+    kept_graph.write(model, tmp_path / "kept")
+    again = kept_graph.read(tmp_path / "kept", checkpoint)
+    assert again is not None
+    assert graph.fingerprint(again) == graph.fingerprint(model)
+    assert [node.name for node in again.graph] == [node.name for node in model.graph]
+    assert dict(again.metadata_props) == dict(model.metadata_props)
+    assert list(again.graph.initializers) == list(model.graph.initializers)
+    for name, value in model.graph.initializers.items():
+        other = again.graph.initializers[name]
+        assert dict(other.metadata_props) == dict(value.metadata_props)
+        assert (other.dtype, other.shape) == (value.dtype, value.shape)
+        one, two = graph.tensor(value), graph.tensor(other)
+        assert isinstance(two, ir.LazyTensor) == isinstance(one, ir.LazyTensor)
+        assert two.tobytes() == one.tobytes()
+    for node, other in zip(model.graph, again.graph, strict=True):
+        assert [value.name for value in node.outputs] == [value.name for value in other.outputs]
+        assert [(v.dtype, v.shape) for v in node.outputs] == [(v.dtype, v.shape) for v in other.outputs]
+        assert dict(node.metadata_props) == dict(other.metadata_props)
+
+
+def test_a_checkpoint_with_other_ties_is_traced_again(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    file = tiny_checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.copy()}, file)
+    checkpoint = Checkpoint.open(tiny_checkpoint)
+    (tmp_path / "kept").mkdir()
+    kept_graph.write(trace(checkpoint), tmp_path / "kept")
+    assert kept_graph.read(tmp_path / "kept", checkpoint) is not None
+    save_file({**tensors, "lm_head.weight": embedding + 1}, file)
+    assert kept_graph.read(tmp_path / "kept", Checkpoint.open(tiny_checkpoint)) is None
+
+
+_BUILD = """
+import sys
+from functools import partial
+from pathlib import Path
+from llmforge.base.progress import Silent
+from llmforge.build import pipeline
+from llmforge.cache import Cache
+from llmforge.recipe import Recipe
+
+class Told(Silent):
+    def stage(self, title):
+        print(title, flush=True)
+
+result = pipeline.build(Recipe.load(Path(sys.argv[1])), Path(sys.argv[2]), Told(), partial(Cache, Path(sys.argv[3])))
+print("published", result.path, flush=True)
+"""
+
+
+def start(recipe: Recipe, tmp_path: Path, out: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _BUILD, str(tmp_path / f"{recipe.name}.yaml"), str(tmp_path / out)]
+    return subprocess.Popen(
+        [*command, str(tmp_path / "cache")], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+
+
+@pytest.mark.parametrize("stage", ["Calibrate", "Pass flash-attention", "Pass quantize-kv-cache"])
+def test_a_killed_build_is_resumed_at_the_last_finished_pass(recipe: Write, tmp_path: Path, stage: str) -> None:
+    with start(recipe(), tmp_path, "out") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(stage):
+                process.send_signal(signal.SIGKILL)
+                break
+    assert not list((tmp_path / "out").glob("*/[!.]*"))
+    digest, report = build(recipe(), tmp_path)
+    name = stage.removeprefix("Pass ")
+    assert reused(report) == (NAMES[: NAMES.index(name)] if name in NAMES else [])
+    assert not [note for note in report.notes if "cache" in note]
+    assert digest == build(recipe(), tmp_path, cached=False)[0]
+
+
+def test_two_builds_at_once_share_the_work_and_have_the_same_bytes(recipe: Write, tmp_path: Path) -> None:
+    both = [start(recipe(), tmp_path, out) for out in ("one", "other")]
+    lines = [process.communicate(timeout=240)[0].splitlines() for process in both]
+    digests = {Artifact.open(Path(told[-1].removeprefix("published "))).manifest.content_digest for told in lines}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(digests) == 1
+    traced = [told.count("Trace") for told in lines]
+    assert sum(traced) == 1
+    for name in NAMES:
+        assert sum(told.count(f"Pass {name}") for told in lines) == 1, name
+    assert Cache(tmp_path / "cache").notes == []
