@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -12,6 +15,21 @@ from llmforge.base import extras
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import PATH, refuse_given
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Import without the garbage collector, which walks over all modules again and again: a fifth of the time.
+
+    What was imported stays, and is not walked over later either.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
+
 
 _EXAMPLES = """\b
 Examples:
@@ -85,7 +103,8 @@ def build(
 
             result = finishing.finish(pending, loaded, progress)
         elif loaded is not None:
-            from llmforge.build import pipeline
+            with _unwatched():
+                from llmforge.build import pipeline
 
             result = pipeline.build(loaded, out, progress)
     if as_json:

@@ -49,4 +49,4 @@ class Scratch:
 
 def _bytes(array: NDArray[np.generic]) -> memoryview:
     """View a contiguous array of any dtype, bf16 too, as bytes."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
