@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +15,21 @@ from llmforge.base import extras, process
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Import without the garbage collector, which walks over all modules again and again: a fifth of the time.
+
+    What was imported stays, and is not walked over later either.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
+
 
 _EXAMPLES = """\b
 Examples:
@@ -97,7 +115,8 @@ def build(
 
             result = finishing.finish(pending, loaded, progress)
         elif loaded is not None:
-            from llmforge.build import pipeline
+            with _unwatched():
+                from llmforge.build import pipeline
 
             result = pipeline.build(loaded, out, progress, None if no_cache else partial(cache.Cache, folder, size))
     if is_json_log():
