@@ -2,8 +2,8 @@
 
 A module that is named in an import counts, and so on from there; imports for type checkers alone do not. The
 `__init__.py` of a package that is passed through on the way to a module runs, so that its text counts; what it imports
-counts only where a name is taken from it. So GPTQ is part of what quantizes weights, and not of every pass that knows
-what a demand on calibration is. Compiled libraries in the folder of a package count with it.
+counts only where a name is taken from it. So a method is part of what quantizes weights, and not of every pass that
+knows what a demand on calibration is. Compiled libraries in the folder of a package count with it.
 """
 
 from __future__ import annotations

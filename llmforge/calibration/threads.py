@@ -1,7 +1,8 @@
 """The threads of every product that decides a code: as many as the recipe says, whatever the machine has.
 
 BLAS splits a product by threads, and another split rounds its last bits differently: Hessians, their factors and the
-products of GPTQ, the hidden states and the ranges that are measured on them. Rounding to nearest multiplies nothing.
+products that choose codes, the hidden states and the ranges that are measured on them. Rounding to nearest multiplies
+nothing.
 """
 
 from __future__ import annotations
