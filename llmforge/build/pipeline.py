@@ -32,6 +32,7 @@ from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.ir import dialect, graph, interface
+from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Context, Numerics, Pass
 from llmforge.quantization.statistics import Demand, Statistics
@@ -119,10 +120,10 @@ def make(
     verification = Verification(out / recipe.name / ".failed", chosen, threads, progress)
     notes += coverage(model)
     chain = kept.chain(checkpoint, target, calibration_key, chosen)
-    done = []
+    done, scratch = [], Scratch(staging.parent)
     for step in steps:
         # A pass sees what it demands: what others measure is not part of its key.
-        context = Context(target, statistics if step.demands() else None)
+        context = Context(target, statistics if step.demands() else None, scratch)
         record, noted = transform(step, model, context, chain, verification, progress)
         done.append(record)
         stages.graph(step.name, model)
