@@ -531,6 +531,9 @@ def test_a_bug_ends_with_a_traceback_and_1() -> None:
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("This is a bug in llmforge. Please report it")
+    done = process("targets", "--log-format", "json", code=code)
+    assert done.returncode == 1
+    assert json.loads(done.stderr)["kind"] == "bug"  # one line, and no more
 
 
 def test_an_error_shows_no_traceback() -> None:
