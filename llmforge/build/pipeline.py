@@ -119,7 +119,7 @@ def make(
     chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
     verification = Verification(out / recipe.name / ".failed", chosen, threads, progress)
     notes += coverage(model)
-    chain = kept.chain(checkpoint, target, calibration_key, chosen)
+    chain = kept.chain(checkpoint, calibration_key, chosen)
     done, scratch = [], Scratch(staging.parent)
     for step in steps:
         # A pass sees what it demands: what others measure is not part of its key.

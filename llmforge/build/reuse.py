@@ -4,7 +4,8 @@ A pass is run again over the graph, which takes milliseconds; what takes minutes
 tensors that it made, is reused. A graph that comes out otherwise than when it was proven is proven anew.
 
 Keys form a chain: what a pass makes depends on the checkpoint, on all passes before it with their options, on the code
-that computes them, and on what is calibrated. Budgets are part of proofs alone: to change one proves one pass again.
+that computes them, and on what is calibrated. The target is no part of them: passes cannot read it. Budgets
+are part of proofs alone: to change one proves one pass again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from llmforge.ir import graph
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Changes, Numerics, Pass
 from llmforge.report import model as records
-from llmforge.targets import Target
 from llmforge.verification.verifier import Verification
 
 PROOF, TENSORS, INDEX = "proof.json", "tensors", "index.json"
@@ -132,11 +132,9 @@ class Reuse:
 
         return kept
 
-    def chain(
-        self, checkpoint: Checkpoint, target: Target, calibration: str, texts: Sequence[NDArray[np.int64]]
-    ) -> Chain:
+    def chain(self, checkpoint: Checkpoint, calibration: str, texts: Sequence[NDArray[np.int64]]) -> Chain:
         """Begin the chain of passes; `texts` are those that budgets are measured on."""
-        return Chain(self, checkpoint.digest, _hash(target.model_dump(mode="json")), calibration, _hash_of_texts(texts))
+        return Chain(self, checkpoint.digest, calibration, _hash_of_texts(texts))
 
 
 @contextmanager
@@ -156,7 +154,6 @@ class Chain:
 
     reuse: Reuse
     before: str
-    target: str
     calibration: str
     texts: str
 
@@ -173,7 +170,6 @@ class Chain:
             "graph": graph.fingerprint(model),
             "pass": step.name,
             "options": json.dumps({name: value for name, value in given.items() if name != "budget"}, sort_keys=True),
-            "target": self.target,
             "calibration": self.calibration if step.demands() else "",
             "outside": "" if known else f"{module}, in build {self.reuse.build}",
         }

@@ -198,6 +198,12 @@ class Cache:
         self._held[key.digest] = descriptor, entry
         return entry
 
+    def discard(self, key: Key) -> None:
+        """Take away the entry of `key`, which this build does not need any more, unless another build uses it."""
+        if held := self._held.pop(key.digest, None):
+            os.close(held[0])
+        self._drop(self._entries / key.digest)
+
     @contextmanager
     def computing(self, key: Key) -> Iterator[Entry | None]:
         """Be the only build that computes the entry of `key`; gives the entry where there is one, or came to be."""
