@@ -132,11 +132,11 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...]) -> Non
         opened.verify()
         click.echo(f"verified: {len(opened.manifest.files)} files match the manifest; no signature was asked for")
         return
-    check(opened, key, authority)
+    verify_signature(opened, key, authority)
     click.echo(f"verified: {len(opened.manifest.files)} files and the manifest, signed by {key or authority[0]}")
 
 
-def check(opened: Artifact, key: Path | None, authority: tuple[Path, ...]) -> None:
+def verify_signature(opened: Artifact, key: Path | None, authority: tuple[Path, ...]) -> None:
     """Check an artifact and its signature."""
     from llmforge.artifact import signing
 
@@ -148,7 +148,7 @@ def check(opened: Artifact, key: Path | None, authority: tuple[Path, ...]) -> No
 def signature_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a command that runs only what is signed."""
     options = (
-        click.option("--require-signature", is_flag=True, help="Refuse ARTIFACT unless it is signed by --key."),
+        click.option("--require-signature", is_flag=True, help="Refuse an artifact that --key did not sign."),
         click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
     )
     for option in reversed(options):
@@ -158,7 +158,16 @@ def signature_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def required(opened: Artifact, require_signature: bool, key: Path | None) -> None:
     """Refuse an artifact that is not signed by `key`, where a signature is required."""
+    if (check := signature_check(require_signature, key)) is not None:
+        check(opened)
+
+
+def signature_check(require_signature: bool, key: Path | None) -> Callable[[Artifact], None] | None:
+    """Make what refuses an artifact that is not signed by `key`; None: no signature is required."""
     if require_signature != (key is not None):
         raise UsageError("--require-signature and --key go together", hint="give both or neither")
-    if require_signature:
-        check(opened, key, ())
+    if not require_signature:
+        return None
+    if (lack := extras.trouble("model_signing")) is not None:  # before anything is fetched
+        raise lack
+    return lambda opened: verify_signature(opened, key, ())
