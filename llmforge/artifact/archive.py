@@ -23,7 +23,7 @@ from typing import IO, NoReturn
 from llmforge.artifact import manifest as manifests
 from llmforge.artifact import transfer
 from llmforge.artifact.manifest import MANIFEST, SIGNATURE, FileRecord, Manifest
-from llmforge.artifact.store import Artifact, adopt, staging
+from llmforge.artifact.store import Artifact, staging
 from llmforge.artifact.transfer import LARGEST_MANIFEST, LARGEST_SIGNATURE
 from llmforge.base.errors import InputError
 
@@ -127,7 +127,7 @@ def load(
             if digest != record.sha256:
                 reader.refuse(f"{path}: the content is not what the manifest says")
         reader.expect_end()
-        return adopt(folder, manifest, check)
+        return transfer.publish(folder, manifest, source, check)
 
 
 class _Reader:

@@ -25,7 +25,7 @@ from llmforge.artifact import manifest as manifests
 from llmforge.artifact import oci, transfer
 from llmforge.artifact.manifest import MANIFEST, SIGNATURE, Manifest
 from llmforge.artifact.oci import MANIFEST_TYPE, Reference, Repository
-from llmforge.artifact.store import Artifact, adopt, staging
+from llmforge.artifact.store import Artifact, staging
 from llmforge.artifact.transfer import LARGEST_MANIFEST, LARGEST_SIGNATURE
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.base.progress import Progress
@@ -156,7 +156,7 @@ def pull(
             for layer in layers[len(contents) :]:
                 with transfer.writing(folder / layer.path, str(reference)) as target:
                     repository.download(layer.sha256, layer.size_bytes, target, advance)
-            return adopt(folder, manifest, check), f"sha256:{transfer.sha256(raw)}"
+            return transfer.publish(folder, manifest, str(reference), check), f"sha256:{transfer.sha256(raw)}"
 
 
 def _layers(manifest: Manifest, contents: Mapping[str, bytes]) -> list[_Layer]:

@@ -2,7 +2,8 @@
 
 The client is python-dxf: it holds nothing of a blob in memory, speaks Basic and Bearer authentication, and sends
 credentials over TLS alone. Here it gets Docker's credentials, limits to what a registry may answer, downloads that go
-on where they broke off, and errors in plain words.
+on where they broke off, and errors in plain words; for some of it, attributes that begin with an underscore, which is
+why its major version is fixed.
 """
 
 from __future__ import annotations
@@ -100,12 +101,14 @@ class Repository:
 
         self.reference = reference
         self._plain = insecure or reference.is_local
+        self._answers: list[Response] = []  # that may be open
         host = _DOCKER_HUB.get(reference.host, reference.host)
         self._dxf: Any = dxf.DXF(host, reference.repository, self._authenticate, self._plain, timeout=_TIMEOUT)
 
     def __enter__(self) -> Self:
         """Keep connections open."""
         self._dxf.__enter__()
+        self._dxf._sessions[0].hooks["response"].append(lambda response, **rest: self._answers.append(response))
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -130,7 +133,8 @@ class Repository:
         """Read the manifest that the reference names, and its media type."""
         name = self.reference.digest or self.reference.tag
         accepted = ", ".join((MANIFEST_TYPE, INDEX_TYPE, *DOCKER_TYPES))
-        with self._asking("manifest"), self._get(f"manifests/{name}", {"Accept": accepted}) as response:
+        with self._asking("manifest"):
+            response = self._get(f"manifests/{name}", {"Accept": accepted})
             content = b"".join(_limited(response, LARGEST_MANIFEST))
             said, media_type = response.headers.get("Docker-Content-Digest"), response.headers.get("Content-Type", "")
         if len(content) > LARGEST_MANIFEST:
@@ -154,7 +158,8 @@ class Repository:
         while have < size_bytes:
             before = have
             headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
-            with self._asking(f"blob {digest}"), self._get(f"blobs/sha256:{digest}", headers) as response:
+            with self._asking(f"blob {digest}"):
+                response = self._get(f"blobs/sha256:{digest}", headers)
                 if have and not _continues(response, have):
                     advance(-have)
                     target.seek(0)
@@ -174,14 +179,10 @@ class Repository:
         if (found := hashed.hexdigest()) != digest:
             raise self._refusal(f"the registry sent a blob that is sha256:{found}, not sha256:{digest}")
 
-    @contextmanager
-    def _get(self, path: str, headers: dict[str, str]) -> Iterator[Response]:
+    def _get(self, path: str, headers: dict[str, str]) -> Response:
         """Ask, and leave the body of the answer to be read."""
-        response = self._dxf._request("get", path, stream=True, headers=headers)
-        try:
-            yield response
-        finally:
-            response.close()
+        response: Response = self._dxf._request("get", path, stream=True, headers=headers)
+        return response
 
     def _authenticate(self, client: Any, response: Response) -> None:
         """Answer a challenge with what Docker's configuration has for this registry; anonymously where it has none."""
@@ -193,6 +194,8 @@ class Repository:
         try:
             username, password = found or (None, None)
             client.authenticate(username, password, response=response)
+        except (LookupError, TypeError, ValueError) as error:  # what is not in the challenge, or in the token's answer
+            raise self._refusal("the registry asks for credentials in a way that cannot be understood") from error
         finally:
             client._insecure = self._plain
 
@@ -228,6 +231,9 @@ class Repository:
             KeyError,  # what must be in them is not
         ) as error:
             raise self._refusal(f"the answer about {what} is not that of a registry: {_root(error)}") from error
+        finally:
+            while self._answers:
+                self._answers.pop().close()
 
     def _answered(self, response: Response, what: str) -> EnvironmentLacks | InputError:
         """Say what an answer with an error means."""

@@ -210,20 +210,16 @@ def publish(
     return Artifact(final, manifest)
 
 
-def adopt(folder: Path, manifest: Manifest, check: Callable[[Artifact], None] | None = None) -> Artifact:
+def adopt(folder: Path, manifest: Manifest) -> Artifact:
     """Publish the folder that `staging` made and that holds a whole artifact from elsewhere, with its `manifest`.
 
-    The same artifact may be there already; then it is replaced, which heals files that were changed. `check` raises
-    where a whole artifact must not be published.
+    The same artifact may be there already; then it is replaced, which heals files that were changed.
 
     Raises:
         InputError: what is in the folder is not what the manifest says.
         UsageError: the version is there with other content, or with other evidence.
     """
-    staged = Artifact(folder, manifest)
-    staged.verify()
-    if check is not None:
-        check(staged)
+    Artifact(folder, manifest).verify()
     final = folder.parent / check_name(manifest.version, "version")
     with names_locked(folder.parent):
         _refuse_other(final, manifest.content_digest)

@@ -16,7 +16,7 @@ from typing import IO, NoReturn
 
 from llmforge.artifact import manifest as manifests
 from llmforge.artifact.manifest import MANIFEST, SIGNATURE, Manifest
-from llmforge.artifact.store import Artifact, is_name
+from llmforge.artifact.store import Artifact, adopt, is_name
 from llmforge.base.errors import EnvironmentLacks, InputError
 
 LARGEST_MANIFEST = 16 << 20  # bytes; one of 100,000 files has 15 MB
@@ -24,7 +24,7 @@ LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
 MOST_FILES = 100_000
 CHUNK = 1 << 20  # bytes
 
-Check = Callable[[Artifact], None]  # raises where an artifact must not be published
+Check = Callable[[Artifact, str], None]  # raises where an artifact must not be published; the text is its source
 
 
 def unlisted(artifact: Artifact) -> dict[str, int]:
@@ -105,6 +105,13 @@ def write(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write the files that the manifest does not list."""
     for name, content in contents.items():
         (folder / name).write_bytes(content)
+
+
+def publish(folder: Path, manifest: Manifest, source: str, check: Check | None) -> Artifact:
+    """Publish what is whole in the hidden folder, unless `check` refuses it."""
+    if check is not None:
+        check(Artifact(folder, manifest), source)
+    return adopt(folder, manifest)
 
 
 def sha256(content: bytes) -> str:

@@ -15,6 +15,7 @@ from llmforge.cli.parameters import ARTIFACT, PATH
 
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact
+    from llmforge.artifact.transfer import Check
 
 _REPRODUCE = """\b
 Examples:
@@ -136,13 +137,15 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...]) -> Non
     click.echo(f"verified: {len(opened.manifest.files)} files and the manifest, signed by {key or authority[0]}")
 
 
-def verify_signature(opened: Artifact, key: Path | None, authority: tuple[Path, ...]) -> None:
-    """Check an artifact and its signature."""
+def verify_signature(
+    opened: Artifact, key: Path | None, authority: tuple[Path, ...], source: str | None = None
+) -> None:
+    """Check an artifact, which messages call `source`, and its signature."""
     from llmforge.artifact import signing
 
     if key is not None and authority:
         raise UsageError("--key cannot be used with --authority", hint="remove one of them")
-    signing.verify(opened, signing.Trust(key, authority))
+    signing.verify(opened, signing.Trust(key, authority), source)
 
 
 def signature_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -159,10 +162,10 @@ def signature_options(command: Callable[..., None]) -> Callable[..., None]:
 def required(opened: Artifact, require_signature: bool, key: Path | None) -> None:
     """Refuse an artifact that is not signed by `key`, where a signature is required."""
     if (check := signature_check(require_signature, key)) is not None:
-        check(opened)
+        check(opened, str(opened.path))
 
 
-def signature_check(require_signature: bool, key: Path | None) -> Callable[[Artifact], None] | None:
+def signature_check(require_signature: bool, key: Path | None) -> Check | None:
     """Make what refuses an artifact that is not signed by `key`; None: no signature is required."""
     if require_signature != (key is not None):
         raise UsageError("--require-signature and --key go together", hint="give both or neither")
@@ -170,4 +173,4 @@ def signature_check(require_signature: bool, key: Path | None) -> Callable[[Arti
         return None
     if (lack := extras.trouble("model_signing")) is not None:  # before anything is fetched
         raise lack
-    return lambda opened: verify_signature(opened, key, ())
+    return lambda opened, source: verify_signature(opened, key, (), source)
