@@ -15,7 +15,7 @@ import click
 
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.cli import building, caching, inspecting, planning, provenance, running, serving, storing
+from llmforge.cli import building, caching, inspecting, planning, provenance, registries, running, serving, storing
 from llmforge.cli.parameters import is_json_log, log_format_option
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
@@ -117,6 +117,8 @@ Exit codes:
         storing.gc,
         storing.export,
         storing.import_,
+        registries.push,
+        registries.pull,
         inspecting.inspect,
         provenance.verify,
         provenance.sign,
