@@ -142,8 +142,9 @@ def _asking(url: Url, *, writes: bool) -> Iterator[None]:
     except ForgeError:
         raise
     except (OSError, NotImplementedError, ValueError, *foreign) as error:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        if isinstance(error, FileNotFoundError):
+        said = error.__cause__ or error  # fsspec says of every failure over HTTP that there is no such file
+        why = " ".join(str(said).split())[:300] or type(said).__name__
+        if isinstance(said, FileNotFoundError):
             why = "no such file or bucket"
         elif isinstance(error, NotImplementedError):
             why = "its protocol cannot do that"
