@@ -20,6 +20,7 @@ from llmforge.artifact.store import Artifact
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_WEB = ("http", "https")
 _LOGIN = re.compile(r"(?<=://)[^/@]*@")
 # What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
 _FOREIGN = {
@@ -73,7 +74,8 @@ def load(url: Url, out: Path, check: transfer.Check | None = None) -> Artifact:
     if (local := _local(system, path)) is not None:
         return archive.load_file(local, out, check)
     with _asking(url, writes=False):
-        stream = system.open(path, "rb")
+        # Block size 0: one request and no seeking, for servers that know no ranges.
+        stream = system.open(path, "rb", **({"block_size": 0} if url.text.partition("://")[0] in _WEB else {}))
     with stream:
         size = getattr(stream, "size", None)
         reader: Any = _Reader(stream, url)
@@ -109,9 +111,17 @@ def _system(url: Url) -> tuple[Any, str]:
         ) from error
     except ValueError as error:
         raise UsageError(f"{url}: unknown protocol {protocol!r}", hint="such as s3://, gs:// or https://") from error
+    options = {"client_kwargs": {"timeout": _patient()}} if protocol in _WEB else {}
     with _asking(url, writes=False):
-        system, path = url_to_fs(url.text)
+        system, path = url_to_fs(url.text, **options)
     return system, path
+
+
+def _patient() -> Any:
+    """Give a download as long as bytes arrive; aiohttp's own limit is five minutes for all of it."""
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
 
 
 def _local(system: Any, path: str) -> Path | None:
@@ -132,8 +142,9 @@ def _asking(url: Url, *, writes: bool) -> Iterator[None]:
     except ForgeError:
         raise
     except (OSError, NotImplementedError, ValueError, *foreign) as error:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        if isinstance(error, FileNotFoundError):
+        said = error.__cause__ or error  # fsspec says of every failure over HTTP that there is no such file
+        why = " ".join(str(said).split())[:300] or type(said).__name__
+        if isinstance(said, FileNotFoundError):
             why = "no such file or bucket"
         elif isinstance(error, NotImplementedError):
             why = "its protocol cannot do that"

@@ -9,6 +9,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -441,6 +442,59 @@ def test_uploads_that_go_nowhere(made: Artifact, registry: Registry, location: s
     with pytest.raises((InputError, EnvironmentLacks)):
         pushed(made, registry)
     assert registry.manifests == {}
+
+
+def test_fuzzed_manifests(registry: Registry, tmp_path: Path) -> None:
+    """Bytes of the OCI manifest flipped, cut and doubled: the artifact, or an error of ours, and nothing else."""
+    made = put(tmp_path / "here", version="1")
+    pushed(made, registry)
+    raw, chance, reference = (
+        registry.manifests["1"],
+        random.Random(0),
+        Reference.parse(f"{registry.host}/models/tiny:1"),
+    )
+    ends = {"pulled": 0, "refused": 0}
+    for _ in range(80):
+        at, count = chance.randrange(len(raw)), chance.randrange(1, 40)
+        middle = chance.choice([chance.randbytes(1), b"", raw[at : at + count] * 2, b"-1", b"null", b"[]"])
+        registry.tag("1", raw[:at] + middle + raw[at + count :])
+        try:
+            again = modelpack.pull(reference, tmp_path / "there", Silent())[0]
+        except (InputError, UsageError):
+            ends["refused"] += 1
+        else:
+            again.verify()
+            assert again.manifest == made.manifest
+            ends["pulled"] += 1
+        assert list((tmp_path / "there").glob("*/.building-*")) == []
+    assert ends["refused"] > 50
+    assert sorted(each.name for each in tmp_path.iterdir()) <= ["here", "there"]
+
+
+def test_killed_at_random_moments(made: Artifact, registry: Registry, tmp_path: Path) -> None:
+    pushed(made, registry)
+    code = (
+        "import pathlib; from llmforge.artifact import modelpack, oci, versions\n"
+        "from llmforge.base.progress import Silent\n"
+        f"reference = oci.Reference.parse('{registry.host}/models/tiny:1')\n"
+        "import dxf; print('ready', flush=True)\n"
+        "while True:\n"
+        "    versions.remove([modelpack.pull(reference, pathlib.Path('there'), Silent())[0].path])"
+    )
+    moments = random.Random(0)
+    for _ in range(4):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(moments.uniform(0, 0.3))
+            process.kill()
+        for version in versions.listed(tmp_path / "there"):
+            Artifact.open(version.path).verify()
+    modelpack.pull(Reference.parse(f"{registry.host}/models/tiny:1"), tmp_path / "there", Silent())[0].verify()
+    assert [path.name for path in (tmp_path / "there" / "tiny").glob(".*")] == [".lock"]
 
 
 # references
