@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import onnx_ir as ir
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from llmforge import targets
 from llmforge.artifact import Artifact
@@ -22,6 +24,7 @@ from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Silent
 from llmforge.build import pipeline
 from llmforge.cache import Cache, Code
+from llmforge.cache.remote import Remote
 from llmforge.checkpoint import Checkpoint
 from llmforge.evaluation.baseline import Baseline
 from llmforge.ir import graph
@@ -118,6 +121,10 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
     recorded = Recorded()
     warm, again = build(recipe(), tmp_path, progress=recorded)
     assert without == cold == warm
+    assert report.build.reused == reports.ReusedRecord()
+    assert again.build.reused == reports.ReusedRecord(
+        stages=("trace", "trace-proof"), layers=(0, 1), passes=tuple(NAMES)
+    )
     assert reused(again) == NAMES
     said = [title.removesuffix(": reused") for title in recorded.titles if title.endswith(" reused")]
     assert said == ["Trace", "Verify trace", "Calibrate: all layers reused", *(f"Pass {name}" for name in NAMES)]
@@ -140,6 +147,7 @@ def test_the_baseline_runs_once(recipe: Write, tmp_path: Path, monkeypatch: pyte
     warm, again = build(recipe(quality=text), tmp_path, progress=recorded)
     assert plain == cold == warm
     assert "Run baseline: reused" in recorded.titles
+    assert again.build.reused.stages == ("trace", "trace-proof", "baseline")
     assert without.quality == report.quality == again.quality
     assert again.quality is not None
 
@@ -330,6 +338,23 @@ def test_targets_of_a_recipe_share_all_in_front_of_the_engine(
         assert reused(report) == [*NAMES[:4], "lower-precision"]
     assert digest == expected
     assert written == []
+
+
+def test_a_remote_cache_gives_another_machine_all_that_one_computed(recipe: Write, tmp_path: Path) -> None:
+    key = ed25519.Ed25519PrivateKey.generate()
+
+    def remote(**keys: Any) -> Remote:
+        return Remote("memory://cache", fsspec.filesystem("memory"), f"/{tmp_path.name}", **keys)
+
+    digests = []
+    for folder, reach in (("one", remote(signer=key)), ("other", remote(trusted=key.public_key()))):
+        made = partial(Cache, tmp_path / folder, 10**9, remote=reach)
+        result = pipeline.build(recipe(), tmp_path / f"out-{folder}", None, made)
+        digests.append(Artifact.open(result.path).manifest.content_digest)
+        assert not [note for note in result.report.notes if "cache" in note]
+    assert digests[0] == digests[1]
+    expected = reports.ReusedRecord(stages=("trace", "trace-proof"), layers=(0, 1), passes=tuple(NAMES))
+    assert result.report.build.reused == expected
 
 
 def test_a_pass_cannot_read_the_target(tmp_path: Path, tiny_checkpoint: Path) -> None:
