@@ -79,7 +79,7 @@ def _part(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
         source = sources[name]
         if source not in read:
-            read[source] = weights.load(checkpoint, source).to(torch.float32)
+            read[source] = weights.load_fp32(checkpoint, source)
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(tensor, nn.Parameter):

@@ -18,6 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -71,6 +73,38 @@ def quiet(logger: str, level: int) -> Iterator[None]:
         yield
     finally:
         named.setLevel(before)
+
+
+@contextmanager
+def idle_decomposition_skipped() -> Iterator[None]:
+    """Let `torch.onnx.export` leave a program alone that decomposing would only trace once more.
+
+    Private: it always decomposes, which takes as long as the export did and, where every operator has a translation
+    and writes into none of its inputs, gives the same operators under other names.
+    """
+    decompose = _fx_passes.decompose_with_registry
+
+    def skip(program: torch.export.ExportedProgram, registry: ONNXRegistry) -> torch.export.ExportedProgram:
+        return program if _translates(program, registry) else decompose(program, registry)
+
+    _fx_passes.decompose_with_registry = skip  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry = decompose
+
+
+def _translates(program: torch.export.ExportedProgram, registry: ONNXRegistry) -> bool:
+    """Say whether every operator of `program` has a translation of its own, and writes into none of its inputs."""
+    known = {metas[0].fx_target for metas in registry.functions.values()}
+    modules = [each for each in program.graph_module.modules() if each is not program.graph_module]
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    writing = {each for each in called if isinstance(each, torch._ops.OpOverload) and each._schema.is_mutable}
+    cat = (
+        torch.ops.aten.cat.default
+    )  # whose axis, counted from the end, is counted from the front when it is traced again
+    turned = any(axis < 0 for node in program.graph.nodes if node.target is cat for axis in node.args[1:])
+    return not modules and called <= known and not writing and not turned
 
 
 @contextmanager
