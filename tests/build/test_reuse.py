@@ -297,3 +297,20 @@ def test_two_builds_at_once_share_the_work_and_have_the_same_bytes(recipe: Write
     for name in NAMES:
         assert sum(told.count(f"Pass {name}") for told in lines) == 1, name
     assert Cache(tmp_path / "cache").notes == []
+
+
+def test_a_late_change_imports_neither_torch_nor_transformers(recipe: Write, tmp_path: Path) -> None:
+    """They take longer to import than all that is left to do."""
+    rounded = recipe()
+    file = tmp_path / f"{rounded.name}.yaml"
+    plain = json.loads(file.read_text())
+    steps = ["fuse-norms", {"quantize-weights": {"method": "rtn", "budget": {"kld_mean": 5.0}}}]
+    file.write_text(json.dumps({**plain, "passes": steps}))
+    build(Recipe.load(file), tmp_path)
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps({**plain, "engine": {**plain.get("engine", {}), "max_batch": 3}}))
+    asked = _BUILD + "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    command = [sys.executable, "-c", asked, str(file), str(tmp_path / "out"), str(tmp_path / "cache")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
+    assert "Pass quantize-weights: reused" in told
+    assert told.splitlines()[-1] == "[]"

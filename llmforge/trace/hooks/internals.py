@@ -95,16 +95,23 @@ def idle_decomposition_skipped() -> Iterator[None]:
 
 
 def _translates(program: torch.export.ExportedProgram, registry: ONNXRegistry) -> bool:
-    """Say whether every operator of `program` has a translation of its own, and writes into none of its inputs."""
+    """Say whether every operator of `program` has a translation of its own, and another trace would keep it as it is.
+
+    It would not where an operator writes into an input, or counts an axis from the end.
+    """
     known = {metas[0].fx_target for metas in registry.functions.values()}
     modules = [each for each in program.graph_module.modules() if each is not program.graph_module]
-    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
-    writing = {each for each in called if isinstance(each, torch._ops.OpOverload) and each._schema.is_mutable}
-    cat = (
-        torch.ops.aten.cat.default
-    )  # whose axis, counted from the end, is counted from the front when it is traced again
-    turned = any(axis < 0 for node in program.graph.nodes if node.target is cat for axis in node.args[1:])
-    return not modules and called <= known and not writing and not turned
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return not modules and all(node.target in known and _is_kept(node) for node in calls)
+
+
+def _is_kept(node: torch.fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    schema = node.target._schema
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    axes = [value for name, value in given.items() if name.startswith(("dim", "axis")) and isinstance(value, int)]
+    return not schema.is_mutable and all(axis >= 0 for axis in axes)
 
 
 @contextmanager
