@@ -44,13 +44,12 @@ def test_what_did_not_run_is_dropped_and_lets_go() -> None:
         begun.release()
         go.wait(10)
 
-    with pytest.raises(KeyboardInterrupt), Proofs() as proofs:
+    with Proofs() as proofs:
         for name in ("one", "two"):
             proofs.begin(held(name), busy)
             begun.acquire()
         proofs.begin(held("waiting"), lambda: ran.append("waiting"))
         threading.Timer(0.1, go.set).start()
-        raise KeyboardInterrupt
     assert sorted(left) == ["one", "two", "waiting"]
     assert ran == []
 
