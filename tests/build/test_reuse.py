@@ -366,3 +366,20 @@ def test_a_pass_cannot_read_the_target(tmp_path: Path, tiny_checkpoint: Path) ->
     with pytest.raises(AttributeError, match="target") as caught:
         pass_base.run(Peeks(), trace(Checkpoint.open(tiny_checkpoint)), Context(targets.load("l4")))
     assert caught.value.__notes__ == ["in pass fuse-norms"]
+
+
+def test_a_late_change_imports_neither_torch_nor_transformers(recipe: Write, tmp_path: Path) -> None:
+    """They take longer to import than all that is left to do."""
+    rounded = recipe()
+    file = tmp_path / f"{rounded.name}.yaml"
+    plain = json.loads(file.read_text())
+    steps = ["fuse-norms", {"quantize-weights": {"method": "rtn", "budget": {"kld_mean": 5.0}}}]
+    file.write_text(json.dumps({**plain, "passes": steps}))
+    build(Recipe.load(file), tmp_path)
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps({**plain, "engine": {**plain.get("engine", {}), "max_batch": 3}}))
+    asked = _BUILD + "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    command = [sys.executable, "-c", asked, str(file), str(tmp_path / "out"), str(tmp_path / "cache")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
+    assert "Pass quantize-weights: reused" in told
+    assert told.splitlines()[-1] == "[]"
