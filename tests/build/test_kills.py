@@ -145,7 +145,10 @@ def builds(tmp_path: Path) -> Iterator[Builds]:
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     with subprocess.Popen(
-        [sys.executable, "-c", _FORKS, str(tmp_path / "tiny-llama")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _FORKS, str(tmp_path / "tiny-llama")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         made = Builds(process, tmp_path / "recipe.yaml", tmp_path)
         assert made._line() == "ready\n"

@@ -56,7 +56,7 @@ def without_storage(kind: type[_T], shape: Sequence[int], dtype: torch.dtype) ->
 
     Private: what PyTorch's notes on extending it make such tensors with.
     """
-    made: _T = torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+    made: _T = torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype)
     return made
 
 
