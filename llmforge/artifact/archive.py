@@ -1,12 +1,12 @@
 """Artifacts as one file: an uncompressed tar that is the same bytes for the same artifact, and nothing else.
 
-The members are `NAME/VERSION/manifest.json`, then `model.sig` beside it where the artifact is signed, then the files
-that the manifest lists, sorted by path; regular files alone, in the ustar format (POSIX.1-1988), with mode 0444, owner
-and group 0 and no time; sizes of 8 GiB and more in base 256, as GNU tar and libarchive write and read them. Two blocks
-of zeros end it, and nothing comes after them.
+The members are `NAME/VERSION/manifest.json`, then the records of evidence, oldest first, then `model.sig` where the
+artifact is signed, then the files that manifest and records list, sorted by path; regular files alone, in the ustar
+format (POSIX.1-1988), with mode 0444, owner and group 0 and no time; sizes of 8 GiB and more in base 256, as GNU tar
+and libarchive write and read them. Two blocks of zeros end it, and nothing comes after them.
 
-So the manifest says every byte of an archive but the signature and the contents of the files, whose hashes it has.
-`load` reads the manifest, and from then on compares: what is not exactly the header that must come next is refused,
+So manifest and records say every byte of an archive but the signature and the contents of the files, whose hashes they
+have. `load` reads them, and from then on compares: what is not exactly the header that must come next is refused,
 whatever else tar would make of it. Nothing of a name or size in a header is acted upon.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -21,15 +22,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from llmforge.artifact import manifest as manifests
-from llmforge.artifact.manifest import MANIFEST, SIGNATURE, FileRecord, Manifest
-from llmforge.artifact.store import Artifact, adopt, is_name, staging
+from llmforge.artifact.store import Artifact, adopt, staging
+from llmforge.base import sealed
 from llmforge.base.errors import EnvironmentLacks, InputError
+from llmforge.base.sealed import (
+    EVIDENCE,
+    LARGEST_MANIFEST,
+    LARGEST_RECORD,
+    MANIFEST,
+    SIGNATURE,
+    FileRecord,
+    Manifest,
+)
 
 BLOCK = 512  # bytes; of tar
 END = b"\0" * (2 * BLOCK)
-LARGEST_MANIFEST = 16 << 20  # bytes; one of 100,000 files has 15 MB
 LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
+LARGEST_EVIDENCE = 4 * LARGEST_RECORD  # bytes; of all records together
 MOST_FILES = 100_000
 _OCTAL_SIZES = 8 << 30  # bytes; what 11 octal digits cannot say begins here
 _CHUNK = 1 << 20  # bytes
@@ -40,6 +49,8 @@ _KINDS = {
     b"K": "a GNU long link", b"L": "a GNU long name", b"M": "a continued file", b"S": "a sparse file",
     b"V": "a volume label", b"D": "a GNU folder",
 }  # fmt: skip
+_RECORD = re.compile(rf"/({EVIDENCE}/[0-9a-f]{{64}}\.json)\Z")
+_SIGNATURE = re.compile(rf"/({re.escape(SIGNATURE)})\Z")
 _HINT = "export the artifact again, and compare the hashes of both copies of the file"
 
 
@@ -47,15 +58,18 @@ def save(artifact: Artifact, stream: IO[bytes]) -> int:
     """Write an artifact to `stream` and return its size in bytes; every file is hashed on the way.
 
     Raises:
-        InputError: a file is not what the manifest says, or its path is too long for a tar.
+        InputError: a file is not as it was published, or its path is too long for a tar.
     """
-    present = set(manifests.walk(artifact.path))
-    stray = present - {MANIFEST, SIGNATURE, *artifact.manifest.files}
+    present, listed = set(sealed.walk(artifact.path)), artifact.listed
+    first = [name for name in (MANIFEST, *(each.path for each in artifact.evidence), SIGNATURE) if name in present]
+    stray = present - {*first, *listed}
     if stray:
-        raise InputError(f"{artifact.path}: not in the manifest: {min(stray)}", hint="artifacts must not be edited")
+        raise InputError(
+            f"{artifact.path}: not in the manifest or in evidence: {min(stray)}", hint="artifacts must not be edited"
+        )
     written = 0
-    unlisted = {name: (artifact.path / name).lstat().st_size for name in (MANIFEST, SIGNATURE) if name in present}
-    for path, record in _members(artifact.manifest, unlisted):
+    unlisted = {name: (artifact.path / name).lstat().st_size for name in first}
+    for path, record in _members(listed, unlisted):
         written += stream.write(_header(artifact.manifest, path, record.size_bytes))
         file = artifact.path / path
         try:
@@ -114,13 +128,19 @@ def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = 
     """
     reader = _Reader(stream, source)
     raw, root = reader.manifest()
-    signature = reader.signature(root)
-    manifest = manifests.parse(raw, f"{source}: {MANIFEST}")
-    if root != f"{manifest.name}/{manifest.version}" or not (is_name(manifest.name) and is_name(manifest.version)):
+    manifest = sealed.parse_manifest(raw, f"{source}: {MANIFEST}")
+    if root != f"{manifest.name}/{manifest.version}":
         reader.refuse(f"it holds {root!r}, its manifest says {manifest.name!r} {manifest.version!r}")
-    _check_files(manifest, reader)
-    unlisted = {MANIFEST: raw} if signature is None else {MANIFEST: raw, SIGNATURE: signature}
-    expected = _size(manifest, {name: len(content) for name, content in unlisted.items()})
+    unlisted = {MANIFEST: raw, **reader.records(root)}
+    records = [sealed.parse_record(unlisted[path], f"{source}: {path}") for path in unlisted if path != MANIFEST]
+    records = list(sealed.in_line(records, manifest.content_digest, source))
+    if [MANIFEST, *(record.path for record in records)] != list(unlisted):
+        reader.refuse("a record of evidence is not called by its SHA-256, or in another place than it must be")
+    if (signature := reader.signature(root)) is not None:
+        unlisted[SIGNATURE] = signature
+    listed = {**manifest.files, **{path: each for record in records for path, each in record.placed_files.items()}}
+    _check_files(manifest, listed, unlisted, reader)
+    expected = _size(listed, {name: len(content) for name, content in unlisted.items()})
     if size_bytes is not None and size_bytes != expected:
         reader.refuse(f"{'cut off' if size_bytes < expected else 'too long'}: {size_bytes:,} bytes of {expected:,}")
     with staging(out, manifest.name) as folder:
@@ -128,14 +148,15 @@ def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = 
             raise EnvironmentLacks(
                 f"{source}: needs {expected:,} bytes in {out}, where {free:,} are free", hint="use another --out"
             )
+        (folder / EVIDENCE).mkdir()
         for name, content in unlisted.items():
             (folder / name).write_bytes(content)
-        for path, record in sorted(manifest.files.items()):
-            reader.expect(_header(manifest, path, record.size_bytes), path)
+        for path, file in sorted(listed.items()):
+            reader.expect(_header(manifest, path, file.size_bytes), path)
             with _written(folder / path, source) as written:
-                digest = reader.copy(record.size_bytes, written, path)
-            if digest != record.sha256:
-                reader.refuse(f"{path}: the content is not what the manifest says")
+                digest = reader.copy(file.size_bytes, written, path)
+            if digest != file.sha256:
+                reader.refuse(f"{path}: the content is not what manifest and evidence say")
         reader.expect_end()
         return adopt(folder, manifest)
 
@@ -174,21 +195,44 @@ class _Reader:
         self._padding(info.size, MANIFEST)
         return raw, root
 
+    def records(self, root: str) -> dict[str, bytes]:
+        """Read the records of evidence, which follow the manifest, by their paths."""
+        found: dict[str, bytes] = {}
+        left = LARGEST_EVIDENCE
+        while (named := self._called(_RECORD)) is not None:
+            content = self._unlisted(root, named, min(LARGEST_RECORD, left))
+            if named in found:
+                self.refuse(f"{named} comes twice")
+            found[named] = content
+            left -= len(content)
+        return found
+
     def signature(self, root: str) -> bytes | None:
-        """Read the signature, which follows the manifest; None: the artifact is not signed."""
-        block = self._read(BLOCK, "the second header")
-        if block[:100].partition(b"\0")[0].rpartition(b"/")[2] != SIGNATURE.encode():
-            self._next = block
+        """Read the signature, which follows the records; None: the artifact is not signed."""
+        if self._called(_SIGNATURE) is None:
             return None
+        return self._unlisted(root, SIGNATURE, LARGEST_SIGNATURE)
+
+    def _called(self, pattern: re.Pattern[str]) -> str | None:
+        """Look at the next header; return the part of its name that `pattern` finds at the end, if it does."""
+        if self._next is None:
+            self._next = self._read(BLOCK, "a header")
+        name, prefix = (self._next[part].partition(b"\0")[0] for part in (slice(0, 100), slice(345, 500)))
+        match = pattern.search(b"/".join((prefix, name)).decode("utf-8", "replace"))
+        return None if match is None else match[1]
+
+    def _unlisted(self, root: str, path: str, largest: int) -> bytes:
+        """Read a member whose size its header alone tells."""
+        block = self._header(path)
         try:
             size = tarfile.TarInfo.frombuf(block, "utf-8", "strict").size
-            whole = 0 < size <= LARGEST_SIGNATURE and block == _named_header(f"{root}/{SIGNATURE}", size)
+            whole = 0 < size <= largest and block == _named_header(f"{root}/{path}", size)
         except (tarfile.HeaderError, ValueError):
             whole = False
         if not whole:
-            self.refuse(f"the header of {SIGNATURE} is damaged, or it has more than {LARGEST_SIGNATURE:,} bytes")
-        content = self._read(size, SIGNATURE)
-        self._padding(size, SIGNATURE)
+            self.refuse(f"the header of {path} is damaged, or it has more than {largest:,} bytes")
+        content = self._read(size, path)
+        self._padding(size, path)
         return content
 
     def expect(self, header: bytes, path: str) -> None:
@@ -241,33 +285,35 @@ class _Reader:
         return f"{_KINDS.get(block[156:157], 'a file')} named {name[:80]!r}"
 
 
-def _check_files(manifest: Manifest, reader: _Reader) -> None:
+def _check_files(
+    manifest: Manifest, listed: Mapping[str, FileRecord], unlisted: Mapping[str, bytes], reader: _Reader
+) -> None:
     """Refuse what no folder can hold: too many files, names that tar or the file system do not take, files in files."""
-    if len(manifest.files) > MOST_FILES:
-        reader.refuse(f"{len(manifest.files):,} files; at most {MOST_FILES:,} are allowed")
-    taken = {*manifest.files, MANIFEST, SIGNATURE}
-    for path, record in manifest.files.items():
+    if len(listed) > MOST_FILES:
+        reader.refuse(f"{len(listed):,} files; at most {MOST_FILES:,} are allowed")
+    taken = {*listed, *unlisted, SIGNATURE}
+    for path, file in listed.items():
         if not path.isprintable() or any(len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")):
             reader.refuse(f"the path {path[:80]!r} is too long, or not text")
         parents = path.split("/")[:-1]
         if any("/".join(parents[: depth + 1]) in taken for depth in range(len(parents))):
             reader.refuse(f"{path!r} lies in a file")
         try:
-            _header(manifest, path, record.size_bytes)
+            _header(manifest, path, file.size_bytes)
         except (ValueError, OverflowError):
             reader.refuse(f"{path[:80]!r}: the path or the size is too large for a tar")
 
 
-def _members(manifest: Manifest, unlisted: Mapping[str, int]) -> Iterator[tuple[str, FileRecord]]:
-    """List the members of an archive in their order; `unlisted` has the sizes of those that the manifest has not."""
+def _members(listed: Mapping[str, FileRecord], unlisted: Mapping[str, int]) -> Iterator[tuple[str, FileRecord]]:
+    """List the members of an archive in their order; `unlisted` has the sizes of those that nothing lists."""
     for name, size_bytes in unlisted.items():
-        yield name, FileRecord(sha256="0" * 64, size_bytes=size_bytes, in_content=False)
-    yield from sorted(manifest.files.items())
+        yield name, FileRecord(sha256="0" * 64, size_bytes=size_bytes)
+    yield from sorted(listed.items())
 
 
-def _size(manifest: Manifest, unlisted: Mapping[str, int]) -> int:
+def _size(listed: Mapping[str, FileRecord], unlisted: Mapping[str, int]) -> int:
     """Compute how large the archive of an artifact is."""
-    sizes = (record.size_bytes for _, record in _members(manifest, unlisted))
+    sizes = (record.size_bytes for _, record in _members(listed, unlisted))
     return sum(BLOCK + size + -size % BLOCK for size in sizes) + len(END)
 
 

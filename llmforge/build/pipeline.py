@@ -36,7 +36,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Context, Numerics, Pass
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.recipe import Recipe, ValidationSpec
+from llmforge.recipe import Recipe
 from llmforge.report import model as records
 from llmforge.report import view
 from llmforge.runtime.backends.config import physical_cores
@@ -130,18 +130,20 @@ def make(
         notes += noted
     read = footprint.count(model)
     engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
-    found = evidence.measure(
-        staging,
-        engine,
-        read,
-        spec=recipe.validation if measure else ValidationSpec(),
-        target=target,
-        checkpoint=checkpoint,
-        windows=windows,
-        threads=threads,
-        progress=progress,
-        keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
-    )
+    found = Evidence(None, None, None, evidence.NOT_ASKED)
+    if measure:
+        found = evidence.measure(
+            staging,
+            engine,
+            read,
+            spec=recipe.validation,
+            target=target,
+            checkpoint=checkpoint,
+            windows=windows,
+            threads=threads,
+            progress=progress,
+            keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
+        )
     if recipe.validation.quality is None and recipe.validation.latency is None:
         said = (*said, "nothing was measured: the recipe asks for no validation")
     resolved = recipe.resolved(steps)

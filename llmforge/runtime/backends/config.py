@@ -13,10 +13,9 @@ from typing import Literal
 import onnxruntime
 
 from llmforge import native
-from llmforge.base import backends
+from llmforge.base import backends, strict_json
 from llmforge.base.backends import PENDING_FILE, PROVIDERS, PlanModule, ProviderName
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
-from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.session import SessionConfig
 from llmforge.runtime.backends.signature import CacheInput
 

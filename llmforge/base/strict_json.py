@@ -50,6 +50,8 @@ def _inside(where: str, name: str) -> str:
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     """Make what `hint` stands for of a JSON value."""
+    if hint is Any:
+        return value
     arguments, origin = typing.get_args(hint), typing.get_origin(hint)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict) and "[" not in where:  # an item of a list says more than its whole list
