@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ UNDECIDED = {"kld_mean": {"max": 0.021}}
 CHECKPOINT = "c" * 64
 
 
+@cache
 def quality(kld: float = 0.021) -> Quality:
     """Make up the quality of 40 documents, with a mean KLD of about `kld`."""
     noise = np.random.default_rng(0).normal(1, 0.1, 40)
@@ -54,6 +56,7 @@ def quality(kld: float = 0.021) -> Quality:
     return Quality(context=512, documents=40, windows=80, tokens=40_000, seed=0, per_document=documents, **figures)
 
 
+@cache
 def latency(tpot_ms: float = 0.5) -> Latency:
     """Make up the latency of 20 repetitions of 4 tokens, beside a baseline of a tenth of the speed."""
     jitter = np.random.default_rng(1).normal(1, 0.02, (20, 4))
@@ -126,3 +129,8 @@ def put(
             (folder / path).write_bytes(data)
         created = (datetime(2026, 11, 21, 10, 42, tzinfo=UTC) + timedelta(days=days)).isoformat()
         return publish(folder, recipe=recipe, **{"created": created, **changes})
+
+
+def several(out: Path, count: int, **facts: Any) -> list[str]:
+    """Publish versions that differ in content, a day after each other; return their names, the oldest first."""
+    return [put(out, f"graph {number}", days=number, **facts).path.name for number in range(1, count + 1)]

@@ -54,7 +54,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
                 f"{artifact.path}: the gates of its recipe are damaged: {error.errors()[0]['msg']}"
             ) from error
         results = judge(specs, report.quality, report.latency, report.engine)
-        if [_decision(each) for each in results] != [_decision(each) for each in report.gates]:
+        if sorted(map(_decision, results)) != sorted(map(_decision, report.gates)):  # a manifest sorts its keys
             wrong.append("gates")
         if gates.overall(results) is not report.verdict:
             wrong.append(f"verdict: it says {report.verdict.value}, its figures give {gates.overall(results).value}")
@@ -67,8 +67,8 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
     return found[artifact.verdict]
 
 
-def _decision(gate: GateResult) -> tuple[str, str, float, gates.Verdict]:
-    return gate.metric, gate.bound, gate.limit, gate.verdict
+def _decision(gate: GateResult) -> tuple[str, str, float, str]:
+    return gate.metric, gate.bound, gate.limit, gate.verdict.value
 
 
 def _misnamed(artifact: Artifact, report: Report) -> Iterator[str]:
