@@ -15,33 +15,21 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from llmforge.artifact.store import Artifact, adopt, staging
+from llmforge.artifact import transfer
+from llmforge.artifact.store import Artifact, staging
 from llmforge.base import sealed
-from llmforge.base.errors import EnvironmentLacks, InputError
-from llmforge.base.sealed import (
-    EVIDENCE,
-    LARGEST_MANIFEST,
-    LARGEST_RECORD,
-    MANIFEST,
-    SIGNATURE,
-    FileRecord,
-    Manifest,
-)
+from llmforge.base.errors import InputError
+from llmforge.base.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
 
 BLOCK = 512  # bytes; of tar
 END = b"\0" * (2 * BLOCK)
-LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
-LARGEST_EVIDENCE = 4 * LARGEST_RECORD  # bytes; of all records together
-MOST_FILES = 100_000
 _OCTAL_SIZES = 8 << 30  # bytes; what 11 octal digits cannot say begins here
-_CHUNK = 1 << 20  # bytes
 
 _KINDS = {
     b"1": "a hard link", b"2": "a symbolic link", b"3": "a character device", b"4": "a block device",
@@ -60,29 +48,14 @@ def save(artifact: Artifact, stream: IO[bytes]) -> int:
     Raises:
         InputError: a file is not as it was published, or its path is too long for a tar.
     """
-    present, listed = set(sealed.walk(artifact.path)), artifact.listed
-    first = [name for name in (MANIFEST, *(each.path for each in artifact.evidence), SIGNATURE) if name in present]
-    stray = present - {*first, *listed}
-    if stray:
-        raise InputError(
-            f"{artifact.path}: not in the manifest or in evidence: {min(stray)}", hint="artifacts must not be edited"
-        )
     written = 0
-    unlisted = {name: (artifact.path / name).lstat().st_size for name in first}
-    for path, record in _members(listed, unlisted):
+    unlisted = transfer.unlisted(artifact)
+    for path, record in _members(artifact.listed, unlisted):
         written += stream.write(_header(artifact.manifest, path, record.size_bytes))
-        file = artifact.path / path
-        try:
-            digest, size = _copy_file(file, stream)
-        except OSError as error:
-            if error.filename is None:  # `stream`
-                raise
-            raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+        with transfer.reading(artifact, path) as source:
+            digest, size = _copy(source, stream)
         if size != record.size_bytes or (path not in unlisted and digest != record.sha256):
-            raise InputError(
-                f"{artifact.path}: the artifact was changed after it was published: {path}",
-                hint="fetch or build it again; artifacts must not be edited",
-            )
+            raise transfer.changed(artifact, path)
         written += size + stream.write(b"\0" * (-size % BLOCK))
     return written + stream.write(END)
 
@@ -102,11 +75,11 @@ def save_file(artifact: Artifact, file: Path) -> int:
     return size
 
 
-def load_file(file: Path, out: Path) -> Artifact:
+def load_file(file: Path, out: Path, check: transfer.Check | None = None) -> Artifact:
     """Publish the artifact in the archive `file` as `out/<name>/<version>`; see `load`."""
     try:
         with file.open("rb") as stream:
-            return load(stream, out, str(file), size_bytes=os.fstat(stream.fileno()).st_size)
+            return load(stream, out, str(file), size_bytes=os.fstat(stream.fileno()).st_size, check=check)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         if error.filename != str(file):
             raise
@@ -115,11 +88,19 @@ def load_file(file: Path, out: Path) -> Artifact:
         ) from error
 
 
-def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = None) -> Artifact:
+def load(
+    stream: IO[bytes],
+    out: Path,
+    source: str,
+    *,
+    size_bytes: int | None = None,
+    check: transfer.Check | None = None,
+) -> Artifact:
     """Publish the artifact in the archive `stream` as `out/<name>/<version>`.
 
-    Nothing is visible before every byte was compared with the manifest, and nothing is written outside of the hidden
-    folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked first.
+    Nothing is visible before every byte was compared with manifest and evidence, and nothing is written outside of the
+    hidden folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked first;
+    `check` may refuse what is whole, such as for its signature.
 
     Raises:
         InputError: the archive is damaged, cut off, or not one that `save` wrote.
@@ -131,34 +112,23 @@ def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = 
     manifest = sealed.parse_manifest(raw, f"{source}: {MANIFEST}")
     if root != f"{manifest.name}/{manifest.version}":
         reader.refuse(f"it holds {root!r}, its manifest says {manifest.name!r} {manifest.version!r}")
-    unlisted = {MANIFEST: raw, **reader.records(root)}
-    records = [sealed.parse_record(unlisted[path], f"{source}: {path}") for path in unlisted if path != MANIFEST]
-    records = list(sealed.in_line(records, manifest.content_digest, source))
-    if [MANIFEST, *(record.path for record in records)] != list(unlisted):
-        reader.refuse("a record of evidence is not called by its SHA-256, or in another place than it must be")
-    if (signature := reader.signature(root)) is not None:
-        unlisted[SIGNATURE] = signature
-    listed = {**manifest.files, **{path: each for record in records for path, each in record.placed_files.items()}}
-    _check_files(manifest, listed, unlisted, reader)
-    expected = _size(listed, {name: len(content) for name, content in unlisted.items()})
+    first = {MANIFEST: raw, **reader.records(root), **reader.signature(root)}
+    stock = transfer.take_stock(first, source, reader.refuse)
+    _check_headers(stock, reader)
+    expected = _size(stock.listed, {path: len(content) for path, content in first.items()})
     if size_bytes is not None and size_bytes != expected:
         reader.refuse(f"{'cut off' if size_bytes < expected else 'too long'}: {size_bytes:,} bytes of {expected:,}")
     with staging(out, manifest.name) as folder:
-        if (free := shutil.disk_usage(folder).free) < expected:
-            raise EnvironmentLacks(
-                f"{source}: needs {expected:,} bytes in {out}, where {free:,} are free", hint="use another --out"
-            )
-        (folder / EVIDENCE).mkdir()
-        for name, content in unlisted.items():
-            (folder / name).write_bytes(content)
-        for path, file in sorted(listed.items()):
+        transfer.require_room(folder, expected, source)
+        transfer.write(folder, first)
+        for path, file in stock.listed.items():
             reader.expect(_header(manifest, path, file.size_bytes), path)
-            with _written(folder / path, source) as written:
+            with transfer.writing(folder / path, source) as written:
                 digest = reader.copy(file.size_bytes, written, path)
             if digest != file.sha256:
                 reader.refuse(f"{path}: the content is not what manifest and evidence say")
         reader.expect_end()
-        return adopt(folder, manifest)
+        return transfer.publish(folder, manifest, source, check)
 
 
 class _Reader:
@@ -198,20 +168,20 @@ class _Reader:
     def records(self, root: str) -> dict[str, bytes]:
         """Read the records of evidence, which follow the manifest, by their paths."""
         found: dict[str, bytes] = {}
-        left = LARGEST_EVIDENCE
+        left = transfer.LARGEST_EVIDENCE
         while (named := self._called(_RECORD)) is not None:
-            content = self._unlisted(root, named, min(LARGEST_RECORD, left))
+            content = self._unlisted(root, named, min(sealed.LARGEST_RECORD, left))
             if named in found:
                 self.refuse(f"{named} comes twice")
             found[named] = content
             left -= len(content)
         return found
 
-    def signature(self, root: str) -> bytes | None:
-        """Read the signature, which follows the records; None: the artifact is not signed."""
+    def signature(self, root: str) -> dict[str, bytes]:
+        """Read the signature, which follows the records, by its path; nothing: the artifact is not signed."""
         if self._called(_SIGNATURE) is None:
-            return None
-        return self._unlisted(root, SIGNATURE, LARGEST_SIGNATURE)
+            return {}
+        return {SIGNATURE: self._unlisted(root, SIGNATURE, transfer.LARGEST_SIGNATURE)}
 
     def _called(self, pattern: re.Pattern[str]) -> str | None:
         """Look at the next header; return the part of its name that `pattern` finds at the end, if it does."""
@@ -254,7 +224,7 @@ class _Reader:
         """Copy the content of a member, and return its SHA-256."""
         digest, left = hashlib.sha256(), size_bytes
         while left:
-            chunk = self._read(min(left, _CHUNK), path)
+            chunk = self._read(min(left, transfer.CHUNK), path)
             digest.update(chunk)
             target.write(chunk)
             left -= len(chunk)
@@ -285,21 +255,11 @@ class _Reader:
         return f"{_KINDS.get(block[156:157], 'a file')} named {name[:80]!r}"
 
 
-def _check_files(
-    manifest: Manifest, listed: Mapping[str, FileRecord], unlisted: Mapping[str, bytes], reader: _Reader
-) -> None:
-    """Refuse what no folder can hold: too many files, names that tar or the file system do not take, files in files."""
-    if len(listed) > MOST_FILES:
-        reader.refuse(f"{len(listed):,} files; at most {MOST_FILES:,} are allowed")
-    taken = {*listed, *unlisted, SIGNATURE}
-    for path, file in listed.items():
-        if not path.isprintable() or any(len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")):
-            reader.refuse(f"the path {path[:80]!r} is too long, or not text")
-        parents = path.split("/")[:-1]
-        if any("/".join(parents[: depth + 1]) in taken for depth in range(len(parents))):
-            reader.refuse(f"{path!r} lies in a file")
+def _check_headers(stock: transfer.Inventory, reader: _Reader) -> None:
+    """Refuse paths and sizes that no header can say."""
+    for path, file in stock.listed.items():
         try:
-            _header(manifest, path, file.size_bytes)
+            _header(stock.manifest, path, file.size_bytes)
         except (ValueError, OverflowError):
             reader.refuse(f"{path[:80]!r}: the path or the size is too large for a tar")
 
@@ -339,24 +299,10 @@ def _named_header(name: str, size_bytes: int) -> bytes:
     return bytes(header)
 
 
-@contextmanager
-def _written(file: Path, source: str) -> Iterator[IO[bytes]]:
-    """Open a new file in the hidden folder, where nobody else writes."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        stream = file.open("xb")
-    except (FileExistsError, NotADirectoryError) as error:  # names that this file system takes for the same
-        raise InputError(f"{source}: {file.name}: two files of one name: {error.strerror}") from error
-    with stream:
-        yield stream
-
-
-def _copy_file(file: Path, stream: IO[bytes]) -> tuple[str, int]:
-    """Copy a regular file to `stream`; its SHA-256 and size."""
+def _copy(source: IO[bytes], stream: IO[bytes]) -> tuple[str, int]:
+    """Copy a file to `stream`; its SHA-256 and size."""
     digest, size = hashlib.sha256(), 0
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb", buffering=0) as source:
-        while chunk := source.read(_CHUNK):
-            digest.update(chunk)
-            size += stream.write(chunk)
+    while chunk := source.read(transfer.CHUNK):
+        digest.update(chunk)
+        size += stream.write(chunk)
     return digest.hexdigest(), size

@@ -79,8 +79,10 @@ def sign(opened: Artifact, signer: Signer) -> Path:
     return final
 
 
-def verify(opened: Artifact, trust: Trust) -> tuple[Record, ...]:
+def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[Record, ...]:
     """Check every byte of an artifact, and that someone trusted signed it; return the records that were signed.
+
+    Messages call it `source`, else by its path.
 
     Raises:
         InputError: files were changed, the artifact is not signed, or its signature is another's, of other files, or
@@ -91,6 +93,7 @@ def verify(opened: Artifact, trust: Trust) -> tuple[Record, ...]:
     from model_signing import verifying
     from OpenSSL.crypto import Error, X509StoreContextError
 
+    name = source or str(opened.path)
     # Evidence may have come since; that nothing else did, the artifact tells.
     config = verifying.Config().set_hashing_config(_hashing()).set_ignore_unsigned_files(True)
     for file in filter(None, (trust.key, *trust.authorities)):
@@ -107,7 +110,7 @@ def verify(opened: Artifact, trust: Trust) -> tuple[Record, ...]:
     file = opened.path / SIGNATURE
     if file.is_symlink() or not file.is_file():
         raise InputError(
-            f"{opened.path}: is not signed: it has no {SIGNATURE}", hint="sign it: llmforge sign ARTIFACT --key KEY"
+            f"{name}: is not signed: it has no {SIGNATURE}", hint="sign it: llmforge sign ARTIFACT --key KEY"
         )
     opened.verify()
     # What a bundle holds comes from whoever made it: besides the library's own refusals, parts of it may be missing
@@ -119,16 +122,16 @@ def verify(opened: Artifact, trust: Trust) -> tuple[Record, ...]:
     except (*hostile, Error, X509StoreContextError) as error:
         reason = " ".join(str(error).split()) or "it was not made with this key"
         raise InputError(
-            f"{opened.path}: the signature does not verify with {given}: {reason}",
+            f"{name}: the signature does not verify with {given}: {reason}",
             hint="do not use the artifact unless you know who changed it; fetch it again",
         ) from error
     records = tuple(record for record in opened.evidence if record.path in signed)
     if not records:
-        raise InputError(f"{opened.path}: the signature covers no evidence", hint="sign the whole artifact")
+        raise InputError(f"{name}: the signature covers no evidence", hint="sign the whole artifact")
     of_records = {path for record in records for path in record.placed_files}
     if left_out := sorted({MANIFEST, *opened.manifest.files, *of_records} - signed):
         raise InputError(
-            f"{opened.path}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
+            f"{name}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
         )
     return records
 

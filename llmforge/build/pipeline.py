@@ -73,8 +73,10 @@ def build(
             facts, engine, found, locked = make(
                 recipe, steps, target, kept, ahead, staging, out, progress, measure=measure
             )
+            reused = kept.record(facts["passes"])
+        facts["notes"] += tuple(kept.cache.notes)
         report = publishing.publish(
-            staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
+            staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress, reused=reused
         )
     return BuildResult(out / recipe.name / report.version, report)
 
@@ -119,7 +121,7 @@ def make(
     chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
     verification = Verification(out / recipe.name / ".failed", chosen, threads, progress)
     notes += coverage(model)
-    chain = kept.chain(checkpoint, target, calibration_key, chosen)
+    chain = kept.chain(checkpoint, calibration_key, chosen)
     done, scratch = [], Scratch(staging.parent)
     for step in steps:
         # A pass sees what it demands: what others measure is not part of its key.
@@ -153,7 +155,7 @@ def make(
         "target": records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
         "passes": tuple(done),
         "calibration": seen,
-        "notes": (*notes, *said, *kept.cache.notes),
+        "notes": (*notes, *said),
         "recipe": resolved,
     }
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
@@ -229,13 +231,14 @@ def calibrate(
     progress.stage("Calibrate")
     read, caches = documents.read_documents(spec.data), dialect.caches(model)
     windows = texts.calibration_windows(spec, read, checkpoint)
+    store = calibration.Store(kept.cache, kept.layers)
     statistics = calibration.calibrate(
         checkpoint,
         windows,
         demands,
         threads=spec.threads,
         caches=caches,
-        store=calibration.Store(kept.cache),
+        store=store,
         progress=progress,
     )
     record = records.CalibrationRecord(

@@ -19,8 +19,10 @@ from llmforge.evaluation import gates, machine
 from llmforge.recipe import GateSpec
 from llmforge.report import model as records
 from llmforge.report import render
-from llmforge.report.model import Report
+from llmforge.report.model import Report, ReusedRecord
 from llmforge.targets import Target
+
+_NOTHING = ReusedRecord()
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ def publish(
     lock: Lock,
     clock: Clock,
     progress: Progress,
+    reused: ReusedRecord = _NOTHING,
 ) -> Report:
     """Judge the gates, write the report beside the engine, and publish what `staging` holds.
 
     `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
-    version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of.
+    version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of,
+    `reused` what earlier builds had computed.
     """
     recipe = facts["recipe"]
     manifest = artifact.seal(
@@ -68,7 +72,7 @@ def publish(
         "quality_baseline": evidence.baseline,
         "latency": evidence.latency,
         "engine": engine_record,
-        "build": clock.record(),
+        "build": clock.record(reused),
         "machine": machine.describe(),
         "versions": artifact.tool_versions(),
     }

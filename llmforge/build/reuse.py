@@ -4,7 +4,8 @@ A pass is run again over the graph, which takes milliseconds; what takes minutes
 tensors that it made, is reused. A graph that comes out otherwise than when it was proven is proven anew.
 
 Keys form a chain: what a pass makes depends on the checkpoint, on all passes before it with their options, on the code
-that computes them, and on what is calibrated. Budgets are part of proofs alone: to change one proves one pass again.
+that computes them, and on what is calibrated. The target is no part of them: passes cannot read it. Budgets
+are part of proofs alone: to change one proves one pass again.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import json
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -36,7 +37,6 @@ from llmforge.ir import graph
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Changes, Numerics, Pass
 from llmforge.report import model as records
-from llmforge.targets import Target
 from llmforge.verification.verifier import Verification
 
 PROOF, TENSORS, INDEX = "proof.json", "tensors", "index.json"
@@ -59,6 +59,13 @@ class Reuse:
     )
 
     build: str = field(default_factory=lambda: secrets.token_hex(16))  # no other is called so
+    stages: list[Literal["trace", "trace-proof", "baseline"]] = field(default_factory=list)  # that were reused
+    layers: list[int] = field(default_factory=list)  # whose calibration was reused
+
+    def record(self, passes: Iterable[records.PassRecord]) -> records.ReusedRecord:
+        """Say what this build did not compute."""
+        reused = tuple(done.name for done in passes if done.reused)
+        return records.ReusedRecord(stages=tuple(self.stages), layers=tuple(sorted(self.layers)), passes=reused)
 
     def key(self, kind: str, modules: Sequence[str], **parts: str) -> Key:
         """Make the key of what the code of `modules` computes of `parts`."""
@@ -81,6 +88,7 @@ class Reuse:
             found = None if entry is None else kept_graph.read(entry.path, checkpoint)
             progress.stage("Trace" if found is None else "Trace: reused")
             if found is not None:
+                self.stages.append("trace")
                 return found
             model = trace.trace(checkpoint)
             if entry is not None:  # of a checkpoint with other ties
@@ -100,6 +108,7 @@ class Reuse:
         with self.cache.computing(key) as entry:
             progress.stage("Verify trace" if entry is None else "Verify trace: reused")
             if entry is not None:
+                self.stages.append("trace-proof")
                 return str(entry.json(PROOF))
             note = prove()
             self.cache.put(key, partial(_write_json, PROOF, note))
@@ -120,7 +129,9 @@ class Reuse:
         key = self.key("baseline", [_BASELINE_CODE], **parts)
         with self.cache.computing(key) as entry:
             progress.stage("Run baseline" if entry is None else "Run baseline: reused")
-            if entry is None:
+            if entry is not None:
+                self.stages.append("baseline")
+            else:
                 entry = self.cache.put(key, partial(_write_logits, texts, logits, progress))
         if entry is None:  # the disk is full
             return logits
@@ -132,11 +143,9 @@ class Reuse:
 
         return kept
 
-    def chain(
-        self, checkpoint: Checkpoint, target: Target, calibration: str, texts: Sequence[NDArray[np.int64]]
-    ) -> Chain:
+    def chain(self, checkpoint: Checkpoint, calibration: str, texts: Sequence[NDArray[np.int64]]) -> Chain:
         """Begin the chain of passes; `texts` are those that budgets are measured on."""
-        return Chain(self, checkpoint.digest, _hash(target.model_dump(mode="json")), calibration, _hash_of_texts(texts))
+        return Chain(self, checkpoint.digest, calibration, _hash_of_texts(texts))
 
 
 @contextmanager
@@ -146,6 +155,9 @@ def opened(cache: Callable[[], Cache] | None, staging: Path, progress: Progress)
     with Cache(private) if cache is None else cache() as used:
         used.waiting = lambda: progress.stage("Wait for a build that computes the same")
         yield Reuse(used)
+        if used.remote is not None and used.remote.signer is not None:
+            progress.stage("Write to the remote cache")
+            used.upload()
     if cache is None:
         shutil.rmtree(private)
 
@@ -156,7 +168,6 @@ class Chain:
 
     reuse: Reuse
     before: str
-    target: str
     calibration: str
     texts: str
 
@@ -173,7 +184,6 @@ class Chain:
             "graph": graph.fingerprint(model),
             "pass": step.name,
             "options": json.dumps({name: value for name, value in given.items() if name != "budget"}, sort_keys=True),
-            "target": self.target,
             "calibration": self.calibration if step.demands() else "",
             "outside": "" if known else f"{module}, in build {self.reuse.build}",
         }

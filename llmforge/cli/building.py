@@ -14,6 +14,7 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
+from llmforge.cli.caching import connect, remote_option
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
 
 
@@ -39,6 +40,9 @@ Examples:
 """
 
 
+_REMOTE = "remote_cache", "cache_key", "remote_cache_write"
+
+
 @click.command(epilog=_EXAMPLES)
 @click.argument("recipe", type=PATH, required=False)
 @out_option("Publish the artifact to DIR/NAME/VERSION.")
@@ -60,6 +64,15 @@ Examples:
     "--cache-size", type=NATURAL, metavar="BYTES",
     help="Limit of the build cache (see `llmforge cache`); default: $LLMFORGE_CACHE_BYTES, else 20 GB.",
 )  # fmt: skip
+@remote_option
+@click.option(
+    "--cache-key", type=PATH, metavar="PUB.pem", envvar="LLMFORGE_CACHE_KEY", show_envvar=True,
+    help="Public key; entries of the remote cache that it signed are reused, and no others.",
+)  # fmt: skip
+@click.option(
+    "--remote-cache-write", type=PATH, metavar="KEY.pem", envvar="LLMFORGE_REMOTE_CACHE_WRITE", show_envvar=True,
+    help="Sign what the build computes with this private key, and write it to the remote cache.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("--quiet", is_flag=True, help="Hide progress.")
 @click.option(
@@ -74,6 +87,9 @@ def build(
     overrides: tuple[str, ...],
     no_cache: bool,
     cache_size: int | None,
+    remote_cache: str | None,
+    cache_key: Path | None,
+    remote_cache_write: Path | None,
     as_json: bool,
     quiet: bool,
     trace: Path | None,
@@ -91,10 +107,13 @@ def build(
     from llmforge.recipe import Recipe
 
     if pending is not None:  # it goes beside its artifact, and is not deferred again
-        refuse_given("--finish", "out", "defer", "no_cache", "cache_size")
+        refuse_given("--finish", "out", "defer", "no_cache", "cache_size", *_REMOTE)
     if no_cache:
-        refuse_given("--no-cache", "cache_size")
+        refuse_given("--no-cache", "cache_size", *_REMOTE)
+    cached = pending is None and not no_cache
+    remote = connect(remote_cache, cache_key, remote_cache_write) if cached else None
     folder, size = cache.default_folder(), cache.default_size() if cache_size is None else cache_size
+    store = None if no_cache else partial(cache.Cache, folder, size, remote=remote)
     chosen = (*overrides, "engine.deferred=true") if defer else overrides
     loaded = None if recipe is None else Recipe.load(recipe, chosen)
     if loaded is not None:
@@ -118,7 +137,7 @@ def build(
             with _unwatched():
                 from llmforge.build import pipeline
 
-            result = pipeline.build(loaded, out, progress, None if no_cache else partial(cache.Cache, folder, size))
+            result = pipeline.build(loaded, out, progress, store)
     if is_json_log():
         for note in result.report.notes:
             console.say(note)

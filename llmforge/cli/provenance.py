@@ -16,6 +16,7 @@ from llmforge.cli.parameters import ARTIFACT, PATH
 
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact, Record
+    from llmforge.artifact.transfer import Check
 
 _REPRODUCE = """\b
 Examples:
@@ -137,7 +138,7 @@ def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, .
     from llmforge.base.sealed import SIGNATURE, effective
     from llmforge.report import verdict
 
-    signed = None if key is None and not authority else check(opened, key, authority)
+    signed = None if key is None and not authority else verify_signature(opened, key, authority)
     if signed is None:
         opened.verify()
     verdict.recompute(opened)
@@ -155,13 +156,15 @@ def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, .
     return lines
 
 
-def check(opened: Artifact, key: Path | None, authority: tuple[Path, ...]) -> tuple[Record, ...]:
-    """Check an artifact and its signature; return the records of evidence that it covers."""
+def verify_signature(
+    opened: Artifact, key: Path | None, authority: tuple[Path, ...], source: str | None = None
+) -> tuple[Record, ...]:
+    """Check an artifact, which messages call `source`, and its signature; return the records that it covers."""
     from llmforge.artifact import signing
 
     if key is not None and authority:
         raise UsageError("--key cannot be used with --authority", hint="remove one of them")
-    return signing.verify(opened, signing.Trust(key, authority))
+    return signing.verify(opened, signing.Trust(key, authority), source)
 
 
 def loading_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -199,7 +202,7 @@ def admit(
 def signature_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a command that runs only what is signed."""
     options = (
-        click.option("--require-signature", is_flag=True, help="Refuse ARTIFACT unless it is signed by --key."),
+        click.option("--require-signature", is_flag=True, help="Refuse an artifact that --key did not sign."),
         click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
     )
     for option in reversed(options):
@@ -209,6 +212,24 @@ def signature_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[Record, ...] | None:
     """Refuse an artifact that is not signed by `key`, where a signature is required; return the signed records."""
+    _check_pair(require_signature, key)
+    return verify_signature(opened, key, ()) if require_signature else None
+
+
+def signature_check(require_signature: bool, key: Path | None) -> Check | None:
+    """Make what refuses an artifact that is not signed by `key`; None: no signature is required."""
+    _check_pair(require_signature, key)
+    if not require_signature:
+        return None
+    if (lack := extras.trouble("model_signing")) is not None:  # before anything is fetched
+        raise lack
+
+    def check(opened: Artifact, source: str) -> None:
+        verify_signature(opened, key, (), source)
+
+    return check
+
+
+def _check_pair(require_signature: bool, key: Path | None) -> None:
     if require_signature != (key is not None):
         raise UsageError("--require-signature and --key go together", hint="give both or neither")
-    return check(opened, key, ()) if require_signature else None

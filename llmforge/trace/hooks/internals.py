@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from transformers.utils.generic import GeneralInterface
 
 from llmforge.base.errors import ForgeError, UnsupportedError
 
+_T = TypeVar("_T", bound=torch.Tensor)
 Function = Callable[..., Any]
 Replacement = Callable[[str, Function], Function | None]  # a function and its name → what stands for it, if anything
 
@@ -48,6 +49,21 @@ def fake_mode() -> FakeTensorMode:
     meta device do not do: torch.export then finds two devices, because buffers (rotary frequencies) stay real.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_storage(kind: type[_T], shape: Sequence[int], dtype: torch.dtype) -> _T:
+    """Make a tensor of a class of ours on the CPU, of which torch holds no numbers.
+
+    Private: what PyTorch's notes on extending it make such tensors with.
+    """
+    made: _T = torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+    return made
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Let torch treat tensors of our classes as its own for a while; private, as above."""
+    blocked: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return blocked
 
 
 @contextmanager
