@@ -5,6 +5,7 @@ Their reports are made up, but their figures follow from their raw values, as `l
 
 from __future__ import annotations
 
+import hashlib
 import json
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -31,7 +32,7 @@ FILES = {
     "engine/model.onnx.data": bytes(range(256)) * 5,
     "tokenizer/tokenizer.json": b"{}",
 }
-EVIDENCE = {"report/report.html": b"<p>report</p>", "provenance/lock.json": b"{}", "README.md": b"# card\n"}
+EVIDENCE = {"report/report.html": b"<p>report</p>", "provenance/lock.json": b'{"lock": 1}', "README.md": b"# card\n"}
 PASSES = {"kld_mean": {"max": 0.03}, "tpot_p50_ms": {"max": 5}}  # gates and what the figures below make of them
 FAILS = {"kld_mean": {"max": 0.001}}
 UNDECIDED = {"kld_mean": {"max": 0.021}}
@@ -134,3 +135,10 @@ def put(
 def several(out: Path, count: int, **facts: Any) -> list[str]:
     """Publish versions that differ in content, a day after each other; return their names, the oldest first."""
     return [put(out, f"graph {number}", days=number, **facts).path.name for number in range(1, count + 1)]
+
+
+def forged(manifest: bytes, record: bytes, **changes: Any) -> tuple[bytes, bytes]:
+    """Edit a manifest, and the record with it, as whoever knows the format would: in form, and bound to each other."""
+    raw = (json.dumps({**json.loads(manifest), **changes}, indent=1, sort_keys=True) + "\n").encode()
+    bound = {**json.loads(record), "content": hashlib.sha256(raw).hexdigest()}
+    return raw, (json.dumps(bound, indent=1) + "\n").encode()

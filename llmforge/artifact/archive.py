@@ -99,8 +99,8 @@ def load(
     """Publish the artifact in the archive `stream` as `out/<name>/<version>`.
 
     Nothing is visible before every byte was compared with manifest and evidence, and nothing is written outside of the
-    hidden folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked first;
-    `check` may refuse what is whole, such as for its signature.
+    hidden folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked
+    first; `check` may refuse what is whole, such as for its signature.
 
     Raises:
         InputError: the archive is damaged, cut off, or not one that `save` wrote.

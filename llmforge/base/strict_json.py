@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -26,8 +27,7 @@ def read(kind: type[D], data: Any, where: str) -> D:
     """
     if not isinstance(data, dict):
         raise InputError(f"{where}: {type(data).__name__}; expected an object")
-    hints = typing.get_type_hints(kind)
-    declared = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints, declared = _fields(kind)
     if unknown := sorted(data.keys() - declared.keys()):
         raise InputError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(declared)}")
     if missing := sorted(declared.keys() - data.keys()):
@@ -41,6 +41,12 @@ def read(kind: type[D], data: Any, where: str) -> D:
             wanted = f"one of {', '.join(choices)}" if choices else annotation
             raise InputError(f"{where}: {name} is {json.dumps(data[name])}; expected {wanted}") from None
     return kind(**values)
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[dict[str, Any], dict[str, str]]:
+    """Give the types of the fields of a dataclass, and how they are written."""
+    return typing.get_type_hints(kind), {field.name: str(field.type) for field in dataclasses.fields(kind)}
 
 
 def _inside(where: str, name: str) -> str:

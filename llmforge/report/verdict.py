@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from llmforge.artifact import Artifact
@@ -46,7 +47,12 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
     found: dict[str, tuple[GateResult, ...]] = {}
     for head in artifact.evidence:
         report = model.read(artifact, head)
-        wrong = [*_misnamed(artifact, report), *_figures(report)]
+        wrong = [*_misnamed(artifact, report)]
+        try:
+            with np.errstate(all="ignore"):
+                wrong += _figures(report)
+        except (ValueError, ArithmeticError, LookupError) as error:  # raw values that no measurement gives
+            wrong.append(f"raw values: {str(error)[:80]}")
         try:
             specs = _SPECS.validate_python(artifact.manifest.recipe.get("gates", {}))
         except ValidationError as error:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.evaluation.gates import Verdict
+from llmforge.report import model
 from llmforge.report.model import Report
 
 pytest.importorskip("tensorrt_rtx")
@@ -67,7 +68,7 @@ def built(result: Result) -> tuple[Artifact, Report]:
     """Open what a build published; its path is the last line of standard output."""
     opened = Artifact.open(Path(result.stdout.splitlines()[-1]))
     opened.verify()
-    return opened, Report.model_validate_json((opened.path / "report/report.json").read_bytes())
+    return opened, model.read(opened)
 
 
 def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> None:
@@ -80,7 +81,7 @@ def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> Non
         "engine/runtime.json",
     }
     assert opened.manifest.requires.keys() == {"tensorrt-rtx"}
-    assert opened.manifest.verdict == "inconclusive"
+    assert opened.verdict == "inconclusive"
     assert {gate.metric: gate.verdict for gate in report.gates} == {
         "kld_mean": Verdict.INCONCLUSIVE,
         "size_bytes": Verdict.PASS,

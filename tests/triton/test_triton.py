@@ -81,8 +81,8 @@ class TestRepository:
         assert not any(path.startswith("1/engine") for path in files(own))
         for path, source in sources.shipped().items():
             assert (own / "1" / path).read_bytes() == source.read_bytes()
-        record = artifact.manifest.files["triton/random/1/llmforge/runtime/serving/engine.py"]
-        assert record.in_content  # what serves is part of what the version names
+        # what serves is part of what the version names
+        assert "triton/random/1/llmforge/runtime/serving/engine.py" in artifact.manifest.files
 
     def test_the_readme_names_what_is_needed(self, artifact: Artifact) -> None:
         text = (artifact.path / "triton" / "random" / "README.md").read_text()
@@ -164,7 +164,7 @@ class TestRepository:
         assert "changed: triton/random/1/model.py" in " ".join(result.stderr.split())
 
     def test_an_artifact_without_one_is_refused(self, artifact: Artifact) -> None:
-        manifest = artifact.manifest.model_copy(update={"name": "other"})
+        manifest = replace(artifact.manifest, name="other")
         with pytest.raises(InputError, match="has no triton/other"):
             repository.of_artifact(Artifact(artifact.path, manifest))
 
