@@ -111,12 +111,13 @@ def test_the_bill_of_materials_validates(written: Path) -> None:
     assert purls["checkpoint docs-llama"] is None
     assert len(found["components"]) == 5
     assert Bom.from_json(data=found).serial_number.urn == found["serialNumber"]  # type: ignore[attr-defined]
-    assert provenance.bill_of_materials(reported(), locked(), "3" * 64) + "\n" == text  # no randomness
+    assert provenance.bill_of_materials(reported(), locked()) + "\n" == text  # no randomness
 
 
 def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "missing", lambda extra: ["cyclonedx-python-lib"])
-    provenance.write(tmp_path, reported(), locked(), {}, "3" * 64)
+    manifest = artifact.seal(tmp_path, recipe={}, checkpoint="c" * 64, target="l4", requires={})
+    provenance.write(tmp_path, reported(), locked(), manifest)
     assert not (tmp_path / "provenance/bom.cdx.json").exists()
     assert "not written: cyclonedx-python-lib was not installed" in (tmp_path / "README.md").read_text()
 
