@@ -16,7 +16,7 @@ import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,19 +27,22 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import artifact, trace
+from llmforge.base import process
 from llmforge.base.progress import Progress
+from llmforge.build.proofs import Proof, Proofs
 from llmforge.cache import Cache, Code, Entry, Key, processor
-from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint import folder as checkpoint_folder
+from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.text import Window
 from llmforge.evaluation.quality import Logits
 from llmforge.ir import graph
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Changes, Numerics, Pass
 from llmforge.report import model as records
+from llmforge.trace.export import kept_graph
 from llmforge.verification.verifier import Verification
 
-PROOF, TENSORS, INDEX = "proof.json", "tensors", "index.json"
+PROOF, TENSORS, INDEX, CONFIGURATION = "proof.json", "tensors", "index.json", "configuration.json"
+_CONFIGURATION_CODE = "llmforge.checkpoint.folder"
 _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
 _PROOF_CODE = "llmforge.verification.verifier"
@@ -71,6 +74,26 @@ class Reuse:
         """Make the key of what the code of `modules` computes of `parts`."""
         return Key(kind, {**parts, **self.common, "code": self.code.digest(*modules)})
 
+    def configure(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Let transformers read the configuration of `checkpoint`, or take what it read of the same settings before.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `Checkpoint.open`.
+        """
+        key = self.key("configuration", [_CONFIGURATION_CODE], settings=_hash(checkpoint.settings))
+        with self.cache.computing(key) as entry:
+            if entry is None:
+                progress.stage("Load torch and transformers")
+                with process.unwatched():
+                    from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
+                made = asdict(checkpoint.configuration)
+                self.cache.put(key, partial(_write_json, CONFIGURATION, made))
+            else:
+                read = entry.json(CONFIGURATION)
+                geometry = Geometry(**read.pop("geometry"))
+                checkpoint.configuration = Configuration(geometry=geometry, **read)
+        checkpoint.check_tokens()
+
     def trace(self, checkpoint: Checkpoint, progress: Progress) -> ir.Model:
         """Trace the model of `checkpoint`, or take the graph of a checkpoint with this configuration and these shapes.
 
@@ -79,11 +102,8 @@ class Reuse:
         Raises:
             CheckpointError, UnsupportedError: see `llmforge.trace.trace`.
         """
-        from llmforge.trace.export import kept_graph  # here, because it imports torch
-
-        settings = checkpoint_folder.read_settings(checkpoint.path)
         shapes = [(e.name, e.dtype.name, e.shape) for e in sorted(checkpoint.tensors.values(), key=lambda e: e.name)]
-        key = self.key("trace", _TRACE_CODE, configuration=_hash(settings), tensors=_hash(shapes))
+        key = self.key("trace", _TRACE_CODE, configuration=_hash(checkpoint.settings), tensors=_hash(shapes))
         with self.cache.computing(key) as entry:
             found = None if entry is None else kept_graph.read(entry.path, checkpoint)
             progress.stage("Trace" if found is None else "Trace: reused")
@@ -101,18 +121,25 @@ class Reuse:
             assert graph.fingerprint(read) == graph.fingerprint(model), "a kept graph is not the one that was traced"
             return read
 
-    def trace_proof(self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, prove: Callable[[], str]) -> str:
-        """Return the note of the proof of a trace: what `prove` says, now or when it was run before."""
+    def trace_proof(
+        self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, proofs: Proofs, prove: Callable[[], str]
+    ) -> Proof[str]:
+        """Begin the proof of a trace, or take that of an earlier build; it finds a note, which is what `prove` says."""
         parts = {"checkpoint": checkpoint.digest, "graph": graph.fingerprint(model)}
         key = self.key("trace-proof", [_TRACE_PROOF_CODE], **parts)
-        with self.cache.computing(key) as entry:
+        with ExitStack() as held:
+            entry = held.enter_context(self.cache.computing(key))
             progress.stage("Verify trace" if entry is None else "Verify trace: reused")
             if entry is not None:
                 self.stages.append("trace-proof")
-                return str(entry.json(PROOF))
-            note = prove()
-            self.cache.put(key, partial(_write_json, PROOF, note))
-            return note
+                return Proof(str(entry.json(PROOF)))
+
+            def run() -> str:
+                note = prove()
+                self.cache.put(key, partial(_write_json, PROOF, note))
+                return note
+
+            return proofs.begin(held.pop_all(), run)
 
     def baseline(
         self, checkpoint: Checkpoint, windows: Sequence[Window], threads: int, logits: Logits, progress: Progress

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,21 +13,6 @@ from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.caching import connect, remote_option
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """Import without the garbage collector, which walks over all modules again and again: a fifth of the time.
-
-    What was imported stays, and is not walked over later either.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.freeze()
-
 
 _EXAMPLES = """\b
 Examples:
@@ -101,10 +83,11 @@ def build(
     process.prepare()
     if recipe is not None:  # an engine that was deferred is finished without torch
         extras.require("build")
-    from llmforge import cache, passes
-    from llmforge.cli import console
-    from llmforge.evaluation.gates import Verdict
-    from llmforge.recipe import Recipe
+    with process.unwatched():
+        from llmforge import cache, passes
+        from llmforge.cli import console
+        from llmforge.evaluation.gates import Verdict
+        from llmforge.recipe import Recipe
 
     if pending is not None:  # it goes beside its artifact, and is not deferred again
         refuse_given("--finish", "out", "defer", "no_cache", "cache_size", *_REMOTE)
@@ -119,7 +102,8 @@ def build(
     if loaded is not None:
         loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
         if pending is None:
-            from llmforge.build import preflight
+            with process.unwatched():
+                from llmforge.build import preflight
 
             preflight.check(loaded)
 
@@ -128,13 +112,13 @@ def build(
     if trace is not None:
         output.check_file(trace, ".json")
     with console.traced("build", quiet=quiet, trace=trace) as progress:
-        progress.stage("Load torch and transformers")
+        progress.stage("Load llmforge")
         if pending is not None:
             from llmforge.build import finishing
 
             result = finishing.finish(pending, loaded, progress)
         elif loaded is not None:
-            with _unwatched():
+            with process.unwatched():
                 from llmforge.build import pipeline
 
             result = pipeline.build(loaded, out, progress, store)

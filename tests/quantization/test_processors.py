@@ -59,7 +59,7 @@ print(json.dumps({"digests": digests, "features": features}))
 
 
 def codes(*emulator: str, **settings: str) -> tuple[dict[str, str], set[str]]:
-    """Round and arrange in a process of its own; return digests of all bytes, and the groups of kernels that numpy ran."""
+    """Round and arrange in a process of its own; return digests of all bytes, and the kernels that numpy ran."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
     command = [*emulator, sys.executable, "-c", _CODES]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

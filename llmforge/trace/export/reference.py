@@ -87,7 +87,7 @@ def _part(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
             module._parameters[leaf] = _stored(checkpoint, source.tensors[0])  # type: ignore[assignment]
             continue
         if source not in read:
-            read[source] = weights.load(checkpoint, source).to(torch.float32)
+            read[source] = weights.load_fp32(checkpoint, source)
         if is_parameter:
             module._parameters[leaf] = nn.Parameter(read[source], requires_grad=False)
         else:

@@ -57,7 +57,7 @@ class StoredMatrix(Tensor):
             return function(*args, **given)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares no class method there
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch.inference_mode(False):  # torch numbers the versions of what it takes for a view of this one
