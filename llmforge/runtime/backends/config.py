@@ -21,7 +21,7 @@ from llmforge.runtime.backends.signature import CacheInput
 
 FORMAT = 3
 FILE = "runtime.json"
-DAMAGED = "run `llmforge inspect ARTIFACT --verify` to list changed files; fetch or build the artifact again"
+DAMAGED = "run `llmforge verify ARTIFACT` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
