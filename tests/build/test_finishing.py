@@ -147,7 +147,12 @@ def test_a_deferred_engine_is_finished_beside_it(recipe: Write, tmp_path: Path) 
     again = run("build", "--finish", opened.path)
     assert again.exit_code == 5
     assert "its engine is already built" in again.stderr
-    assert run("build", "--finish", pending.path, "--quiet").exit_code == 4, "the same version replaces itself"
+    assert run("build", "--finish", pending.path, "--quiet").exit_code == 4, "the same content"
+    twice = Artifact.open(opened.path)
+    twice.verify()
+    assert [record.verdict for record in twice.evidence] == ["inconclusive", "inconclusive"]
+    assert twice.evidence[0].digest == opened.evidence[0].digest
+    assert (twice.path / twice.evidence[1].home / "report/report.html").is_file()
     assert not list(pending.path.parent.glob(".*building*"))
 
     other = recipe("other.yaml", engine={**RTX, "max_batch": 1, "deferred": True})

@@ -191,7 +191,7 @@ def test_a_killed_calibration_goes_on_where_it_was(
 def test_gates_decide_how_a_build_ends(recipe_file: Write, gate: Any, code: int, verdict: str) -> None:
     result = run(recipe_file(passes=QUANTIZED, gates=gate))
     assert result.exit_code == code, result.output
-    assert Artifact.open(Path(result.stdout.splitlines()[-1])).manifest.verdict == verdict
+    assert Artifact.open(Path(result.stdout.splitlines()[-1])).verdict == verdict
 
 
 @pytest.mark.slow
