@@ -16,6 +16,7 @@ import numpy as np
 
 from llmforge import artifact
 from llmforge.artifact import Artifact
+from llmforge.base import hashed_files, sealed
 from llmforge.evaluation.gates import overall
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
@@ -142,3 +143,18 @@ def forged(manifest: bytes, record: bytes, **changes: Any) -> tuple[bytes, bytes
     raw = (json.dumps({**json.loads(manifest), **changes}, indent=1, sort_keys=True) + "\n").encode()
     bound = {**json.loads(record), "content": hashlib.sha256(raw).hexdigest()}
     return raw, (json.dumps(bound, indent=1) + "\n").encode()
+
+
+def reseal(folder: Path) -> None:
+    """Make manifest and record agree with files that were edited; the folder must not be called by a version."""
+    (old,) = (folder / "evidence").glob("*.json")
+    files = {
+        path: {"sha256": hashed_files.sha256(folder / path), "size_bytes": (folder / path).stat().st_size}
+        for path in sealed.walk(folder)
+        if sealed.is_content(path)
+    }
+    raw, record = forged((folder / "manifest.json").read_bytes(), old.read_bytes(), files=files)
+    old.unlink()
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").write_bytes(raw)
+    (folder / "evidence" / f"{hashlib.sha256(record).hexdigest()}.json").write_bytes(record)

@@ -27,7 +27,7 @@ def read(kind: type[D], data: Any, where: str) -> D:
     """
     if not isinstance(data, dict):
         raise InputError(f"{where}: {type(data).__name__}; expected an object")
-    hints, declared = _fields(kind)
+    hints, declared = _fields(kind)  # type: ignore[arg-type]
     if unknown := sorted(data.keys() - declared.keys()):
         raise InputError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(declared)}")
     if missing := sorted(declared.keys() - data.keys()):

@@ -284,7 +284,10 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("texts", "message"),
         [
-            ({"artifact": ".", "max_que": "3"}, "unknown parameters max_que; known: artifact, allow, threads, max_queue"),
+            (
+                {"artifact": ".", "max_que": "3"},
+                "unknown parameters max_que; known: artifact, allow, threads, max_queue",
+            ),
             ({"max_queue": "3"}, "the parameter artifact is missing"),
             ({"artifact": ".", "max_queue": "many"}, "parameter max_queue is 'many'; expected int"),
             ({"artifact": ".", "max_queue": "-1"}, "max_queue -1: expected 0 or more"),
@@ -350,11 +353,11 @@ def test_a_model_is_held_to_its_manifest_and_its_gates_when_it_loads(
             engine.write_bytes(engine.read_bytes()[:-1] + b"!")
         model_module.TritonPythonModel().initialize(arguments)
 
-    with pytest.raises(RuntimeError, match="the gates of random .* failed\n.*llmforge triton --allow fail"):
+    with pytest.raises(RuntimeError, match=r"the gates of random .* failed\n.*llmforge triton --allow fail"):
         load(None)
     with pytest.raises(RuntimeError, match="says KIND_GPU, but the engine is for a CPU"):
         load("fail")
-    with pytest.raises(RuntimeError, match="changed: engine/model.onnx"):
+    with pytest.raises(RuntimeError, match=r"changed: engine/model\.onnx"):
         load("damaged")
 
 
