@@ -57,7 +57,7 @@ def ls(name: str | None, history: bool, out: Path, as_json: bool) -> None:
 _RM = """\b
 Examples:
   llmforge rm NAME/VERSION
-  llmforge rm 6d28 3f9a    # the beginnings of two versions
+  llmforge rm 3451 3f9a    # the beginnings of two versions
 """
 
 
