@@ -1,12 +1,12 @@
 """Artifacts as one file: an uncompressed tar that is the same bytes for the same artifact, and nothing else.
 
-The members are `NAME/VERSION/manifest.json`, then `model.sig` beside it where the artifact is signed, then the files
-that the manifest lists, sorted by path; regular files alone, in the ustar format (POSIX.1-1988), with mode 0444, owner
-and group 0 and no time; sizes of 8 GiB and more in base 256, as GNU tar and libarchive write and read them. Two blocks
-of zeros end it, and nothing comes after them.
+The members are `NAME/VERSION/manifest.json`, then the records of evidence, oldest first, then `model.sig` where the
+artifact is signed, then the files that manifest and records list, sorted by path; regular files alone, in the ustar
+format (POSIX.1-1988), with mode 0444, owner and group 0 and no time; sizes of 8 GiB and more in base 256, as GNU tar
+and libarchive write and read them. Two blocks of zeros end it, and nothing comes after them.
 
-So the manifest says every byte of an archive but the signature and the contents of the files, whose hashes it has.
-`load` reads the manifest, and from then on compares: what is not exactly the header that must come next is refused,
+So manifest and records say every byte of an archive but the signature and the contents of the files, whose hashes they
+have. `load` reads them, and from then on compares: what is not exactly the header that must come next is refused,
 whatever else tar would make of it. Nothing of a name or size in a header is acted upon.
 """
 
@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from llmforge.artifact import manifest as manifests
 from llmforge.artifact import transfer
-from llmforge.artifact.manifest import MANIFEST, SIGNATURE, FileRecord, Manifest
 from llmforge.artifact.store import Artifact, staging
-from llmforge.artifact.transfer import LARGEST_MANIFEST, LARGEST_SIGNATURE
+from llmforge.base import sealed
 from llmforge.base.errors import InputError
+from llmforge.base.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
 
 BLOCK = 512  # bytes; of tar
 END = b"\0" * (2 * BLOCK)
@@ -37,6 +37,8 @@ _KINDS = {
     b"K": "a GNU long link", b"L": "a GNU long name", b"M": "a continued file", b"S": "a sparse file",
     b"V": "a volume label", b"D": "a GNU folder",
 }  # fmt: skip
+_RECORD = re.compile(rf"/({EVIDENCE}/[0-9a-f]{{64}}\.json)\Z")
+_SIGNATURE = re.compile(rf"/({re.escape(SIGNATURE)})\Z")
 _HINT = "export the artifact again, and compare the hashes of both copies of the file"
 
 
@@ -44,11 +46,11 @@ def save(artifact: Artifact, stream: IO[bytes]) -> int:
     """Write an artifact to `stream` and return its size in bytes; every file is hashed on the way.
 
     Raises:
-        InputError: a file is not what the manifest says, or its path is too long for a tar.
+        InputError: a file is not as it was published, or its path is too long for a tar.
     """
     written = 0
     unlisted = transfer.unlisted(artifact)
-    for path, record in _members(artifact.manifest, unlisted):
+    for path, record in _members(artifact.listed, unlisted):
         written += stream.write(_header(artifact.manifest, path, record.size_bytes))
         with transfer.reading(artifact, path) as source:
             digest, size = _copy(source, stream)
@@ -96,9 +98,9 @@ def load(
 ) -> Artifact:
     """Publish the artifact in the archive `stream` as `out/<name>/<version>`.
 
-    Nothing is visible before every byte was compared with the manifest, and nothing is written outside of the hidden
-    folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked first;
-    `check` may refuse what is whole, such as for its signature.
+    Nothing is visible before every byte was compared with manifest and evidence, and nothing is written outside of the
+    hidden folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked
+    first; `check` may refuse what is whole, such as for its signature.
 
     Raises:
         InputError: the archive is damaged, cut off, or not one that `save` wrote.
@@ -107,25 +109,24 @@ def load(
     """
     reader = _Reader(stream, source)
     raw, root = reader.manifest()
-    signature = reader.signature(root)
-    manifest = manifests.parse(raw, f"{source}: {MANIFEST}")
+    manifest = sealed.parse_manifest(raw, f"{source}: {MANIFEST}")
     if root != f"{manifest.name}/{manifest.version}":
         reader.refuse(f"it holds {root!r}, its manifest says {manifest.name!r} {manifest.version!r}")
-    transfer.check(manifest, reader.refuse)
-    _check_headers(manifest, reader)
-    unlisted = {MANIFEST: raw} if signature is None else {MANIFEST: raw, SIGNATURE: signature}
-    expected = _size(manifest, {name: len(content) for name, content in unlisted.items()})
+    first = {MANIFEST: raw, **reader.records(root), **reader.signature(root)}
+    stock = transfer.take_stock(first, source, reader.refuse)
+    _check_headers(stock, reader)
+    expected = _size(stock.listed, {path: len(content) for path, content in first.items()})
     if size_bytes is not None and size_bytes != expected:
         reader.refuse(f"{'cut off' if size_bytes < expected else 'too long'}: {size_bytes:,} bytes of {expected:,}")
     with staging(out, manifest.name) as folder:
         transfer.require_room(folder, expected, source)
-        transfer.write(folder, unlisted)
-        for path, record in sorted(manifest.files.items()):
-            reader.expect(_header(manifest, path, record.size_bytes), path)
+        transfer.write(folder, first)
+        for path, file in stock.listed.items():
+            reader.expect(_header(manifest, path, file.size_bytes), path)
             with transfer.writing(folder / path, source) as written:
-                digest = reader.copy(record.size_bytes, written, path)
-            if digest != record.sha256:
-                reader.refuse(f"{path}: the content is not what the manifest says")
+                digest = reader.copy(file.size_bytes, written, path)
+            if digest != file.sha256:
+                reader.refuse(f"{path}: the content is not what manifest and evidence say")
         reader.expect_end()
         return transfer.publish(folder, manifest, source, check)
 
@@ -164,21 +165,44 @@ class _Reader:
         self._padding(info.size, MANIFEST)
         return raw, root
 
-    def signature(self, root: str) -> bytes | None:
-        """Read the signature, which follows the manifest; None: the artifact is not signed."""
-        block = self._read(BLOCK, "the second header")
-        if block[:100].partition(b"\0")[0].rpartition(b"/")[2] != SIGNATURE.encode():
-            self._next = block
-            return None
+    def records(self, root: str) -> dict[str, bytes]:
+        """Read the records of evidence, which follow the manifest, by their paths."""
+        found: dict[str, bytes] = {}
+        left = transfer.LARGEST_EVIDENCE
+        while (named := self._called(_RECORD)) is not None:
+            content = self._unlisted(root, named, min(sealed.LARGEST_RECORD, left))
+            if named in found:
+                self.refuse(f"{named} comes twice")
+            found[named] = content
+            left -= len(content)
+        return found
+
+    def signature(self, root: str) -> dict[str, bytes]:
+        """Read the signature, which follows the records, by its path; nothing: the artifact is not signed."""
+        if self._called(_SIGNATURE) is None:
+            return {}
+        return {SIGNATURE: self._unlisted(root, SIGNATURE, transfer.LARGEST_SIGNATURE)}
+
+    def _called(self, pattern: re.Pattern[str]) -> str | None:
+        """Look at the next header; return the part of its name that `pattern` finds at the end, if it does."""
+        if self._next is None:
+            self._next = self._read(BLOCK, "a header")
+        name, prefix = (self._next[part].partition(b"\0")[0] for part in (slice(0, 100), slice(345, 500)))
+        match = pattern.search(b"/".join((prefix, name)).decode("utf-8", "replace"))
+        return None if match is None else match[1]
+
+    def _unlisted(self, root: str, path: str, largest: int) -> bytes:
+        """Read a member whose size its header alone tells."""
+        block = self._header(path)
         try:
             size = tarfile.TarInfo.frombuf(block, "utf-8", "strict").size
-            whole = 0 < size <= LARGEST_SIGNATURE and block == _named_header(f"{root}/{SIGNATURE}", size)
+            whole = 0 < size <= largest and block == _named_header(f"{root}/{path}", size)
         except (tarfile.HeaderError, ValueError):
             whole = False
         if not whole:
-            self.refuse(f"the header of {SIGNATURE} is damaged, or it has more than {LARGEST_SIGNATURE:,} bytes")
-        content = self._read(size, SIGNATURE)
-        self._padding(size, SIGNATURE)
+            self.refuse(f"the header of {path} is damaged, or it has more than {largest:,} bytes")
+        content = self._read(size, path)
+        self._padding(size, path)
         return content
 
     def expect(self, header: bytes, path: str) -> None:
@@ -231,25 +255,25 @@ class _Reader:
         return f"{_KINDS.get(block[156:157], 'a file')} named {name[:80]!r}"
 
 
-def _check_headers(manifest: Manifest, reader: _Reader) -> None:
+def _check_headers(stock: transfer.Inventory, reader: _Reader) -> None:
     """Refuse paths and sizes that no header can say."""
-    for path, record in manifest.files.items():
+    for path, file in stock.listed.items():
         try:
-            _header(manifest, path, record.size_bytes)
+            _header(stock.manifest, path, file.size_bytes)
         except (ValueError, OverflowError):
             reader.refuse(f"{path[:80]!r}: the path or the size is too large for a tar")
 
 
-def _members(manifest: Manifest, unlisted: Mapping[str, int]) -> Iterator[tuple[str, FileRecord]]:
-    """List the members of an archive in their order; `unlisted` has the sizes of those that the manifest has not."""
+def _members(listed: Mapping[str, FileRecord], unlisted: Mapping[str, int]) -> Iterator[tuple[str, FileRecord]]:
+    """List the members of an archive in their order; `unlisted` has the sizes of those that nothing lists."""
     for name, size_bytes in unlisted.items():
-        yield name, FileRecord(sha256="0" * 64, size_bytes=size_bytes, in_content=False)
-    yield from sorted(manifest.files.items())
+        yield name, FileRecord(sha256="0" * 64, size_bytes=size_bytes)
+    yield from sorted(listed.items())
 
 
-def _size(manifest: Manifest, unlisted: Mapping[str, int]) -> int:
+def _size(listed: Mapping[str, FileRecord], unlisted: Mapping[str, int]) -> int:
     """Compute how large the archive of an artifact is."""
-    sizes = (record.size_bytes for _, record in _members(manifest, unlisted))
+    sizes = (record.size_bytes for _, record in _members(listed, unlisted))
     return sum(BLOCK + size + -size % BLOCK for size in sizes) + len(END)
 
 

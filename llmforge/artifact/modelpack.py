@@ -1,11 +1,11 @@
 """Artifacts in an OCI registry, in the CNCF ModelPack format (model-spec v0.0.7).
 
-An artifact is one OCI manifest. Its layers are the files as they are, one layer a file: `manifest.json`, `model.sig`
-where the artifact is signed, then the files that the manifest lists, sorted by path. So a blob's digest is the
-SHA-256 that `manifest.json` has for the file, files that the registry has already are not uploaded again, and the
-same artifact gives the same OCI manifest, to the byte.
+An artifact is one OCI manifest. Its layers are the files as they are, one layer a file: `manifest.json`, the records of
+evidence, `model.sig` where the artifact is signed, then the files that manifest and records list, sorted by path. So
+a blob's digest is the SHA-256 that they have for the file, files that the registry has already are not uploaded again,
+and the same artifact gives the same OCI manifest, to the byte.
 
-`pull` reads the OCI manifest and `manifest.json`, and from then on knows what every layer must be: one whose path,
+`pull` reads the OCI manifest and what goes first, and from then on knows what every layer must be: one whose path,
 size or digest is another is refused. Where the bytes came from does not matter: each blob is hashed as it arrives.
 """
 
@@ -15,20 +15,21 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from llmforge.artifact import manifest as manifests
 from llmforge.artifact import oci, transfer
-from llmforge.artifact.manifest import MANIFEST, SIGNATURE, Manifest
 from llmforge.artifact.oci import MANIFEST_TYPE, Reference, Repository
 from llmforge.artifact.store import Artifact, staging
-from llmforge.artifact.transfer import LARGEST_MANIFEST, LARGEST_SIGNATURE
+from llmforge.artifact.transfer import Inventory
+from llmforge.base import sealed
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.base.progress import Progress
+from llmforge.base.sealed import MANIFEST, SIGNATURE
 
 _MODEL = "application/vnd.cncf.model."
 ARTIFACT_TYPE = f"{_MODEL}manifest.v1+json"
@@ -79,9 +80,9 @@ def push(opened: Artifact, reference: Reference, progress: Progress, *, insecure
         EnvironmentLacks: the registry cannot be reached, or wants other credentials.
         UnsupportedError: the artifact has more files than an OCI manifest can list.
     """
-    extra = {name: _whole(opened, name) for name in transfer.unlisted(opened)}
-    layers = _layers(opened.manifest, extra)
-    config = _json(_config(opened.manifest, layers))
+    first = {path: _whole(opened, path) for path in transfer.unlisted(opened)}
+    layers = _layers(Inventory(opened.manifest, first, dict(sorted(opened.listed.items()))))
+    config = _json(_config(opened, layers))
     raw = _json(_oci_manifest(config, layers))
     if len(raw) > oci.LARGEST_MANIFEST:
         raise UnsupportedError(
@@ -138,14 +139,10 @@ def pull(
     with Repository(reference, insecure=insecure) as repository:
         raw, media_type = repository.manifest()
         layers = _read(raw, media_type, reference, refuse)
-        extra = {layer.path: layer for layer in layers[:2] if layer.path in (MANIFEST, SIGNATURE)}
-        for path, largest in ((MANIFEST, LARGEST_MANIFEST), (SIGNATURE, LARGEST_SIGNATURE)):
-            if path in extra and extra[path].size_bytes > largest:
-                refuse(f"{path} has {extra[path].size_bytes:,} bytes; at most {largest:,} are allowed")
-        contents = {path: _fetched(repository, layer) for path, layer in extra.items()}
-        manifest = manifests.parse(contents[MANIFEST], f"{reference}: {MANIFEST}")
-        transfer.check(manifest, refuse)
-        _compare(layers, _layers(manifest, contents), refuse)
+        contents = {layer.path: _fetched(repository, layer) for layer in _first(layers, refuse)}
+        stock = transfer.take_stock(contents, str(reference), refuse)
+        manifest = stock.manifest
+        _compare(layers, _layers(stock), refuse)
         total = sum(layer.size_bytes for layer in layers)
         progress.stage(f"Pull {manifest.name}/{manifest.version} (MiB)")
         advance = _meter(progress, total)
@@ -159,33 +156,44 @@ def pull(
             return transfer.publish(folder, manifest, str(reference), check), f"sha256:{transfer.sha256(raw)}"
 
 
-def _layers(manifest: Manifest, contents: Mapping[str, bytes]) -> list[_Layer]:
-    """List the layers of an artifact in their order; `contents` has the files that the manifest does not list."""
-    unlisted = [
-        _Layer(name, transfer.sha256(contents[name]), len(contents[name]))
-        for name in (MANIFEST, SIGNATURE)
-        if name in contents
-    ]
-    listed = (_Layer(path, record.sha256, record.size_bytes) for path, record in sorted(manifest.files.items()))
-    return [*unlisted, *listed]
+def _first(layers: list[_Layer], refuse: Callable[[str], NoReturn]) -> list[_Layer]:
+    """List the layers that go first; refuse those that are too large to be read into memory."""
+    found: list[_Layer] = []
+    for layer in layers:
+        if not (largest := transfer.largest(layer.path)):
+            break
+        if layer.size_bytes > largest:
+            refuse(f"{layer.path} has {layer.size_bytes:,} bytes; at most {largest:,} are allowed")
+        found.append(layer)
+    total = sum(layer.size_bytes for layer in found if transfer.is_record(layer.path))
+    if total > transfer.LARGEST_EVIDENCE:
+        refuse(f"its evidence has {total:,} bytes; at most {transfer.LARGEST_EVIDENCE:,} are allowed")
+    return found
+
+
+def _layers(stock: Inventory) -> list[_Layer]:
+    """List the layers of an artifact in their order."""
+    first = (_Layer(path, transfer.sha256(content), len(content)) for path, content in stock.unlisted.items())
+    return [*first, *(_Layer(path, file.sha256, file.size_bytes) for path, file in stock.listed.items())]
 
 
 def _kind(path: str) -> str:
     """Say which of ModelPack's kinds a file is of."""
     suffix = Path(path).suffix
-    if path == SIGNATURE or not (path == MANIFEST or manifests.counts(path)):
+    if path == SIGNATURE or not (path == MANIFEST or sealed.is_content(path)):
         return "doc"
     if suffix == ".py":
         return "code"
     return "weight.config" if suffix in _SETTINGS else "weight"
 
 
-def _config(manifest: Manifest, layers: list[_Layer]) -> dict[str, Any]:
+def _config(opened: Artifact, layers: list[_Layer]) -> dict[str, Any]:
     """Describe the model as ModelPack does; of what it has fields for, what is known for sure."""
+    manifest, built = opened.manifest, opened.evidence[-1].created.astimezone(UTC)
     formats = {_FORMATS[suffix] for path in manifest.files if (suffix := Path(path).suffix) in _FORMATS}
     return {
         "descriptor": {
-            "createdAt": manifest.created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "createdAt": built.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "name": manifest.name,
             "version": manifest.version,
         },

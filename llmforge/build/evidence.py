@@ -29,6 +29,7 @@ from llmforge.runtime import load as load_runner
 from llmforge.targets import Target
 
 PENDING = "the engine is not built yet"
+NOT_ASKED = "this build was not asked to measure"
 
 
 @dataclass(frozen=True)

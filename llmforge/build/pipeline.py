@@ -39,7 +39,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.recipe import Recipe, ValidationSpec
+from llmforge.recipe import Recipe
 from llmforge.report import model as records
 from llmforge.report import view
 from llmforge.runtime.backends.config import physical_cores
@@ -144,18 +144,20 @@ def make(
     engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
     proofs.finish(progress)
     notes += [of_trace.result(), *of_passes]
-    found = evidence.measure(
-        staging,
-        engine,
-        read,
-        spec=recipe.validation if measure else ValidationSpec(),
-        target=target,
-        checkpoint=checkpoint,
-        windows=windows,
-        threads=threads,
-        progress=progress,
-        keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
-    )
+    found = Evidence(None, None, None, evidence.NOT_ASKED)
+    if measure:
+        found = evidence.measure(
+            staging,
+            engine,
+            read,
+            spec=recipe.validation,
+            target=target,
+            checkpoint=checkpoint,
+            windows=windows,
+            threads=threads,
+            progress=progress,
+            keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
+        )
     if recipe.validation.quality is None and recipe.validation.latency is None:
         said = (*said, "nothing was measured: the recipe asks for no validation")
     resolved = recipe.resolved(steps)

@@ -30,6 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from llmforge.base import hashed_files
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ def default_folder() -> Path:
     """Return the folder that builds share: $LLMFORGE_CACHE, else builds/ in llmforge's cache folder of the user."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given)
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = home if home.is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
-    return base / "llmforge" / "builds"
+    return hashed_files.home() / "builds"
 
 
 def default_size() -> int:

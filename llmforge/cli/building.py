@@ -131,7 +131,7 @@ def build(
         output.write_summary(result.report)
         click.echo(str(result.path))
     undecided = [gate.explanation for gate in result.report.gates if gate.verdict is result.report.verdict]
-    hint = f"the artifact was published with this verdict; see the report in {result.path / 'report'}"
+    hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
     if result.report.verdict is Verdict.FAIL:
         raise GateFailed("\n".join(["a gate failed", *undecided]), hint=hint)
     if result.report.verdict is Verdict.INCONCLUSIVE:

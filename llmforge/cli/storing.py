@@ -57,7 +57,7 @@ def ls(name: str | None, history: bool, out: Path, as_json: bool) -> None:
 _RM = """\b
 Examples:
   llmforge rm NAME/VERSION
-  llmforge rm 8715 3f9a    # the beginnings of two versions
+  llmforge rm 3451 3f9a    # the beginnings of two versions
 """
 
 
@@ -164,7 +164,7 @@ Examples:
 def promote(name: str, version: str | None, tag: str, rollback: bool, out: Path, as_json: bool) -> None:
     """Move TAG to VERSION of the artifact NAME if its gates passed.
 
-    Checks the hash of every file, and judges the gates again by the figures in the report.
+    Does what `llmforge verify` does first: every file is hashed, and the gates are judged again.
     """
     from llmforge.artifact import Artifact, check_name, resolve, tags
 
@@ -281,16 +281,17 @@ def _say(tag: str, version: str, moved: Move | None, as_json: bool) -> None:
 
 
 def _facts(version: Version) -> dict[str, Any]:
-    manifest = version.manifest
+    artifact, created = version.artifact, version.created
     return {
         "artifact": version.reference,
         "path": str(version.path),
         "tags": list(version.tags),
-        "verdict": None if manifest is None else manifest.verdict,
+        "verdict": None if artifact is None else artifact.verdict,
         "size_bytes": version.size_bytes,
-        "created": None if manifest is None else manifest.created.isoformat(),
-        "target": None if manifest is None else manifest.target,
-        "content_digest": None if manifest is None else manifest.content_digest,
+        "created": None if created is None else created.isoformat(),
+        "target": None if artifact is None else artifact.manifest.target,
+        "content_digest": None if artifact is None else artifact.manifest.content_digest,
+        "evidence": None if artifact is None else len(artifact.evidence),
         "damage": version.damage,
     }
 
@@ -298,12 +299,12 @@ def _facts(version: Version) -> dict[str, Any]:
 def _row(version: Version) -> tuple[str, ...]:
     from llmforge.metrics.units import size
 
-    tags = ", ".join(version.tags)
-    if version.manifest is None:
+    tags, artifact = ", ".join(version.tags), version.artifact
+    if artifact is None:
         return (version.reference, "damaged", "", "", "", tags)
-    manifest = version.manifest
-    created = f"{manifest.created:%Y-%m-%d %H:%M}"
-    return (version.reference, manifest.verdict, size(version.size_bytes or 0), created, manifest.target, tags)
+    created = f"{version.created:%Y-%m-%d %H:%M}"
+    target = artifact.manifest.target
+    return (version.reference, artifact.verdict, size(version.size_bytes or 0), created, target, tags)
 
 
 def _show_history(parents: dict[Path, None], as_json: bool) -> None:

@@ -1,16 +1,18 @@
 """The record of a build: everything that a reader needs to trust the artifact, or not to. Written once, never edited.
 
-`report.json` is this model. Its timings, date and machine differ from build to build, so that the content digest of an
-artifact leaves it out.
+It is a record of evidence in the artifact, `evidence/<SHA-256>.json`, whose head llmforge.base.sealed reads. Its
+timings, date and machine differ from build to build; it lies outside the content and names its digest.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from llmforge.artifact import Artifact, FileRecord, version_of
+from llmforge.artifact import Record as Head
+from llmforge.base import sealed
 from llmforge.base.errors import InputError
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
@@ -136,11 +138,13 @@ class Report(Record):
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
-    name: str  # of the recipe and the artifact
-    version: str  # of the artifact
+    schema_version: Literal[2] = Field(default=2, alias="schema")
+    content: str  # digest of the content that this is evidence about
+    previous: str | None = None  # digest of the record before this one; both are known when it is published
     created: str  # UTC, ISO 8601
     verdict: Verdict
+    files: dict[str, FileRecord] = Field(default_factory=dict)
+    name: str  # of the recipe and the artifact
     gates: tuple[GateResult, ...]
     quality: Quality | None
     quality_baseline: str | None  # what the quality is held against, in words
@@ -156,19 +160,25 @@ class Report(Record):
     versions: dict[str, str]
     recipe: dict[str, Any]  # resolved
 
+    @property
+    def version(self) -> str:
+        """Of the artifact."""
+        return version_of(self.content)
 
-def read(path: Path) -> Report:
-    """Read a report that a build wrote.
+
+def read(opened: Artifact, record: Head | None = None) -> Report:
+    """Read the report in a record of an artifact; None: the newest.
 
     Raises:
-        InputError: the file is no report of this version.
+        InputError: it is no report of this version.
     """
+    file = opened.path / (record or opened.evidence[-1]).path
     try:
-        return Report.model_validate_json(path.read_bytes())
+        return Report.model_validate_json(sealed.read_small(file, sealed.LARGEST_RECORD))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputError(
-            f"{path}: not a report of this version: {where}: {first['msg']}",
-            hint="run `llmforge inspect ARTIFACT --verify` to list changed files",
+            f"{file}: not a report of this version: {where}: {first['msg']}",
+            hint="run `llmforge verify ARTIFACT` to list changed files",
         ) from error

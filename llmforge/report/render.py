@@ -29,8 +29,7 @@ _MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]|<>])")
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write `report.json`, `report.md` and `report.html` into an existing folder."""
-    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    """Write `report.md` and `report.html` into an existing folder."""
     (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(to_html(report), encoding="utf-8")
 

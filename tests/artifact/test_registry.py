@@ -27,7 +27,7 @@ from llmforge.cli import cli
 
 from .. import oci_registry
 from ..oci_registry import Registry, digest
-from ..stored import put
+from ..stored import EVIDENCE, forged, put
 
 pytest.importorskip("dxf", reason="the extra `registry` is not installed")
 
@@ -48,7 +48,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Regist
 
 @pytest.fixture
 def made(tmp_path: Path) -> Artifact:
-    return put(tmp_path / "here", version="1", files=FILES)
+    return put(tmp_path / "here", files=FILES)
 
 
 def invoke(*words: str | Path) -> Result:
@@ -84,12 +84,12 @@ def test_there_and_back(made: Artifact, registry: Registry, tmp_path: Path) -> N
     facts = json.loads(done.stdout)
     raw = registry.manifests["1"]
     assert facts["digest"] == digest(raw)
-    assert facts["files"] == len(made.manifest.files) + 1
+    assert facts["files"] == len(made.listed) + 2
     assert facts["uploaded"] == facts["files"] - 2  # the empty one is no bytes, the twin is there already
     pinned = f"{registry.host}/models/tiny@{facts['digest']}"
     done = invoke("pull", pinned, "--out", tmp_path / "there")
-    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'there' / 'tiny' / '1'}\n"), done.output
-    again = Artifact.open(tmp_path / "there" / "tiny" / "1")
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'there' / 'tiny' / made.path.name}\n"), done.output
+    again = Artifact.open(tmp_path / "there" / "tiny" / made.path.name)
     again.verify()
     assert (again.path / "manifest.json").read_bytes() == (made.path / "manifest.json").read_bytes()
     assert all(path.stat().st_mode & 0o777 == 0o444 for path in again.path.rglob("*") if path.is_file())
@@ -111,7 +111,8 @@ def test_it_is_what_modelpack_says(made: Artifact, registry: Registry) -> None:
         "engine/model.onnx": "application/vnd.cncf.model.weight.v1.raw",
         "engine/model.onnx.data": "application/vnd.cncf.model.weight.v1.raw",
         "engine/twin": "application/vnd.cncf.model.weight.v1.raw",
-        "report/report.json": "application/vnd.cncf.model.doc.v1.raw",
+        made.evidence[0].path: "application/vnd.cncf.model.doc.v1.raw",
+        **dict.fromkeys(EVIDENCE, "application/vnd.cncf.model.doc.v1.raw"),
         "tokenizer/tokenizer.json": "application/vnd.cncf.model.weight.config.v1.raw",
         "triton/model.py": "application/vnd.cncf.model.code.v1.raw",
     }
@@ -140,8 +141,8 @@ def test_the_same_artifact_gives_the_same_manifest_and_uploads_nothing(
     assert again.digest == first.digest
     assert registry.manifests["1"] == registry.manifests["2"]
     assert (again.uploaded, again.uploaded_bytes) == (0, 0)
-    other = put(tmp_path / "other", "graph 2", version="2", files=FILES)
-    changed = {"manifest.json", "engine/model.onnx"}
+    other = put(tmp_path / "other", "graph 2", files=FILES)
+    changed = {"manifest.json", other.evidence[0].path, "engine/model.onnx"}
     assert pushed(other, registry, "3").uploaded_bytes == sum((other.path / name).stat().st_size for name in changed)
 
 
@@ -162,7 +163,7 @@ def test_a_signature_travels_and_can_be_required(made: Artifact, registry: Regis
     assert "does not verify" in refused(registry, out, "--require-signature", "--key", other)
     done = invoke("pull", f"{registry.host}/models/tiny:1", "--out", out, "--require-signature", "--key", public)
     assert done.exit_code == 0, done.output
-    assert (out / "tiny/1/model.sig").read_bytes() == (made.path / "model.sig").read_bytes()
+    assert (out / "tiny" / made.path.name / "model.sig").read_bytes() == (made.path / "model.sig").read_bytes()
     assert "go together" in invoke("pull", f"{registry.host}/models/tiny:1", "--require-signature").stderr
 
 
@@ -174,7 +175,7 @@ def test_an_artifact_that_was_changed_is_not_pushed(made: Artifact, registry: Re
         with pytest.raises(InputError, match=r"was changed after it was published: engine/model\.onnx"):
             pushed(made, registry)
     (made.path / "stray").touch()
-    with pytest.raises(InputError, match="not in the manifest: stray"):
+    with pytest.raises(InputError, match="not in the manifest or in evidence: stray"):
         pushed(made, registry)
     assert registry.manifests == {}
 
@@ -349,9 +350,12 @@ def ours(**changes: object) -> Callable[[Registry], object]:
 
     def apply(registry: Registry) -> None:
         manifest = json.loads(registry.manifests["1"])
-        raw = json.dumps({**json.loads(registry.blobs[manifest["layers"][0]["digest"]]), **changes}).encode()
-        registry.blobs[digest(raw)] = raw
-        manifest["layers"][0].update(digest=digest(raw), size=len(raw))
+        old = [registry.blobs[layer["digest"]] for layer in manifest["layers"][:2]]
+        for layer, raw in zip(manifest["layers"], forged(*old, **changes), strict=False):
+            registry.blobs[digest(raw)] = raw
+            layer.update(digest=digest(raw), size=len(raw))
+        bound = manifest["layers"][1]
+        bound["annotations"]["org.cncf.model.filepath"] = f"evidence/{bound['digest'].removeprefix('sha256:')}.json"
         registry.tag("1", manifest)
 
     return apply
@@ -365,7 +369,7 @@ def blob(number: int, change: Callable[[bytes], bytes]) -> Callable[[Registry], 
     return apply
 
 
-RECORD = {"sha256": "0" * 64, "size_bytes": 0, "in_content": True}
+RECORD = {"sha256": "0" * 64, "size_bytes": 0}
 IMAGE = {"schemaVersion": 2, "config": {"mediaType": "application/vnd.oci.image.config.v1+json"}, "layers": []}
 
 
@@ -373,9 +377,9 @@ IMAGE = {"schemaVersion": 2, "config": {"mediaType": "application/vnd.oci.image.
     ("change", "said"),
     [
         (blob(0, lambda data: data.replace(b"tiny", b"tinx")), "the registry sent a blob that is sha256:"),
-        (blob(1, lambda data: data[:-1] + b"!"), "the registry sent a blob that is sha256:"),
-        (blob(1, lambda data: data + b"!"), "the registry sent more than 3,000,000 bytes"),
-        (blob(1, lambda data: data[:-1]), "breaks off after 2,999,999 of 3,000,000 bytes"),
+        (blob(3, lambda data: data[:-1] + b"!"), "the registry sent a blob that is sha256:"),
+        (blob(3, lambda data: data + b"!"), "the registry sent more than 3,000,000 bytes"),
+        (blob(3, lambda data: data[:-1]), "breaks off after 2,999,999 of 3,000,000 bytes"),
         (blob(0, lambda data: b""), "breaks off after 0 of"),
         (lambda registry: registry.blobs.pop(digest(FILES["engine/big"])), "refused the blob"),
         (lambda registry: registry.headers.update({"Docker-Content-Digest": "sha256:0"}), ", not sha256:0"),
@@ -392,32 +396,32 @@ IMAGE = {"schemaVersion": 2, "config": {"mediaType": "application/vnd.oci.image.
         (edited(lambda manifest: manifest.update(config=[], artifactType="")), "its OCI manifest is not JSON"),
         (edited(lambda manifest: manifest.pop("layers")), "layer 0 has no path, type, size or digest"),
         (edited(lambda manifest: manifest.update(layers=[])), "of ModelPack, but it has no layers"),
-        (edited(lambda manifest: manifest["layers"].pop(0)), "it begins with 'engine/big'"),
-        (edited(lambda manifest: manifest["layers"].pop()), "it has 8 layers; manifest.json makes 9"),
-        (edited(lambda manifest: manifest["layers"].append(manifest["layers"][1])), "it has 10 layers"),
+        (edited(lambda manifest: manifest["layers"].pop(0)), "it begins with 'evidence/"),
+        (edited(lambda manifest: manifest["layers"].pop(1)), "there is no evidence about it"),
+        (edited(lambda manifest: manifest["layers"].pop()), "it has 11 layers; manifest.json makes 12"),
+        (edited(lambda manifest: manifest["layers"].append(manifest["layers"][1])), "it has 13 layers"),
         (edited(lambda manifest: manifest["layers"].insert(1, manifest["layers"][0])), "a layer for 'manifest.json'"),
         (edited(lambda manifest: manifest["layers"].reverse()), "it begins with 'triton/model.py'"),
-        (layer(1, size=17), "the layer of engine/big is sha256:"),
-        (layer(1, digest=f"sha256:{'0' * 64}"), "the layer of engine/big is sha256:000"),
-        (layer(1, digest="sha512:0"), "layer 1 ('engine/big') is not one raw file"),
-        (layer(1, digest="sha256:../../x"), "layer 1 ('engine/big') is not one raw file"),
-        (layer(1, digest=7), "layer 1 has no path"),
-        (layer(1, size=-1), "layer 1 ('engine/big') is not one raw file"),
-        (layer(1, size="1"), "layer 1 ('engine/big') is not one raw file"),
-        (layer(1, mediaType="application/vnd.cncf.model.weight.v1.tar"), "is not one raw file"),
-        (layer(1, annotations=None), "layer 1 has no path"),
-        (path(1, "../x"), "a layer for '../x' where 'engine/big' must be"),
-        (path(1, "/etc/passwd"), "a layer for '/etc/passwd' where 'engine/big' must be"),
-        (path(1, ["x"]), "where 'engine/big' must be"),
-        (path(1, "model.sig"), "a layer for 'engine/empty' where 'engine/big' must be"),
+        (layer(3, size=17), "the layer of engine/big is sha256:"),
+        (layer(3, digest=f"sha256:{'0' * 64}"), "the layer of engine/big is sha256:000"),
+        (layer(3, digest="sha512:0"), "layer 3 ('engine/big') is not one raw file"),
+        (layer(3, digest="sha256:../../x"), "layer 3 ('engine/big') is not one raw file"),
+        (layer(3, digest=7), "layer 3 has no path"),
+        (layer(3, size=-1), "layer 3 ('engine/big') is not one raw file"),
+        (layer(3, size="1"), "layer 3 ('engine/big') is not one raw file"),
+        (layer(3, mediaType="application/vnd.cncf.model.weight.v1.tar"), "is not one raw file"),
+        (layer(3, annotations=None), "layer 3 has no path"),
+        (path(3, "../x"), "a layer for '../x' where 'engine/big' must be"),
+        (path(3, "/etc/passwd"), "a layer for '/etc/passwd' where 'engine/big' must be"),
+        (path(3, ["x"]), "where 'engine/big' must be"),
+        (path(3, "model.sig"), "a layer for 'model.sig' where 'engine/big' must be"),
         (layer(0, size=17 << 20), "at most 16,777,216 are allowed"),
         (ours(files={"../x": RECORD}), "is not a plain path inside the artifact"),
         (ours(files={"/x": RECORD}), "is not a plain path inside the artifact"),
         (ours(files={"a": RECORD, "a/b": RECORD}), "'a/b' lies in a file"),
         (ours(files={f"f{n}": RECORD for n in range(100_001)}), "at most 100,000 are allowed"),
-        (ours(name="../x"), "its manifest says '../x' '1'"),
-        (ours(version=".x"), "its manifest says 'tiny' '.x'"),
-        (ours(schema=2), "schema 2 is not supported"),
+        (ours(name="../x"), "name '../x' cannot be that of an artifact"),
+        (ours(schema=1), "schema 1 is not supported"),
     ],
 )  # fmt: skip
 def test_hostile_registries(
@@ -446,7 +450,7 @@ def test_uploads_that_go_nowhere(made: Artifact, registry: Registry, location: s
 
 def test_fuzzed_manifests(registry: Registry, tmp_path: Path) -> None:
     """Bytes of the OCI manifest flipped, cut and doubled: the artifact, or an error of ours, and nothing else."""
-    made = put(tmp_path / "here", version="1")
+    made = put(tmp_path / "here")
     pushed(made, registry)
     raw, chance, reference = (
         registry.manifests["1"],

@@ -33,7 +33,7 @@ def memory() -> Iterator[Any]:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Artifact:
-    return put(tmp_path / "here", version="1")
+    return put(tmp_path / "here")
 
 
 def invoke(*words: str | Path) -> Result:
@@ -53,8 +53,8 @@ def test_there_and_back(made: Artifact, tmp_path: Path, where: str) -> None:
     invoke("export", made.path, "-o", local)
     assert fsspec.open(url).open().read() == local.read_bytes()
     done = invoke("import", url, "--out", tmp_path / "there")
-    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'there/tiny/1'}\n"), done.output
-    Artifact.open(tmp_path / "there/tiny/1").verify()
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'there/tiny' / made.path.name}\n"), done.output
+    Artifact.open(tmp_path / "there/tiny" / made.path.name).verify()
 
 
 def test_an_export_that_fails_leaves_what_was_there(made: Artifact, memory: Any) -> None:

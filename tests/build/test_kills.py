@@ -115,7 +115,7 @@ class Builds:
         assert self.run() == 0
         artifact = Artifact.open(Path((self.folder / "told.path").read_text()))
         artifact.verify()
-        return artifact, reports.read(artifact.path / "report" / "report.json")
+        return artifact, reports.read(artifact)
 
     def _line(self) -> str:
         assert self.process.stdout is not None

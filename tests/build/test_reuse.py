@@ -100,7 +100,7 @@ def build(recipe: Recipe, tmp_path: Path, *, cached: bool = True, progress: Reco
     artifact = Artifact.open(result.path)
     artifact.verify()
     assert not list(folder.glob("*/.[!l]*"))  # no private cache is left
-    return artifact.manifest.content_digest, reports.read(result.path / "report" / "report.json")
+    return artifact.manifest.content_digest, reports.read(artifact)
 
 
 def reused(report: reports.Report) -> list[str]:

@@ -211,7 +211,7 @@ def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequ
     except _FAILURES as error:
         raise UnsupportedError(
             f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}",
-            hint="run `llmforge inspect ARTIFACT --verify` to list changed files",
+            hint="run `llmforge verify ARTIFACT` to list changed files",
         ) from error
 
 
