@@ -43,6 +43,7 @@ from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository
+from llmforge.verification.promises import Promises
 from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
 
@@ -117,9 +118,10 @@ def make(
     windows = texts.evaluation_windows(recipe, checkpoint)
     lossy = any(step.numerics is Numerics.LOSSY for step in steps)
     chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
-    verification = Verification(out / recipe.name / ".failed", chosen, threads, progress)
+    promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
+    verification = Verification(out / recipe.name / ".failed", promised, chosen, threads, progress)
     notes += coverage(model)
-    chain = kept.chain(checkpoint, target, calibration_key, chosen)
+    chain = kept.chain(checkpoint, target, calibration_key, promised, chosen)
     done, scratch = [], Scratch(staging.parent)
     for step in steps:
         # A pass sees what it demands: what others measure is not part of its key.
@@ -192,6 +194,7 @@ class Verification:
     """Makes the verifier of passes when the first one comes that is to be proven, and again behind one that is not."""
 
     folder: Path
+    promises: Promises
     texts: Sequence[NDArray[np.int64]]
     threads: int
     progress: Progress
@@ -201,7 +204,9 @@ class Verification:
         """Return a verifier that has seen `model`, on which the next pass is to run."""
         if self._verifier is None:
             self.progress.stage("Prepare verification of passes")
-            self._verifier = Verifier(model, folder=self.folder, texts=self.texts, threads=self.threads)
+            self._verifier = Verifier(
+                model, promises=self.promises, folder=self.folder, texts=self.texts, threads=self.threads
+            )
         return self._verifier
 
     def skip(self) -> None:
@@ -252,8 +257,7 @@ def coverage(model: ir.Model) -> list[str]:
         return []
     return [
         f"passes: the model is too large to run whole ({graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights): "
-        "exact and rounding passes are verified on the subgraphs they changed, identical changes once; budgets of "
-        "lossy passes are measured on the whole model layer by layer, on few tokens"
+        "budgets of lossy passes are measured layer by layer, on few tokens"
     ]
 
 

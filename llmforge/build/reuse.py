@@ -34,9 +34,10 @@ from llmforge.checkpoint.text import Window
 from llmforge.evaluation.quality import Logits
 from llmforge.ir import graph
 from llmforge.lowering import options
-from llmforge.lowering.pass_base import Changes, Numerics, Pass
+from llmforge.lowering.pass_base import Changes, Pass
 from llmforge.report import model as records
 from llmforge.targets import Target
+from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verification
 
 PROOF, TENSORS, INDEX = "proof.json", "tensors", "index.json"
@@ -133,10 +134,16 @@ class Reuse:
         return kept
 
     def chain(
-        self, checkpoint: Checkpoint, target: Target, calibration: str, texts: Sequence[NDArray[np.int64]]
+        self,
+        checkpoint: Checkpoint,
+        target: Target,
+        calibration: str,
+        promises: Promises,
+        texts: Sequence[NDArray[np.int64]],
     ) -> Chain:
-        """Begin the chain of passes; `texts` are those that budgets are measured on."""
-        return Chain(self, checkpoint.digest, _hash(target.model_dump(mode="json")), calibration, _hash_of_texts(texts))
+        """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on."""
+        device = _hash(target.model_dump(mode="json"))
+        return Chain(self, checkpoint.digest, device, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
 
 
 @contextmanager
@@ -158,6 +165,7 @@ class Chain:
     before: str
     target: str
     calibration: str
+    promises: str
     texts: str
 
     def step(self, step: Pass, model: ir.Model) -> Step:
@@ -179,8 +187,7 @@ class Chain:
         }
         modules = [module] if known else []
         tensors = self.reuse.key("tensors", modules, **parts)
-        lossy = step.numerics is Numerics.LOSSY
-        more = {"budget": json.dumps(given.get("budget")), "texts": self.texts if lossy else ""}
+        more = {"budget": json.dumps(given.get("budget")), "promises": self.promises, "texts": self.texts}
         proof = self.reuse.key("proof", [*modules, _PROOF_CODE], **parts, **more)
         self.before = tensors.digest
         return Step(self.reuse.cache, tensors, proof if known else None)
