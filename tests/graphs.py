@@ -16,7 +16,8 @@ from llmforge.lowering.pass_base import Changes, Context, Pass
 from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verification, Verifier
 
-CPU = Context(target=targets.load("cpu-avx2"))
+TARGET = targets.load("cpu-avx2")
+CPU = Context(TARGET)
 MAX_POSITION = 64
 PROMISES = Promises(context=MAX_POSITION, batch=3, vocabulary=96)
 

@@ -71,7 +71,7 @@ class ChangedSubgraph:
 
     @property
     def has_new_weights(self) -> bool:
-        """Say whether the graph after reads a weight, no constant or table, that the graph before does not read here."""
+        """Say whether the graph after reads a weight that the graph before does not: no constant, and no table."""
         before, after = (
             {id(tensor) for tensor in side.tensors() if not _is_small(tensor)} - {id(table) for table in side.tables()}
             for side in self._sides

@@ -47,14 +47,16 @@ class Snapshot:
         return None
 
 
-def check(name: str, before: Snapshot, model: ir.Model, changes: Changes) -> None:
+def check(name: str, before: Snapshot, model: ir.Model, changes: Changes, overwritten: str | None) -> None:
     """Hold what the pass `name` reports, and the notes that it leaves in the graph, against what it did.
+
+    `overwritten` is what of the graph before was changed in place, when the pass had run.
 
     Raises:
         VerificationError: something else stands there.
     """
-    if (tensor := before.overwritten()) is not None:
-        raise VerificationError(f"pass {name} changed the numbers of initializer {tensor} in place")
+    if overwritten is not None:
+        raise VerificationError(f"pass {name} changed the numbers of initializer {overwritten} in place")
     check_changes(name, before, model, changes)
     for found in (_unknown_place(before.model, model, changes), *_leftovers(before.model, model)):
         if found is not None:

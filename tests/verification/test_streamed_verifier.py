@@ -90,10 +90,8 @@ def test_layers_that_a_pass_changes_alike_are_proven_together_each_with_its_own_
     assert result.probes[0] == f"{places} changed subgraphs of {of}, each with its own weights"
     assert result.allowed is not None
     assert 0 <= result.largest_difference < 0.1 * result.allowed
-    assert len(reads.names) == len(set(reads.names))
-    assert {f"model.layers.{layer}" for layer in range(LAYERS)} >= {
-        name[:14] for name in reads.names if ".norm" not in name
-    }
+    if step != FlashAttention():  # which leaves all weights alone
+        assert all(any(f"layers.{layer}." in name for name in reads.names) for layer in range(LAYERS))
 
 
 def test_passes_follow_one_another(tmp_path: Path) -> None:

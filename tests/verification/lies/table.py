@@ -86,8 +86,7 @@ def caught(
     try:
         verifier.check(step, trial, step.run(trial, context))
     except VerificationError as error:
-        assert error.exit_code == 7
-        return error.message
+        return error.message if error.exit_code == 7 else None
     return None
 
 
@@ -352,14 +351,10 @@ def epsilon(factor: float, which: int | None = None) -> Act:
 def attribute(operator: type, name: str, change: Callable[[float], float], which: int | None = None) -> Act:
     def act(model: ir.Model) -> list[str] | None:
         chosen = _pick(_nodes(model, operator), which)
-        chosen = [
-            node
-            for node in chosen
-            if change(node.attributes.get_float(name, 0.0)) != node.attributes.get_float(name, 0.0)
-        ]
-        for node in chosen:
-            node.attributes[name] = ir.AttrFloat32(name, change(node.attributes.get_float(name, 0.0)))
-        return _names(chosen)
+        given = [(node, node.attributes.get_float(name, 0.0)) for node in chosen]
+        for node, number in given:
+            node.attributes[name] = ir.AttrFloat32(name, change(number))
+        return _names([node for node, number in given if change(number) != number])
 
     return act
 
@@ -527,9 +522,8 @@ def left_behind(model: ir.Model) -> list[str] | None:
     node = _products(model, "o_proj")[-1]
     value = node.inputs[1]
     assert value is not None
-    copy = Derived(
-        np.concatenate, [graph.tensor(value)], ir.DataType.FLOAT, ir.Shape(graph.tensor(value).shape), "copy"
-    )
+    tensor = graph.tensor(value)
+    copy = Derived(side_by_side, [tensor], tensor.dtype, ir.Shape(tensor.shape.numpy()), "copy")
     node.replace_input_with(1, graph.initializer(model, "lie.copy", copy, graph.sources(value)))
     return _names([node])
 
@@ -657,9 +651,7 @@ def _lies() -> Iterator[Lie]:
     yield Lie("past of one layer forgotten from 90", past(90, -1), ROUNDING)
     # rows, tokens, ids
     yield Lie("rows of a batch from 2 on", beyond(0, 2, _sums))
-    yield Lie(
-        "rows of a batch from 2 on, one layer's MLP", beyond(0, 2, lambda m: _products(m, "down_proj"), -1), ROUNDING
-    )
+    yield Lie("rows of a batch from 2 on, one MLP", beyond(0, 2, lambda m: _products(m, "down_proj"), -1), ROUNDING)
     yield Lie("tokens of a step from 12 on", beyond(1, 12, _sums), ROUNDING)
     yield Lie("tokens of a step from 100 on, one layer", beyond(1, 100, _sums, -2))
     yield Lie("tokens of a step from 60 on, of attention", beyond(1, 60, _attentions, 0), ROUNDING)
