@@ -90,8 +90,8 @@ def near(promises: Promises, tokens: int) -> Iterator[Place]:
         yield _place("largest batch", promises, rng, [1 + row % 2 for row in range(rows)], [0] * rows)
     longest = min(tokens, promises.chunk, promises.context)
     if longest > some:
-        rows = np.array([-1, *np.linspace(0, longest - 2, _LOGITS_ROWS).astype(np.int64)])
-        yield replace(_place("longest step", promises, rng, [longest], [0]), rows=rows)
+        logits = np.array([-1, *np.linspace(0, longest - 2, _LOGITS_ROWS)]).astype(np.int64)
+        yield replace(_place("longest step", promises, rng, [longest], [0]), rows=logits)
 
 
 def far(promises: Promises, reach: int, batch: int) -> Iterator[Place]:
@@ -110,8 +110,8 @@ def far(promises: Promises, reach: int, batch: int) -> Iterator[Place]:
             yield _place(f"across {border} tokens", promises, rng, [some], [border - some // 2])
     rows = min(promises.batch, batch, _ROWS)
     if rows > 1:
-        past = sorted({0, *places} - {last})
-        chosen = [past[round(row * (len(past) - 1) / (rows - 1))] for row in range(rows)]
+        known = sorted({0, *places} - {last})
+        chosen = [known[round(row * (len(known) - 1) / (rows - 1))] for row in range(rows)]
         yield _place("largest batch", promises, rng, [1] * rows, chosen)  # kernels take no more of several rows
 
 

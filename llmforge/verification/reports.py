@@ -86,10 +86,9 @@ def _unknown_place(before: ir.Model, after: ir.Model, changes: Changes) -> str |
     for model in (before, after):
         known |= {value.name for value in (*model.graph.initializers.values(), *model.graph.inputs)}
         known |= {value.name for value in model.graph.outputs}
-    for place in (*changes.rewritten, *changes.skipped):
-        if place.node not in known:
-            return f"reports {place.node}, which is in neither graph"
-    return None
+    places = [place.node for place in changes.rewritten] + [place.node for place in changes.skipped]
+    unknown = next((place for place in places if place not in known), None)
+    return None if unknown is None else f"reports {unknown}, which is in neither graph"
 
 
 def _leftovers(before: ir.Model, after: ir.Model) -> Iterator[str]:

@@ -394,4 +394,5 @@ def _nudge(array: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     if not np.issubdtype(array.dtype, np.floating):
         return array
     signs = rng.integers(0, 2, min(array.size, _PERIOD), np.int8) * 2 - 1
-    return (array * (1 + np.resize(signs, array.shape) * np.float32(_NUDGE))).astype(array.dtype)
+    moved: NDArray[Any] = array * (1 + np.resize(signs, array.shape) * np.float32(_NUDGE))
+    return moved.astype(array.dtype)
