@@ -497,6 +497,101 @@ def flush(limit: float) -> Act:
     return act
 
 
+def late_positions(limit: int) -> Act:
+    """Count positions above `limit` one too low."""
+
+    def act(model: ir.Model) -> list[str] | None:
+        chosen = _nodes(model, RotaryEmbedding)
+        for node in chosen:
+            given = node.inputs[3]
+            assert given is not None
+            bounds = [_constant(model, f"bound.{bound}", bound) for bound in (limit, limit + 1)]
+            head = graph.insert(node, "Min", [given, bounds[0]], name=f"{node.name}/head")[0]
+            rest = graph.insert(node, "Sub", [given, bounds[1]], name=f"{node.name}/rest")[0]
+            zero = _constant(model, "nought", 0)
+            rest = graph.insert(node, "Clip", [rest, zero], name=f"{node.name}/above")[0]
+            sum_ = graph.insert(node, "Add", [head, rest], name=f"{node.name}/late")[0]
+            for number, value in enumerate((head, rest, sum_)):
+                value.name, value.type, value.shape = f"{node.name}/late.{number}", given.type, given.shape
+            graph.producer(rest).inputs[0].name = f"{node.name}/late.3"  # type: ignore[union-attr]
+            node.replace_input_with(3, sum_)
+        return _names(chosen)
+
+    return act
+
+
+def interleaved(which: int) -> Act:
+    def act(model: ir.Model) -> list[str] | None:
+        for node in (chosen := _pick(_nodes(model, RotaryEmbedding), which)):
+            other = 1 - node.attributes.get_int("interleaved", 0)
+            node.attributes["interleaved"] = ir.AttrInt64("interleaved", other)
+        return _names(chosen)
+
+    return act
+
+
+def through(dtype: ir.DataType, which: int) -> Act:
+    """Round a residual sum to half precision and back."""
+
+    def act(model: ir.Model) -> list[str] | None:
+        chosen = _pick(_sums(model), which)
+
+        def make(value: ir.Value) -> list[ir.Node]:
+            down = _node("Cast", [value], value, "half", to=int(dtype))
+            down.outputs[0].type = ir.TensorType(dtype)
+            return [down, _node("Cast", [down.outputs[0]], value, "back", to=int(ir.DataType.FLOAT))]
+
+        for node in chosen:
+            _behind(node, make)
+        return _names(chosen)
+
+    return act
+
+
+def norms_swapped(which: int) -> Act:
+    """Let the two norms of a layer read each other's weight."""
+
+    def act(model: ir.Model) -> list[str] | None:
+        found = [node for node in _nodes(model, RMSNormalization) if node.inputs[1] and not node.inputs[1].producer()]
+        pair = [node for node in found if "layernorm" in str(node.name)][2 * which :][:2]
+        if len(pair) < 2:
+            return None
+        one, other = (node.inputs[1] for node in pair)
+        pair[0].replace_input_with(1, other)
+        pair[1].replace_input_with(1, one)
+        return _names(pair)
+
+    return act
+
+
+def caches_swapped(which: int) -> Act:
+    """Let two layers read each other's keys."""
+
+    def act(model: ir.Model) -> list[str] | None:
+        pair = _nodes(model, canonical.Attention)[which:][:2]
+        if len(pair) < 2 or graph.dims(pair[0].inputs[3]) != graph.dims(pair[1].inputs[3]):  # type: ignore[arg-type]
+            return None
+        one, other = (node.inputs[3] for node in pair)
+        pair[0].replace_input_with(3, other)
+        pair[1].replace_input_with(3, one)
+        return _names(pair)
+
+    return act
+
+
+def cache_scaled(which: int) -> Act:
+    """Keep values in the cache a little larger than they were read."""
+
+    def act(model: ir.Model) -> list[str] | None:
+        chosen = _pick(_nodes(model, canonical.Attention), which)
+        factor = _constant(model, "factor", 1.001, np.float32)
+        for node in chosen:
+            _behind(node, lambda value: [_node("Mul", [value, factor], value, "scaled")], output=2)
+        return _names(chosen)
+
+    return act
+
+
 # Reports
 
 
@@ -710,4 +805,20 @@ def _lies() -> Iterator[Lie]:
     yield Lie("lossy: residuals clipped at 100", clip(100, _sums), LOSSY)
 
 
-LIES = tuple(_lies())
+def _thought_up_later() -> Iterator[Lie]:
+    """List lies that were thought up when the proofs stood."""
+    yield Lie("positions one too low above 90", late_positions(90), ROUNDING)
+    yield Lie("positions one too low above 700", late_positions(700))
+    yield Lie("the last row of the largest batch", beyond(0, 7, _attentions, -1))
+    yield Lie("the last token of the longest step", beyond(1, 511, lambda m: _products(m, "up_proj"), -1), ROUNDING)
+    yield Lie("rope of one key interleaved", interleaved(-1), ROUNDING)
+    yield Lie("a residual rounded to fp16", through(ir.DataType.FLOAT16, -1), ROUNDING)
+    yield Lie("a residual rounded to bf16", through(ir.DataType.BFLOAT16, 0), ROUNDING)
+    yield Lie("two norms of a layer swapped", norms_swapped(1))
+    yield Lie("keys of two layers swapped", caches_swapped(0), ROUNDING)
+    yield Lie("a cache kept larger", cache_scaled(-1), ROUNDING)
+    yield Lie("residuals clipped at 5000", clip(5000, _sums, -1))
+    yield Lie("the last column of the vocabulary", weight("embed_tokens.weight", one_token, 0), ROUNDING)
+
+
+LIES = (*_lies(), *_thought_up_later())
