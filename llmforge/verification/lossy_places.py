@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from llmforge.ir.operators.record import CPU
 from llmforge.ir.subgraph import Index
@@ -21,8 +22,8 @@ from llmforge.verification.promises import Place, Promises
 from llmforge.verification.subgraph_proof import Difference, Pair
 
 LARGEST_BYTES = 1 << 28  # of the weights of both sides of a subgraph: a head or an embedding may be larger
-TIMES, APART = 4.0, 0.05  # what a far place may cost beside a near one, and of a token's size
-_TOKEN_APART = 0.5  # the same of one row of an embedding, of which each has scales of its own
+TIMES = 4.0  # what a far place may cost beside a near one
+APART, TOKEN_APART = 0.05, 0.4  # and by how much more, of a token's size: all tokens on average, and any of them
 _TOKENS = 64  # of the longest step
 _NEAR = 2  # steps that show what is usual
 _CODES = frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4})
@@ -64,26 +65,25 @@ def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int) -> Diffe
     """Return where a subgraph loses much more than in its first steps."""
     pair = Pair(changed, threads)
     reach = subgraph_proof.reach_of(pair, promised) if pair.has_places else None
-    usual: dict[str, float] = {}
+    usual: dict[str, NDArray[np.float64]] = {}
     everywhere = (place for place in subgraph_proof.places(pair, promised, reach, tokens=_TOKENS) if not place.scaled)
     for number, place in enumerate(chain([promises.first(promised)], everywhere)):
-        losses = _losses(pair, place)
-        apart = _TOKEN_APART if place.name == promises.EVERY_TOKEN else APART
-        for name, loss in losses.items():
+        for name, loss in _losses(pair, place).items():
             if number < _NEAR:
-                usual[name] = max(usual.get(name, 0.0), loss)
+                usual[name] = np.maximum(usual.get(name, 0.0), loss)
                 continue
-            allowed = max(TIMES * usual[name], usual[name] + apart)
-            if loss > allowed:
-                what = f"{name} differ by {loss:.3g} of a token's size, allowed is {allowed:.3g}"
-                return Difference(f"{what} ({usual[name]:.3g} in the first steps),", place.where)
+            known = usual.setdefault(name, np.zeros(2))
+            allowed = np.maximum(TIMES * known, known + (APART, TOKEN_APART))
+            for which in np.flatnonzero(loss > allowed):
+                what = f"{name} differ by {loss[which]:.3g} of a token's size, allowed is {allowed[which]:.3g}"
+                return Difference(f"{what} ({known[which]:.3g} in the first steps),", place.where)
     return None
 
 
-def _losses(pair: Pair, place: Place) -> dict[str, float]:
-    """Return what the token costs that loses most, by output: √mean(difference²) / √mean(before²)."""
+def _losses(pair: Pair, place: Place) -> dict[str, NDArray[np.float64]]:
+    """Return what tokens cost on average, and at most, by output: √mean(difference²) / √mean(before²) of each."""
     edges = subgraph_proof.made_up(pair, place, {}, coarse=True)
-    losses: dict[str, float] = {}
+    found: dict[str, list[NDArray[np.float64]]] = {}
     for made in pair.run(place, edges):
         if made.before.dtype != made.after.dtype:  # codes of a cache: what reads them shows it
             continue
@@ -93,5 +93,6 @@ def _losses(pair: Pair, place: Place) -> dict[str, float]:
             moved = np.sqrt(np.square(a - b).mean(axis=1))
         usable = np.isfinite(size) & (size > 0)
         loss = np.nan_to_num(moved[usable] / size[usable], nan=np.inf, posinf=np.inf)
-        losses[made.name] = max(losses.get(made.name, 0.0), float(loss.max(initial=0.0)))
-    return losses
+        found.setdefault(made.name, []).append(loss)
+    joined = {name: np.concatenate(losses) for name, losses in found.items()}
+    return {name: np.array([loss.mean(), loss.max()]) for name, loss in joined.items() if loss.size}

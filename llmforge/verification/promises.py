@@ -17,7 +17,6 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export.limits import named
 from llmforge.verification.probe import ProbeStep
 
-EVERY_TOKEN = "every token id"
 _SEED = 20_240_301  # any fixed number: steps must be the same in every build
 _FEW, _SOME = 2, 16  # tokens of a short step, and of one that crosses borders
 _ROWS = 16  # of a batch, at most: kernels treat no more than a row, or a handful of them, in a way of its own
@@ -136,7 +135,7 @@ def every_token(promises: Promises, size: int = _VOCABULARY_CHUNK) -> Iterator[P
     for at in range(0, promises.vocabulary, size):
         ids = np.arange(at, min(at + size, promises.vocabulary), dtype=np.int64)[None]
         lengths = np.array([ids.shape[1]], np.int64)
-        yield Place(EVERY_TOKEN, ProbeStep(ids, lengths, np.zeros(1, np.int32)))
+        yield Place("every token id", ProbeStep(ids, lengths, np.zeros(1, np.int32)))
 
 
 def _powers(last: int) -> list[int]:
