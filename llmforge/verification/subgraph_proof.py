@@ -377,7 +377,8 @@ def _fill(buffer: NDArray[Any], rng: np.random.Generator) -> None:
 def _coarse(array: NDArray[Any]) -> NDArray[Any]:
     """Round to numbers that fp16 and bf16 both hold."""
     mantissa, exponent = np.frexp(array)
-    return np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(array.dtype)
+    rounded: NDArray[Any] = np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(array.dtype)
+    return rounded
 
 
 def _nudged(edges: Edges) -> Edges:
@@ -394,5 +395,5 @@ def _nudge(array: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     if not np.issubdtype(array.dtype, np.floating):
         return array
     signs = rng.integers(0, 2, min(array.size, _PERIOD), np.int8) * 2 - 1
-    moved: NDArray[Any] = array * (1 + np.resize(signs, array.shape) * np.float32(_NUDGE))
-    return moved.astype(array.dtype)
+    moved: NDArray[Any] = (array * (1 + np.resize(signs, array.shape) * np.float32(_NUDGE))).astype(array.dtype)
+    return moved
