@@ -73,7 +73,7 @@ def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int) -> Diffe
                 usual[name] = np.maximum(usual.get(name, 0.0), loss)
                 continue
             known = usual.setdefault(name, np.zeros(2))
-            allowed = np.maximum(TIMES * known, known + (APART, TOKEN_APART))
+            allowed = np.maximum(TIMES * known, known + np.array([APART, TOKEN_APART]))
             for which in np.flatnonzero(loss > allowed):
                 what = f"{name} differ by {loss[which]:.3g} of a token's size, allowed is {allowed[which]:.3g}"
                 return Difference(f"{what} ({known[which]:.3g} in the first steps),", place.where)

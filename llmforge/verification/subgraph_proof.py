@@ -289,11 +289,9 @@ class _Trial:
                 units = np.where(units > np.maximum(self.tolerance, _NUDGES * noise), units, 0.0)
             worst = float(units.max(initial=0.0))
             if worst > self.tolerance:
-                return Difference(
-                    f"{calls[each.name]} differ by {comparison.largest(b, a):.3g}, {worst:.3g} of a token's size, "
-                    f"allowed is {self.tolerance:.3g},",
-                    place.where,
-                )
+                size = f", {worst:.3g} of a token's size" if self.tolerance else ""
+                what = f"{calls[each.name]} differ by {comparison.largest(b, a):.3g}{size}"
+                return Difference(f"{what}, allowed is {self.tolerance:.3g},", place.where)
             largest = max(largest, worst)
         return largest
 
