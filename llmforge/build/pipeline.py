@@ -46,8 +46,10 @@ from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository
+from llmforge.verification.promises import Promises
+from llmforge.verification.reports import Snapshot
 from llmforge.verification.trace_verifier import verify_trace
-from llmforge.verification.verifier import Snapshot, Verifier
+from llmforge.verification.verifier import Verifier
 
 
 def build(
@@ -126,9 +128,10 @@ def make(
     windows = texts.evaluation_windows(recipe, checkpoint)
     lossy = any(step.numerics is Numerics.LOSSY for step in steps)
     chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
-    verification = Verification(out / recipe.name / ".failed", chosen, threads, proofs)
+    promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
+    verification = Verification(out / recipe.name / ".failed", promised, chosen, threads, proofs)
     of_passes = coverage(model)
-    chain = kept.chain(checkpoint, calibration_key, chosen)
+    chain = kept.chain(checkpoint, calibration_key, promised, chosen)
     done: list[tuple[partial[records.PassRecord], Proof[records.VerificationRecord]]] = []
     scratch = Scratch(staging.parent)
     for step in steps:
@@ -212,6 +215,7 @@ class Verification:
     """
 
     folder: Path
+    promises: Promises
     texts: Sequence[NDArray[np.int64]]
     threads: int
     proofs: Proofs
@@ -248,7 +252,9 @@ class Verification:
 
     def _at(self, before: Snapshot) -> Verifier:
         if self._verifier is None:
-            self._verifier = Verifier(before, folder=self.folder, texts=self.texts, threads=self.threads)
+            self._verifier = Verifier(
+                before, promises=self.promises, folder=self.folder, texts=self.texts, threads=self.threads
+            )
         return self._verifier
 
 
@@ -296,8 +302,7 @@ def coverage(model: ir.Model) -> list[str]:
         return []
     return [
         f"passes: the model is too large to run whole ({graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights): "
-        "exact and rounding passes are verified on the subgraphs they changed, identical changes once; budgets of "
-        "lossy passes are measured on the whole model layer by layer, on few tokens"
+        "budgets of lossy passes are measured layer by layer, on few tokens"
     ]
 
 

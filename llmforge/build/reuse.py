@@ -36,9 +36,10 @@ from llmforge.checkpoint.text import Window
 from llmforge.evaluation.quality import Logits
 from llmforge.ir import graph
 from llmforge.lowering import options
-from llmforge.lowering.pass_base import Changes, Numerics, Pass
+from llmforge.lowering.pass_base import Changes, Pass
 from llmforge.report import model as records
 from llmforge.trace.export import kept_graph
+from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verification
 
 PROOF, TENSORS, INDEX, CONFIGURATION = "proof.json", "tensors", "index.json", "configuration.json"
@@ -170,9 +171,11 @@ class Reuse:
 
         return kept
 
-    def chain(self, checkpoint: Checkpoint, calibration: str, texts: Sequence[NDArray[np.int64]]) -> Chain:
-        """Begin the chain of passes; `texts` are those that budgets are measured on."""
-        return Chain(self, checkpoint.digest, calibration, _hash_of_texts(texts))
+    def chain(
+        self, checkpoint: Checkpoint, calibration: str, promises: Promises, texts: Sequence[NDArray[np.int64]]
+    ) -> Chain:
+        """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on."""
+        return Chain(self, checkpoint.digest, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
 
 
 @contextmanager
@@ -196,6 +199,7 @@ class Chain:
     reuse: Reuse
     before: str
     calibration: str
+    promises: str
     texts: str
 
     def step(self, step: Pass, model: ir.Model) -> Step:
@@ -216,8 +220,7 @@ class Chain:
         }
         modules = [module] if known else []
         tensors = self.reuse.key("tensors", modules, **parts)
-        lossy = step.numerics is Numerics.LOSSY
-        more = {"budget": json.dumps(given.get("budget")), "texts": self.texts if lossy else ""}
+        more = {"budget": json.dumps(given.get("budget")), "promises": self.promises, "texts": self.texts}
         proof = self.reuse.key("proof", [*modules, _PROOF_CODE], **parts, **more)
         self.before = tensors.digest
         return Step(self.reuse.cache, tensors, proof if known else None)

@@ -215,7 +215,7 @@ def test_the_pass_takes_them(calibrated: tuple[Checkpoint, Statistics], tmp_path
     checkpoint, statistics = calibrated
     model = trace(checkpoint)
     text = texts(1, 40)[0].ids
-    verifier = Verifier(model, folder=tmp_path, texts=[text])
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
     step = QuantizeWeights(Budget(kld_mean=0.2))
     changes = step.run(model, Context(graphs.TARGET, statistics))
     assert [skip.node for skip in changes.skipped] == ["model.layers.1.mlp.gate/MatMul"]

@@ -107,7 +107,7 @@ def test_decoder_as_text() -> None:
 def test_the_verifier_measures_it(dtype: str, tmp_path: Path) -> None:
     model = graphs.llama()
     texts = [np.random.default_rng(0).integers(0, 96, 24)]
-    verifier = Verifier(model, folder=tmp_path, texts=texts, threads=1)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=texts, threads=1)
     step = quantize(dtype=dtype)
     proof = verifier.check(step, model, step.run(model, RTX))
     assert proof.kld_mean is not None
@@ -117,7 +117,7 @@ def test_the_verifier_measures_it(dtype: str, tmp_path: Path) -> None:
 def test_a_budget_that_does_not_hold_fails(tmp_path: Path) -> None:
     model = graphs.llama()
     texts = [np.random.default_rng(0).integers(0, 96, 24)]
-    verifier = Verifier(model, folder=tmp_path, texts=texts, threads=1)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=texts, threads=1)
     step = quantize(budget=Budget(kld_mean=1e-9))
     with pytest.raises(VerificationError, match="quantize-channels"):
         verifier.check(step, model, step.run(model, RTX))
@@ -199,7 +199,7 @@ def test_inputs_are_rounded_once_for_all_their_readers(dtype: str, tmp_path: Pat
     model = graphs.llama(graphs.Llama(layers=1))
     text = np.random.default_rng(0).integers(0, 96, 24)
     peaks = measured(model, text)
-    verifier = Verifier(model, folder=tmp_path, texts=[text], threads=1)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text], threads=1)
     step = quantize(dtype=dtype, activations="static")
     changes = step.run(model, with_ranges(peaks))
     proof = verifier.check(step, model, changes)

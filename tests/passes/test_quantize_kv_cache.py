@@ -125,7 +125,7 @@ def test_the_numerics_hold_and_a_second_run_changes_nothing(spec: graphs.Llama, 
     model = lowered(spec, packed=True)
     text = np.random.default_rng(0).integers(0, 96, 40)
     given = context(ranges(model, runs=[*RUNS, *probe.text_runs([text])]))
-    verifier = Verifier(model, folder=tmp_path, texts=[text])
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
     step = QuantizeKvCache(BUDGET)
     changes = step.run(model, given)
     assert (verifier.check(step, model, changes).kld_mean or 0) > 0

@@ -142,7 +142,7 @@ def test_the_numerics_hold(given: dict[str, object], lowered: bool, tmp_path: Pa
     if lowered:
         FlashAttention().run(model, graphs.CPU)
     text = np.random.default_rng(0).integers(0, 96, 40)
-    verifier = Verifier(model, folder=tmp_path, texts=[text])
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
     step = options.make(QuantizeWeights, {"budget": {"kld_mean": 0.5}, "method": "rtn", **given})
     changes = step.run(model, graphs.CPU)
     verification = verifier.check(step, model, changes)
