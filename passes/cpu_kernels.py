@@ -63,7 +63,8 @@ class CpuKernels(Pass):
         """
         context.require_cpu(self.name)
         if self.fallback == "onnxruntime" and native.library() is None:
-            return Changes(notes=[FALLBACK])
+            left = [Skipped(layer.name, "the kernels are not compiled") for layer in contrib.MatMulNBits.all(model)]
+            return Changes(notes=[FALLBACK], skipped=left)
         native.require()
         changes = Changes()
         layers = {layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)}
