@@ -357,7 +357,9 @@ TABLE: dict[str, Mistranslation] = {
     "keys and values of one layer swapped": Mistranslation(
         swapped("self_attn.k_proj.weight", "self_attn.v_proj.weight"), (SAMPLE, WINDOWS), "[kv]_proj"
     ),
-    "a weight halved in one layer": Mistranslation(weights("mlp.down_proj.weight", half), (SAMPLE, WINDOWS), "down_proj"),
+    "a weight halved in one layer": Mistranslation(
+        weights("mlp.down_proj.weight", half), (SAMPLE, WINDOWS), "down_proj"
+    ),
     "1 of a norm lost in one layer": Mistranslation(
         weights("input_layernorm.weight", minus_one), (WINDOWS,), "input_layernorm"
     ),

@@ -1,0 +1,133 @@
+"""Prove that the initializers of a traced graph are the parameters that they are called by: all of them, by numbers.
+
+What a parameter holds is taken from transformers' own model, where that has it in memory, or read from the checkpoint
+by the safetensors library; not by the code that bound the graph. Small parameters are compared whole, of others some
+rows: that a tensor belongs to another parameter, or lies transposed, shows in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from llmforge.base.errors import VerificationError
+from llmforge.checkpoint import Checkpoint
+from llmforge.ir import graph
+from llmforge.ir.derived import Stored
+from llmforge.trace.export import weights
+from llmforge.trace.export.reference import Reference
+
+WHOLE_BYTES = 1 << 16  # parameters up to this size are compared in all numbers: norms and biases
+ROWS = 4  # of a larger one: the first, the last, and others
+SEED = 20_250_311  # any fixed number
+
+HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
+
+
+def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference) -> int:
+    """Hold every parameter of `model` against that of the checkpoint; return how many there are.
+
+    Raises:
+        VerificationError: one holds other numbers, one that is expected is not there, or the other way round.
+    """
+    rng = np.random.default_rng(SEED)
+    held = {name: value for name, value in model.graph.initializers.items() if graph.sources(value)}
+    expected = _Parameters(checkpoint, reference)
+    if strange := sorted(set(held) - set(expected.names)):
+        raise VerificationError(f"the traced graph has {strange[0]}, which is no parameter of the model", hint=HINT)
+    if lacking := sorted(set(expected.names) - set(held)):
+        raise VerificationError(
+            f"nothing in the traced graph reads parameter {lacking[0]}, which the model has", hint=HINT
+        )
+    with expected:
+        for name, value in held.items():
+            if graph.sources(value) != [name]:
+                raise VerificationError(f"the traced graph takes {name} from {graph.sources(value)}", hint=HINT)
+            _compare(name, graph.tensor(value), expected, rng)
+    return len(held)
+
+
+def _compare(name: str, tensor: ir.TensorProtocol, expected: _Parameters, rng: np.random.Generator) -> None:
+    shape, stored = expected.shape(name), tuple(tensor.shape.numpy())
+    turned = tuple([*shape[:-2], *shape[:-3:-1]])
+    if stored not in (shape, turned):
+        raise VerificationError(
+            f"the traced graph holds {name} as {list(stored)}; the model has it as {list(shape)}", hint=HINT
+        )
+    count = shape[0] if shape else 1
+    whole = tensor.nbytes <= WHOLE_BYTES or len(shape) < 2
+    rows = np.arange(count) if whole else np.unique([0, count - 1, *rng.integers(0, count, ROWS - 2)])
+    if isinstance(tensor, weights.Stacked):  # of experts that lie apart, the first of those that are read together
+        rows = rows[rows < tensor.first().shape[0]]
+    wanted = expected.rows(name, rows)
+    if any(got.shape == wanted.shape and np.array_equal(got, wanted) for got in _rows(tensor, rows, stored, shape)):
+        return
+    raise VerificationError(
+        f"the traced graph holds other numbers for parameter {name} than the checkpoint does", hint=HINT
+    )
+
+
+def _rows(
+    tensor: ir.TensorProtocol, rows: NDArray[np.int64], stored: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[NDArray[np.float32]]:
+    """Read `rows` of the parameter of `shape` that `tensor` holds, as it is or transposed: a square one either way."""
+    if isinstance(tensor, Stored):
+        yield tensor.stored()[rows].astype(np.float32)
+        return
+    array = tensor.first() if isinstance(tensor, weights.Stacked) else tensor.numpy()
+    if stored == shape:
+        yield np.asarray(array[rows] if shape else array).astype(np.float32)
+    if len(shape) >= 2 and stored == (*shape[:-2], shape[-1], shape[-2]):
+        yield np.asarray(array.swapaxes(-1, -2)[rows]).astype(np.float32)
+
+
+class _Parameters:
+    """The parameters of a checkpoint's model, by the name of the first that shares a tensor."""
+
+    def __init__(self, checkpoint: Checkpoint, reference: Reference) -> None:
+        self._checkpoint, self._reference = checkpoint, reference
+        self._state: Mapping[str, torch.Tensor] = reference.model.state_dict(keep_vars=True)
+        self._files: dict[Any, Any] = {}
+        self.names = reference.parameters
+
+    def __enter__(self) -> _Parameters:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._state[name].shape)
+
+    def rows(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read rows of a parameter, fp32."""
+        tensor = self._state[name].detach()
+        if tensor.is_meta:
+            return self._read(name, rows)
+        return (tensor[torch.from_numpy(rows)] if tensor.dim() else tensor).float().numpy()
+
+    def _read(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read rows of a parameter that is not in memory."""
+        assert self._reference.sources is not None
+        source = self._reference.sources[name]
+        if source.converted is not None:
+            return next(source.converted())[torch.from_numpy(rows)].float().numpy()
+        [stored] = source.tensors
+        if name in self._checkpoint.tensors:
+            stored = name  # whatever was planned
+        file = self._checkpoint.tensors[stored].file
+        if file not in self._files:
+            self._files[file] = safe_open(file, "pt").__enter__()
+        part = self._files[file].get_slice(stored)
+        if not part.get_shape():
+            return self._files[file].get_tensor(stored).float().numpy()
+        if len(rows) == part.get_shape()[0]:
+            return part[:].float().numpy()
+        return torch.cat([part[int(row) : int(row) + 1] for row in rows]).float().numpy()
