@@ -23,7 +23,7 @@ from llmforge.verification import norms, probe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADDED = 3.0  # to the weights of norms, which are about 1, or about 0 where a norm adds 1 itself
+ADDED = 7.0  # to the weights of norms, which are about 1, or about 0 where a norm adds 1 itself
 SCALES = (1.0, 64.0)  # of the embeddings, row by row
 SCALE = "llmforge.scale"  # the input that the embeddings are multiplied by, fp32 [B, 1, 1]
 NAME = "larger numbers"

@@ -296,7 +296,7 @@ def _compare(
             count, past = int(step.lengths[b]), int(step.past[b])
             hidden = [
                 (outputs[name][b, :count], state[past : past + count])
-                for name, state in zip(names, wanted[b].hidden, strict=True)
+                for name, state in zip(names, wanted[b].hidden if names else (), strict=True)
             ]
             logits = outputs[interface.LOGITS][b, real]
             compared.append(_Comparison(run, index, b, logits, wanted[b].logits[places], hidden))
