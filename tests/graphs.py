@@ -15,7 +15,8 @@ from llmforge.ir import graph
 from llmforge.lowering.pass_base import Changes, Context, Pass
 from llmforge.verification.verifier import Verification, Verifier
 
-CPU = Context(target=targets.load("cpu-avx2"))
+TARGET = targets.load("cpu-avx2")
+CPU = Context(TARGET)
 MAX_POSITION = 64
 
 

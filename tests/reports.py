@@ -21,6 +21,7 @@ from llmforge.report.model import (
     EngineRecord,
     PassRecord,
     Report,
+    ReusedRecord,
     StageRecord,
     TargetRecord,
     VerificationRecord,
@@ -229,6 +230,7 @@ def make(**changes: object) -> Report:
                     ("Quality", 33.7, 990_000_000),
                 )
             ),
+            reused=ReusedRecord(stages=("trace", "trace-proof"), layers=(0, 1, 2, 5)),
         ),
         "machine": Machine(
             cpu="Example CPU 9000",

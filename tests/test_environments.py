@@ -34,12 +34,14 @@ LACKING = {
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
         "sign": "signing",
+        **dict.fromkeys(("push", "pull"), "registry"),
     },
     "serving": {
         **dict.fromkeys(("build", "reproduce", "trace", "diff-graph", "passes", "schema"), "build"),
         "sign": "signing",
+        **dict.fromkeys(("push", "pull"), "registry"),
     },
-    "everything": {"sign": "signing"},
+    "everything": {"sign": "signing", **dict.fromkeys(("push", "pull"), "registry")},
 }
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
@@ -162,6 +164,8 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "ls": ["tiny"],
     "passes": ["quantize-weights"],
     "plan": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "--plot", "roofline.svg"],
+    "pull": ["localhost:9/models/tiny:1"],
+    "push": ["tiny/1", "localhost:9/models/tiny:1"],
     "promote": ["tiny", "1", "--to", "prod"],
     "rm": ["tiny/spare-{environment}"],
     "reproduce": ["artifact", "--recipe", "recipe.yaml"],

@@ -14,25 +14,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
 from llmforge.artifact import manifest as manifests
+from llmforge.artifact import transfer
 from llmforge.artifact.manifest import MANIFEST, SIGNATURE, FileRecord, Manifest
-from llmforge.artifact.store import Artifact, adopt, is_name, staging
-from llmforge.base.errors import EnvironmentLacks, InputError
+from llmforge.artifact.store import Artifact, staging
+from llmforge.artifact.transfer import LARGEST_MANIFEST, LARGEST_SIGNATURE
+from llmforge.base.errors import InputError
 
 BLOCK = 512  # bytes; of tar
 END = b"\0" * (2 * BLOCK)
-LARGEST_MANIFEST = 16 << 20  # bytes; one of 100,000 files has 15 MB
-LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
-MOST_FILES = 100_000
 _OCTAL_SIZES = 8 << 30  # bytes; what 11 octal digits cannot say begins here
-_CHUNK = 1 << 20  # bytes
 
 _KINDS = {
     b"1": "a hard link", b"2": "a symbolic link", b"3": "a character device", b"4": "a block device",
@@ -49,26 +46,14 @@ def save(artifact: Artifact, stream: IO[bytes]) -> int:
     Raises:
         InputError: a file is not what the manifest says, or its path is too long for a tar.
     """
-    present = set(manifests.walk(artifact.path))
-    stray = present - {MANIFEST, SIGNATURE, *artifact.manifest.files}
-    if stray:
-        raise InputError(f"{artifact.path}: not in the manifest: {min(stray)}", hint="artifacts must not be edited")
     written = 0
-    unlisted = {name: (artifact.path / name).lstat().st_size for name in (MANIFEST, SIGNATURE) if name in present}
+    unlisted = transfer.unlisted(artifact)
     for path, record in _members(artifact.manifest, unlisted):
         written += stream.write(_header(artifact.manifest, path, record.size_bytes))
-        file = artifact.path / path
-        try:
-            digest, size = _copy_file(file, stream)
-        except OSError as error:
-            if error.filename is None:  # `stream`
-                raise
-            raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+        with transfer.reading(artifact, path) as source:
+            digest, size = _copy(source, stream)
         if size != record.size_bytes or (path not in unlisted and digest != record.sha256):
-            raise InputError(
-                f"{artifact.path}: the artifact was changed after it was published: {path}",
-                hint="fetch or build it again; artifacts must not be edited",
-            )
+            raise transfer.changed(artifact, path)
         written += size + stream.write(b"\0" * (-size % BLOCK))
     return written + stream.write(END)
 
@@ -88,11 +73,11 @@ def save_file(artifact: Artifact, file: Path) -> int:
     return size
 
 
-def load_file(file: Path, out: Path) -> Artifact:
+def load_file(file: Path, out: Path, check: transfer.Check | None = None) -> Artifact:
     """Publish the artifact in the archive `file` as `out/<name>/<version>`; see `load`."""
     try:
         with file.open("rb") as stream:
-            return load(stream, out, str(file), size_bytes=os.fstat(stream.fileno()).st_size)
+            return load(stream, out, str(file), size_bytes=os.fstat(stream.fileno()).st_size, check=check)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         if error.filename != str(file):
             raise
@@ -101,11 +86,19 @@ def load_file(file: Path, out: Path) -> Artifact:
         ) from error
 
 
-def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = None) -> Artifact:
+def load(
+    stream: IO[bytes],
+    out: Path,
+    source: str,
+    *,
+    size_bytes: int | None = None,
+    check: transfer.Check | None = None,
+) -> Artifact:
     """Publish the artifact in the archive `stream` as `out/<name>/<version>`.
 
     Nothing is visible before every byte was compared with the manifest, and nothing is written outside of the hidden
-    folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked first.
+    folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked first;
+    `check` may refuse what is whole, such as for its signature.
 
     Raises:
         InputError: the archive is damaged, cut off, or not one that `save` wrote.
@@ -116,28 +109,25 @@ def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = 
     raw, root = reader.manifest()
     signature = reader.signature(root)
     manifest = manifests.parse(raw, f"{source}: {MANIFEST}")
-    if root != f"{manifest.name}/{manifest.version}" or not (is_name(manifest.name) and is_name(manifest.version)):
+    if root != f"{manifest.name}/{manifest.version}":
         reader.refuse(f"it holds {root!r}, its manifest says {manifest.name!r} {manifest.version!r}")
-    _check_files(manifest, reader)
+    transfer.check(manifest, reader.refuse)
+    _check_headers(manifest, reader)
     unlisted = {MANIFEST: raw} if signature is None else {MANIFEST: raw, SIGNATURE: signature}
     expected = _size(manifest, {name: len(content) for name, content in unlisted.items()})
     if size_bytes is not None and size_bytes != expected:
         reader.refuse(f"{'cut off' if size_bytes < expected else 'too long'}: {size_bytes:,} bytes of {expected:,}")
     with staging(out, manifest.name) as folder:
-        if (free := shutil.disk_usage(folder).free) < expected:
-            raise EnvironmentLacks(
-                f"{source}: needs {expected:,} bytes in {out}, where {free:,} are free", hint="use another --out"
-            )
-        for name, content in unlisted.items():
-            (folder / name).write_bytes(content)
+        transfer.require_room(folder, expected, source)
+        transfer.write(folder, unlisted)
         for path, record in sorted(manifest.files.items()):
             reader.expect(_header(manifest, path, record.size_bytes), path)
-            with _written(folder / path, source) as written:
+            with transfer.writing(folder / path, source) as written:
                 digest = reader.copy(record.size_bytes, written, path)
             if digest != record.sha256:
                 reader.refuse(f"{path}: the content is not what the manifest says")
         reader.expect_end()
-        return adopt(folder, manifest)
+        return transfer.publish(folder, manifest, source, check)
 
 
 class _Reader:
@@ -210,7 +200,7 @@ class _Reader:
         """Copy the content of a member, and return its SHA-256."""
         digest, left = hashlib.sha256(), size_bytes
         while left:
-            chunk = self._read(min(left, _CHUNK), path)
+            chunk = self._read(min(left, transfer.CHUNK), path)
             digest.update(chunk)
             target.write(chunk)
             left -= len(chunk)
@@ -241,17 +231,9 @@ class _Reader:
         return f"{_KINDS.get(block[156:157], 'a file')} named {name[:80]!r}"
 
 
-def _check_files(manifest: Manifest, reader: _Reader) -> None:
-    """Refuse what no folder can hold: too many files, names that tar or the file system do not take, files in files."""
-    if len(manifest.files) > MOST_FILES:
-        reader.refuse(f"{len(manifest.files):,} files; at most {MOST_FILES:,} are allowed")
-    taken = {*manifest.files, MANIFEST, SIGNATURE}
+def _check_headers(manifest: Manifest, reader: _Reader) -> None:
+    """Refuse paths and sizes that no header can say."""
     for path, record in manifest.files.items():
-        if not path.isprintable() or any(len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")):
-            reader.refuse(f"the path {path[:80]!r} is too long, or not text")
-        parents = path.split("/")[:-1]
-        if any("/".join(parents[: depth + 1]) in taken for depth in range(len(parents))):
-            reader.refuse(f"{path!r} lies in a file")
         try:
             _header(manifest, path, record.size_bytes)
         except (ValueError, OverflowError):
@@ -293,24 +275,10 @@ def _named_header(name: str, size_bytes: int) -> bytes:
     return bytes(header)
 
 
-@contextmanager
-def _written(file: Path, source: str) -> Iterator[IO[bytes]]:
-    """Open a new file in the hidden folder, where nobody else writes."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        stream = file.open("xb")
-    except (FileExistsError, NotADirectoryError) as error:  # names that this file system takes for the same
-        raise InputError(f"{source}: {file.name}: two files of one name: {error.strerror}") from error
-    with stream:
-        yield stream
-
-
-def _copy_file(file: Path, stream: IO[bytes]) -> tuple[str, int]:
-    """Copy a regular file to `stream`; its SHA-256 and size."""
+def _copy(source: IO[bytes], stream: IO[bytes]) -> tuple[str, int]:
+    """Copy a file to `stream`; its SHA-256 and size."""
     digest, size = hashlib.sha256(), 0
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb", buffering=0) as source:
-        while chunk := source.read(_CHUNK):
-            digest.update(chunk)
-            size += stream.write(chunk)
+    while chunk := source.read(transfer.CHUNK):
+        digest.update(chunk)
+        size += stream.write(chunk)
     return digest.hexdigest(), size

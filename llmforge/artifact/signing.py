@@ -79,8 +79,10 @@ def sign(opened: Artifact, signer: Signer) -> Path:
     return final
 
 
-def verify(opened: Artifact, trust: Trust) -> None:
+def verify(opened: Artifact, trust: Trust, source: str | None = None) -> None:
     """Check every byte of an artifact, and that someone trusted signed it.
+
+    Messages call it `source`, else by its path.
 
     Raises:
         InputError: files were changed, the artifact is not signed, or its signature is another's or of other files.
@@ -90,6 +92,7 @@ def verify(opened: Artifact, trust: Trust) -> None:
     from model_signing import verifying
     from OpenSSL.crypto import Error, X509StoreContextError
 
+    name = source or str(opened.path)
     config = verifying.Config().set_hashing_config(_hashing())
     for file in filter(None, (trust.key, *trust.authorities)):
         _present(file)
@@ -105,7 +108,7 @@ def verify(opened: Artifact, trust: Trust) -> None:
     file = opened.path / SIGNATURE
     if file.is_symlink() or not file.is_file():
         raise InputError(
-            f"{opened.path}: is not signed: it has no {SIGNATURE}", hint="sign it: llmforge sign ARTIFACT --key KEY"
+            f"{name}: is not signed: it has no {SIGNATURE}", hint="sign it: llmforge sign ARTIFACT --key KEY"
         )
     opened.verify()
     # What a bundle holds comes from whoever made it: besides the library's own refusals, parts of it may be missing
@@ -117,12 +120,12 @@ def verify(opened: Artifact, trust: Trust) -> None:
     except (*hostile, Error, X509StoreContextError) as error:
         reason = " ".join(str(error).split()) or "it was not made with this key"
         raise InputError(
-            f"{opened.path}: the signature does not verify with {given}: {reason}",
+            f"{name}: the signature does not verify with {given}: {reason}",
             hint="do not use the artifact unless you know who changed it; fetch it again",
         ) from error
     if left_out := sorted({MANIFEST, *opened.manifest.files} - signed):
         raise InputError(
-            f"{opened.path}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
+            f"{name}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
         )
 
 

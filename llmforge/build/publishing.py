@@ -17,8 +17,10 @@ from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine
 from llmforge.recipe import GateSpec
 from llmforge.report import render
-from llmforge.report.model import Report
+from llmforge.report.model import Report, ReusedRecord
 from llmforge.targets import Target
+
+_NOTHING = ReusedRecord()
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ def publish(
     lock: Lock,
     clock: Clock,
     progress: Progress,
+    reused: ReusedRecord = _NOTHING,
 ) -> Report:
     """Judge the gates, write the report beside the engine, and publish what `staging` holds.
 
     `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
-    version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of.
+    version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of,
+    `reused` what earlier builds had computed.
     """
     recipe = facts["recipe"]
     files = artifact.records(staging)
@@ -59,7 +63,7 @@ def publish(
         "quality_baseline": evidence.baseline,
         "latency": evidence.latency,
         "engine": record,
-        "build": clock.record(),
+        "build": clock.record(reused),
         "machine": machine.describe(),
         "versions": artifact.tool_versions(),
     }

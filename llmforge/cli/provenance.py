@@ -15,6 +15,7 @@ from llmforge.cli.parameters import ARTIFACT, PATH
 
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact
+    from llmforge.artifact.transfer import Check
 
 _REPRODUCE = """\b
 Examples:
@@ -132,23 +133,25 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...]) -> Non
         opened.verify()
         click.echo(f"verified: {len(opened.manifest.files)} files match the manifest; no signature was asked for")
         return
-    check(opened, key, authority)
+    verify_signature(opened, key, authority)
     click.echo(f"verified: {len(opened.manifest.files)} files and the manifest, signed by {key or authority[0]}")
 
 
-def check(opened: Artifact, key: Path | None, authority: tuple[Path, ...]) -> None:
-    """Check an artifact and its signature."""
+def verify_signature(
+    opened: Artifact, key: Path | None, authority: tuple[Path, ...], source: str | None = None
+) -> None:
+    """Check an artifact, which messages call `source`, and its signature."""
     from llmforge.artifact import signing
 
     if key is not None and authority:
         raise UsageError("--key cannot be used with --authority", hint="remove one of them")
-    signing.verify(opened, signing.Trust(key, authority))
+    signing.verify(opened, signing.Trust(key, authority), source)
 
 
 def signature_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a command that runs only what is signed."""
     options = (
-        click.option("--require-signature", is_flag=True, help="Refuse ARTIFACT unless it is signed by --key."),
+        click.option("--require-signature", is_flag=True, help="Refuse an artifact that --key did not sign."),
         click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
     )
     for option in reversed(options):
@@ -158,7 +161,16 @@ def signature_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def required(opened: Artifact, require_signature: bool, key: Path | None) -> None:
     """Refuse an artifact that is not signed by `key`, where a signature is required."""
+    if (check := signature_check(require_signature, key)) is not None:
+        check(opened, str(opened.path))
+
+
+def signature_check(require_signature: bool, key: Path | None) -> Check | None:
+    """Make what refuses an artifact that is not signed by `key`; None: no signature is required."""
     if require_signature != (key is not None):
         raise UsageError("--require-signature and --key go together", hint="give both or neither")
-    if require_signature:
-        check(opened, key, ())
+    if not require_signature:
+        return None
+    if (lack := extras.trouble("model_signing")) is not None:  # before anything is fetched
+        raise lack
+    return lambda opened, source: verify_signature(opened, key, (), source)

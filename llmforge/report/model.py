@@ -113,6 +113,14 @@ class StageRecord(Record):
     peak_rss_bytes: int | None = None  # largest resident set in its time; None: the system does not tell
 
 
+class ReusedRecord(Record):
+    """What a build took from the cache of earlier ones, and did not compute."""
+
+    stages: tuple[Literal["trace", "trace-proof", "baseline"], ...] = ()
+    layers: tuple[int, ...] = ()  # whose calibration was done
+    passes: tuple[str, ...] = ()  # whose proofs and tensors were there
+
+
 class BuildRecord(Record):
     """What the build itself took, up to the writing of its report."""
 
@@ -120,6 +128,7 @@ class BuildRecord(Record):
     cpu_seconds: float
     peak_rss_bytes: int
     stages: tuple[StageRecord, ...] = ()  # in their order; their times add up to `seconds`
+    reused: ReusedRecord = ReusedRecord()
 
 
 class Report(Record):

@@ -66,7 +66,9 @@ def summary(report: Report) -> RenderableType:
     unverified = report.engine.unmeasured
     labels = (Text(f"unverified: the engine was not run: {unverified}", "yellow"),) if unverified else ()
     notes = (*labels, *(Text(f"note: {note}", "dim") for note in report.notes))
-    return Group(head, key, *((gates,) if report.gates else ()), *notes)
+    reused = view.reused(report.build)
+    cached = (Text(f"reused from the build cache: {reused}", "dim"),) if reused else ()
+    return Group(head, key, *((gates,) if report.gates else ()), *cached, *notes)
 
 
 def _render(

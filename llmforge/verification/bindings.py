@@ -22,6 +22,7 @@ from llmforge.ir import graph
 from llmforge.ir.derived import Stored
 from llmforge.trace.export import weights
 from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.stored_matrix import StoredMatrix
 
 WHOLE_BYTES = 1 << 16  # parameters up to this size are compared in all numbers: norms and biases
 ROWS = 4  # of a larger one: the first, the last, and others
@@ -112,9 +113,10 @@ class _Parameters:
 
     def rows(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read rows of a parameter, fp32."""
-        tensor = self._state[name].detach()
-        if tensor.is_meta:
+        tensor = self._state[name]
+        if tensor.is_meta or isinstance(tensor, StoredMatrix):
             return self._read(name, rows)
+        tensor = tensor.detach()
         return (tensor[torch.from_numpy(rows)] if tensor.dim() else tensor).float().numpy()
 
     def _read(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -198,15 +198,19 @@ class Loss:
         decoded = min(TEXT_DECODED, min(len(row) for row in rows) - 1)
         return probe.schedule("text", rows, [[len(row) - decoded for row in rows], *[[1] * len(rows)] * decoded])
 
-    def measure(self, before: ir.Model, after: ir.Model) -> Cost:
-        """Measure the divergence of `after` from `before`.
+    def prepare(self, before: ir.Model) -> list[NDArray[np.float32]]:
+        """Run the graph before a pass.
 
-        `before` does not run again where the last call measured it as its `after`: passes in between that keep what
+        It does not run again where the last call of `measure` had it as its `after`: passes in between that keep what
         they declare moved it by rounding at most.
         """
-        run = self.run
-        if self._before is None:
-            self._before = self._logits(before, run)
+        if self._before is None and self.texts:
+            self._before = self._logits(before, self.run)
+        return self._before or []
+
+    def measure(self, before: ir.Model, after: ir.Model) -> Cost:
+        """Measure the divergence of `after` from `before`; see `prepare`."""
+        run, self._before = self.run, self.prepare(before)
         made, spread = self._logits(after, run), _spread(self._before)
         total, tokens, largest = 0.0, 0, 0.0
         for number, (b, a) in enumerate(zip(self._before, made, strict=True)):

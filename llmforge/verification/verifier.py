@@ -116,7 +116,7 @@ class Verifier:
     """Follows a graph from pass to pass, and holds each pass to what it declares.
 
     Args:
-        model: the graph before the first pass.
+        before: the graph before the first pass.
         folder: where the graphs before and after a failed pass are saved, without weights.
         texts: windows of token ids, int64 [length], that budgets of lossy passes are measured on.
         threads: of ONNX Runtime.
@@ -128,7 +128,7 @@ class Verifier:
 
     def __init__(
         self,
-        model: ir.Model,
+        before: ir.Model | Snapshot,
         *,
         folder: Path,
         texts: Sequence[NDArray[np.int64]] = (),
@@ -137,8 +137,9 @@ class Verifier:
     ) -> None:
         self._folder, self._threads = folder, threads
         self._weights = probe.Weights()
+        self._before = before if isinstance(before, Snapshot) else Snapshot.of(before)
+        model = self._before.model
         self._tolerance = _tolerance(model)
-        self._before = Snapshot.of(model)
         self._loss = Loss(texts, threads) if graph.weight_bytes(model) > whole_bytes else None
         if self._loss is not None:
             return
@@ -152,19 +153,34 @@ class Verifier:
         """Whether the model is too large to run whole."""
         return self._loss is not None
 
+    def prepare(self, step: Pass) -> None:
+        """Compute what the proof of `step` needs of the graph before, while `step` still runs on it."""
+        if self._loss is not None and step.numerics is Numerics.LOSSY:
+            self._loss.prepare(self._before.model)
+
     def check(self, step: Pass, model: ir.Model, changes: Changes) -> Verification:
         """Hold `model`, which `step` changed as `changes` says, against the graph before; it is the next one's before.
+
+        Raises:
+            VerificationError, UsageError: as `prove`.
+        """
+        return self.prove(step, Snapshot.of(model), changes, self._before.overwritten())
+
+    def prove(self, step: Pass, after: Snapshot, changes: Changes, overwritten: str | None) -> Verification:
+        """Hold the graph `after` the pass `step` against the graph before; it is the next one's before.
+
+        `overwritten` is what of the graph before was changed in place, when the pass had run.
 
         Raises:
             VerificationError: `step` did not do what it declares. Both graphs were saved.
             UsageError: `step` is lossy, but there is no text to measure its budget on.
         """
-        started = time.perf_counter()
+        started, model = time.perf_counter(), after.model
         try:
-            if (name := self._before.overwritten()) is not None:
-                raise VerificationError(f"pass {step.name} changed the numbers of initializer {name} in place")
+            if overwritten is not None:
+                raise VerificationError(f"pass {step.name} changed the numbers of initializer {overwritten} in place")
             check_changes(step.name, self._before, model, changes)
-            result = self._prove(step, model) if changes else self._unchanged(step)
+            result = self._prove(step, after) if changes else self._unchanged(step)
         except VerificationError as error:
             error.hint = f"both graphs were saved, without weights: {self._save(step.name, model)}"
             raise
@@ -174,7 +190,8 @@ class Verifier:
         allowed = None if step.numerics is Numerics.LOSSY else 0.0
         return Verification(step.numerics, 0.0, allowed, None, None, (), 0.0)
 
-    def _prove(self, step: Pass, model: ir.Model) -> Verification:
+    def _prove(self, step: Pass, after: Snapshot) -> Verification:
+        model = after.model
         try:
             dialect.check(model)
         except VerificationError as error:
@@ -189,7 +206,7 @@ class Verifier:
                 result = self._prove_subgraphs(step, model)
         except UnsupportedError as error:
             raise VerificationError(f"pass {step.name} wrote a graph that does not run: {error}") from error
-        self._before = Snapshot.of(model)
+        self._before = after
         return result
 
     def _prove_subgraphs(self, step: Pass, model: ir.Model) -> Verification:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmforge.artifact import Artifact, archive, versions
+from llmforge.artifact import Artifact, archive, transfer, versions
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.cli import cli
 
@@ -136,7 +136,7 @@ def test_every_cut_is_noticed(made: Artifact, tmp_path: Path) -> None:
 
 
 def test_no_room(made: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 100))  # type: ignore[attr-defined]
+    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 100))  # type: ignore[attr-defined]
     with pytest.raises(EnvironmentLacks, match=r"needs [\d,]+ bytes in .*, where 100 are free"):
         archive.load(io.BytesIO(packed(made)), tmp_path / "there", "x.tar")
     assert versions.names(tmp_path / "there") == []

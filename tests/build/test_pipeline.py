@@ -104,7 +104,8 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     assert report.latency.points[0].tpot_speedup is not None
     stages = {stage.title: stage.seconds for stage in report.build.stages}
     assert sum(stages.values()) == pytest.approx(report.build.seconds)
-    assert all(stages[f"Pass {p.name}"] >= p.seconds + p.verification.seconds > 0 for p in report.passes)
+    assert all(stages[f"Pass {p.name}"] >= p.seconds > 0 for p in report.passes)
+    assert all(p.verification.seconds > 0 for p in report.passes)  # of the last, beside what follows
     assert stages["Calibrate"] > 0
     assert stages["Measure quality"] > 0
     assert report.engine.size_bytes == sum(file.stat().st_size for file in (path / "engine").iterdir())

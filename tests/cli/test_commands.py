@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from rich.console import Console
 
 import llmforge.build
 from llmforge import __version__, artifact, passes, runtime, targets
 from llmforge.base import errors
-from llmforge.cache import Cache
+from llmforge.cache import Cache, Key
 from llmforge.cli import cli, console, describe
 from llmforge.evaluation.gates import Verdict
 from llmforge.recipe import Recipe
@@ -95,6 +97,27 @@ def test_build_uses_the_cache_that_is_asked_for(
     assert fake.cache is None
     refused = invoke("build", str(FP32), "--no-cache", "--cache-size", "1000")
     assert (refused.exit_code, "cannot be used with --no-cache" in refused.stderr) == (2, True)
+
+
+def test_build_uses_the_remote_cache_that_is_asked_for(
+    fake: FakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "cache"))
+    private = ed25519.Ed25519PrivateKey.generate()
+    public, secret, url = tmp_path / "pub.pem", tmp_path / "key.pem", f"file://{tmp_path}/remote"
+    public.write_bytes(private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    secret.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with Cache(tmp_path / "cache") as cache:
+        cache.put(Key("proof", {}), lambda folder: None)
+    assert invoke("cache", "push", "--remote-cache", url, "--sign", str(secret)).stdout == "pushed 1 entries\n"
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "other"))
+    assert invoke("build", str(FP32), "--remote-cache", url, "--cache-key", str(public)).exit_code == 0
+    assert fake.cache is not None
+    with fake.cache() as cache:
+        assert cache.find(Key("proof", {})) is not None
+    for given, says in ((["--remote-cache", url], "requires the key"), (["--cache-key", str(public)], "no --remote")):
+        refused = invoke("build", str(FP32), *given)
+        assert (refused.exit_code, says in refused.stderr) == (2, True)
 
 
 def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:
@@ -531,6 +554,9 @@ def test_a_bug_ends_with_a_traceback_and_1() -> None:
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("This is a bug in llmforge. Please report it")
+    done = process("targets", "--log-format", "json", code=code)
+    assert done.returncode == 1
+    assert json.loads(done.stderr)["kind"] == "bug"  # one line, and no more
 
 
 def test_an_error_shows_no_traceback() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -201,7 +200,7 @@ def test_scales_follow_activations_and_int8_caches_stay(tmp_path: Path) -> None:
     QuantizeWeights(LOOSE, method="rtn").run(model, graphs.CPU)
     ones = KvRange(np.full((2, 16), 4.0, np.float32), np.full((2, 16), 4.0, np.float32))
     statistics = Statistics(samples=1, tokens=1, linears={}, kv={0: ones, 1: ones})
-    QuantizeKvCache(LOOSE).run(model, replace(graphs.CPU, statistics=statistics))
+    QuantizeKvCache(LOOSE).run(model, Context(graphs.TARGET, statistics))
     check = Verifier(model, folder=tmp_path, texts=TEXTS)
     change = LowerPrecision(LOOSE, "fp16")
     check.check(change, model, change.run(model, GPU))
@@ -234,7 +233,7 @@ def test_fp16_runs_in_the_cpu_engine(fused: bool) -> None:
         fuse(model)
     lower(model, "fp16", context=graphs.CPU)
     twin = probe.open_session(model, probe.Weights(), 1)
-    lowered, _ = engines.lower(model, graphs.CPU.target)
+    lowered, _ = engines.lower(model, graphs.TARGET)
     arrays = {name: tensor.numpy() for name, tensor in probe.strip(lowered).items()}
     serialized = ir.serde.serialize_model(lowered).SerializeToString()
     session = Session(serialized, SessionConfig(threads=1), initializers=arrays)

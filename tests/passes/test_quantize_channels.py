@@ -26,7 +26,8 @@ from llmforge.verification.verifier import Verifier
 from .. import graphs
 
 LOOSE = Budget(kld_mean=1.0)
-RTX = Context(targets.load("rtx-4090"))
+RTX_4090 = targets.load("rtx-4090")
+RTX = Context(RTX_4090)
 FP8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 POINTS = {"int8": np.arange(-127, 128, dtype=np.float32), "fp8": np.unique(FP8[np.isfinite(FP8)])}
 
@@ -190,7 +191,7 @@ def measured(model: ir.Model, text: NDArray[np.int64]) -> dict[str, float]:
 
 
 def with_ranges(inputs: dict[str, float]) -> Context:
-    return Context(RTX.target, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
+    return Context(RTX_4090, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])

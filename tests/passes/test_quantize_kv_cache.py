@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +56,7 @@ def ranges(model: ir.Model, layers: int = 2, runs: Sequence[probe.Run] = RUNS) -
 
 
 def context(kv: dict[int, KvRange]) -> Context:
-    return replace(graphs.CPU, statistics=Statistics(samples=1, tokens=1, linears={}, kv=kv))
+    return Context(graphs.TARGET, Statistics(samples=1, tokens=1, linears={}, kv=kv))
 
 
 def test_decoder_as_text() -> None:

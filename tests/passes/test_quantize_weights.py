@@ -50,7 +50,7 @@ def matrices(model: ir.Model, grid: Grid, noise: float = 0.0) -> dict[str, Quant
 
 
 def context(linears: dict[str, QuantizedMatrix]) -> Context:
-    return replace(graphs.CPU, statistics=Statistics(samples=1, tokens=1, linears=linears, kv={}))
+    return Context(graphs.TARGET, Statistics(samples=1, tokens=1, linears=linears, kv={}))
 
 
 def logits(model: ir.Model) -> list[NDArray[np.float32]]:

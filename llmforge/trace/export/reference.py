@@ -20,6 +20,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import depth, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
+from llmforge.trace.export.stored_matrix import TILE_BYTES, StoredMatrix
 from llmforge.trace.hooks import internals, masks
 
 NUMBERS = re.compile("layer|idx|index|block")  # in the name of an integer by which a module knows its own place
@@ -65,9 +66,9 @@ class Reference:
     """A checkpoint's model in transformers, whole or in part, with its real weights in fp32.
 
     The whole model is loaded by transformers. A part has the first layer, the last, the one halfway, and one of every
-    other kind. It takes the weights of its own layers alone, by the names and
-    conversions of transformers, so that a model larger than the memory can be run in part: the other layers are there,
-    in their places, and hand on what they are given.
+    other kind; the others are there, in their places, and hand on what they are given. Its weights are taken by the names
+    and conversions of transformers, and large matrices read whenever they are used, so that a model larger than the
+    memory can be run in part.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, part: bool = False) -> None:
@@ -231,11 +232,15 @@ def _part(checkpoint: Checkpoint) -> tuple[PreTrainedModel, weights.Plan, list[i
         if name.startswith(absent):
             continue
         source = sources[name]
-        if source not in read:
-            read[source] = weights.load(checkpoint, source).to(torch.float32)
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if isinstance(tensor, nn.Parameter):
+        module, is_parameter = model.get_submodule(owner), isinstance(tensor, nn.Parameter)
+        if is_parameter and source.converted is None and tensor.dim() == 2 and 4 * tensor.numel() > TILE_BYTES:
+            # no nn.Parameter, which would be a copy
+            module._parameters[leaf] = _stored(checkpoint, source.tensors[0])  # type: ignore[assignment]
+            continue
+        if source not in read:
+            read[source] = weights.load_fp32(checkpoint, source)
+        if is_parameter:
             module._parameters[leaf] = nn.Parameter(read[source], requires_grad=False)
         else:
             module._buffers[leaf] = read[source].to(tensor.dtype)
@@ -243,3 +248,8 @@ def _part(checkpoint: Checkpoint) -> tuple[PreTrainedModel, weights.Plan, list[i
     if left:
         raise UnsupportedError(f"parameter {left[0]} has no numbers")
     return model, sources, kept, twins
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> StoredMatrix:
+    """Map a tensor anew whenever it is read: pages of a file that is mapped for long would all stay resident."""
+    return StoredMatrix.of(lambda: checkpoint.tensor(name).numpy(), checkpoint.tensors[name].shape)

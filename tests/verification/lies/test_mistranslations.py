@@ -50,7 +50,9 @@ Traced = Callable[[str], tuple[Checkpoint, ir.Model]]
 
 def _cases() -> list[object]:
     return [
-        pytest.param(name, model, whole, marks=[] if model == SAMPLE else [pytest.mark.slow], id=f"{name}-{model}-{how}")
+        pytest.param(
+            name, model, whole, marks=[] if model == SAMPLE else [pytest.mark.slow], id=f"{name}-{model}-{how}"
+        )
         for name, mistranslation in TABLE.items()
         for model in mistranslation.models
         for how, whole in (("whole", WHOLE), ("in parts", IN_PARTS))
@@ -102,7 +104,9 @@ def _wrong_tables(patch: pytest.MonkeyPatch) -> None:
 
     def rows(*given: object) -> object:
         chunks = right(*given)  # type: ignore[arg-type]
-        return [tuple(torch.cat([part[:, :24], part[:, : part.shape[1] - 24]], 1) for part in chunk) for chunk in chunks]
+        return [
+            tuple(torch.cat([part[:, :24], part[:, : part.shape[1] - 24]], 1) for part in chunk) for chunk in chunks
+        ]
 
     patch.setattr(rotary.longrope, "rows", rows)
 
