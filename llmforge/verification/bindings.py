@@ -60,7 +60,7 @@ def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference)
 
 def _compare(name: str, tensor: ir.TensorProtocol, expected: _Parameters, rng: np.random.Generator) -> None:
     shape, stored = expected.shape(name), tuple(tensor.shape.numpy())
-    turned = tuple([*shape[:-2], *shape[:-3:-1]])
+    turned = (*shape[:-2], *shape[:-3:-1])
     if stored not in (shape, turned):
         raise VerificationError(
             f"the traced graph holds {name} as {list(stored)}; the model has it as {list(shape)}", hint=HINT

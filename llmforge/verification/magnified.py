@@ -6,13 +6,14 @@ larger, so that hidden states grow: in the graph by inputs, and in transformers'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ ADDED = 7.0  # to the weights of norms, which are about 1, or about 0 where a no
 SCALES = (1.0, 64.0)  # of the embeddings, row by row
 SCALE = "llmforge.scale"  # the input that the embeddings are multiplied by, fp32 [B, 1, 1]
 NAME = "larger numbers"
-PROMPTS = (12, 9)  # tokens of the rows
+TOKENS = 12
 SEED = 20_250_812  # any fixed number
 
 
@@ -67,21 +68,21 @@ class Magnified:
 
 
 def run(vocabulary: int) -> probe.Run:
-    """Make the run: a row for each of `SCALES`, in a prefill and a step of decode."""
+    """Make the run: a prefill of a row for each of `SCALES`."""
     rng = np.random.default_rng(SEED)
-    rows = [rng.integers(0, vocabulary, prompt + 1, np.int64) for prompt in PROMPTS]
-    return probe.schedule(NAME, rows, [PROMPTS, (1,) * len(PROMPTS)])
+    rows = [rng.integers(0, vocabulary, TOKENS, np.int64) for _ in SCALES]
+    return probe.schedule(NAME, rows, [(TOKENS,) * len(rows)])
 
 
 @contextmanager
-def magnified(reference: PreTrainedModel, weights: Mapping[str, NDArray[np.float32]], scale: float) -> Iterator[None]:
-    """Let `reference` compute with larger `weights` of norms, and embeddings multiplied by `scale`, for a while."""
+def magnified(reference: PreTrainedModel, weights: Collection[str]) -> Iterator[None]:
+    """Let `reference` compute with larger `weights` of norms, and larger embeddings of the rows, for a while."""
     embedding: nn.Module = reference.get_input_embeddings()  # type: ignore[no-untyped-call]
     own = {name: reference.get_parameter(name) for name in weights}
     held = {name: parameter.data for name, parameter in own.items() if not parameter.is_meta}
 
     def multiply(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * scale
+        return output * torch.tensor(SCALES).reshape(-1, 1, 1)
 
     hook = embedding.register_forward_hook(multiply)
     try:

@@ -35,6 +35,7 @@ SPARE, GARBAGE = 3, 7  # slots of a cache that no token reaches, and what all ho
 LARGER_TOLERANCE = 1e-3  # of the run on larger numbers, in which scores and so the rounding of softmax are larger
 LARGE_VOCABULARY, FEW = 32_768, 4  # beyond it, the logits of a few rows of a step are compared, as hidden states tell
 UNBOUNDED = 8192  # positions that are looked at where a configuration does not say how many there are
+NOTHING = np.zeros((0, 1), np.float32)
 SEED = 20_241_103  # any fixed number
 LONG = "a prompt longer than the windows"
 HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
@@ -129,27 +130,24 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     vocabulary = checkpoint.geometry.vocabulary
     runs = _runs(vocabulary, sorted({LONGEST - TAIL} if own else {*windows, *named}), context)
     few = vocabulary > LARGE_VOCABULARY
-    kept = [_kept(run, few) for run in runs]
     with reference.watched() as given:
-        expected = [[reference.run(ids, min(len(ids), kept[0])) for ids in _rows(runs[0])]]
+        expected = [[reference.run(ids, min(len(ids), _kept(runs[0], few))) for ids in _rows(runs[0])]]
     layers = _layers_of(model, reference.stack, depth)
     unknown = positions.require_windows(layers, given, context or UNBOUNDED, named)
     positions.require_angles(model, layers, given, context or UNBOUNDED, named)
-    for run, count in zip(runs[1:], kept[1:], strict=True):
-        expected.append([reference.run(ids, min(len(ids), count)) for ids in _rows(run)])
-    large = magnified.Magnified.of(shown, reference.model)
-    larger = magnified.run(vocabulary)
-    observed = []
-    for ids, scale in zip(_rows(larger), magnified.SCALES, strict=True):
-        with magnified.magnified(reference.model, large.weights, scale):
-            observed.append(reference.run(ids, min(len(ids), _kept(larger, few))))
+    states = _hidden_states(shown, reference.stack, depth, reference.kept) if reference.stack else []
+    head = not few or not states  # else hidden states tell, and the first run tells what the head makes of them
+    for run in runs[1:]:
+        rows = _rows(run)
+        expected.append([reference.run(ids, min(len(ids), _kept(run, few)), head=head) for ids in rows])
+    large, larger = magnified.Magnified.of(shown, reference.model), magnified.run(vocabulary)
+    with magnified.magnified(reference.model, large.weights):
+        expected.append(reference.run_batch(np.stack(_rows(larger)), _kept(larger, few), head=head))
     runs.append(larger)
-    expected.append(observed)
     kept_layers = reference.kept
-    names = _hidden_states(large.model, reference.stack, depth, kept_layers) if reference.stack else []
     where = [f"{reference.stack}.{index}" for index in kept_layers]
     del reference  # its weights make room for those of the graph
-    _give_out(large.model, names)
+    _give_out(large.model, states)
 
     def slots(run: probe.Run) -> int:
         return run.capacity + SPARE if context is None else min(run.capacity + SPARE, context)
@@ -158,7 +156,7 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
         made = streamed_execution.outputs(
             large.model,
             runs,
-            [interface.LOGITS, *names],
+            [interface.LOGITS, *states],
             threads=threads,
             rows=lambda step: _selected(step, few),
             capacity=slots,
@@ -170,13 +168,13 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     compared = [
         comparison
         for run, steps, wanted in zip(runs, made, expected, strict=True)
-        for comparison in _compare(run, steps, wanted, names, few)
+        for comparison in _compare(run, steps, wanted, states, few, head=head or run is runs[0])
     ]
     plain = np.concatenate([each.expected.ravel() for each in compared if each.run is not larger])
     allowed = TOLERANCE * float(plain.std())
     for comparison in compared:
         if comparison.run is larger:
-            comparison.require(LARGER_TOLERANCE * float(comparison.expected.std()), LARGER_TOLERANCE, where)
+            comparison.require(LARGER_TOLERANCE * _deviation(comparison.expected), LARGER_TOLERANCE, where)
         else:
             comparison.require(allowed, TOLERANCE, where)
     longest = max(run.capacity for run in runs)
@@ -205,13 +203,18 @@ def prove_candidate(checkpoint: Checkpoint, model: ir.Model) -> None:
 def _runs(vocabulary: int, windows: Sequence[int], context: int | None) -> list[probe.Run]:
     """Make the runs: one row in all kinds of step, a ragged batch, and a prompt beyond the windows."""
     rng = np.random.default_rng(SEED)
-    one, ragged = probe.random_runs(vocabulary, rng)
-    runs = [one, replace(ragged, name="a ragged batch")]
+
+    def draw(tokens: int) -> NDArray[np.int64]:
+        return rng.integers(0, vocabulary, tokens, np.int64)
+
+    runs = [
+        probe.schedule("one row", [draw(20)], [(12,), (1,), (1,), (1,), (5,)]),
+        probe.schedule("a ragged batch", [draw(11), draw(14)], [(9, 12), (1, 1), (1, 1)]),
+    ]
     within = [window for window in windows if window <= LONGEST - TAIL]
     if within:
         length = min(within[-1] + TAIL, (context or LONGEST) - 2)
-        prompt = rng.integers(0, vocabulary, length + 2, np.int64)
-        runs.append(probe.schedule(LONG, [prompt], [(length,), (1,), (1,)]))
+        runs.append(probe.schedule(LONG, [draw(length + 2)], [(length,), (1,), (1,)]))
     return [run for run in runs if context is None or run.capacity <= context]
 
 
@@ -271,6 +274,10 @@ class _Comparison:
             )
 
 
+def _deviation(logits: NDArray[np.float32]) -> float:
+    return float(logits.std()) if logits.size else 0.0
+
+
 def _kept(run: probe.Run, few: bool) -> int:
     """Count the tokens at the end of a row whose logits are compared."""
     return len(_selected(run.steps[0], few)) + sum(int(step.ids.shape[1]) for step in run.steps[1:])
@@ -282,8 +289,10 @@ def _compare(
     wanted: Sequence[Observation],
     names: Sequence[str],
     few: bool,
+    *,
+    head: bool,
 ) -> list[_Comparison]:
-    """Pair what each step gave, padding included, with what is `wanted` of each row.
+    """Pair what each step gave, padding included, with what is `wanted` of each row: logits only with `head`.
 
     Logits are [B, rows, V] and those of each row's last tokens, [tokens, V].
     """
@@ -298,8 +307,9 @@ def _compare(
                 (outputs[name][b, :count], state[past : past + count])
                 for name, state in zip(names, wanted[b].hidden if names else (), strict=True)
             ]
-            logits = outputs[interface.LOGITS][b, real]
-            compared.append(_Comparison(run, index, b, logits, wanted[b].logits[places], hidden))
+            logits = outputs[interface.LOGITS][b, real], wanted[b].logits[places]
+            got, expected = logits if head else (NOTHING, NOTHING)
+            compared.append(_Comparison(run, index, b, got, expected, hidden))
     return compared
 
 

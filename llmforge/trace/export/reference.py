@@ -101,16 +101,19 @@ class Reference:
         hidden = args[0] if args else kwargs["hidden_states"]
         return hidden if isinstance(self._passing, Tensor) else (hidden, *self._passing[1:])
 
-    def run(self, ids: NDArray[np.int64], rows: int, *, first: int = 0) -> Observation:
+    def run(self, ids: NDArray[np.int64], rows: int, *, head: bool = True) -> Observation:
         """Compute one sequence `ids` [S] without a cache; keep the logits of its last `rows` tokens.
 
-        `first` is the position of the first token.
+        Without `head`, logits are of no meaning and cost nothing.
         """
+        return self.run_batch(ids[None], rows, head=head)[0]
+
+    def run_batch(self, ids: NDArray[np.int64], rows: int, *, head: bool = True) -> list[Observation]:
+        """Compute sequences `ids` [B, S] of one length as `run` does one."""
         hidden: list[Tensor] = []
         accepted = inspect.signature(self.model.forward).parameters
         kept: dict[str, Any] = {"logits_to_keep": rows} if "logits_to_keep" in accepted else {}
-        if first:
-            kept["position_ids"] = torch.arange(first, first + len(ids))[None]
+        output_embedding: nn.Module | None = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
         def keep(module: nn.Module, args: object, output: Any) -> None:
             self._passing = output
@@ -119,10 +122,16 @@ class Reference:
         with ExitStack() as hooks:
             for index in self.kept if self.layers else ():
                 hooks.callback(self.layers[index].register_forward_hook(keep).remove)
+            if not head and output_embedding is not None:
+                output_embedding.forward = lambda x: x[..., :1]
+                hooks.callback(delattr, output_embedding, "forward")
             hooks.enter_context(internals.third_party("running the model in transformers"))
             hooks.enter_context(torch.inference_mode())
-            output = self.model(input_ids=torch.from_numpy(ids[None]), use_cache=False, **kept)
-        return Observation(output.logits[0, -rows:].numpy(), [state[0].numpy() for state in hidden])
+            output = self.model(input_ids=torch.from_numpy(ids), use_cache=False, **kept)
+        return [
+            Observation(logits[-rows:].numpy(), [state[row].numpy() for state in hidden])
+            for row, logits in enumerate(output.logits)
+        ]
 
     @contextmanager
     def watched(self) -> Iterator[list[Given]]:

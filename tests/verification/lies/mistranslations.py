@@ -21,7 +21,7 @@ from ... import zoo, zoo_classic
 
 DATA = Path(__file__).parents[2] / "data"
 LAYERS = 6
-MIDDLE = 2  # a layer that a model of `LAYERS`, cut short, does not show: neither of its first, nor of its last, nor the one halfway
+MIDDLE = 2  # a layer that a model of `LAYERS`, cut short, does not have: it has 0, 3 and 5
 STACK = "model.layers"
 
 SAMPLE, WINDOWS, EXPERTS, ROUTED, LONG_ROPE = "sample", "windows", "experts", "routed", "long rope"
@@ -239,7 +239,8 @@ def no_sinks(model: ir.Model) -> None:
     """Drop the sinks of one layer."""
     [node] = _nodes(model, "Attention", MIDDLE)
     view = canonical.Attention.of(node)
-    assert view is not None and view.sinks is not None
+    assert view is not None
+    assert view.sinks is not None
     node.replace_input_with(list(node.inputs).index(view.sinks), None)
 
 
@@ -276,7 +277,10 @@ def clipped_residual(model: ir.Model) -> None:
     node = _nodes(model, "Add", MIDDLE)[-1]
     low, high = (graph.initializer(model, f"clip_{x}", np.array(x, np.float32)) for x in (-64.0, 64.0))
     readers = list(node.outputs[0].uses())
-    [clipped] = graph.insert(readers[0][0], "Clip", [node.outputs[0], low, high], {}, name=f"{STACK}.{MIDDLE}/Clip")
+    clip = ir.node("Clip", [node.outputs[0], low, high], name=f"{STACK}.{MIDDLE}/Clip", num_outputs=1)
+    [clipped] = clip.outputs
+    clipped.name, clipped.shape, clipped.type = f"{STACK}.{MIDDLE}/Clip", node.outputs[0].shape, node.outputs[0].type
+    model.graph.insert_after(node, clip)
     for reader, index in readers:
         reader.replace_input_with(index, clipped)
 
