@@ -7,22 +7,19 @@ rows: that a tensor belongs to another parameter, or lies transposed, shows in e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.derived import Stored
 from llmforge.trace.export import weights
+from llmforge.trace.export.parameters import Parameters
 from llmforge.trace.export.reference import Reference
-from llmforge.trace.export.stored_matrix import StoredMatrix
 
 WHOLE_BYTES = 1 << 16  # parameters up to this size are compared in all numbers: norms and biases
 ROWS = 4  # of a larger one: the first, the last, and others
@@ -43,7 +40,7 @@ def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference)
         for name, value in model.graph.initializers.items()
         if graph.sources(value) and (value.uses() or value.is_graph_output())
     }
-    expected = _Parameters(checkpoint, reference)
+    expected = Parameters(checkpoint, reference)
     if strange := sorted(set(held) - set(expected.names)):
         raise VerificationError(f"the traced graph has {strange[0]}, which is no parameter of the model", hint=HINT)
     if lacking := sorted(set(expected.names) - set(held)):
@@ -58,7 +55,7 @@ def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference)
     return len(held)
 
 
-def _compare(name: str, tensor: ir.TensorProtocol, expected: _Parameters, rng: np.random.Generator) -> None:
+def _compare(name: str, tensor: ir.TensorProtocol, expected: Parameters, rng: np.random.Generator) -> None:
     shape, stored = expected.shape(name), tuple(tensor.shape.numpy())
     turned = (*shape[:-2], *shape[:-3:-1])
     if stored not in (shape, turned):
@@ -90,50 +87,3 @@ def _rows(
         yield np.asarray(array[rows] if shape else array).astype(np.float32)
     if len(shape) >= 2 and stored == (*shape[:-2], shape[-1], shape[-2]):
         yield np.asarray(array.swapaxes(-1, -2)[rows]).astype(np.float32)
-
-
-class _Parameters:
-    """The parameters of a checkpoint's model, by the name of the first that shares a tensor."""
-
-    def __init__(self, checkpoint: Checkpoint, reference: Reference) -> None:
-        self._checkpoint, self._reference = checkpoint, reference
-        self._state: Mapping[str, torch.Tensor] = reference.model.state_dict(keep_vars=True)
-        self._files: dict[Any, Any] = {}
-        self.names = reference.parameters
-
-    def __enter__(self) -> _Parameters:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
-            file.__exit__(None, None, None)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._state[name].shape)
-
-    def rows(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Read rows of a parameter, fp32."""
-        tensor = self._state[name]
-        if tensor.is_meta or isinstance(tensor, StoredMatrix):
-            return self._read(name, rows)
-        tensor = tensor.detach()
-        return (tensor[torch.from_numpy(rows)] if tensor.dim() else tensor).float().numpy()
-
-    def _read(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Read rows of a parameter that is not in memory."""
-        assert self._reference.sources is not None
-        source = self._reference.sources[name]
-        if source.converted is not None:
-            return next(source.converted())[torch.from_numpy(rows)].float().numpy()
-        [stored] = source.tensors
-        if name in self._checkpoint.tensors:
-            stored = name  # whatever was planned
-        file = self._checkpoint.tensors[stored].file
-        if file not in self._files:
-            self._files[file] = safe_open(file, "pt").__enter__()
-        part = self._files[file].get_slice(stored)
-        if not part.get_shape():
-            return self._files[file].get_tensor(stored).float().numpy()
-        if len(rows) == part.get_shape()[0]:
-            return part[:].float().numpy()
-        return torch.cat([part[int(row) : int(row) + 1] for row in rows]).float().numpy()

@@ -6,23 +6,17 @@ larger, so that hidden states grow: in the graph by inputs, and in transformers'
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import standard
-from llmforge.verification import norms, probe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from llmforge.trace.export.reference import Reference
+from llmforge.verification import probe
 
 ADDED = 7.0  # to the weights of norms, which are about 1, or about 0 where a norm adds 1 itself
 SCALES = (1.0, 64.0)  # of the embeddings, row by row
@@ -40,15 +34,16 @@ class Magnified:
     weights: Mapping[str, NDArray[np.float32]]  # of norms, as the checkpoint has them
 
     @classmethod
-    def of(cls, model: ir.Model, reference: PreTrainedModel) -> Magnified:
-        """Make it of a clone of `model`, the graph of `reference`; weights that norms do not own alone are left."""
+    def of(cls, model: ir.Model, reference: Reference) -> Magnified:
+        """Make it of a clone of `model`, the graph of `reference`'s; weights that norms do not own alone are left."""
         clone = model.clone()
         weights = {}
-        for name, _ in norms.norm_weights(reference):
-            value = clone.graph.initializers.get(f"{name}.weight")
+        for norm in reference.norms():
+            name = f"{norm.name}.weight"
+            value = clone.graph.initializers.get(name)
             if value is not None:
-                weights[f"{name}.weight"] = np.asarray(graph.tensor(value).numpy(), np.float32)
-                del clone.graph.initializers[f"{name}.weight"]
+                weights[name] = np.asarray(graph.tensor(value).numpy(), np.float32)
+                del clone.graph.initializers[name]
                 value.const_value = None
                 clone.graph.inputs.append(value)
         scale = ir.Value(name=SCALE, shape=ir.Shape(("batch", 1, 1)), type=ir.TensorType(ir.DataType.FLOAT))
@@ -72,27 +67,6 @@ def run(vocabulary: int) -> probe.Run:
     rng = np.random.default_rng(SEED)
     rows = [rng.integers(0, vocabulary, TOKENS, np.int64) for _ in SCALES]
     return probe.schedule(NAME, rows, [(TOKENS,) * len(rows)])
-
-
-@contextmanager
-def magnified(reference: PreTrainedModel, weights: Collection[str]) -> Iterator[None]:
-    """Let `reference` compute with larger `weights` of norms, and larger embeddings of the rows, for a while."""
-    embedding: nn.Module = reference.get_input_embeddings()  # type: ignore[no-untyped-call]
-    own = {name: reference.get_parameter(name) for name in weights}
-    held = {name: parameter.data for name, parameter in own.items() if not parameter.is_meta}
-
-    def multiply(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * torch.tensor(SCALES).reshape(-1, 1, 1)
-
-    hook = embedding.register_forward_hook(multiply)
-    try:
-        for name, numbers in held.items():
-            own[name].data = numbers + ADDED
-        yield
-    finally:
-        hook.remove()
-        for name, numbers in held.items():
-            own[name].data = numbers
 
 
 def _scale(model: ir.Model, value: ir.Value, scale: ir.Value) -> None:

@@ -5,17 +5,14 @@ A norm is named by its module. The model's own module and the graph's node take 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx_ir as ir
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
 from llmforge.ir.operators import standard
+from llmforge.trace.export.reference import Reference
 
 MAGNITUDES = (1e-4, 1e-3, 1e-2, 1.0, 1e3)  # of the rows; 1e-4² is 1e-8, and epsilons are 1e-12 … 1e-5
 TOLERANCE = 1e-4  # of a row's largest number: fp32
@@ -24,15 +21,7 @@ SEED = 20_250_607  # any fixed number
 HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
 
 
-def norm_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """List the modules of `model` that hold one vector, `weight`, and nothing else: norms, by name."""
-    for name, module in model.named_modules():
-        parameters = dict(module.named_parameters())
-        if set(parameters) - {"bias"} == {"weight"} and parameters["weight"].dim() == 1:
-            yield name, module
-
-
-def require_right(model: ir.Model, reference: nn.Module) -> int:
+def require_right(model: ir.Model, reference: Reference) -> int:
     """Hold the norms of `model` against those of transformers' `reference` whose numbers are in memory.
 
     Return how many were; norms that are no modules are left to runs.
@@ -40,12 +29,12 @@ def require_right(model: ir.Model, reference: nn.Module) -> int:
     Raises:
         VerificationError: one gives other numbers; names it.
     """
-    modules = dict(norm_weights(reference))
+    modules = {norm.name: norm for norm in reference.norms()}
     rng, proven = np.random.default_rng(SEED), 0
     for node in model.graph:
         module = modules.get(str(node.name).split("/")[0])
         norm = standard.RMSNormalization.of(node) or standard.LayerNormalization.of(node)
-        if module is None or norm is None or module.get_parameter("weight").is_meta:
+        if module is None or norm is None or not module.in_memory:
             continue
         scale = _constant(norm.scale)
         bias = graph.operand(node, 2)
@@ -54,14 +43,13 @@ def require_right(model: ir.Model, reference: nn.Module) -> int:
             continue
         x = rng.standard_normal((len(MAGNITUDES), len(scale))).astype(np.float32)
         x *= np.array(MAGNITUDES, np.float32)[:, None]
-        with torch.inference_mode():
-            wanted = module(torch.from_numpy(x)).numpy()
+        wanted = module.compute(x)
         got = _norm(x, scale, shift, norm.epsilon, centred=isinstance(norm, standard.LayerNormalization))
         proven += 1
         if not (np.abs(got - wanted).max(-1) <= TOLERANCE * np.abs(wanted).max(-1)).all():
             row = int(np.argmax(np.abs(got - wanted).max(-1) / np.abs(wanted).max(-1)))
             raise VerificationError(
-                f"{node.name} (epsilon {norm.epsilon:g}) gives other numbers than the model's {type(module).__name__} "
+                f"{node.name} (epsilon {norm.epsilon:g}) gives other numbers than the model's {module.kind} "
                 f"for a row of magnitude {MAGNITUDES[row]:g}",
                 hint=HINT,
             )
@@ -80,7 +68,7 @@ def _norm(
     wide = x.astype(np.float64)
     wide -= wide.mean(-1, keepdims=True) if centred else 0.0
     y = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + epsilon) * scale
-    return y if shift is None else y + shift
+    return np.asarray(y if shift is None else y + shift)
 
 
 def _constant(value: ir.Value) -> NDArray[np.float32] | None:
@@ -90,5 +78,5 @@ def _constant(value: ir.Value) -> NDArray[np.float32] | None:
     node = value.producer()
     if node is None or standard.Add.of(node) is None:
         return None
-    parts = [_constant(part) for part in node.inputs if part is not None]
-    return None if any(part is None for part in parts) else np.asarray(sum(parts), np.float32)
+    a, b = (None if part is None else _constant(part) for part in node.inputs)
+    return None if a is None or b is None else a + b

@@ -12,15 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import canonical, standard
 from llmforge.ir.subgraph import Index, extract
-from llmforge.trace.export.reference import Given, RotaryCall
-from llmforge.trace.hooks.masks import MaskFunction
+from llmforge.trace.export.reference import Given, OwnMask, RotaryCall
 from llmforge.verification import probe
 from llmforge.verification.subgraph_session import SubgraphSession
 
@@ -164,7 +162,7 @@ def require_windows(
         VerificationError: a query sees other tokens; names the layer.
     """
     unknown: set[int] = set()
-    proven: set[tuple[MaskFunction, int]] = set()
+    proven: set[tuple[OwnMask, int]] = set()
     for index, nodes in layers.items():
         for node in nodes:
             attention = canonical.Attention.of(node)
@@ -181,13 +179,11 @@ def require_windows(
     return unknown
 
 
-def _require_row(mask: MaskFunction, query: int, window: int, where: str) -> None:
+def _require_row(mask: OwnMask, query: int, window: int, where: str) -> None:
     """Hold what `query` sees in a window (0: none) against what `mask` shows it."""
     keys = np.arange(query + 1)
     sees = (keys > query - window) | (window == 0)
-    zero, ids = torch.tensor(0), torch.from_numpy(keys)
-    with torch.inference_mode():
-        shown = mask(zero, zero, torch.full_like(ids, query), ids).to(torch.bool).expand(query + 1).numpy()
+    shown = mask.shows(query)
     if not np.array_equal(sees, shown):
         raise VerificationError(
             f"{where} shows the token at position {query} {int(sees.sum())} tokens (window: {window or 'none'}); "

@@ -126,7 +126,7 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
             shown = replicate_layers.some_layers(model, repetition, reference.kept)
         except Irregular as error:
             raise VerificationError(f"the traced graph does not match the model: {error.message}", hint=HINT) from error
-    norms.require_right(shown, reference.model)
+    norms.require_right(shown, reference)
     vocabulary = checkpoint.geometry.vocabulary
     runs = _runs(vocabulary, sorted({LONGEST - TAIL} if own else {*windows, *named}), context)
     few = vocabulary > LARGE_VOCABULARY
@@ -140,8 +140,8 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     for run in runs[1:]:
         rows = _rows(run)
         expected.append([reference.run(ids, min(len(ids), _kept(run, few)), head=head) for ids in rows])
-    large, larger = magnified.Magnified.of(shown, reference.model), magnified.run(vocabulary)
-    with magnified.magnified(reference.model, large.weights):
+    large, larger = magnified.Magnified.of(shown, reference), magnified.run(vocabulary)
+    with reference.magnified(large.weights, magnified.ADDED, magnified.SCALES):
         expected.append(reference.run_batch(np.stack(_rows(larger)), _kept(larger, few), head=head))
     runs.append(larger)
     kept_layers = reference.kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,11 +54,48 @@ class RotaryCall:
         return cos.reshape(-1, cos.shape[-1]).numpy(), sin.reshape(-1, sin.shape[-1]).numpy()
 
 
+@dataclass(frozen=True)
+class OwnMask:
+    """What a model's code says that a query sees."""
+
+    function: masks.MaskFunction
+
+    def shows(self, query: int) -> NDArray[np.bool_]:
+        """Say which of the tokens up to `query` it sees: bool [query + 1]."""
+        zero, keys = torch.tensor(0), torch.arange(query + 1)
+        with internals.third_party("evaluating the model's mask"), torch.inference_mode():
+            shown = self.function(zero, zero, torch.full_like(keys, query), keys)
+            return shown.to(torch.bool).expand(query + 1).numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class OwnNorm:
+    """A module of a model that holds one vector, `weight`, and perhaps a bias: a norm."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    def kind(self) -> str:
+        """Name its class."""
+        return type(self.module).__name__
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it can compute."""
+        return not self.module.get_parameter("weight").is_meta
+
+    def compute(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Run it on rows x [n, width]."""
+        with internals.third_party(f"running {self.kind}"), torch.inference_mode():
+            return np.asarray(self.module(torch.from_numpy(x)))
+
+
 @dataclass(eq=False)
 class Given:
     """What one layer works with besides hidden states, as the model's own code hands it over."""
 
-    mask: masks.MaskFunction | None = None  # None: it got no mask, or one that no function of transformers made
+    mask: OwnMask | None = None  # None: it got no mask, or one that no function of transformers made
     rotary: list[RotaryCall] = field(default_factory=list)
 
 
@@ -66,9 +103,9 @@ class Reference:
     """A checkpoint's model in transformers, whole or in part, with its real weights in fp32.
 
     The whole model is loaded by transformers. A part has the first layer, the last, the one halfway, and one of every
-    other kind; the others are there, in their places, and hand on what they are given. Its weights are taken by the names
-    and conversions of transformers, and large matrices read whenever they are used, so that a model larger than the
-    memory can be run in part.
+    other kind; the others are there, in their places, and hand on what they are given. Its weights are taken by
+    the names and conversions of transformers, and large matrices read whenever they are used, so that a model larger
+    than the memory can be run in part.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, part: bool = False) -> None:
@@ -133,6 +170,33 @@ class Reference:
             for row, logits in enumerate(output.logits)
         ]
 
+    def norms(self) -> Iterator[OwnNorm]:
+        """List the norms of the model."""
+        for name, module in self.model.named_modules():
+            parameters = dict(module.named_parameters())
+            if set(parameters) - {"bias"} == {"weight"} and parameters["weight"].dim() == 1:
+                yield OwnNorm(name, module)
+
+    @contextmanager
+    def magnified(self, weights: Collection[str], added: float, scales: Sequence[float]) -> Iterator[None]:
+        """Compute with `weights` of norms larger by `added`, and embeddings of each row multiplied, for a while."""
+        embedding: nn.Module = self.model.get_input_embeddings()
+        parameters = [self.model.get_parameter(name) for name in weights]
+        held = [parameter.data for parameter in parameters]
+
+        def multiply(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return output * torch.tensor(scales).reshape(-1, 1, 1)
+
+        hook = embedding.register_forward_hook(multiply)
+        try:
+            for parameter, numbers in zip(parameters, held, strict=True):
+                parameter.data = numbers + added
+            yield
+        finally:
+            hook.remove()
+            for parameter, numbers in zip(parameters, held, strict=True):
+                parameter.data = numbers
+
     @contextmanager
     def watched(self) -> Iterator[list[Given]]:
         """Write down what each layer is given in a run inside; those that hand on are given it, too."""
@@ -142,8 +206,10 @@ class Reference:
         calls: list[RotaryCall] = []
         at: list[int] = []  # the layer that runs
 
+        own: Callable[..., Any] = eager_mask
+
         def mask(*args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> Any:
-            result = eager_mask(*args, mask_function=mask_function, **kwargs)
+            result = own(*args, mask_function=mask_function, **kwargs)
             made[id(result)] = mask_function
             kept.append(result)
             return result
@@ -163,7 +229,7 @@ class Reference:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
                 at.append(index)
                 tensors = list(_tensors((*args, *kwargs.values())))
-                given[index].mask = next((made[id(each)] for each in tensors if id(each) in made), None)
+                given[index].mask = next((OwnMask(made[id(each)]) for each in tensors if id(each) in made), None)
                 for call in calls:
                     if any(each is output for each in tensors for output in call.outputs):
                         given[index].rotary.append(call)

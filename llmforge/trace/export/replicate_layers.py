@@ -93,9 +93,9 @@ def require_alike(model: ir.Model, pattern: Pattern, twins: Sequence[int]) -> No
                 names = f"{pattern.stack}.{layer.index} is not what {pattern.stack}.{twin} is"
                 raise Irregular(f"{names}: {error.message}") from error
         for value in {value for node in layer.nodes for value in node.inputs if value is not None}:
-            if value.is_graph_input() and CACHE_NUMBER.search(value.name or "") is not None:
-                if owners.setdefault(value, layer.index) != layer.index:
-                    raise Irregular(f"layers {owners[value]} and {layer.index} both read {value.name}")
+            cached = value.is_graph_input() and CACHE_NUMBER.search(value.name or "") is not None
+            if cached and owners.setdefault(value, layer.index) != layer.index:
+                raise Irregular(f"layers {owners[value]} and {layer.index} both read {value.name}")
 
 
 def _same_numbers(first: _GraphLayer, second: _GraphLayer) -> None:

@@ -202,10 +202,10 @@ def tensor_of(
         return tensor
     if source.converted is not None or len(shape) > 2:
         return Stacked(_pieces(checkpoint, source), dtype, shape, name, transposed=transposed)
-    [tensor] = source.tensors
+    [single] = source.tensors
 
     def stored() -> NDArray[Any]:
-        return checkpoint.tensor(tensor).numpy()
+        return checkpoint.tensor(single).numpy()
 
     if len(shape) == 2:
         return Stored(stored, dtype, shape, name, transposed=transposed)
