@@ -174,7 +174,11 @@ class Reference:
         """List the norms of the model."""
         for name, module in self.model.named_modules():
             parameters = dict(module.named_parameters())
-            if set(parameters) - {"bias"} == {"weight"} and parameters["weight"].dim() == 1:
+            required = [
+                each for each in inspect.signature(module.forward).parameters.values() if each.default is each.empty
+            ]
+            vectors = set(parameters) - {"bias"} == {"weight"} and parameters["weight"].dim() == 1
+            if vectors and len(required) == 1:  # one with a gate takes two
                 yield OwnNorm(name, module)
 
     @contextmanager
@@ -206,12 +210,15 @@ class Reference:
         calls: list[RotaryCall] = []
         at: list[int] = []  # the layer that runs
 
+        # Attention in a model's own code may hide more than its mask says.
+        told = internals.takes_attention(self.model.config)
         own: Callable[..., Any] = eager_mask
 
         def mask(*args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> Any:
             result = own(*args, mask_function=mask_function, **kwargs)
-            made[id(result)] = mask_function
-            kept.append(result)
+            if told:
+                made[id(result)] = mask_function
+                kept.append(result)
             return result
 
         def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
