@@ -6,7 +6,7 @@ all steps of all runs before the next block is loaded; what later blocks read is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from llmforge.verification.subgraph_session import Arrays, SubgraphSession
 BLOCK_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
 
 Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [B, R, V], padding included
+Values = list[list[Arrays]]  # by run, by step: outputs of the graph by name, padding included
 Rows = Callable[[probe.ProbeStep], NDArray[np.int64]]  # positions of a step that get logits, [R]
 
 
@@ -49,6 +50,38 @@ def drive(
 ) -> Logits:
     """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
 
+    Raises:
+        UnsupportedError: ONNX Runtime refuses a block.
+    """
+    made = outputs(
+        model,
+        runs,
+        [interface.LOGITS],
+        threads=threads,
+        rows=rows,
+        capacity=capacity,
+        fill=fill,
+        block_bytes=block_bytes,
+    )
+    return [[step[interface.LOGITS] for step in steps] for steps in made]
+
+
+def outputs(
+    model: ir.Model,
+    runs: Sequence[probe.Run],
+    names: Collection[str],
+    *,
+    threads: int,
+    rows: Rows | None = None,
+    capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
+    fill: float = 0.0,
+    block_bytes: int = BLOCK_BYTES,
+    given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {},
+) -> Values:
+    """Run `model`, which stays as it is, on `runs` and return the outputs `names`, logits of `rows` alone.
+
+    `given` are inputs of the graph besides those of each step; they take precedence.
+
     Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it.
 
     Memory: the weights of one block, what crosses from one to the next for every step, the caches of one block, and
@@ -59,7 +92,8 @@ def drive(
         UnsupportedError: ONNX Runtime refuses a block.
     """
     index = Index.of(model)
-    live: list[list[Arrays]] = [[{} for _ in run.steps] for run in runs]
+    live: Values = [[{} for _ in run.steps] for run in runs]
+    kept = set(names)
     ahead = list(blocks(index, block_bytes))
     while ahead:
         block = ahead.pop(0)
@@ -68,27 +102,28 @@ def drive(
         if isinstance(session, _LargeTable):
             session.run(
                 [
-                    (step, given)
+                    (step, held)
                     for run, values in zip(runs, live, strict=True)
-                    for step, given in zip(run.steps, values, strict=True)
+                    for step, held in zip(run.steps, values, strict=True)
                 ]
             )
-            _forget(live, later)
+            _forget(live, later | kept)
             continue
         for run, values in zip(runs, live, strict=True):
             caches = session.allocate(run.batch, capacity(run), fill)
-            for step, given in zip(run.steps, values, strict=True):
-                given |= session.run(step, given, caches, None if rows is None else rows(step))
-                _forget([[given]], later)
-    return [[given[interface.LOGITS] for given in values] for values in live]
+            more = given(run)
+            for step, held in zip(run.steps, values, strict=True):
+                held |= session.run(step, {**held, **more}, caches, None if rows is None else rows(step))
+                _forget([[held]], later | kept)
+    return live
 
 
-def _forget(live: Sequence[Sequence[Arrays]], later: set[str]) -> None:
-    """Drop what no later block reads; logits stay."""
+def _forget(live: Sequence[Sequence[Arrays]], wanted: set[str]) -> None:
+    """Drop what is not `wanted`."""
     for values in live:
-        for given in values:
-            for name in given.keys() - later - {interface.LOGITS}:
-                del given[name]
+        for held in values:
+            for name in held.keys() - wanted:
+                del held[name]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,8 @@ TAIL = 16  # rows of a long prompt whose logits are compared
 WHOLE_BYTES = 2**30  # of fp32 weights: up to here a model runs whole, twice over in memory
 
 # How configurations name the number of tokens from which a model computes differently.
-NAMED = re.compile(r"window|chunk|block|local|bucket|distance|span|original_max_position")
+# "max_window_layers" counts layers, and "chunk_size_feed_forward" is 0.
+NAMED = re.compile(r"^(?!.*layers).*(window|chunk|block|local|bucket|distance|span|original_max_position)")
 
 
 def named(settings: Mapping[str, Any], context: int | None) -> Iterator[tuple[str, int]]:
@@ -21,4 +22,4 @@ def named(settings: Mapping[str, Any], context: int | None) -> Iterator[tuple[st
             yield from named(value, context)
         elif NAMED.search(str(name)):
             numbers = [x for x in (value if isinstance(value, list | tuple) else [value]) if type(x) is int]
-            yield from ((name, x) for x in numbers if context is None or x < context)
+            yield from ((name, x) for x in numbers if x > 0 and (context is None or x < context))
