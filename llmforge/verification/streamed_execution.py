@@ -15,13 +15,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph, interface
-from llmforge.ir.derived import Stored, by_output, is_stored
+from llmforge.ir.derived import Stored
 from llmforge.ir.graph import is_constant
-from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.standard import Cast, Gather, MatMul, Transpose
 from llmforge.ir.subgraph import Index, behind, extract
 from llmforge.verification import probe
-from llmforge.verification.subgraph_session import Arrays, SubgraphSession
+from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
 
 BLOCK_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
 
@@ -161,7 +160,7 @@ def _open(block: ir.Model, threads: int, block_bytes: int) -> SubgraphSession | 
     """Load a block in ONNX Runtime, or read it in tiles where it is one large table."""
     if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, block_bytes)) is not None:
         return table
-    _multiply_as_stored(block)
+    multiply_as_stored(block)
     return SubgraphSession(block, probe.Weights(), threads)
 
 
@@ -189,29 +188,6 @@ def _large_table(block: ir.Model, tile_bytes: int) -> _LargeTable | None:
         return None
     name, dtype = str(block.graph[-1].outputs[0].name), last.outputs[0].dtype or ir.DataType.FLOAT
     return _LargeTable(name, tensor.stored(), None if reads is None else str(reads.name), tile_bytes, dtype)
-
-
-def _multiply_as_stored(model: ir.Model) -> None:
-    """Make `MatMul(x, W)` with W [K, N], stored as [N, K], one FusedMatMul that reads it so, in place."""
-    for product in MatMul.all(model):
-        weight, tensor = product.w, product.w.const_value
-        if not is_constant(weight) or len(weight.uses()) > 1 or tensor is None or not is_stored(tensor):
-            continue
-        del model.graph.initializers[str(weight.name)]
-        turned = graph.initializer(model, str(weight.name), _as_stored(tensor))
-        fused = FusedMatMul.insert(product.node, {"a": product.x, "b": turned}, {"transB": 1}, name=product.name)
-        graph.replace_value(product.output, fused.output)
-        model.graph.remove(product.node, safe=True)
-
-
-def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
-    """Make a lazy fp32 [N, K] of a weight [K, N]."""
-    k, n = tensor.shape.numpy()
-
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(by_output(tensor, transposed=True).astype(np.float32), name=tensor.name)
-
-    return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)
 
 
 def blocks(index: Index, block_bytes: int) -> Iterator[Block]:
