@@ -20,7 +20,7 @@ from llmforge.base.errors import NotADecoder, RunFailed, UnsupportedError, Verif
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph, interface, summary
 from llmforge.ir.operators import canonical, standard
-from llmforge.trace.export import limits, pattern, replicate_layers
+from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
 from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.verification import probe, streamed_execution
@@ -111,7 +111,7 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
             f"fp32; it has {graph.weight_bytes(model):,}, and its layers do not repeat"
         )
     context = checkpoint.geometry.context
-    named = {tokens for _, tokens in limits.named(checkpoint.config.to_dict(), context)}
+    named = {tokens for _, tokens in checkpoint.configuration.lengths if context is None or tokens < context}
     of_attention = {layer.window for layer in canonical.Attention.all(model)} - {0}
     windows = sorted(of_attention | summary.rotary_switches(model))
     reference = Reference(checkpoint, part=part)

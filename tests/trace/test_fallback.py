@@ -14,7 +14,6 @@ from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import dialect, interface
 from llmforge.trace import trace
-from llmforge.trace.export import limits
 from llmforge.trace.export.limits import LONGEST
 from llmforge.trace.hooks import masks
 from llmforge.trace.hooks.ones import Ones
@@ -161,21 +160,6 @@ WINDOWED = {
 def test_the_length_from_which_a_mask_hides_is_found(kind: str, first: int) -> None:
     assert masks.hides_from(WINDOWED[kind], 100) == first
     assert masks.hides_from(WINDOWED[kind], first) is None
-
-
-def test_lengths_that_a_configuration_names_are_found() -> None:
-    settings = {
-        "sliding_window": 4096,
-        "rope_parameters": {"full": {"original_max_position_embeddings": 2048}},
-        "attention_chunk_size": None,
-        "local": [7, 8192],
-        "hidden_size": 4000,
-    }
-    assert dict(limits.named(settings, 8192)) == {
-        "sliding_window": 4096,
-        "original_max_position_embeddings": 2048,
-        "local": 7,
-    }
 
 
 def test_a_window_beyond_every_proof_is_refused(tmp_path: Path) -> None:
