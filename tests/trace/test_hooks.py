@@ -65,6 +65,23 @@ HOOKS = [
     Hook("torch.utils._pytree:tree_map", "trace.export.depth", "walks the arguments of an operator", ("func", "tree")),
     Hook("torch:Tensor._make_wrapper_subclass", "trace.hooks.internals", "matrices that stay in their file"),
     Hook("torch._C:DisableTorchFunctionSubclass", "trace.hooks.internals", "matrices that stay in their file"),
+    Hook(
+        "torch.onnx._internal.exporter:_fx_passes.decompose_with_registry",
+        "trace.hooks.internals",
+        "leaves a program alone that decomposing would only trace once more",
+        ("exported_program", "registry"),
+    ),
+    Hook(
+        "torch.onnx._internal.exporter._registration:ONNXRegistry",
+        "trace.hooks.internals",
+        "tells which operators have a translation",
+    ),
+    Hook(
+        "transformers.masking_utils:eager_mask",
+        "trace.export.reference",
+        "the mask of a layer, told with the function that made it",
+        ("mask_function",),
+    ),
     Hook("transformers:MODEL_FOR_CAUSAL_LM_MAPPING", "trace.hooks.internals", "the model class of a configuration"),
     Hook(
         "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",
