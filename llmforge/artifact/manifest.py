@@ -16,8 +16,10 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from llmforge import __version__
+from llmforge.base import small_file
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import InputError
+from llmforge.base.wording import quoted, shown
 
 MANIFEST = "manifest.json"
 REPORT = "report/"  # timings and dates: listed in the manifest, outside the content digest
@@ -25,6 +27,7 @@ PROVENANCE = "provenance/"  # what it was made of and on: neither is it content
 CARD = "README.md"  # tells of measurements
 SIGNATURE = "model.sig"  # made after publication, of everything else
 VERSION_DIGITS = 12  # of the content digest: 48 bits, no collision to be expected below 10 million versions of a name
+MOST_BYTES = small_file.SETTINGS_BYTES
 CONTENT_FORMAT = b"llmforge content 1\n"
 TOOLS = (
     "jinja2", "ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxscript", *(each.package for each in PROVIDERS.values()),
@@ -51,6 +54,12 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 InsidePath = Annotated[str, AfterValidator(_inside)]
 
 
+# What becomes the name of a folder or a file, wherever a manifest comes from; what is printed to a terminal.
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,127}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.,+!_~-]{0,127}$")]
+
+
 class _ManifestPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, serialize_by_alias=True)
 
@@ -67,16 +76,16 @@ class Manifest(_ManifestPart):
     """What an artifact is, what it was made of, and the hash of every file in it."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    name: str
-    version: str
+    name: Name
+    version: Name
     content_digest: Sha256
     verdict: Verdict
     created: AwareDatetime  # UTC
     checkpoint: Sha256  # digest of the checkpoint's content
-    target: str
+    target: Name
     recipe: dict[str, Any]  # resolved
-    tools: dict[str, str]  # that it was built with
-    requires: dict[str, str]  # package → version that the engine must be run with
+    tools: dict[Word, Word]  # that it was built with
+    requires: dict[Word, Word]  # package → version that the engine must be run with
     files: dict[InsidePath, FileRecord]
 
     @field_validator("recipe")
@@ -96,7 +105,7 @@ def read(file: Path) -> Manifest:
     Raises:
         InputError: it is not one, or of another format version.
     """
-    return parse(file.read_bytes(), str(file))
+    return parse(small_file.read(file, MOST_BYTES), str(file))
 
 
 def parse(raw: bytes, source: str) -> Manifest:
@@ -107,12 +116,15 @@ def parse(raw: bytes, source: str) -> Manifest:
     """
     try:
         data = from_json(raw)
+        too_deep = small_file.deeper(data, small_file.DEEPEST)
     except ValueError as error:
         raise InputError(f"{source}: not valid JSON: {error}", hint="fetch the artifact or build it again") from error
+    if too_deep:
+        raise InputError(f"{source}: JSON nested too deeply: at most {small_file.DEEPEST} levels are allowed")
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != 1:
         raise InputError(
-            f"{source}: schema {schema!r} is not supported by llmforge {__version__}, which reads schema 1",
+            f"{source}: schema {quoted(schema)} is not supported by llmforge {__version__}, which reads schema 1",
             hint="use the version of llmforge that built the artifact, or build it again",
         )
     try:
@@ -120,7 +132,10 @@ def parse(raw: bytes, source: str) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{source}: {where}: {first['msg']}", hint="fetch the artifact or build it again") from error
+        raise InputError(
+            f"{source}: {where}: {first['msg']}, not {shown(first['input'])}",
+            hint="fetch the artifact or build it again",
+        ) from error
 
 
 def tool_versions() -> dict[str, str]:

@@ -18,8 +18,10 @@ from typing import Any
 
 from llmforge.artifact.manifest import MANIFEST, SIGNATURE
 from llmforge.artifact.store import Artifact
+from llmforge.base import small_file
 from llmforge.base.errors import InputError, UsageError
 
+KEY_BYTES = 1 << 20
 _CURVES = "an elliptic curve key (P-256, P-384 or P-521) in PEM"
 _MAKE = "openssl ecparam -name prime256v1 -genkey -noout -out KEY.pem; openssl ec -in KEY.pem -pubout -out PUB.pem"
 
@@ -136,16 +138,13 @@ def _hashing() -> Any:
 
 def _signed(file: Path) -> set[str]:
     """Name the files that the statement in a verified bundle covers."""
-    payload = json.loads(file.read_bytes())["dsseEnvelope"]["payload"]
+    payload = small_file.read_json(file)["dsseEnvelope"]["payload"]
     resources = json.loads(base64.b64decode(payload))["predicate"]["resources"]
     return {resource["name"] for resource in resources}
 
 
 def _present(file: Path) -> None:
-    try:
-        file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error.strerror}", hint=f"give {_CURVES}") from error
+    small_file.read(file, KEY_BYTES, error=UsageError, hint=f"give {_CURVES}")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import manifest as manifests
-from llmforge.artifact.manifest import MANIFEST, SIGNATURE, VERSION_DIGITS, Manifest, Verdict
+from llmforge.artifact.manifest import MANIFEST, NAME_PATTERN, SIGNATURE, VERSION_DIGITS, Manifest, Verdict
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
 BUILDING = ".building-"
@@ -32,7 +32,7 @@ REPLACED = ".replaced-"
 LOCK = ".lock"
 LISTED = 5  # files that a message names before it counts the rest
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_NAME = re.compile(NAME_PATTERN)
 
 
 _WHERE = "`llmforge build` prints the path of the artifact at its end: artifacts/NAME/VERSION"

@@ -23,19 +23,22 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from llmforge.base.wording import LONGEST_HINT, bounded
+
 
 class ForgeError(Exception):
     """Base of all errors that llmforge raises on purpose.
 
-    `message` says what is wrong, where (file:line, node, tensor) and what is allowed; `hint` says what to do.
+    `message` says what is wrong, where (file:line, node, tensor) and what is allowed; `hint` says what to do. Both are
+    shortened: what they quote may come from strangers.
     """
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = bounded(message)
+        self.hint = None if hint is None else bounded(hint, LONGEST_HINT)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"

@@ -11,9 +11,25 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from llmforge.base import small_file
 from llmforge.base.errors import UsageError
+from llmforge.base.wording import shown
 
-PATH = click.Path(path_type=Path)
+
+class FilePath(click.Path):
+    """A path that the system can have."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse what is too long, before anything looks at it."""
+        if (why := small_file.why_no_path(value)) is not None:
+            self.fail(f"{shown(str(value))}: {why}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = FilePath()
 NATURAL, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 
 ARTIFACTS = "LLMFORGE_ARTIFACTS"  # environment variable: the folder where artifacts are
@@ -35,6 +51,8 @@ class ArtifactPath(click.ParamType[Path]):
         """Find the folder."""
         from llmforge.artifact import resolve
 
+        if (why := small_file.why_no_path(str(value))) is not None:
+            self.fail(f"{shown(str(value))}: {why}", param, ctx)
         given = None if ctx is None or param is None or param.name == "pending" else ctx.params.get("out")
         return resolve(str(value), given or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER))
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from llmforge.base import small_file
 from llmforge.base.errors import InputError
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
@@ -148,6 +149,9 @@ class Report(Record):
     recipe: dict[str, Any]  # resolved
 
 
+MOST_BYTES = 64 << 20  # of a report
+
+
 def read(path: Path) -> Report:
     """Read a report that a build wrote.
 
@@ -155,7 +159,7 @@ def read(path: Path) -> Report:
         InputError: the file is no report of this version.
     """
     try:
-        return Report.model_validate_json(path.read_bytes())
+        return Report.model_validate_json(small_file.read(path, MOST_BYTES))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

@@ -214,7 +214,7 @@ RECORD = {"sha256": "0" * 64, "size_bytes": 0, "in_content": True}
         (lambda data: b"", "cut off in the first header"),
         (lambda data: b"\x1f\x8b" + data, "it does not begin with a header of tar"),
         (manifest(name="other"), "it holds 'tiny/1', its manifest says 'other' '1'"),
-        (manifest(version=".hidden"), "it holds 'tiny/1', its manifest says 'tiny' '.hidden'"),
+        (manifest(version=".hidden"), "version: String should match pattern"),
         (manifest(files={"../x": RECORD}), "is not a plain path inside the artifact"),
         (manifest(files={"/x": RECORD}), "is not a plain path inside the artifact"),
         (manifest(files={"a": RECORD, "a/b": RECORD}), "'a/b' lies in a file"),
