@@ -10,7 +10,6 @@ Two locks (flock, which the kernel drops with the process): `out/<name>/.lock` w
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -25,6 +24,7 @@ from typing import Any
 
 from llmforge.artifact import manifest as manifests
 from llmforge.artifact.manifest import MANIFEST, NAME_PATTERN, SIGNATURE, VERSION_DIGITS, Manifest, Verdict
+from llmforge.base import resources, signals
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
 BUILDING = ".building-"
@@ -156,7 +156,7 @@ def staging(out: Path, name: str) -> Iterator[Path]:
     try:
         yield folder
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if not resources.is_full(error):
             raise
         raise EnvironmentLacks(f"{parent}: the disk is full", hint="free some space, or use --out") from error
     finally:
@@ -246,6 +246,7 @@ def _place(folder: Path, manifest: Manifest) -> None:
     aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{manifest.version}"
     if final.exists():
         final.rename(aside)
+    signals.decided()
     folder.rename(final)
     _sync_folder(folder.parent)
     if aside.exists():

@@ -67,10 +67,9 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         here = {"machine": machine.describe(), "packages": lock.packages(), "code": lock.code()}
         stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
         locked = locked.model_copy(update={**here, "stages": stages})
-        report = publishing.publish(
+        return publishing.publish(
             staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
         )
-    return BuildResult(out / manifest.name / report.version, report)
 
 
 def check_recipe(recipe: Recipe, opened: Artifact) -> None:

@@ -68,15 +68,15 @@ def build(
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
     preflight.check(recipe)
+    preflight.check_room(recipe, out)
     with artifact.staging(out, recipe.name) as staging:
         with reuse.opened(cache, staging, progress) as kept, ReadAhead() as ahead:
             facts, engine, found, locked = make(
                 recipe, steps, target, kept, ahead, staging, out, progress, measure=measure
             )
-        report = publishing.publish(
+        return publishing.publish(
             staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
         )
-    return BuildResult(out / recipe.name / report.version, report)
 
 
 def make(

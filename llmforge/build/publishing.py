@@ -39,8 +39,11 @@ def publish(
     lock: Lock,
     clock: Clock,
     progress: Progress,
-) -> Report:
+) -> BuildResult:
     """Judge the gates, write the report beside the engine, and publish what `staging` holds.
+
+    This is the one place where a build comes to have succeeded: it has when its folder has got the name of its version,
+    and what this returns is there. Nothing else makes a `BuildResult`.
 
     `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
     version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of.
@@ -68,7 +71,7 @@ def publish(
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT)
     provenance.write(staging, report, lock.with_engine(files), files, digest)
-    artifact.publish(
+    made = artifact.publish(
         staging,
         recipe=recipe,
         checkpoint=report.checkpoint.digest,
@@ -76,4 +79,4 @@ def publish(
         verdict=report.verdict.value,
         requires=engine.config.requires if engine is not None else {},
     )
-    return report
+    return BuildResult(made.path, report)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge.base.errors import UsageError
+from llmforge.base import resources
+from llmforge.base.errors import EnvironmentLacks, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,12 +52,14 @@ def write(content: RenderableType, plain_width: int = _PLAIN_WIDTH) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what keeps the block from writing the file `path` into a UsageError."""
+    """Turn what keeps the block from writing the file `path` into a UsageError, or a full disk into what it is."""
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be written: {error.strerror}", hint="choose a path that is writable and has free space"
+        kind = EnvironmentLacks if resources.is_full(error) else UsageError
+        raise kind(
+            f"{path}: cannot be written: {error.strerror or error}",
+            hint="choose a path that is writable and has free space",
         ) from error
 
 

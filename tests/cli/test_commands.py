@@ -174,7 +174,7 @@ def test_interrupting_is_no_bug(fake: FakePipeline, tmp_path: Path) -> None:
     fake.error = KeyboardInterrupt()
     result = invoke("build", str(FP32), "--out", str(tmp_path), "--quiet")
     assert result.exit_code == 130
-    assert result.stderr == "interrupted\n"
+    assert result.stderr == "interrupted by SIGINT\n"
 
 
 @pytest.mark.parametrize(
@@ -566,5 +566,5 @@ def test_ctrl_c_ends_with_one_line() -> None:
         assert waiting.stdout.readline() == "ready\n"
         waiting.send_signal(signal.SIGINT)
         assert waiting.stderr is not None
-        assert waiting.stderr.read() == "interrupted\n"
+        assert waiting.stderr.read() == "interrupted by SIGINT\n"
         assert waiting.wait(timeout=60) == 130
