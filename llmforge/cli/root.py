@@ -16,6 +16,7 @@ import click
 from llmforge.base import extras, resources, signals
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.base.signals import Interrupted
+from llmforge.base.wording import bounded
 from llmforge.cli import building, caching, inspecting, planning, provenance, running, serving, storing
 from llmforge.cli.parameters import is_json_log, log_format_option
 
@@ -42,7 +43,7 @@ class _Root(click.Group):
             _end(ctx, error)
         except click.ClickException as error:  # of the arguments of a command
             if not is_json_log():
-                raise
+                raise _bounded(error) from None
             _end(ctx, UsageError(error.format_message()))  # 2, as click's own
         except (ImportError, AttributeError) as error:
             if (lack := extras.explain(error)) is None:
@@ -62,6 +63,14 @@ class _Root(click.Group):
                 raise
             _end(ctx, lack)
         return result
+
+
+def _bounded(error: click.ClickException) -> click.ClickException:
+    """Shorten what click says where it repeats a value whole."""
+    message = error.format_message()
+    if (short := bounded(message)) == message:
+        return error
+    return click.UsageError(short, getattr(error, "ctx", None))
 
 
 def _end(ctx: click.Context, error: ForgeError) -> NoReturn:

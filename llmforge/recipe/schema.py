@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,7 +29,7 @@ from pydantic_core import PydanticKnownError
 from llmforge import targets
 from llmforge.base import small_file
 from llmforge.base.backends import BackendName
-from llmforge.base.errors import RecipeError, UsageError
+from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
 from llmforge.lowering import options
@@ -197,6 +197,20 @@ class ServingSpec(_Section):
         if self.triton.gpus and self.triton.kind in ("cpu", "model"):
             raise ValueError(f"`gpus` requires kind gpu, not {self.triton.kind}")
         return self
+
+    @classmethod
+    def published(cls, recipe: Mapping[str, Any], where: str) -> ServingSpec:
+        """Read the section of a resolved recipe that stands in an artifact; `where` names that.
+
+        Raises:
+            InputError: there is none, or it is not one of this version.
+        """
+        try:
+            return cls.model_validate_json(json.dumps(recipe.get("serving")))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = dotted(("serving", *first["loc"]))
+            raise InputError(f"{where}: recipe: {key}: {first['msg']}", hint="build the artifact again") from None
 
     def changed(self, overrides: Sequence[str]) -> ServingSpec:
         """Apply overrides, `KEY.KEY=VALUE` with values in YAML.

@@ -110,7 +110,8 @@ class Signature:
         states = tuple(_state_input(value, given, where) for value in past if interface.is_state(value.name))
         names = [value.name for value in inputs]
         logits = next((value for value in outputs if value.name == interface.LOGITS), None)
-        if interface.INPUT_IDS not in names or logits is None or not isinstance(logits.shape[-1], int):
+        fixed = logits is not None and len(logits.shape) == 3 and isinstance(logits.shape[-1], int)
+        if interface.INPUT_IDS not in names or logits is None or not fixed:
             raise InputError(
                 f"{where}: not a decoder graph: it needs the input {interface.INPUT_IDS} and the output "
                 f"{interface.LOGITS} [batch, rows, vocabulary] with a fixed vocabulary; inputs {names}, "
