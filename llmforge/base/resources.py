@@ -11,12 +11,14 @@ from llmforge.base.errors import EnvironmentLacks
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_WORN = {errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_WORN = {errno.EIO, errno.EMFILE, errno.ENFILE}
 # numpy's `tofile` gives no number: "262144 requested and 0 written".
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
 # ONNX Runtime, protobuf and torch make errors of their own of a failed allocation.
 _NO_MEMORY = re.compile(
-    r"bad[ _]alloc|Failed to allocate memory|can't allocate memory|not enough memory|Unable to allocate|out of memory",
+    r"bad[ _]alloc|Failed to allocate memory|can't allocate memory|not enough memory|Unable to allocate|out of memory"
+    r"|can't start new thread"  # of which each needs a stack
+    r"|failed to map segment",  # of a shared library
     re.IGNORECASE,
 )
 _CGROUP = Path("/sys/fs/cgroup")
@@ -58,9 +60,9 @@ def usable_memory_bytes() -> int:
 
 
 def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    return isinstance(error, Exception) and type(error) is not OSError and _NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, Exception) and not isinstance(error, OSError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
