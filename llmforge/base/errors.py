@@ -1,4 +1,4 @@
-"""Every error that llmforge raises on purpose, and the exit code of each.
+"""Every error that llmforge raises on purpose, and the exit code of each; docs/limits.md has the table of codes.
 
 ::
 
@@ -15,8 +15,11 @@
     │   ├── NotADecoder             6   the model is an encoder, or has one
     │   └── RunFailed               6   what runs a graph took it, and a run of it failed
     ├── VerificationError           7   a pass did not do what it declares; a build gives other bytes again
-    └── EnvironmentLacks            8   a package, a device or disk space is missing
+    └── EnvironmentLacks            8   a package, a device, disk space or memory is missing
         └── VersionMismatch         8   an artifact needs other versions than are installed
+
+No errors, and ends of a command: 0 success; 130 SIGINT and 143 SIGTERM (`base.signals.Interrupted`); 141 nobody reads
+standard output any more (SIGPIPE).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ _WORN = {errno.EIO, errno.EMFILE, errno.ENFILE}
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
 # ONNX Runtime, protobuf and torch make errors of their own of a failed allocation.
 _NO_MEMORY = re.compile(
-    r"bad[ _]alloc|Failed to allocate memory|can't allocate memory|not enough memory|Unable to allocate|out of memory"
+    r"bad[ _]alloc|Cannot allocate memory"
+    r"|Failed to allocate memory|can't allocate memory|not enough memory|Unable to allocate|out of memory"
     r"|can't start new thread"  # of which each needs a stack
     r"|failed to map segment",  # of a shared library
     re.IGNORECASE,

@@ -158,10 +158,20 @@ def test_a_cache_that_cannot_be_written(digest: str, tmpfs: Path, tmp_path: Path
     nothing_visible(tmp_path / "out")
 
 
-def test_too_little_memory(cache: Path, digest: str, tmp_path: Path) -> None:
-    """Address space for the imports, and not for the build."""
-    done = run(tmp_path, tmp_path / "cache", limits=((resource.RLIMIT_AS, 1_500_000_000),))
-    assert done.returncode == 8, done.stderr[-3000:]
+@pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError('std::bad_alloc')", "OSError(12, 'no memory')"])
+def test_memory_that_runs_out(error: str, cache: Path, digest: str, tmp_path: Path) -> None:
+    """An allocation fails while the engine is written."""
+    script = (
+        "import llmforge.engines.onnx_file as target\n"
+        f"def write(*_, **__): raise {error}\n"
+        "target.write = write\n"
+        "from llmforge.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command(tmp_path)[3:]], capture_output=True, text=True,
+        env=environment(cache), cwd=ROOT, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 8, done.stderr
     one_message(done.stderr, "out of memory")
     nothing_visible(tmp_path)
 
