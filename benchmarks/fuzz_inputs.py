@@ -39,7 +39,7 @@ if "--atheris" in sys.argv:  # what is imported in this block tells libFuzzer wh
         import llmforge.bench
         import llmforge.planning.request
         import llmforge.runtime.serving.runner
-        import llmforge.triton.repository
+        import llmforge.triton.repository  # noqa: F401
 
 from llmforge import passes, targets
 from llmforge.artifact import Artifact, publish, staging
