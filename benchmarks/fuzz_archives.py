@@ -27,14 +27,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmforge.artifact import Artifact, archive, publish, staging
+from llmforge.artifact import Artifact, archive, publish, seal, staging
 from llmforge.base.errors import ForgeError
 
 BLOCK = 512
 FILES = {
     "engine/model.onnx": b"graph" * 100,
     "engine/model.onnx.data": bytes(range(256)) * 9,
-    "report/report.json": b"{}",
     "tokenizer/tokenizer.json": b"",
 }
 PATHS = (
@@ -52,9 +51,10 @@ def sample(folder: Path) -> bytes:
         for path, content in FILES.items():
             (staged / path).parent.mkdir(exist_ok=True)
             (staged / path).write_bytes(content)
-        made = publish(
-            staged, recipe={"schema": 1}, checkpoint="c" * 64, target="cpu", verdict="none", requires={}, version="1"
-        )
+        (staged / "report").mkdir()
+        (staged / "report" / "report.html").write_bytes(b"<p>report</p>")
+        manifest = seal(staged, recipe={"schema": 1}, checkpoint="c" * 64, target="cpu", requires={})
+        made = publish(staged, manifest, {"created": "2026-01-01T00:00:00+00:00", "verdict": "none"})
     (made.path / "model.sig").write_bytes(b"signature" * 60)
     stream = io.BytesIO()
     archive.save(made, stream)
@@ -157,12 +157,15 @@ def insert_member(data: bytes, chance: random.Random) -> bytes:
 
 
 def rewrite_manifest(data: bytes, chance: random.Random) -> bytes:
-    """Change the manifest, and make headers and contents agree with it as far as tar can say it."""
-    size = tarfile.TarInfo.frombuf(data[:BLOCK], "utf-8", "strict").size
-    plain: dict[str, Any] = json.loads(data[BLOCK : BLOCK + size])
-    contents = dict(FILES)
+    """Change manifest or record, and make headers, names and contents agree with it as far as tar can say it."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        members = {info.name.split("/", 2)[2]: tar.extractfile(info).read() for info in tar}  # type: ignore[union-attr]
+    first, second, *others = members
+    plain: dict[str, Any] = json.loads(members[first])
+    record: dict[str, Any] = json.loads(members[second])
+    contents = {path: members[path] for path in others}
     path = chance.choice(PATHS)
-    match chance.randrange(9):
+    match chance.randrange(10):
         case 0:
             contents[path] = b"mine"
             plain["files"][path] = described(b"mine")
@@ -171,7 +174,7 @@ def rewrite_manifest(data: bytes, chance: random.Random) -> bytes:
         case 2:
             plain["name"] = chance.choice(PATHS)
         case 3:
-            plain["version"] = chance.choice(PATHS)
+            record[chance.choice(list(record))] = chance.choice((None, 1, [], {}, "x", True, "0" * 64))
         case 4:
             del plain["files"][chance.choice(list(FILES))]
         case 5:
@@ -181,14 +184,22 @@ def rewrite_manifest(data: bytes, chance: random.Random) -> bytes:
             contents = dict.fromkeys(plain["files"], b"")
         case 7:
             plain[chance.choice(list(plain))] = chance.choice((None, 1, [], {}, "x", True))
+        case 8:
+            record["files"][path] = described(b"mine")
+            contents[path] = b"mine"
         case _:
             contents["engine/model.onnx/x"] = b""
             plain["files"]["engine/model.onnx/x"] = described(b"")
+    raw = (json.dumps(plain, indent=1, sort_keys=True) + "\n").encode()
+    if record.get("content") is not None:
+        record["content"] = hashlib.sha256(raw).hexdigest()
+    bound = (json.dumps(record, indent=1) + "\n").encode()
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        everything = {"manifest.json": json.dumps(plain).encode(), **dict(sorted(contents.items()))}
+        evidence = f"evidence/{hashlib.sha256(bound).hexdigest()}.json"
+        everything = {first: raw, evidence: bound, **dict(sorted(contents.items()))}
         for name, content in everything.items():
-            info = tarfile.TarInfo(f"{plain.get('name')}/{plain.get('version')}/{name}")
+            info = tarfile.TarInfo(f"{plain.get('name')}/{hashlib.sha256(raw).hexdigest()[:12]}/{name}")
             info.size, info.mode = len(content), 0o444
             try:
                 tar.addfile(info, io.BytesIO(content))
@@ -199,7 +210,7 @@ def rewrite_manifest(data: bytes, chance: random.Random) -> bytes:
 
 
 def described(content: bytes) -> dict[str, Any]:
-    return {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content), "in_content": True}
+    return {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
 
 
 def other_program(data: bytes, chance: random.Random) -> bytes:

@@ -3,8 +3,9 @@
     python benchmarks/fuzz_inputs.py [--cases 10000] [--templates 200] [--seed 0] [--atheris SECONDS]
 
 Each case begins with a file that is well: a recipe, a target, values of --set, the header of safetensors, a
-configuration, a tokenizer, a manifest, runtime.json, texts, arrivals, a graph, a chat template. Bytes are flipped, cut
-and doubled, values replaced by hostile ones, keys repeated; every file in tests/attacks/finds is among the beginnings.
+configuration, a tokenizer, a manifest, a record of evidence, runtime.json, texts, arrivals, a graph, a chat template.
+Bytes are flipped, cut and doubled, values replaced by hostile ones, keys repeated; every file in tests/attacks/finds is
+among the beginnings.
 Then: it is read, or refused with a `ForgeError` of a documented exit code and at most 1 kB of message, within 5 s, with
 at most 1 GB of memory; and nothing appears outside of the folder that is written to.
 
@@ -15,9 +16,12 @@ over the same readers with bytes of its own for so long, where the package is in
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
+import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -38,18 +42,24 @@ if "--atheris" in sys.argv:  # what is imported in this block tells libFuzzer wh
     with atheris.instrument_imports(include=["llmforge"]):
         import llmforge.bench
         import llmforge.planning.request
+        import llmforge.report.verdict
         import llmforge.runtime.serving.runner
         import llmforge.triton.repository  # noqa: F401
 
+from click.testing import CliRunner
+
 from llmforge import passes, targets
-from llmforge.artifact import Artifact, publish, staging
+from llmforge.artifact import Artifact, staging
+from llmforge.base import admission, sealed
 from llmforge.base.errors import ForgeError
 from llmforge.bench import workload
 from llmforge.checkpoint import documents, load_config, read_settings
 from llmforge.checkpoint.safetensors_file import read_header
+from llmforge.cli import cli
 from llmforge.ir import onnx_file
 from llmforge.planning import request
 from llmforge.recipe import Recipe
+from llmforge.report import verdict
 from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.serving.chat import ChatTemplate
@@ -110,8 +120,10 @@ class Kind:
 def kinds(place: Path) -> list[Kind]:
     """Make everything that cases begin with, in `place`."""
     (place / "shared").mkdir(parents=True)
+    os.environ["XDG_CACHE_HOME"] = str(place / "cache")  # hashes of files are remembered in
     artifact = make_artifact(place / "shared")
     manifest = (artifact.path / "manifest.json").read_bytes()
+    record = (artifact.path / artifact.evidence[0].path).read_bytes()
     header = json.dumps(
         {f"t{i}": {"dtype": "F32", "shape": [2, 2], "data_offsets": [16 * i, 16 * i + 16]} for i in range(3)}
     ).encode()
@@ -129,12 +141,35 @@ def kinds(place: Path) -> list[Kind]:
         Recipe.load(ROOT / "recipes" / "quickstart.yaml", text.split("\n")).instantiate(passes.ALL)
 
     def manifest_of(file: Path, data: bytes) -> None:
+        # As a forger would who knows the form, and the record that is bound to it: else all would end at its form.
+        try:
+            sealed.parse_manifest(data, str(file))
+        except ForgeError:
+            if (formed := in_form(data)) is None:
+                raise
+            data = formed
+        bound = json.dumps({**json.loads(record), "content": hashlib.sha256(data).hexdigest()}).encode()
+        used(file, data, bound)
+
+    def evidence(file: Path, data: bytes) -> None:
+        digest = artifact.manifest.content_digest.encode()  # finds are bound to the artifact of their time
+        used(file, manifest, re.sub(rb'(?<="content": ")[0-9a-f]{64}(?=")', digest, data, count=1))
+
+    def used(file: Path, manifest: bytes, record: bytes) -> None:
         folder = file.parent / "deep" / "artifact"
         shutil.copytree(artifact.path, folder, copy_function=shutil.copyfile)
-        (folder / "manifest.json").unlink()
-        (folder / "manifest.json").write_bytes(data)
+        (folder / "manifest.json").write_bytes(manifest)
+        shutil.rmtree(folder / sealed.EVIDENCE)
+        (folder / sealed.EVIDENCE).mkdir()
+        (folder / sealed.EVIDENCE / f"{hashlib.sha256(record).hexdigest()}.json").write_bytes(record)
         opened = Artifact.open(folder)
+        opened.verify()
+        admission.admit(folder, allow="fail")
         repository.export(opened, repository.of_artifact(opened), file.parent / "deep" / "repository")
+        done = CliRunner().invoke(cli, ["inspect", str(folder)])
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        verdict.recompute(opened)
 
     def configuration(file: Path, data: bytes) -> None:
         load_config(file.parent, read_settings(file.parent))
@@ -169,6 +204,7 @@ def kinds(place: Path) -> list[Kind]:
         Kind("config", (config,), "config.json", configuration),
         Kind("plan", (config,), "config.json", planned),
         Kind("manifest", (manifest,), "manifest.json", manifest_of),
+        Kind("evidence", (record,), "record.json", evidence),
         Kind("runtime", (runtime,), "runtime.json", lambda file, data: RuntimeConfig.read(file)),
         Kind("texts", (lines,), "texts.jsonl", lambda file, data: documents.read_documents(file)),
         Kind("arrivals", (load,), "load.jsonl", arrivals),
@@ -198,7 +234,10 @@ def tokenized(file: Path, data: bytes) -> None:
 
 
 def make_artifact(folder: Path) -> Artifact:
-    """Publish a small artifact whose manifest and repository are as a build writes them."""
+    """Publish a small artifact whose manifest and repository are as a build writes them; its record is made up."""
+    sys.path.insert(0, str(ROOT))
+    from tests import stored
+
     runtime = {
         "format": 3, "onnxruntime": "1.31.1", "kernels": None, "max_context": 64, "max_batch": 2, "vocabulary": 100,
         "eos_token_ids": [1], "bos_token_id": None, "caches": [], "provider": "cpu", "provider_options": {},
@@ -208,20 +247,21 @@ def make_artifact(folder: Path) -> Artifact:
     with staging(folder, "tiny") as staged:
         files = {
             "engine/runtime.json": json.dumps(runtime), "tokenizer/tokenizer.json": TOKENIZER.decode(),
-            "engine/model.onnx": "", "triton/tiny/1/model.py": "",
+            "engine/model.onnx": "", "triton/tiny/1/model.py": "", "report/report.html": "<p>report</p>",
         }  # fmt: skip
         for path, content in files.items():
             (staged / path).parent.mkdir(parents=True, exist_ok=True)
             (staged / path).write_text(content)
-        recipe = {"schema": 1, "serving": {"triton": {}}}
-        return publish(
-            staged,
-            recipe=recipe,
-            checkpoint="c" * 64,
-            target="cpu-avx2",
-            verdict="none",
-            requires={"onnxruntime": "1.31.1"},
-        )
+        recipe = {"schema": 1, "gates": stored.PASSES, "serving": {"triton": {}}}
+        return stored.publish(staged, recipe=recipe, requires={"onnxruntime": "1.31.1"})
+
+
+def in_form(data: bytes) -> bytes | None:
+    """Write JSON in the one form that a manifest has; None: it is none."""
+    try:
+        return (json.dumps(json.loads(data), sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+    except (ValueError, RecursionError):
+        return None
 
 
 def make_graph() -> bytes:

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 from llmforge.artifact import Artifact
+from llmforge.build.proofs import FINISH
 from llmforge.cache import Cache, Key
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,8 +40,13 @@ def command(recipe: Path, out: Path) -> list[str]:
 
 
 def finished(told: str) -> set[str]:
-    """Name the passes that a build had finished: all that it began, but for the last stage that it told."""
+    """Name the passes that a build had finished: all that it began, but for the last stage that it told.
+
+    The proof of the last pass runs beside the build of the engine, and may not have ended before what comes behind it.
+    """
     stages = [line for line in told.splitlines() if line and not re.search(r": (took|failed|\d)", line)]
+    while stages and stages[-1] in ("Build engine", FINISH):
+        stages.pop()
     return {stage.removeprefix("Pass ").removesuffix(": reused") for stage in stages[:-1] if stage.startswith("Pass ")}
 
 

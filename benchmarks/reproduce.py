@@ -1,4 +1,5 @@
-"""Build a recipe many times, each in another folder, with another hash seed and number of threads; compare all files.
+"""Build a recipe many times, each in another folder, with another hash seed, number of threads, time zone, language and
+umask; compare all files.
 
     python -m benchmarks.reproduce                              # recipes/quickstart.yaml, 10 times
     python -m benchmarks.reproduce RECIPE -n 3 --set validation.latency=null
@@ -30,17 +31,20 @@ WITHOUT_AVX512 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "DNNL_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",  # numpy 2.4's groups of kernels
     "OPENBLAS_CORETYPE": "Haswell",
 }
+ZONES = ("UTC", "Asia/Kathmandu", "America/St_Johns")
+LANGUAGES = ("C", "C.UTF-8", "de_DE.UTF-8", "tr_TR.UTF-8")
+UMASKS = (0o022, 0o077, 0o002)
 
 
-def build(recipe: Path, out: Path, options: list[str], settings: dict[str, str]) -> Artifact:
-    """Build `recipe` in a process of its own with the environment `settings`."""
+def build(recipe: Path, out: Path, options: list[str], settings: dict[str, str], umask: int) -> Artifact:
+    """Build `recipe` in a process of its own, in the folder `out`, with the environment `settings`."""
     command = [sys.executable, "-c", RUN, "build", str(recipe), "--out", str(out), "--quiet"]
     command += [word for option in options for word in ("--set", option)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
-    done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, umask=umask)
     if done.returncode not in BUILT:
         sys.exit(f"exit {done.returncode} with {settings}\n{done.stderr}")
     return Artifact.open(Path(done.stdout.splitlines()[-1]))
@@ -60,13 +64,24 @@ def main() -> None:
             folder = Path(scratch) / f"{'sub/' * index}build-{index}"
             folder.mkdir(parents=True)
             count = str(1 + index % 5)
-            settings = {"PYTHONHASHSEED": str(index * 7919), "OMP_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
+            settings = {
+                "PYTHONHASHSEED": str(index * 7919),
+                "OMP_NUM_THREADS": count,
+                "OPENBLAS_NUM_THREADS": count,
+                "MKL_NUM_THREADS": count,
+                "TZ": ZONES[index % len(ZONES)],
+                "LANG": LANGUAGES[index % len(LANGUAGES)],
+                "LC_ALL": LANGUAGES[index % len(LANGUAGES)],
+                "LLMFORGE_CACHE": str(folder / "cache"),  # its own: nothing is reused
+            }
+            umask = UMASKS[index % len(UMASKS)]
             if chosen.without and index == chosen.n - 1:
                 settings |= WITHOUT_AVX512
             began = time.perf_counter()
-            artifact = build(chosen.recipe.resolve(), folder, chosen.set, settings)
+            artifact = build(chosen.recipe.resolve(), folder, chosen.set, settings, umask)
             artifacts.append(artifact)
-            facts = {"threads": count, "hash seed": settings["PYTHONHASHSEED"], "s": round(time.perf_counter() - began)}
+            facts = {name: settings[name] for name in ("PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ", "LANG")}
+            facts |= {"umask": f"{umask:03o}", "s": str(round(time.perf_counter() - began))}
             print(artifact.manifest.content_digest, json.dumps(facts), flush=True)
 
         differing = [other for other in artifacts[1:] if comparison.files(artifacts[0], other)]

@@ -33,7 +33,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge import native
-from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph
 from llmforge.ir.operators import contrib
 from llmforge.lowering import cpu_attention, cpu_linear
@@ -62,13 +61,10 @@ class CpuKernels(Pass):
             UnsupportedError: the target is no CPU with ONNX Runtime.
             EnvironmentLacks: the kernels are not compiled here, and there is no fallback.
         """
-        if "onnxruntime" not in context.target.engines or context.target.kind != "cpu":
-            raise UnsupportedError(
-                f"{self.name}: target {context.target.name} runs no ONNX Runtime on a CPU, which the kernels are for",
-                hint=f"leave {self.name} out of the recipe, or choose a CPU target",
-            )
+        context.require_cpu(self.name)
         if self.fallback == "onnxruntime" and native.library() is None:
-            return Changes(notes=[FALLBACK], skipped=[Skipped("every layer", "the kernels are not compiled")])
+            left = [Skipped(layer.name, "the kernels are not compiled") for layer in contrib.MatMulNBits.all(model)]
+            return Changes(notes=[FALLBACK], skipped=left)
         native.require()
         changes = Changes()
         layers = {layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)}

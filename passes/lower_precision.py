@@ -40,7 +40,6 @@ from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import Precision
 from llmforge.lowering import precision
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.targets import Target
 
 FLOAT = ir.DataType.FLOAT
 _DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -67,7 +66,12 @@ class LowerPrecision(Pass):
         Raises:
             UnsupportedError: the target does not compute in the dtype, or the graph is in another half precision.
         """
-        _require_dtype(context.target, self.dtype)
+        context.require_dtype(self.name, self.dtype)
+        if self.dtype == "bf16":
+            context.refuse_cpu(
+                f"{self.name}: ONNX Runtime has no kernels for bf16 on a CPU",
+                hint=f"leave {self.name} out of the recipe: a CPU computes in fp32 fastest",
+            )
         dtype = _DTYPES[self.dtype]
         dtype_inference.complete(model)
         if (held := _half_of(model)) is not None:
@@ -80,8 +84,8 @@ class LowerPrecision(Pass):
                     f"{self.name}: {node.op_type} {node.name} computes in fp32 only",
                     hint=f"leave {self.name} or cpu-kernels out of the recipe",
                 )
-            if context.target.kind == "cpu" and canonical.MoE.matches(node):
-                raise UnsupportedError(
+            if canonical.MoE.matches(node):
+                context.refuse_cpu(
                     f"{self.name}: {node.name} becomes a Loop that adds in {self.dtype}; no CPU kernel does",
                     hint="put fuse-experts or quantize-weights before it",
                 )
@@ -91,20 +95,6 @@ class LowerPrecision(Pass):
         return Changes(
             [Rewritten(name, f"in {self.dtype}") for name in sorted(work)],
             [Skipped(str(node.name), reason) for node, reason in assignment.kept.items()],
-        )
-
-
-def _require_dtype(target: Target, dtype: Literal["fp16", "bf16"]) -> None:
-    if target.kind == "gpu" and dtype not in target.rates:
-        rates = ", ".join(target.rates)
-        raise UnsupportedError(
-            f"lower-precision: target {target.name} ({target.title}) does not compute in {dtype}; supported: {rates}",
-            hint="set `dtype` to one of these",
-        )
-    if target.kind == "cpu" and dtype == "bf16":
-        raise UnsupportedError(
-            f"lower-precision: ONNX Runtime has no kernels for bf16 on a CPU (target {target.name})",
-            hint="leave lower-precision out of the recipe: a CPU computes in fp32 fastest",
         )
 
 

@@ -31,7 +31,7 @@ import onnx_ir as ir
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llmforge.base.errors import DataError, UnsupportedError
+from llmforge.base.errors import DataError
 from llmforge.ir import graph, logits_rows, routing
 from llmforge.ir.derived import Derived, swapped
 from llmforge.ir.operators.standard import MatMul, Transpose
@@ -70,13 +70,7 @@ class QuantizeChannels(Pass):
         Raises:
             UnsupportedError: the target does not compute in the dtype.
         """
-        target = context.target
-        if target.kind == "gpu" and self.dtype not in target.rates:
-            raise UnsupportedError(
-                f"{self.name}: target {target.name} ({target.title}) does not compute in {self.dtype}; supported: "
-                f"{', '.join(target.rates)}",
-                hint="set `dtype` to one of these, or use quantize-weights",
-            )
+        context.require_dtype(self.name, self.dtype, ", or use quantize-weights")
         left_alone = {} if self.routers else routing.routers(model)
         heads = logits_rows.readers(model)
         changes = Changes()

@@ -27,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = tempfile.TemporaryDirectory(prefix="llmforge-cache-")  # of what is built in fixtures that outlive a test
     config.add_cleanup(cache.cleanup)
     os.environ["LLMFORGE_CACHE"] = cache.name
+    home = tempfile.TemporaryDirectory(prefix="llmforge-home-")  # where hashes of files are remembered
+    config.add_cleanup(home.cleanup)
+    os.environ["XDG_CACHE_HOME"] = home.name
     if hasattr(config, "workerinput"):
         stall.listen()
     elif getattr(config.option, "dist", "no") != "no":

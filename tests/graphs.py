@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from llmforge import targets
 from llmforge.ir import graph
 from llmforge.lowering.pass_base import Changes, Context, Pass
+from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verification, Verifier
 
-CPU = Context(target=targets.load("cpu-avx2"))
+TARGET = targets.load("cpu-avx2")
+CPU = Context(TARGET)
 MAX_POSITION = 64
+PROMISES = Promises(context=MAX_POSITION, batch=3, vocabulary=96)
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,7 @@ def lines(model: ir.Model, ops: Sequence[str]) -> list[str]:
 
 def prove(change: Pass, model: ir.Model, folder: Path) -> tuple[Changes, Verification]:
     """Run `change` on `model`, have its numerics proven, and see that a second run changes nothing."""
-    verifier = Verifier(model, folder=folder)
+    verifier = Verifier(model, promises=PROMISES, folder=folder)
     changes = change.run(model, CPU)
     verification = verifier.check(change, model, changes)
     fingerprint = graph.fingerprint(model)

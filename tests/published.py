@@ -14,9 +14,9 @@ from llmforge.artifact import Artifact
 from llmforge.engines import BuildRequest
 from llmforge.engines import onnxruntime as engine
 from llmforge.recipe import EngineSpec, ServingSpec
-from llmforge.report.model import Report
 from llmforge.triton import repository
 
+from . import stored
 from .decoder_graph import decoder, value
 
 VOCABULARY = 8192  # of the sample checkpoint's tokenizer
@@ -32,12 +32,11 @@ def random_decoder(
     max_context: int,
     max_batch: int,
     serving: ServingSpec,
-    report: Report | None = None,
 ) -> Artifact:
     """Publish a decoder of random fp32 weights with the tokenizer of `checkpoint`."""
     model, _ = engine.lower(decoder(VOCABULARY, capacity=max_context), targets.local())
     spec = EngineSpec(max_context=max_context, max_batch=max_batch)
-    return _publish(out, "random", model, checkpoint, spec, serving, report)
+    return _publish(out, "random", model, checkpoint, spec, serving)
 
 
 def scripted(out: Path, checkpoint: Path, text: str, *, max_context: int, serving: ServingSpec) -> Artifact:
@@ -57,7 +56,6 @@ def _publish(
     checkpoint: Path,
     spec: EngineSpec,
     serving: ServingSpec,
-    report: Report | None = None,
 ) -> Artifact:
     spec = spec.model_copy(update={"threads": 1})
     recipe = {"serving": serving.model_dump(mode="json")}
@@ -68,10 +66,7 @@ def _publish(
             shutil.copy(checkpoint / file, folder / "tokenizer" / file)
         described = repository.Model(name, "cpu", serving, built.config, {"checkpoint": "none"})
         repository.write(described, folder / repository.FOLDER / name)
-        if report is not None:
-            (folder / "report").mkdir()
-            (folder / "report" / "report.json").write_text(report.to_json(), encoding="utf-8")
-        return artifact.publish(folder, recipe=recipe, checkpoint="c" * 64, target="local", verdict="none", requires={})
+        return stored.publish(folder, recipe=recipe, target="local")
 
 
 def _recital(ids: list[int], capacity: int) -> ir.Model:

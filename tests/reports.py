@@ -21,6 +21,7 @@ from llmforge.report.model import (
     EngineRecord,
     PassRecord,
     Report,
+    ReusedRecord,
     StageRecord,
     TargetRecord,
     VerificationRecord,
@@ -40,6 +41,7 @@ def timing(ttft_ms: float, tpot_ms: float) -> Timing:
         itl_p95_ms=tpot_ms * 1.2,
         itl_p99_ms=tpot_ms * 1.6,
         tokens_per_second=1e3 / tpot_ms,
+        generations_ms=((ttft_ms, tpot_ms), (ttft_ms, tpot_ms)),
     )
 
 
@@ -194,8 +196,8 @@ def make(**changes: object) -> Report:
     assert math.isclose(sum(QUALITY.kld_histogram), QUALITY.tokens, rel_tol=0.1)
     fields = {
         "name": "docs-llama-int4",
-        "version": "3f9a1c0b7d2e",
-        "created": "2026-11-21T10:42:00Z",
+        "content": "3f9a1c0b7d2e" + "0" * 52,
+        "created": "2026-11-21T10:42:00+00:00",
         "verdict": overall(gates),
         "gates": gates,
         "quality": QUALITY,
@@ -229,6 +231,7 @@ def make(**changes: object) -> Report:
                     ("Quality", 33.7, 990_000_000),
                 )
             ),
+            reused=ReusedRecord(stages=("trace", "trace-proof"), layers=(0, 1, 2, 5)),
         ),
         "machine": Machine(
             cpu="Example CPU 9000",

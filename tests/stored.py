@@ -1,14 +1,30 @@
-"""Artifacts of a few bytes, for tests of what keeps, moves and removes artifacts."""
+"""Artifacts of a few bytes, for tests of what keeps, moves and removes artifacts.
+
+Their reports are made up, but their figures follow from their raw values, as `llmforge verify` demands.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmforge.artifact import Artifact, publish, staging
-from llmforge.evaluation.gates import judge, overall
+import numpy as np
+
+from llmforge import artifact
+from llmforge.artifact import Artifact
+from llmforge.base import hashed_files, sealed
+from llmforge.evaluation.gates import overall
 from llmforge.metrics import catalog
+from llmforge.metrics.catalog import QualityMetric
+from llmforge.metrics.latency import Latency
+from llmforge.metrics.quality import DocumentSums, OfSums, Quality, estimates
 from llmforge.recipe import GateSpec
+from llmforge.report import verdict
+from llmforge.report.model import EngineFile, EngineRecord, Report
 
 from . import reports
 
@@ -17,9 +33,83 @@ FILES = {
     "engine/model.onnx.data": bytes(range(256)) * 5,
     "tokenizer/tokenizer.json": b"{}",
 }
-PASSES = {"kld_mean": {"max": 0.03}}  # gates and what the figures of `reports` make of them
+EVIDENCE = {"report/report.html": b"<p>report</p>", "provenance/lock.json": b'{"lock": 1}', "README.md": b"# card\n"}
+PASSES = {"kld_mean": {"max": 0.03}, "tpot_p50_ms": {"max": 5}}  # gates and what the figures below make of them
 FAILS = {"kld_mean": {"max": 0.001}}
 UNDECIDED = {"kld_mean": {"max": 0.021}}
+CHECKPOINT = "c" * 64
+
+
+@cache
+def quality(kld: float = 0.021) -> Quality:
+    """Make up the quality of 40 documents, with a mean KLD of about `kld`."""
+    noise = np.random.default_rng(0).normal(1, 0.1, 40)
+    documents = tuple(
+        DocumentSums(
+            document=f"guide-{i}", tokens=1000, baseline_nll=3800.0, nll=3800.0 + 10 * factor, kld=1000 * kld * factor,
+            same_top=900, delta_p_squared=factor,
+        )
+        for i, factor in enumerate(noise)
+    )  # fmt: skip
+    forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
+    of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums)}
+    figures: dict[str, Any] = {**dict.fromkeys(forms, 0.01), "kld_histogram": (0, 40_000)}
+    figures |= estimates(of_sums, documents, 0)
+    return Quality(context=512, documents=40, windows=80, tokens=40_000, seed=0, per_document=documents, **figures)
+
+
+@cache
+def latency(tpot_ms: float = 0.5) -> Latency:
+    """Make up the latency of 20 repetitions of 4 tokens, beside a baseline of a tenth of the speed."""
+    jitter = np.random.default_rng(1).normal(1, 0.02, (20, 4))
+    ours = list(np.round(np.array([2.0, tpot_ms, tpot_ms, tpot_ms]) * jitter, 5))
+    fixed = reports.LATENCY
+    point = catalog.point(32, ours, [10 * each for each in ours], fixed.footprint, fixed.bandwidth)
+    return fixed.model_copy(update={"points": (point,), "output_tokens": 4})
+
+
+def report(manifest: artifact.Manifest, **changes: Any) -> Report:
+    """Make up the report of a build of `manifest`; `quality` and `latency` may be others."""
+    specs = {metric: GateSpec.model_validate(limits) for metric, limits in manifest.recipe.get("gates", {}).items()}
+    engine = EngineRecord(
+        backend="onnxruntime",
+        files=tuple(
+            EngineFile(name=path.removeprefix("engine/"), size_bytes=file.size_bytes)
+            for path, file in manifest.files.items()
+            if path.startswith("engine/")
+        ),
+        session={},
+    )
+    facts: dict[str, Any] = {"quality": quality(), "latency": latency(), "engine": engine, **changes}
+    gates = verdict.judge(specs, facts["quality"], facts["latency"], facts["engine"])
+    return reports.make(
+        **{
+            "content": manifest.content_digest,
+            "name": manifest.name,
+            "recipe": manifest.recipe,
+            "checkpoint": reports.make().checkpoint.model_copy(update={"digest": manifest.checkpoint}),
+            "gates": gates,
+            "verdict": overall(gates),
+            **facts,
+        }
+    )
+
+
+def publish(
+    folder: Path,
+    *,
+    recipe: dict[str, Any],
+    checkpoint: str = CHECKPOINT,
+    target: str = "cpu-avx2",
+    requires: dict[str, str] | None = None,
+    made: Report | None = None,
+    **changes: Any,
+) -> Artifact:
+    """Publish the folder that `staging` made, with a report that is made up; what is given of `made` stays."""
+    manifest = artifact.seal(folder, recipe=recipe, checkpoint=checkpoint, target=target, requires=requires or {})
+    kept = {} if made is None else {name: getattr(made, name) for name in ("latency", "quality")}
+    record = json.loads(report(manifest, **kept, **changes).to_json())
+    return artifact.publish(folder, manifest, record)
 
 
 def put(
@@ -27,32 +117,44 @@ def put(
     content: str = "graph",
     *,
     name: str = "tiny",
-    version: str | None = None,
     gates: dict[str, Any] | None = None,
-    verdict: str | None = None,
     files: dict[str, bytes] | None = None,
+    days: int = 0,
+    **changes: Any,
 ) -> Artifact:
-    """Publish one; its verdict is what its report gives, unless another is claimed."""
+    """Publish one, built so many `days` later; its verdict is what its figures give, unless another is claimed."""
     recipe = {"schema": 1, "name": name, "gates": PASSES if gates is None else gates}
-    specs = {metric: GateSpec.model_validate(limits) for metric, limits in recipe["gates"].items()}
-    found = overall(judge(specs, catalog.estimates(reports.MEASURED)))
-    report = reports.make(recipe=recipe, verdict=found)
-    everything = {
-        **FILES,
-        "engine/model.onnx": content.encode(),
-        "report/report.json": report.to_json().encode(),
-        **(files or {}),
-    }
-    with staging(out, name) as folder:
+    everything = {**FILES, **EVIDENCE, "engine/model.onnx": content.encode(), **(files or {})}
+    with artifact.staging(out, name) as folder:
         for path, data in everything.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(data)
-        return publish(
-            folder,
-            recipe=recipe,
-            checkpoint="c" * 64,
-            target="cpu-avx2",
-            verdict=verdict or found.value,  # type: ignore[arg-type]
-            requires={},
-            version=version,
-        )
+        created = (datetime(2026, 11, 21, 10, 42, tzinfo=UTC) + timedelta(days=days)).isoformat()
+        return publish(folder, recipe=recipe, **{"created": created, **changes})
+
+
+def several(out: Path, count: int, **facts: Any) -> list[str]:
+    """Publish versions that differ in content, a day after each other; return their names, the oldest first."""
+    return [put(out, f"graph {number}", days=number, **facts).path.name for number in range(1, count + 1)]
+
+
+def forged(manifest: bytes, record: bytes, **changes: Any) -> tuple[bytes, bytes]:
+    """Edit a manifest, and the record with it, as whoever knows the format would: in form, and bound to each other."""
+    raw = (json.dumps({**json.loads(manifest), **changes}, indent=1, sort_keys=True) + "\n").encode()
+    bound = {**json.loads(record), "content": hashlib.sha256(raw).hexdigest()}
+    return raw, (json.dumps(bound, indent=1) + "\n").encode()
+
+
+def reseal(folder: Path) -> None:
+    """Make manifest and record agree with files that were edited; the folder must not be called by a version."""
+    (old,) = (folder / "evidence").glob("*.json")
+    files = {
+        path: {"sha256": hashed_files.sha256(folder / path), "size_bytes": (folder / path).stat().st_size}
+        for path in sealed.walk(folder)
+        if sealed.is_content(path)
+    }
+    raw, record = forged((folder / "manifest.json").read_bytes(), old.read_bytes(), files=files)
+    old.unlink()
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").write_bytes(raw)
+    (folder / "evidence" / f"{hashlib.sha256(record).hexdigest()}.json").write_bytes(record)

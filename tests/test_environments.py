@@ -22,7 +22,7 @@ from llmforge.base import extras
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 
-from . import checkpoints, published, reports, stored, wheels
+from . import checkpoints, published, stored, wheels
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.xdist_group("environments")  # they are made once
@@ -34,12 +34,14 @@ LACKING = {
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
         "sign": "signing",
+        **dict.fromkeys(("push", "pull"), "registry"),
     },
     "serving": {
         **dict.fromkeys(("build", "reproduce", "trace", "diff-graph", "passes", "schema"), "build"),
         "sign": "signing",
+        **dict.fromkeys(("push", "pull"), "registry"),
     },
-    "everything": {"sign": "signing"},
+    "everything": {"sign": "signing", **dict.fromkeys(("push", "pull"), "registry")},
 }
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
@@ -125,16 +127,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
     """A folder with an artifact, its report in it, a checkpoint, a recipe that builds it, and two graphs."""
     folder = tmp_path_factory.mktemp("place")
     made = published.random_decoder(
-        folder / "artifacts",
-        sample_checkpoint,
-        max_context=64,
-        max_batch=2,
-        serving=ServingSpec(),
-        report=reports.make(),
+        folder / "artifacts", sample_checkpoint, max_context=64, max_batch=2, serving=ServingSpec()
     )
     made.path.rename(folder / "artifact")
-    for version in ("1", *(f"spare-{name}" for name in EXTRAS)):
-        made = stored.put(folder / "artifacts", version, version=version)
+    for name in ("only", *(f"spare-{name}" for name in EXTRAS)):
+        made = stored.put(folder / "artifacts", name=name)
         archive.save_file(made, folder / "artifact.tar")
     checkpoints.write_checkpoint(folder / "checkpoint")
     recipe = {
@@ -155,20 +152,22 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "cache": ["ls"],
     "diff-graph": ["a.onnx", "b.onnx"],
     "doctor": [],
-    "export": ["tiny/1", "-o", "exported.tar"],
+    "export": ["only/{only}", "-o", "exported.tar"],
     "gc": ["--dry-run"],
     "import": ["artifact.tar", "--out", "imported"],
     "inspect": ["artifact", "--verify"],
-    "ls": ["tiny"],
+    "ls": ["only"],
     "passes": ["quantize-weights"],
     "plan": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "--plot", "roofline.svg"],
-    "promote": ["tiny", "1", "--to", "prod"],
-    "rm": ["tiny/spare-{environment}"],
+    "pull": ["localhost:9/models/tiny:1"],
+    "push": ["only/{only}", "localhost:9/models/tiny:1"],
+    "promote": ["only", "{only}", "--to", "prod"],
+    "rm": ["spare-{environment}/{spare}"],
     "reproduce": ["artifact", "--recipe", "recipe.yaml"],
     "run": ["artifact", "If the file", "--max-tokens", "8"],
     "schema": [],
     "serve": ["artifact", "--port", "0"],
-    "tag": ["tiny/1", "new"],
+    "tag": ["only/{only}", "new"],
     "sign": ["artifact", "--key", "recipe.yaml"],
     "targets": ["l4"],
     "trace": ["checkpoint", "-o", "traced.onnx"],
@@ -190,7 +189,11 @@ def test_what_is_installed(environment: Environment) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(ARGUMENTS) - {"serve"}))
 def test_a_command_works_or_says_what_to_install(environment: Environment, place: Path, command: str) -> None:
-    words = [word.format(environment=environment.name) for word in ARGUMENTS[command]]
+    kept = {
+        name: next((place / "artifacts" / name).glob("[!.]*"), Path()) for name in ("only", f"spare-{environment.name}")
+    }
+    only, spare = (path.name for path in kept.values())
+    words = [word.format(environment=environment.name, only=only, spare=spare) for word in ARGUMENTS[command]]
     done = environment.llmforge(command, *words, cwd=place)
     judge(environment, command, done)
 

@@ -1,19 +1,9 @@
-"""Artifacts: content-addressed folders, published by one rename, and the manifest that vouches for each."""
+"""Artifacts: content-addressed folders, published by one rename, the manifest that vouches for each, and evidence."""
 
-from llmforge.artifact.manifest import (
-    CARD,
-    PROVENANCE,
-    REPORT,
-    SIGNATURE,
-    FileRecord,
-    content_digest,
-    content_digest_of,
-    records,
-    tool_versions,
-    version_of,
-)
+from llmforge.artifact.manifest import records, seal, tool_versions
 from llmforge.artifact.references import resolve
 from llmforge.artifact.store import Artifact, check_name, publish, staging
+from llmforge.base.sealed import CARD, PROVENANCE, REPORT, SIGNATURE, FileRecord, Manifest, Record, version_of
 
 __all__ = [
     "CARD",
@@ -22,12 +12,13 @@ __all__ = [
     "SIGNATURE",
     "Artifact",
     "FileRecord",
+    "Manifest",
+    "Record",
     "check_name",
-    "content_digest",
-    "content_digest_of",
     "publish",
     "records",
     "resolve",
+    "seal",
     "staging",
     "tool_versions",
     "version_of",

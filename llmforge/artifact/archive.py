@@ -1,12 +1,12 @@
 """Artifacts as one file: an uncompressed tar that is the same bytes for the same artifact, and nothing else.
 
-The members are `NAME/VERSION/manifest.json`, then `model.sig` beside it where the artifact is signed, then the files
-that the manifest lists, sorted by path; regular files alone, in the ustar format (POSIX.1-1988), with mode 0444, owner
-and group 0 and no time; sizes of 8 GiB and more in base 256, as GNU tar and libarchive write and read them. Two blocks
-of zeros end it, and nothing comes after them.
+The members are `NAME/VERSION/manifest.json`, then the records of evidence, oldest first, then `model.sig` where the
+artifact is signed, then the files that manifest and records list, sorted by path; regular files alone, in the ustar
+format (POSIX.1-1988), with mode 0444, owner and group 0 and no time; sizes of 8 GiB and more in base 256, as GNU tar
+and libarchive write and read them. Two blocks of zeros end it, and nothing comes after them.
 
-So the manifest says every byte of an archive but the signature and the contents of the files, whose hashes it has.
-`load` reads the manifest, and from then on compares: what is not exactly the header that must come next is refused,
+So manifest and records say every byte of an archive but the signature and the contents of the files, whose hashes they
+have. `load` reads them, and from then on compares: what is not exactly the header that must come next is refused,
 whatever else tar would make of it. Nothing of a name or size in a header is acted upon.
 """
 
@@ -14,25 +14,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
+import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from llmforge.artifact import manifest as manifests
-from llmforge.artifact.manifest import MANIFEST, SIGNATURE, FileRecord, Manifest
-from llmforge.artifact.store import Artifact, adopt, is_name, staging
-from llmforge.base.errors import EnvironmentLacks, InputError
+from llmforge.artifact import transfer
+from llmforge.artifact.store import Artifact, staging
+from llmforge.base import sealed
+from llmforge.base.errors import InputError
+from llmforge.base.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
 
 BLOCK = 512  # bytes; of tar
 END = b"\0" * (2 * BLOCK)
-LARGEST_MANIFEST = 16 << 20  # bytes; one of 100,000 files has 15 MB
-LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
-MOST_FILES = 100_000
 _OCTAL_SIZES = 8 << 30  # bytes; what 11 octal digits cannot say begins here
-_CHUNK = 1 << 20  # bytes
 
 _KINDS = {
     b"1": "a hard link", b"2": "a symbolic link", b"3": "a character device", b"4": "a block device",
@@ -40,6 +37,8 @@ _KINDS = {
     b"K": "a GNU long link", b"L": "a GNU long name", b"M": "a continued file", b"S": "a sparse file",
     b"V": "a volume label", b"D": "a GNU folder",
 }  # fmt: skip
+_RECORD = re.compile(rf"/({EVIDENCE}/[0-9a-f]{{64}}\.json)\Z")
+_SIGNATURE = re.compile(rf"/({re.escape(SIGNATURE)})\Z")
 _HINT = "export the artifact again, and compare the hashes of both copies of the file"
 
 
@@ -47,28 +46,16 @@ def save(artifact: Artifact, stream: IO[bytes]) -> int:
     """Write an artifact to `stream` and return its size in bytes; every file is hashed on the way.
 
     Raises:
-        InputError: a file is not what the manifest says, or its path is too long for a tar.
+        InputError: a file is not as it was published, or its path is too long for a tar.
     """
-    present = set(manifests.walk(artifact.path))
-    stray = present - {MANIFEST, SIGNATURE, *artifact.manifest.files}
-    if stray:
-        raise InputError(f"{artifact.path}: not in the manifest: {min(stray)}", hint="artifacts must not be edited")
     written = 0
-    unlisted = {name: (artifact.path / name).lstat().st_size for name in (MANIFEST, SIGNATURE) if name in present}
-    for path, record in _members(artifact.manifest, unlisted):
+    unlisted = transfer.unlisted(artifact)
+    for path, record in _members(artifact.listed, unlisted):
         written += stream.write(_header(artifact.manifest, path, record.size_bytes))
-        file = artifact.path / path
-        try:
-            digest, size = _copy_file(file, stream)
-        except OSError as error:
-            if error.filename is None:  # `stream`
-                raise
-            raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+        with transfer.reading(artifact, path) as source:
+            digest, size = _copy(source, stream)
         if size != record.size_bytes or (path not in unlisted and digest != record.sha256):
-            raise InputError(
-                f"{artifact.path}: the artifact was changed after it was published: {path}",
-                hint="fetch or build it again; artifacts must not be edited",
-            )
+            raise transfer.changed(artifact, path)
         written += size + stream.write(b"\0" * (-size % BLOCK))
     return written + stream.write(END)
 
@@ -88,11 +75,11 @@ def save_file(artifact: Artifact, file: Path) -> int:
     return size
 
 
-def load_file(file: Path, out: Path) -> Artifact:
+def load_file(file: Path, out: Path, check: transfer.Check | None = None) -> Artifact:
     """Publish the artifact in the archive `file` as `out/<name>/<version>`; see `load`."""
     try:
         with file.open("rb") as stream:
-            return load(stream, out, str(file), size_bytes=os.fstat(stream.fileno()).st_size)
+            return load(stream, out, str(file), size_bytes=os.fstat(stream.fileno()).st_size, check=check)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         if error.filename != str(file):
             raise
@@ -101,11 +88,19 @@ def load_file(file: Path, out: Path) -> Artifact:
         ) from error
 
 
-def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = None) -> Artifact:
+def load(
+    stream: IO[bytes],
+    out: Path,
+    source: str,
+    *,
+    size_bytes: int | None = None,
+    check: transfer.Check | None = None,
+) -> Artifact:
     """Publish the artifact in the archive `stream` as `out/<name>/<version>`.
 
-    Nothing is visible before every byte was compared with the manifest, and nothing is written outside of the hidden
-    folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked first.
+    Nothing is visible before every byte was compared with manifest and evidence, and nothing is written outside of the
+    hidden folder that builds use. `source` names the archive in messages; `size_bytes`, where it is known, is checked
+    first; `check` may refuse what is whole, such as for its signature.
 
     Raises:
         InputError: the archive is damaged, cut off, or not one that `save` wrote.
@@ -114,30 +109,26 @@ def load(stream: IO[bytes], out: Path, source: str, *, size_bytes: int | None = 
     """
     reader = _Reader(stream, source)
     raw, root = reader.manifest()
-    signature = reader.signature(root)
-    manifest = manifests.parse(raw, f"{source}: {MANIFEST}")
-    if root != f"{manifest.name}/{manifest.version}" or not (is_name(manifest.name) and is_name(manifest.version)):
+    manifest = sealed.parse_manifest(raw, f"{source}: {MANIFEST}")
+    if root != f"{manifest.name}/{manifest.version}":
         reader.refuse(f"it holds {root!r}, its manifest says {manifest.name!r} {manifest.version!r}")
-    _check_files(manifest, reader)
-    unlisted = {MANIFEST: raw} if signature is None else {MANIFEST: raw, SIGNATURE: signature}
-    expected = _size(manifest, {name: len(content) for name, content in unlisted.items()})
+    first = {MANIFEST: raw, **reader.records(root), **reader.signature(root)}
+    stock = transfer.take_stock(first, source, reader.refuse)
+    _check_headers(stock, reader)
+    expected = _size(stock.listed, {path: len(content) for path, content in first.items()})
     if size_bytes is not None and size_bytes != expected:
         reader.refuse(f"{'cut off' if size_bytes < expected else 'too long'}: {size_bytes:,} bytes of {expected:,}")
     with staging(out, manifest.name) as folder:
-        if (free := shutil.disk_usage(folder).free) < expected:
-            raise EnvironmentLacks(
-                f"{source}: needs {expected:,} bytes in {out}, where {free:,} are free", hint="use another --out"
-            )
-        for name, content in unlisted.items():
-            (folder / name).write_bytes(content)
-        for path, record in sorted(manifest.files.items()):
-            reader.expect(_header(manifest, path, record.size_bytes), path)
-            with _written(folder / path, source) as written:
-                digest = reader.copy(record.size_bytes, written, path)
-            if digest != record.sha256:
-                reader.refuse(f"{path}: the content is not what the manifest says")
+        transfer.require_room(folder, expected, source)
+        transfer.write(folder, first)
+        for path, file in stock.listed.items():
+            reader.expect(_header(manifest, path, file.size_bytes), path)
+            with transfer.writing(folder / path, source) as written:
+                digest = reader.copy(file.size_bytes, written, path)
+            if digest != file.sha256:
+                reader.refuse(f"{path}: the content is not what manifest and evidence say")
         reader.expect_end()
-        return adopt(folder, manifest)
+        return transfer.publish(folder, manifest, source, check)
 
 
 class _Reader:
@@ -174,21 +165,44 @@ class _Reader:
         self._padding(info.size, MANIFEST)
         return raw, root
 
-    def signature(self, root: str) -> bytes | None:
-        """Read the signature, which follows the manifest; None: the artifact is not signed."""
-        block = self._read(BLOCK, "the second header")
-        if block[:100].partition(b"\0")[0].rpartition(b"/")[2] != SIGNATURE.encode():
-            self._next = block
-            return None
+    def records(self, root: str) -> dict[str, bytes]:
+        """Read the records of evidence, which follow the manifest, by their paths."""
+        found: dict[str, bytes] = {}
+        left = transfer.LARGEST_EVIDENCE
+        while (named := self._called(_RECORD)) is not None:
+            content = self._unlisted(root, named, min(sealed.LARGEST_RECORD, left))
+            if named in found:
+                self.refuse(f"{named} comes twice")
+            found[named] = content
+            left -= len(content)
+        return found
+
+    def signature(self, root: str) -> dict[str, bytes]:
+        """Read the signature, which follows the records, by its path; nothing: the artifact is not signed."""
+        if self._called(_SIGNATURE) is None:
+            return {}
+        return {SIGNATURE: self._unlisted(root, SIGNATURE, sealed.LARGEST_SIGNATURE)}
+
+    def _called(self, pattern: re.Pattern[str]) -> str | None:
+        """Look at the next header; return the part of its name that `pattern` finds at the end, if it does."""
+        if self._next is None:
+            self._next = self._read(BLOCK, "a header")
+        name, prefix = (self._next[part].partition(b"\0")[0] for part in (slice(0, 100), slice(345, 500)))
+        match = pattern.search(b"/".join((prefix, name)).decode("utf-8", "replace"))
+        return None if match is None else match[1]
+
+    def _unlisted(self, root: str, path: str, largest: int) -> bytes:
+        """Read a member whose size its header alone tells."""
+        block = self._header(path)
         try:
             size = tarfile.TarInfo.frombuf(block, "utf-8", "strict").size
-            whole = 0 < size <= LARGEST_SIGNATURE and block == _named_header(f"{root}/{SIGNATURE}", size)
+            whole = 0 < size <= largest and block == _named_header(f"{root}/{path}", size)
         except (tarfile.HeaderError, ValueError):
             whole = False
         if not whole:
-            self.refuse(f"the header of {SIGNATURE} is damaged, or it has more than {LARGEST_SIGNATURE:,} bytes")
-        content = self._read(size, SIGNATURE)
-        self._padding(size, SIGNATURE)
+            self.refuse(f"the header of {path} is damaged, or it has more than {largest:,} bytes")
+        content = self._read(size, path)
+        self._padding(size, path)
         return content
 
     def expect(self, header: bytes, path: str) -> None:
@@ -210,7 +224,7 @@ class _Reader:
         """Copy the content of a member, and return its SHA-256."""
         digest, left = hashlib.sha256(), size_bytes
         while left:
-            chunk = self._read(min(left, _CHUNK), path)
+            chunk = self._read(min(left, transfer.CHUNK), path)
             digest.update(chunk)
             target.write(chunk)
             left -= len(chunk)
@@ -241,33 +255,25 @@ class _Reader:
         return f"{_KINDS.get(block[156:157], 'a file')} named {name[:80]!r}"
 
 
-def _check_files(manifest: Manifest, reader: _Reader) -> None:
-    """Refuse what no folder can hold: too many files, names that tar or the file system do not take, files in files."""
-    if len(manifest.files) > MOST_FILES:
-        reader.refuse(f"{len(manifest.files):,} files; at most {MOST_FILES:,} are allowed")
-    taken = {*manifest.files, MANIFEST, SIGNATURE}
-    for path, record in manifest.files.items():
-        if not path.isprintable() or any(len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")):
-            reader.refuse(f"the path {path[:80]!r} is too long, or not text")
-        parents = path.split("/")[:-1]
-        if any("/".join(parents[: depth + 1]) in taken for depth in range(len(parents))):
-            reader.refuse(f"{path!r} lies in a file")
+def _check_headers(stock: transfer.Inventory, reader: _Reader) -> None:
+    """Refuse paths and sizes that no header can say."""
+    for path, file in stock.listed.items():
         try:
-            _header(manifest, path, record.size_bytes)
+            _header(stock.manifest, path, file.size_bytes)
         except (ValueError, OverflowError):
             reader.refuse(f"{path[:80]!r}: the path or the size is too large for a tar")
 
 
-def _members(manifest: Manifest, unlisted: Mapping[str, int]) -> Iterator[tuple[str, FileRecord]]:
-    """List the members of an archive in their order; `unlisted` has the sizes of those that the manifest has not."""
+def _members(listed: Mapping[str, FileRecord], unlisted: Mapping[str, int]) -> Iterator[tuple[str, FileRecord]]:
+    """List the members of an archive in their order; `unlisted` has the sizes of those that nothing lists."""
     for name, size_bytes in unlisted.items():
-        yield name, FileRecord(sha256="0" * 64, size_bytes=size_bytes, in_content=False)
-    yield from sorted(manifest.files.items())
+        yield name, FileRecord(sha256="0" * 64, size_bytes=size_bytes)
+    yield from sorted(listed.items())
 
 
-def _size(manifest: Manifest, unlisted: Mapping[str, int]) -> int:
+def _size(listed: Mapping[str, FileRecord], unlisted: Mapping[str, int]) -> int:
     """Compute how large the archive of an artifact is."""
-    sizes = (record.size_bytes for _, record in _members(manifest, unlisted))
+    sizes = (record.size_bytes for _, record in _members(listed, unlisted))
     return sum(BLOCK + size + -size % BLOCK for size in sizes) + len(END)
 
 
@@ -293,24 +299,10 @@ def _named_header(name: str, size_bytes: int) -> bytes:
     return bytes(header)
 
 
-@contextmanager
-def _written(file: Path, source: str) -> Iterator[IO[bytes]]:
-    """Open a new file in the hidden folder, where nobody else writes."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        stream = file.open("xb")
-    except (FileExistsError, NotADirectoryError) as error:  # names that this file system takes for the same
-        raise InputError(f"{source}: {file.name}: two files of one name: {error.strerror}") from error
-    with stream:
-        yield stream
-
-
-def _copy_file(file: Path, stream: IO[bytes]) -> tuple[str, int]:
-    """Copy a regular file to `stream`; its SHA-256 and size."""
+def _copy(source: IO[bytes], stream: IO[bytes]) -> tuple[str, int]:
+    """Copy a file to `stream`; its SHA-256 and size."""
     digest, size = hashlib.sha256(), 0
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb", buffering=0) as source:
-        while chunk := source.read(_CHUNK):
-            digest.update(chunk)
-            size += stream.write(chunk)
+    while chunk := source.read(transfer.CHUNK):
+        digest.update(chunk)
+        size += stream.write(chunk)
     return digest.hexdigest(), size

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmforge.artifact import tags, versions
-from llmforge.artifact.store import is_name
 from llmforge.base.errors import InputError, UsageError
+from llmforge.base.sealed import is_name
 
 SHORTEST = 4  # characters of a version that stand for it without its name
 

@@ -1,7 +1,7 @@
 """Signatures of artifacts, in the format of OpenSSF model signing: `model.sig`, a Sigstore bundle over every file.
 
-The bundle holds an in-toto statement of all files and their SHA-256, the manifest included, so that any tool for that
-format checks it. It lies in the artifact and is the one file that the manifest does not list.
+The bundle holds an in-toto statement of all files and their SHA-256, manifest and evidence included, so that any tool
+for that format checks it. Evidence that comes later is not signed, and does not break what is.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmforge.artifact.manifest import MANIFEST, SIGNATURE
 from llmforge.artifact.store import Artifact
-from llmforge.base import small_file
+from llmforge.base import sealed, small_file
 from llmforge.base.errors import InputError, UsageError
+from llmforge.base.sealed import MANIFEST, SIGNATURE, Record
 
 KEY_BYTES = 1 << 20
 _CURVES = "an elliptic curve key (P-256, P-384 or P-521) in PEM"
@@ -45,7 +45,7 @@ class Trust:
 
 
 def sign(opened: Artifact, signer: Signer) -> Path:
-    """Sign every file of an artifact, which must be what its manifest says; an earlier signature is replaced.
+    """Sign every file of an artifact, which must be as it was published; an earlier signature is replaced.
 
     Raises:
         InputError: files of the artifact were changed.
@@ -81,18 +81,23 @@ def sign(opened: Artifact, signer: Signer) -> Path:
     return final
 
 
-def verify(opened: Artifact, trust: Trust) -> None:
-    """Check every byte of an artifact, and that someone trusted signed it.
+def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[Record, ...]:
+    """Check every byte of an artifact, and that someone trusted signed it; return the records that were signed.
+
+    Messages call it `source`, else by its path.
 
     Raises:
-        InputError: files were changed, the artifact is not signed, or its signature is another's or of other files.
+        InputError: files were changed, the artifact is not signed, or its signature is another's, of other files, or
+            of no evidence.
         UsageError: the key or a certificate cannot be used.
     """
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from model_signing import verifying
     from OpenSSL.crypto import Error, X509StoreContextError
 
-    config = verifying.Config().set_hashing_config(_hashing())
+    name = source or str(opened.path)
+    # Evidence may have come since; that nothing else did, the artifact tells.
+    config = verifying.Config().set_hashing_config(_hashing()).set_ignore_unsigned_files(True)
     for file in filter(None, (trust.key, *trust.authorities)):
         _present(file)
     given = trust.key or trust.authorities[0]
@@ -107,25 +112,31 @@ def verify(opened: Artifact, trust: Trust) -> None:
     file = opened.path / SIGNATURE
     if file.is_symlink() or not file.is_file():
         raise InputError(
-            f"{opened.path}: is not signed: it has no {SIGNATURE}", hint="sign it: llmforge sign ARTIFACT --key KEY"
+            f"{name}: is not signed: it has no {SIGNATURE}", hint="sign it: llmforge sign ARTIFACT --key KEY"
         )
+    raw = sealed.read_file(file, sealed.LARGEST_SIGNATURE)
     opened.verify()
     # What a bundle holds comes from whoever made it: besides the library's own refusals, parts of it may be missing
     # or of another type.
-    hostile = (ValueError, KeyError, TypeError, AttributeError, IndexError, InvalidSignature)
+    hostile = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, InvalidSignature)
     try:
         config.verify(opened.path, file)
-        signed = _signed(file)
+        signed = _signed(raw)
     except (*hostile, Error, X509StoreContextError) as error:
         reason = " ".join(str(error).split()) or "it was not made with this key"
         raise InputError(
-            f"{opened.path}: the signature does not verify with {given}: {reason}",
+            f"{name}: the signature does not verify with {given}: {reason}",
             hint="do not use the artifact unless you know who changed it; fetch it again",
         ) from error
-    if left_out := sorted({MANIFEST, *opened.manifest.files} - signed):
+    records = tuple(record for record in opened.evidence if record.path in signed)
+    if not records:
+        raise InputError(f"{name}: the signature covers no evidence", hint="sign the whole artifact")
+    of_records = {path for record in records for path in record.placed_files}
+    if left_out := sorted({MANIFEST, *opened.manifest.files, *of_records} - signed):
         raise InputError(
-            f"{opened.path}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
+            f"{name}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
         )
+    return records
 
 
 def _hashing() -> Any:
@@ -136,9 +147,9 @@ def _hashing() -> Any:
     return config.set_ignored_paths(paths=[SIGNATURE], ignore_git_paths=False)
 
 
-def _signed(file: Path) -> set[str]:
+def _signed(raw: bytes) -> set[str]:
     """Name the files that the statement in a verified bundle covers."""
-    payload = small_file.read_json(file)["dsseEnvelope"]["payload"]
+    payload = json.loads(raw)["dsseEnvelope"]["payload"]
     resources = json.loads(base64.b64decode(payload))["predicate"]["resources"]
     return {resource["name"] for resource in resources}
 

@@ -1,8 +1,9 @@
-"""The artifact: a folder `out/<name>/<version>/` with what a server loads, and a manifest that vouches for it.
+"""The artifact: a folder `out/<name>/<version>/` with what a server loads, its manifest, and evidence about it.
 
-A build writes into a hidden folder, `out/<name>/.building-<pid>-<random>`. `publish` writes `manifest.json` last,
-makes the files read-only and renames the folder to its version, so that whatever has a visible name is complete:
-killing a build at any moment leaves hidden folders only, which the next build of that name removes.
+A build writes into a hidden folder, `out/<name>/.building-<pid>-<random>`. `publish` writes `manifest.json` and the
+record of evidence last, makes the files read-only and renames the folder to its version, so that whatever has a visible
+name is complete: killing a build at any moment leaves hidden folders only, which the next build of that name removes.
+What is published stays: the same content built again brings one more record of evidence and replaces none.
 
 Two locks (flock, which the kernel drops with the process): `out/<name>/.lock` while names change, and
 `.building-<pid>-<random>.lock` as long as that build lives.
@@ -10,30 +11,28 @@ Two locks (flock, which the kernel drops with the process): `out/<name>/.lock` w
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import manifest as manifests
-from llmforge.artifact.manifest import MANIFEST, NAME_PATTERN, SIGNATURE, VERSION_DIGITS, Manifest, Verdict
-from llmforge.base import resources, signals
+from llmforge.base import admission, resources, sealed, signals
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.base.hashed_files import sha256
+from llmforge.base.sealed import EVIDENCE, MANIFEST, SIGNATURE, FileRecord, Manifest, Record, Verdict, is_name, walk
 
 BUILDING = ".building-"
 REPLACED = ".replaced-"
 LOCK = ".lock"
-LISTED = 5  # files that a message names before it counts the rest
-
-_NAME = re.compile(NAME_PATTERN)
-
 
 _WHERE = "`llmforge build` prints the path of the artifact at its end: artifacts/NAME/VERSION"
 
@@ -57,12 +56,35 @@ class Artifact:
     path: Path
     manifest: Manifest
 
+    @cached_property
+    def evidence(self) -> tuple[Record, ...]:
+        """What is known of it, oldest first.
+
+        Raises:
+            InputError: there is nothing, or a record is damaged.
+        """
+        with _readable(self.path):
+            return sealed.open_evidence(self.path, self.manifest.content_digest)
+
+    @property
+    def verdict(self) -> Verdict:
+        """How its gates ended, by the newest record that decided; `evidence` says what it raises."""
+        return sealed.effective(self.evidence)
+
+    @property
+    def listed(self) -> dict[str, FileRecord]:
+        """Every file that it has but for the manifest, the records and the signature."""
+        files = dict(self.manifest.files)
+        for record in self.evidence:
+            files |= record.placed_files
+        return files
+
     @classmethod
     def open(cls, path: Path) -> Artifact:
         """Read the manifest of the artifact in folder `path`; `verify` looks at the files.
 
         Raises:
-            InputError: the folder is no artifact, is unfinished, or is of another format version.
+            InputError: the folder is no artifact, is unfinished, of another schema, or called by another version.
         """
         with _readable(path):
             return cls._open(path)
@@ -84,39 +106,46 @@ class Artifact:
                 f"{path}: not an artifact: it has no {MANIFEST}",
                 hint=f"use one of its versions: {', '.join(versions)}" if versions else _WHERE,
             )
-        return cls(folder, manifests.read(folder / MANIFEST))
+        manifest = sealed.open_manifest(folder)
+        if sealed.is_version(folder.name) and folder.name != manifest.version:
+            raise InputError(
+                f"{path}: called by another version than its content is: {manifest.name} {manifest.version}",
+                hint="the manifest was changed, or the folder renamed; fetch the artifact or build it again",
+            )
+        return cls(folder, manifest)
 
     def verify(self) -> None:
-        """Hash every file again and compare with the manifest.
+        """Hash every file again and compare with manifest and evidence; llmforge.report.verdict judges the figures.
 
         Raises:
             InputError: files are missing, changed or added; the message names them.
         """
-        recorded = self.manifest.files
+        listed, records = self.listed, {record.path for record in self.evidence}
         with _readable(self.path):
-            present = {
-                path: path in recorded and manifests.sha256(self.path / path)
-                for path in manifests.walk(self.path)
-                if path not in (MANIFEST, SIGNATURE)
-            }
+            present = set(walk(self.path)) - {MANIFEST, SIGNATURE} - records
+            changed = {path for path in listed.keys() & present if sha256(self.path / path) != listed[path].sha256}
         problems = {
-            "missing": [path for path in recorded if path not in present],
-            "changed": [path for path, record in recorded.items() if present.get(path, record.sha256) != record.sha256],
-            "not in the manifest": [path for path in present if path not in recorded],
+            "missing": listed.keys() - present,
+            "changed": changed,
+            "not in the manifest or in evidence": present - listed.keys(),
         }
-        found = [f"{what}: {_listed(sorted(paths))}" for what, paths in problems.items() if paths]
-        if not found and manifests.content_digest_of(recorded, self.manifest.recipe) != self.manifest.content_digest:
-            found = [f"{MANIFEST} contradicts itself: content_digest is not that of its files and recipe"]
-        if found:
-            raise InputError(
-                f"{self.path}: the artifact was changed after it was published: {'; '.join(found)}",
-                hint="fetch or build it again; artifacts must not be edited",
-            )
+        admission.refuse_changed(self.path, problems)
 
 
-def is_name(name: str) -> bool:
-    """Say if `name` can be that of an artifact, a version or a tag."""
-    return _NAME.fullmatch(name) is not None
+def open_version(folder: Path) -> Artifact:
+    """Open the artifact in `out/<name>/<version>`.
+
+    Raises:
+        InputError: it is none, or has another name or version than its folders say.
+    """
+    opened = Artifact.open(folder)
+    manifest = opened.manifest
+    if (folder.parent.name, folder.name) != (manifest.name, manifest.version):
+        raise InputError(
+            f"{folder}: holds {manifest.name}/{manifest.version}",
+            hint=f"move it to {folder.parent.parent / manifest.name / manifest.version}, or fetch it again",
+        )
+    return opened
 
 
 def check_name(name: str, what: str = "name") -> str:
@@ -165,47 +194,47 @@ def staging(out: Path, name: str) -> Iterator[Path]:
         _release(folder, lock)
 
 
-def publish(
-    folder: Path,
-    *,
-    recipe: Mapping[str, Any],
-    checkpoint: str,
-    target: str,
-    verdict: Verdict,
-    requires: Mapping[str, str],
-    version: str | None = None,
-) -> Artifact:
-    """Publish the folder that `staging` made: manifest, read-only files, one rename to `<version>`.
+def publish(folder: Path, manifest: Manifest, record: Mapping[str, Any]) -> Artifact:
+    """Publish the folder that `staging` made, with its `manifest` and the record of its build, by one rename.
 
-    An artifact of the same version and content is replaced: the old one steps aside under a hidden name first.
-    All bytes are on disk before the rename.
-
-    `recipe` is the resolved recipe as JSON data, `checkpoint` the digest of the checkpoint, `requires` the packages
-    and versions that the engine must be run with.
+    `record` is a report as JSON data; the rest of the folder that is no content are its files. If the same content is
+    there already, its evidence stays, with one more record; the old folder steps aside under a hidden name first. All
+    bytes are on disk before the rename.
 
     Raises:
-        UsageError: the version is not allowed, or something else has it already.
+        UsageError: something else is there under that version, or its evidence is damaged; the record is too large.
     """
-    files = manifests.records(folder)
-    digest = manifests.content_digest_of(files, recipe)
-    version = check_name(version, "version") if version is not None else manifests.version_of(digest)
-    manifest = Manifest(
-        name=folder.parent.name,
-        version=version,
-        content_digest=digest,
-        verdict=verdict,
-        created=datetime.now(UTC).replace(microsecond=0),
-        checkpoint=checkpoint,
-        target=target,
-        recipe=dict(recipe),
-        tools=manifests.tool_versions(),
-        requires=dict(requires),
-        files=files,
-    )
-    final = folder.parent / version
+    files = manifests.records(folder, content=False)
+    final = folder.parent / manifest.version
     with names_locked(folder.parent):
-        _refuse_other(final, digest)  # before anything is written: the folder stays unfinished
+        existing = _existing(final, manifest)
+        head = {
+            "schema": sealed.SCHEMA,
+            "content": manifest.content_digest,
+            "previous": existing.evidence[-1].digest if existing is not None else None,
+            "created": record["created"],
+            "verdict": record["verdict"],
+            "files": {path: dataclasses.asdict(file) for path, file in files.items()},
+        }
+        raw = (json.dumps({**head, **{k: v for k, v in record.items() if k not in head}}, indent=1) + "\n").encode()
+        if len(raw) > sealed.LARGEST_RECORD:
+            raise UsageError(
+                f"{final}: the record of the build has {len(raw):,} bytes; at most {sealed.LARGEST_RECORD:,} are read",
+                hint="measure quality on fewer documents, or latency on fewer tokens",
+            )
+        made = sealed.parse_record(raw, str(final))
+        for path in files if made.home else ():
+            target = folder / made.home / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).rename(target)
+        for path in (sealed.REPORT, sealed.PROVENANCE) if made.home else ():
+            if (folder / path).is_dir():
+                shutil.rmtree(folder / path)  # nothing but empty folders
+        (folder / EVIDENCE).mkdir(exist_ok=True)
+        (folder / made.path).write_bytes(raw)
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        if existing is not None:
+            _carry_over(existing, folder)
         _place(folder, manifest)
     return Artifact(final, manifest)
 
@@ -213,34 +242,81 @@ def publish(
 def adopt(folder: Path, manifest: Manifest) -> Artifact:
     """Publish the folder that `staging` made and that holds a whole artifact from elsewhere, with its `manifest`.
 
-    The same artifact may be there already; then it is replaced, which heals files that were changed.
+    The same content may be there already; then its files are replaced, which heals what was changed, and of evidence
+    there is what is in either, as long as it is one line.
 
     Raises:
-        InputError: what is in the folder is not what the manifest says.
-        UsageError: the version is there with other content, or with other evidence.
+        InputError: what is in the folder is not what its manifest and evidence say.
+        UsageError: the version is there with other evidence, or another signature.
     """
     Artifact(folder, manifest).verify()
-    final = folder.parent / check_name(manifest.version, "version")
+    final = folder.parent / manifest.version
     with names_locked(folder.parent):
-        _refuse_other(final, manifest.content_digest)
-        if any(_differs(final / name, folder / name) for name in (MANIFEST, SIGNATURE)):
-            raise UsageError(
-                f"{final} already exists with the same content and another report, date or signature",
-                hint=f"to replace it: llmforge rm {manifest.name}/{manifest.version}, and again",
-            )
+        existing = _existing(final, manifest)
+        if existing is not None:
+            _carry_over(existing, folder)
+            try:
+                _ = Artifact(folder, manifest).evidence
+            except InputError as error:
+                raise UsageError(
+                    f"{final} already exists with the same content and other evidence",
+                    hint=f"to replace it: llmforge rm {manifest.name}/{manifest.version}, and again",
+                ) from error
         _place(folder, manifest)
     return Artifact(final, manifest)
 
 
-def _differs(existing: Path, new: Path) -> bool:
-    """Say if a file that is there would be lost."""
-    return existing.exists() and not (new.exists() and existing.read_bytes() == new.read_bytes())
+def _existing(final: Path, manifest: Manifest) -> Artifact | None:
+    """Open what is there under the version that `manifest` is going to have; None: nothing.
+
+    Raises:
+        UsageError: something else, or its evidence is damaged.
+    """
+    if not final.exists() and not final.is_symlink():
+        return None
+    try:
+        found = Artifact.open(final)
+        evidence = found.evidence
+        for record in evidence:
+            for path, file in record.placed_files.items():
+                if not (final / path).exists() or sha256(final / path) != file.sha256:
+                    raise InputError(f"{final / path}: missing or changed")
+    except InputError as error:
+        raise UsageError(
+            f"{final} already exists and is not a usable artifact: {error.message}",
+            hint=f"remove it (llmforge rm {manifest.name}/{manifest.version}) or move it away, and try again",
+        ) from error
+    if found.manifest != manifest:  # two contents of one version: 48 bits of SHA-256
+        raise UsageError(f"{final} already exists with the content {found.manifest.content_digest}")
+    return found
+
+
+def _carry_over(existing: Artifact, folder: Path) -> None:
+    """Copy the evidence and the signature of an artifact into the `folder` that is going to replace it.
+
+    Raises:
+        UsageError: it is signed, and so is what replaces it, otherwise.
+    """
+    signature = existing.path / SIGNATURE
+    if signature.is_file() and (folder / SIGNATURE).exists():
+        if len({sealed.read_file(file, sealed.LARGEST_SIGNATURE) for file in (folder / SIGNATURE, signature)}) > 1:
+            raise UsageError(
+                f"{existing.path} already exists with the same content and another signature",
+                hint=f"to replace it: llmforge rm {existing.manifest.name}/{existing.manifest.version}, and again",
+            )
+    elif signature.is_file():
+        shutil.copyfile(signature, folder / SIGNATURE)
+    for record in existing.evidence:
+        for path in (record.path, *record.placed_files):
+            if not (folder / path).exists():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(existing.path / path, folder / path)
 
 
 def _place(folder: Path, manifest: Manifest) -> None:
     """Give a finished folder the name of its version; call it with the names of its parent locked."""
     final = folder.parent / manifest.version
-    for path in manifests.walk(folder):
+    for path in walk(folder):
         (folder / path).chmod(0o444)
     _sync(folder)
     aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{manifest.version}"
@@ -251,30 +327,6 @@ def _place(folder: Path, manifest: Manifest) -> None:
     _sync_folder(folder.parent)
     if aside.exists():
         take_away(aside)()
-
-
-def _refuse_other(final: Path, digest: str) -> None:
-    """Let a version be replaced by its own content only."""
-    if not final.exists() and not final.is_symlink():
-        return
-    try:
-        existing = Artifact.open(final).manifest.content_digest
-    except InputError as error:
-        raise UsageError(
-            f"{final} already exists and is not a usable artifact: {error.message}",
-            hint="move it away, or give a version",
-        ) from error
-    if existing != digest:
-        raise UsageError(
-            f"{final} already exists with different content ({existing[:VERSION_DIGITS]}; this build: "
-            f"{digest[:VERSION_DIGITS]})",
-            hint="published versions never change; give another version, or none to name it by its content",
-        )
-
-
-def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - LISTED} more" if len(paths) > LISTED else ""
-    return ", ".join(paths[:LISTED]) + more
 
 
 def _sync(folder: Path) -> None:

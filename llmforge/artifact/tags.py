@@ -17,10 +17,10 @@ from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from llmforge.artifact.manifest import MANIFEST
-from llmforge.artifact.store import check_name, names_locked
+from llmforge.artifact.store import check_name, names_locked, open_version
 from llmforge.base import small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.base.sealed import MANIFEST
 
 FOLDER = ".tags"
 
@@ -161,11 +161,13 @@ def _stack(moves: Sequence[Move]) -> list[str]:
 
 
 def _check_version(parent: Path, version: str) -> None:
-    if not (parent / check_name(version, "version") / MANIFEST).is_file():
+    folder = parent / check_name(version, "version")
+    if not (folder / MANIFEST).is_file():
         raise InputError(
             f"{parent.name}/{version}: no such version in {parent.parent}",
             hint=f"see `llmforge ls {parent.name}`",
         )
+    open_version(folder)
 
 
 def _append(parent: Path, tag: str, moves: Sequence[Move], version: str | None, how: How) -> Move:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from llmforge.artifact import tags
-from llmforge.artifact.manifest import MANIFEST, Manifest
-from llmforge.artifact.store import Artifact, is_name, names_locked, remove_stale, take_away
+from llmforge.artifact.store import Artifact, names_locked, open_version, remove_stale, take_away
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.base.sealed import MANIFEST, is_name
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Version:
     """A version that is there."""
 
     path: Path
-    manifest: Manifest | None  # None: it cannot be read
+    artifact: Artifact | None  # None: it cannot be read
     damage: str | None  # why not
     tags: tuple[str, ...]
 
@@ -28,8 +29,13 @@ class Version:
 
     @property
     def size_bytes(self) -> int | None:
-        """Size of all files that the manifest lists."""
-        return None if self.manifest is None else sum(file.size_bytes for file in self.manifest.files.values())
+        """Size of all files that manifest and evidence list."""
+        return None if self.artifact is None else sum(file.size_bytes for file in self.artifact.listed.values())
+
+    @property
+    def created(self) -> datetime | None:
+        """When it was built the last time."""
+        return None if self.artifact is None else self.artifact.evidence[-1].created
 
 
 def names(out: Path) -> list[str]:
@@ -73,13 +79,14 @@ def _of(parent: Path) -> list[Version]:
     for version in version_names(parent):
         mine = tuple(tag for tag, on in tagged.items() if on == version)
         try:
-            manifest = Artifact.open(parent / version).manifest
+            artifact = open_version(parent / version)
+            _ = artifact.evidence
         except InputError as error:
             found.append(Version(parent / version, None, error.message, mine))
         else:
-            found.append(Version(parent / version, manifest, None, mine))
+            found.append(Version(parent / version, artifact, None, mine))
     # `created` counts seconds; of two in one second the name decides, whatever order the disk gives
-    return sorted(found, key=lambda each: 0.0 if each.manifest is None else -each.manifest.created.timestamp())
+    return sorted(found, key=lambda each: 0.0 if each.created is None else -each.created.timestamp())
 
 
 def remove(folders: Sequence[Path]) -> None:
@@ -116,7 +123,7 @@ def collect_garbage(out: Path, name: str | None = None, *, keep: int, dry_run: b
                 if not dry_run:
                     remove_stale(parent)
                 kept = tags.needed(parent)
-                old = [each for each in _of(parent) if each.manifest is not None and each.path.name not in kept][keep:]
+                old = [each for each in _of(parent) if each.artifact is not None and each.path.name not in kept][keep:]
                 deletes = [] if dry_run else [take_away(each.path) for each in old]
             for delete in deletes:
                 delete()

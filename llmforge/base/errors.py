@@ -15,7 +15,7 @@
     │   ├── NotADecoder             6   the model is an encoder, or has one
     │   └── RunFailed               6   what runs a graph took it, and a run of it failed
     ├── VerificationError           7   a pass did not do what it declares; a build gives other bytes again
-    └── EnvironmentLacks            8   a package, a device, disk space or memory is missing
+    └── EnvironmentLacks            8   a package, a device, network, disk space or memory is missing
         └── VersionMismatch         8   an artifact needs other versions than are installed
 
 No errors, and ends of a command: 0 success; 130 SIGINT and 143 SIGTERM (`base.signals.Interrupted`); 141 nobody reads
@@ -110,7 +110,7 @@ class VerificationError(ForgeError):
 
 
 class EnvironmentLacks(ForgeError):
-    """A package, a device or disk space is missing."""
+    """A package, a device, disk space or something in the network is missing."""
 
     exit_code = 8
 

@@ -28,6 +28,7 @@ _MODULES = {
     "ruamel.yaml": "ruamel.yaml",
     "cyclonedx-python-lib": "cyclonedx",
     "pyOpenSSL": "OpenSSL",
+    "python-dxf": "dxf",
 }
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[[^\]]*\])?(==(?P<pin>[^;,\s]+))?")
 _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)["']""")

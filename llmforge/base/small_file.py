@@ -23,8 +23,15 @@ LONG_PATH = 4095  # bytes, of Linux (PATH_MAX with its final zero)
 LONG_NAME = 255  # bytes of a part of a path (NAME_MAX)
 
 
-def read(path: Path, limit_bytes: int, *, error: type[ForgeError] = InputError, hint: str | None = None) -> bytes:
-    """Read a regular file, which a link may lead to, of at most `limit_bytes`.
+def read(
+    path: Path,
+    limit_bytes: int,
+    *,
+    error: type[ForgeError] = InputError,
+    hint: str | None = None,
+    links: bool = True,
+) -> bytes:
+    """Read a regular file of at most `limit_bytes`; with `links`, a link may lead to it.
 
     Neither a FIFO nor a device is opened for good: it would block, or never end.
 
@@ -32,7 +39,7 @@ def read(path: Path, limit_bytes: int, *, error: type[ForgeError] = InputError, 
         ForgeError: as `error`: it is not there, not regular, not readable, or too large.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
         with os.fdopen(descriptor, "rb") as stream:
             status = os.fstat(descriptor)
             if stat.S_ISDIR(status.st_mode):
@@ -43,6 +50,8 @@ def read(path: Path, limit_bytes: int, *, error: type[ForgeError] = InputError, 
                 raise error(f"{path}: {status.st_size} bytes; at most {limit_bytes} are allowed", hint=hint)
             data = stream.read(limit_bytes + 1)
     except OSError as found:
+        if found.errno == errno.ELOOP and not links:
+            raise error(f"{path}: cannot be read: not a regular file", hint=hint) from found
         raise error(f"{path}: cannot be read: {found.strerror or found}", hint=hint) from found
     except ValueError as found:  # a path that holds a zero byte
         raise error(f"{shown(str(path))}: cannot be read: {found}", hint=hint) from found
@@ -70,14 +79,20 @@ def parse_json(
     error: type[ForgeError] = InputError,
     hint: str | None = None,
     unique_keys: bool = False,
+    most_values: int | None = None,
 ) -> Any:
     """Parse JSON; `where` names it in the message.
 
+    `most_values` is held against the commas and brackets, before anything is made of them.
+
     Raises:
-        ForgeError: as `error`: not UTF-8, not JSON, nested deeper than `DEEPEST`, or, with `unique_keys`, a key twice.
+        ForgeError: as `error`: not UTF-8, not JSON, nested deeper than `DEEPEST`, of too many values, or, with
+            `unique_keys`, a key twice.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
+        if most_values is not None and sum(map(text.count, ",[{")) > most_values:
+            raise error(f"{where}: JSON of more than the {most_values:,} values that are allowed", hint=hint)
         value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
         too_deep = deeper(value, DEEPEST)
     except RecursionError:

@@ -57,10 +57,7 @@ class Comparison(Record):
 
 def files(first: Artifact, second: Artifact) -> tuple[str, ...]:
     """List the files of the content that are not the same in both."""
-    one, other = (
-        {path: each.sha256 for path, each in artifact.manifest.files.items() if each.in_content}
-        for artifact in (first, second)
-    )
+    one, other = ({path: each.sha256 for path, each in artifact.manifest.files.items()} for artifact in (first, second))
     return tuple(sorted(path for path in {*one, *other} if one.get(path) != other.get(path)))
 
 

@@ -29,6 +29,7 @@ from llmforge.runtime import load as load_runner
 from llmforge.targets import Target
 
 PENDING = "the engine is not built yet"
+NOT_ASKED = "this build was not asked to measure"
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class Clock:
         """Hand on how much of the stage is done."""
         self.progress.advance(done, total)
 
-    def record(self) -> records.BuildRecord:
-        """Read it; the stages add up to the whole."""
+    def record(self, reused: records.ReusedRecord) -> records.BuildRecord:
+        """Read it; the stages add up to the whole. `reused` says what was not computed."""
         now = time.perf_counter()
         if len(self.peaks) < len(self.stages):
             self._end_stage()
@@ -107,6 +108,7 @@ class Clock:
                 records.StageRecord(title=title, seconds=end - began, peak_rss_bytes=peak)
                 for (title, began), end, peak in zip(self.stages, ends, self.peaks, strict=True)
             ),
+            reused=reused,
         )
 
 

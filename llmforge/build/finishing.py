@@ -60,7 +60,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         model = repository.Model(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
         found = measure(waiting, staging, engine, target, recipe, progress)
-        before = records.read(opened.path / artifact.REPORT / "report.json")
+        before = records.read(opened)
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
         facts = {**dict(before), "notes": (*before.notes, built_from, *engine.notes)}  # passes and calibration stay
         locked = lock.read(opened)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from llmforge.base.progress import Progress, Silent
 from llmforge.build import dry_run, evidence, lock, preflight, publishing, reuse, texts
 from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.lock import Lock, Stages
+from llmforge.build.proofs import Proof, Proofs
 from llmforge.build.publishing import BuildResult
 from llmforge.build.read_ahead import ReadAhead
-from llmforge.build.reuse import Chain, Reuse
+from llmforge.build.reuse import Chain, Reuse, Step
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.engines import BuildRequest, Engine, interop, pending
@@ -34,15 +37,17 @@ from llmforge.evaluation.footprint import BytesRead
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
-from llmforge.lowering.pass_base import Context, Numerics, Pass
+from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.recipe import Recipe, ValidationSpec
+from llmforge.recipe import Recipe
 from llmforge.report import model as records
 from llmforge.report import view
 from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository
+from llmforge.verification.promises import Promises
+from llmforge.verification.reports import Snapshot
 from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
 
@@ -70,12 +75,14 @@ def build(
     preflight.check(recipe)
     preflight.check_room(recipe, out)
     with artifact.staging(out, recipe.name) as staging:
-        with reuse.opened(cache, staging, progress) as kept, ReadAhead() as ahead:
+        with reuse.opened(cache, staging, progress) as kept, ReadAhead() as ahead, Proofs() as proofs:
             facts, engine, found, locked = make(
-                recipe, steps, target, kept, ahead, staging, out, progress, measure=measure
+                recipe, steps, target, kept, ahead, proofs, staging, out, progress, measure=measure
             )
+            reused = kept.record(facts["passes"])
+        facts["notes"] += tuple(kept.cache.notes)
         return publishing.publish(
-            staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
+            staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress, reused=reused
         )
 
 
@@ -85,6 +92,7 @@ def make(
     target: Target,
     kept: Reuse,
     ahead: ReadAhead,
+    proofs: Proofs,
     staging: Path,
     out: Path,
     progress: Progress,
@@ -95,8 +103,9 @@ def make(
 
     Return the facts for its report, the engine, the evidence, and the lock of its inputs.
     """
-    checkpoint = Checkpoint.open(recipe.checkpoint)
+    checkpoint = Checkpoint.located(recipe.checkpoint)
     ahead.begin(checkpoint)
+    kept.configure(checkpoint, progress)
     threads = recipe.engine.threads or physical_cores()
     model = kept.trace(checkpoint, progress)
     stages = Stages()
@@ -108,40 +117,50 @@ def make(
     notes = check_context(recipe, checkpoint, model)
     progress.stage("Read checkpoint")
     ahead.finish(progress)
-    proof = kept.trace_proof(
-        checkpoint, model, progress, lambda: verify_trace(checkpoint, model, threads=threads).note()
+    traced = model.clone()
+    of_trace = kept.trace_proof(
+        checkpoint, traced, progress, proofs, lambda: verify_trace(checkpoint, traced, threads=threads).note()
     )
-    notes.append(proof)
+    if demands:  # torch computes in one thread at a time
+        proofs.finish(progress)
     statistics, seen, calibration_key = calibrate(recipe, checkpoint, model, demands, kept, progress)
     stages.statistics(statistics)
     windows = texts.evaluation_windows(recipe, checkpoint)
     lossy = any(step.numerics is Numerics.LOSSY for step in steps)
     chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []
-    verification = Verification(out / recipe.name / ".failed", chosen, threads, progress)
-    notes += coverage(model)
-    chain = kept.chain(checkpoint, target, calibration_key, chosen)
-    done, scratch = [], Scratch(staging.parent)
+    promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
+    verification = Verification(out / recipe.name / ".failed", promised, chosen, threads, proofs)
+    of_passes = coverage(model)
+    chain = kept.chain(checkpoint, calibration_key, promised, chosen)
+    done: list[tuple[partial[records.PassRecord], Proof[records.VerificationRecord]]] = []
+    scratch = Scratch(staging.parent)
     for step in steps:
+        if done:
+            proofs.wait(done[-1][1])
         # A pass sees what it demands: what others measure is not part of its key.
         context = Context(target, statistics if step.demands() else None, scratch)
-        record, noted = transform(step, model, context, chain, verification, progress)
-        done.append(record)
+        record, proof, noted = transform(step, model, context, chain, verification, progress)
+        done.append((record, proof))
         stages.graph(step.name, model)
-        notes += noted
+        of_passes += noted
     read = footprint.count(model)
     engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
-    found = evidence.measure(
-        staging,
-        engine,
-        read,
-        spec=recipe.validation if measure else ValidationSpec(),
-        target=target,
-        checkpoint=checkpoint,
-        windows=windows,
-        threads=threads,
-        progress=progress,
-        keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
-    )
+    proofs.finish(progress)
+    notes += [of_trace.result(), *of_passes]
+    found = Evidence(None, None, None, evidence.NOT_ASKED)
+    if measure:
+        found = evidence.measure(
+            staging,
+            engine,
+            read,
+            spec=recipe.validation,
+            target=target,
+            checkpoint=checkpoint,
+            windows=windows,
+            threads=threads,
+            progress=progress,
+            keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
+        )
     if recipe.validation.quality is None and recipe.validation.latency is None:
         said = (*said, "nothing was measured: the recipe asks for no validation")
     resolved = recipe.resolved(steps)
@@ -149,9 +168,9 @@ def make(
         "name": recipe.name,
         "checkpoint": checkpoint_record(checkpoint),
         "target": records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
-        "passes": tuple(done),
+        "passes": tuple(record(verification=proof.result()) for record, proof in done),
         "calibration": seen,
-        "notes": (*notes, *said, *kept.cache.notes),
+        "notes": (*notes, *said),
         "recipe": resolved,
     }
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
@@ -189,24 +208,54 @@ def check_context(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model) -> li
 
 @dataclass(eq=False)
 class Verification:
-    """Makes the verifier of passes when the first one comes that is to be proven, and again behind one that is not."""
+    """Proves passes beside the build, by a verifier that follows the graph from pass to pass.
+
+    It is made when the first pass comes that is to be proven, and again behind one that is not. A proof has ended
+    before the next pass begins.
+    """
 
     folder: Path
+    promises: Promises
     texts: Sequence[NDArray[np.int64]]
     threads: int
-    progress: Progress
+    proofs: Proofs
+    _last: Snapshot | None = None  # the graph as it is now; None: behind a pass that was not proven
     _verifier: Verifier | None = None
 
-    def before(self, model: ir.Model) -> Verifier:
-        """Return a verifier that has seen `model`, on which the next pass is to run."""
-        if self._verifier is None:
-            self.progress.stage("Prepare verification of passes")
-            self._verifier = Verifier(model, folder=self.folder, texts=self.texts, threads=self.threads)
-        return self._verifier
+    def before(self, step: Pass, model: ir.Model) -> Snapshot:
+        """Record `model`, on which `step` is to run, and begin with what its proof needs of it."""
+        if self._last is None:
+            self._last, self._verifier = Snapshot.of(model), None
+        before = self._last
+        self.proofs.begin(nullcontext(), lambda: self._at(before).prepare(step))
+        return before
 
     def skip(self) -> None:
         """Forget the graph before a pass whose proof is reused."""
-        self._verifier = None
+        self._last = None
+
+    def begin(
+        self, step: Pass, before: Snapshot, model: ir.Model, changes: Changes, kept: Step, held: ExitStack
+    ) -> Proof[records.VerificationRecord]:
+        """Begin the proof of a pass that has run on the graph `before`; `held` is left at its end."""
+        overwritten, after = before.overwritten(), Snapshot.of(model)
+        self._last = after
+        prepared = self.proofs.last
+
+        def prove() -> records.VerificationRecord:
+            prepared.result()
+            found = self._at(before).prove(step, after, changes, overwritten)
+            kept.keep_proof(found, after.model, changes)
+            return records.VerificationRecord.model_validate(found, from_attributes=True)
+
+        return self.proofs.begin(held, prove)
+
+    def _at(self, before: Snapshot) -> Verifier:
+        if self._verifier is None:
+            self._verifier = Verifier(
+                before, promises=self.promises, folder=self.folder, texts=self.texts, threads=self.threads
+            )
+        return self._verifier
 
 
 def calibrate(
@@ -227,13 +276,14 @@ def calibrate(
     progress.stage("Calibrate")
     read, caches = documents.read_documents(spec.data), dialect.caches(model)
     windows = texts.calibration_windows(spec, read, checkpoint)
+    store = calibration.Store(kept.cache, kept.layers)
     statistics = calibration.calibrate(
         checkpoint,
         windows,
         demands,
         threads=spec.threads,
         caches=caches,
-        store=calibration.Store(kept.cache),
+        store=store,
         progress=progress,
     )
     record = records.CalibrationRecord(
@@ -252,43 +302,42 @@ def coverage(model: ir.Model) -> list[str]:
         return []
     return [
         f"passes: the model is too large to run whole ({graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights): "
-        "exact and rounding passes are verified on the subgraphs they changed, identical changes once; budgets of "
-        "lossy passes are measured on the whole model layer by layer, on few tokens"
+        "budgets of lossy passes are measured layer by layer, on few tokens"
     ]
 
 
 def transform(
     step: Pass, model: ir.Model, context: Context, chain: Chain, verification: Verification, progress: Progress
-) -> tuple[records.PassRecord, list[str]]:
-    """Run one pass over `model`, and hold it to what it declares; return its record, and what must not be missed.
+) -> tuple[partial[records.PassRecord], Proof[records.VerificationRecord], list[str]]:
+    """Run one pass over `model`, and begin to hold it to what it declares.
 
-    Its proof is reused where an earlier build made it, for a pass that does the same to the same graph.
+    Return its record, which lacks the proof, the proof, and what must not be missed. The proof is reused where an
+    earlier build made it, for a pass that does the same to the same graph.
     """
     kept = chain.step(step, model)
-    with kept.computing() as entry:
-        before = None
-        if entry is None:
-            verifier = verification.before(model)
-        else:
-            before = model.clone()  # for the verifier, should the pass do something else than it did
+    with ExitStack() as held:
+        entry = held.enter_context(kept.computing())
+        # For the verifier; of a pass with a kept proof, should it do something else than it did.
+        before = verification.before(step, model) if entry is None else model.clone()
         progress.stage(f"Pass {step.name}" if entry is None else f"Pass {step.name}: reused")
         there = {name: value.const_value for name, value in model.graph.initializers.items()}
         nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
         with spans.span("rewrite"):
             changes = pass_base.run(step, model, context)
         seconds = time.perf_counter() - began
-        proof = kept.reused(entry, model, changes)
+        found = kept.reused(entry, model, changes)
         kept.keep_tensors(model, there)
-        if proof is not None:
+        if found is not None:
             verification.skip()
+            proof = Proof(found)
         else:
-            if before is not None:
-                verifier = verification.before(before)
+            if not isinstance(before, Snapshot):
+                verification.skip()
+                before = verification.before(step, before)
                 progress.stage(f"Pass {step.name}")
-            with spans.span("verify"):
-                found = verifier.check(step, model, changes)
-            kept.keep_proof(found, model, changes)
-    record = records.PassRecord(
+            proof = verification.begin(step, before, model, changes, kept, held.pop_all())
+    record = partial(
+        records.PassRecord,
         name=step.name,
         options=options.values(step),
         numerics=step.numerics,
@@ -299,10 +348,9 @@ def transform(
         weight_bytes_before=weight_bytes,
         weight_bytes_after=graph.weight_bytes(model),
         seconds=seconds,
-        verification=proof or records.VerificationRecord.model_validate(found, from_attributes=True),
-        reused=proof is not None,
+        reused=found is not None,
     )
-    return record, changes.notes
+    return record, proof, changes.notes
 
 
 def build_engine(

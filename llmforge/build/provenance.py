@@ -11,6 +11,7 @@ from typing import Any
 
 from llmforge import artifact
 from llmforge.base import extras
+from llmforge.base.sealed import MANIFEST
 from llmforge.build.lock import FILE, Lock
 from llmforge.report import card
 from llmforge.report.model import Report
@@ -23,21 +24,20 @@ _BUILD_TYPE, _BUILDER = "urn:llmforge:build:1", "urn:llmforge:builder"
 _LOCK = "every input: checkpoint, texts, recipe, seeds, code, packages, threads, processor"
 
 
-def write(
-    staging: Path, report: Report, lock: Lock, files: Mapping[str, artifact.FileRecord], content_digest: str
-) -> None:
-    """Write the folder `provenance` and the card into an artifact whose other `files` are complete.
+def write(staging: Path, report: Report, lock: Lock, manifest: artifact.Manifest) -> None:
+    """Write the folder `provenance` and the card beside content that `manifest` lists.
 
     The bill of materials needs the extra `provenance`; without it there is none, and the card says so.
     """
     folder = staging / artifact.PROVENANCE
     folder.mkdir()
     (folder / FILE).write_text(lock.to_json(), encoding="utf-8")
-    subjects = {path: record.sha256 for path, record in sorted(files.items()) if record.in_content}
+    subjects = {path: record.sha256 for path, record in sorted(manifest.files.items())}
+    subjects[MANIFEST] = manifest.content_digest
     _write_json(folder / STATEMENT, statement(report, lock, subjects))
     missing = extras.missing(EXTRA)
     if not missing:
-        (folder / BOM).write_text(bill_of_materials(report, lock, content_digest) + "\n", encoding="utf-8")
+        (folder / BOM).write_text(bill_of_materials(report, lock) + "\n", encoding="utf-8")
     origin = [
         (f"{artifact.PROVENANCE}{FILE}", _LOCK),
         (f"{artifact.PROVENANCE}{STATEMENT}", "in-toto statement with SLSA provenance of the content"),
@@ -89,13 +89,13 @@ def statement(report: Report, lock: Lock, subjects: Mapping[str, str]) -> dict[s
                     "startedOn": _utc(ended - timedelta(seconds=round(report.build.seconds))),
                     "finishedOn": _utc(ended),
                 },
-                "byproducts": [{"name": f"{artifact.PROVENANCE}{FILE}"}, {"name": f"{artifact.REPORT}report.json"}],
+                "byproducts": [{"name": f"{artifact.PROVENANCE}{FILE}"}, {"name": f"{artifact.REPORT}report.html"}],
             },
         },
     }
 
 
-def bill_of_materials(report: Report, lock: Lock, content_digest: str) -> str:
+def bill_of_materials(report: Report, lock: Lock) -> str:
     """Write the CycloneDX 1.6 bill of materials: the model, its checkpoint, its texts, and the packages that built it.
 
     Equal inputs at one time give equal bytes: the serial number is made of the content digest.
@@ -112,9 +112,9 @@ def bill_of_materials(report: Report, lock: Lock, content_digest: str) -> str:
         return Component(type=kind, name=name, version=version, hashes=hashes, bom_ref=f"{kind.value}:{name}", **more)
 
     model = ComponentType.MACHINE_LEARNING_MODEL
-    # SHA-256 over the names and hashes of all files, which is no hash of a file: so properties say it.
+    # The SHA-256 of the manifest, or over all tensors: neither is that of one file of the model, so properties say it.
     whole = part(
-        model, report.name, report.version, None, properties=[Property(name="llmforge:content", value=content_digest)]
+        model, report.name, report.version, None, properties=[Property(name="llmforge:content", value=report.content)]
     )
     source = part(
         model, f"checkpoint {lock.checkpoint.name}", lock.checkpoint.revision, None,
@@ -125,7 +125,7 @@ def bill_of_materials(report: Report, lock: Lock, content_digest: str) -> str:
         part(ComponentType.LIBRARY, name, version, None, purl=PackageURL("pypi", name=name, version=version))
         for name, version in {"llmforge": lock.code.version, **lock.packages}.items()
     ]
-    bom = Bom(serial_number=uuid.uuid5(uuid.NAMESPACE_URL, content_digest), components=[source, *texts, *packages])
+    bom = Bom(serial_number=uuid.uuid5(uuid.NAMESPACE_URL, report.content), components=[source, *texts, *packages])
     bom.metadata.component = whole
     bom.metadata.timestamp = datetime.fromisoformat(report.created)
     bom.register_dependency(whole, [source, *texts, *packages])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,9 +17,12 @@ from llmforge.build.lock import Lock
 from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine
 from llmforge.recipe import GateSpec
+from llmforge.report import model as records
 from llmforge.report import render
-from llmforge.report.model import Report
+from llmforge.report.model import Report, ReusedRecord
 from llmforge.targets import Target
+
+_NOTHING = ReusedRecord()
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ def publish(
     lock: Lock,
     clock: Clock,
     progress: Progress,
+    reused: ReusedRecord = _NOTHING,
 ) -> BuildResult:
     """Judge the gates, write the report beside the engine, and publish what `staging` holds.
 
@@ -46,23 +51,31 @@ def publish(
     and what this returns is there. Nothing else makes a `BuildResult`.
 
     `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
-    version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of.
+    version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of,
+    `reused` what earlier builds had computed.
     """
     recipe = facts["recipe"]
-    files = artifact.records(staging)
-    digest = artifact.content_digest_of(files, recipe)
-    record = evidence.engine_record(recipe["engine"]["backend"], staging / "engine", engine)
-    judged = evidence.judge({name: GateSpec.model_validate(spec) for name, spec in recipe["gates"].items()}, record)
+    manifest = artifact.seal(
+        staging,
+        recipe=recipe,
+        checkpoint=facts["checkpoint"].digest,
+        target=target.known_as,
+        requires=engine.config.requires if engine is not None else {},
+    )
+    engine_record = evidence.engine_record(recipe["engine"]["backend"], staging / "engine", engine)
+    judged = evidence.judge(
+        {name: GateSpec.model_validate(spec) for name, spec in recipe["gates"].items()}, engine_record
+    )
     measured: dict[str, Any] = {
-        "version": artifact.version_of(digest),
+        "content": manifest.content_digest,
         "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
         "verdict": gates.overall(judged),
         "gates": judged,
         "quality": evidence.quality,
         "quality_baseline": evidence.baseline,
         "latency": evidence.latency,
-        "engine": record,
-        "build": clock.record(),
+        "engine": engine_record,
+        "build": clock.record(reused),
         "machine": machine.describe(),
         "versions": artifact.tool_versions(),
     }
@@ -70,13 +83,6 @@ def publish(
     progress.stage("Publish")
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT)
-    provenance.write(staging, report, lock.with_engine(files), files, digest)
-    made = artifact.publish(
-        staging,
-        recipe=recipe,
-        checkpoint=report.checkpoint.digest,
-        target=target.known_as,
-        verdict=report.verdict.value,
-        requires=engine.config.requires if engine is not None else {},
-    )
-    return BuildResult(made.path, report)
+    provenance.write(staging, report, lock.with_engine(manifest.files), manifest)
+    published = artifact.publish(staging, manifest, json.loads(report.to_json()))
+    return BuildResult(published.path, records.read(published))

@@ -4,7 +4,8 @@ A pass is run again over the graph, which takes milliseconds; what takes minutes
 tensors that it made, is reused. A graph that comes out otherwise than when it was proven is proven anew.
 
 Keys form a chain: what a pass makes depends on the checkpoint, on all passes before it with their options, on the code
-that computes them, and on what is calibrated. Budgets are part of proofs alone: to change one proves one pass again.
+that computes them, and on what is calibrated. The target is no part of them: passes cannot read it. Budgets
+are part of proofs alone: to change one proves one pass again.
 """
 
 from __future__ import annotations
@@ -14,32 +15,35 @@ import json
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import artifact, trace
+from llmforge.base import process
 from llmforge.base.progress import Progress
+from llmforge.build.proofs import Proof, Proofs
 from llmforge.cache import Cache, Code, Entry, Key, processor
-from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint import folder as checkpoint_folder
+from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.text import Window
 from llmforge.evaluation.quality import Logits
 from llmforge.ir import graph
 from llmforge.lowering import options
-from llmforge.lowering.pass_base import Changes, Numerics, Pass
+from llmforge.lowering.pass_base import Changes, Pass
 from llmforge.report import model as records
-from llmforge.targets import Target
+from llmforge.trace.export import kept_graph
+from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verification
 
-PROOF, TENSORS, INDEX = "proof.json", "tensors", "index.json"
+PROOF, TENSORS, INDEX, CONFIGURATION = "proof.json", "tensors", "index.json", "configuration.json"
+_CONFIGURATION_CODE = "llmforge.checkpoint.folder"
 _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
 _PROOF_CODE = "llmforge.verification.verifier"
@@ -59,10 +63,37 @@ class Reuse:
     )
 
     build: str = field(default_factory=lambda: secrets.token_hex(16))  # no other is called so
+    stages: list[Literal["trace", "trace-proof", "baseline"]] = field(default_factory=list)  # that were reused
+    layers: list[int] = field(default_factory=list)  # whose calibration was reused
+
+    def record(self, passes: Iterable[records.PassRecord]) -> records.ReusedRecord:
+        """Say what this build did not compute."""
+        reused = tuple(done.name for done in passes if done.reused)
+        return records.ReusedRecord(stages=tuple(self.stages), layers=tuple(sorted(self.layers)), passes=reused)
 
     def key(self, kind: str, modules: Sequence[str], **parts: str) -> Key:
         """Make the key of what the code of `modules` computes of `parts`."""
         return Key(kind, {**parts, **self.common, "code": self.code.digest(*modules)})
+
+    def configure(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Let transformers read the configuration of `checkpoint`, or take what it read of the same settings before.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `Checkpoint.open`.
+        """
+        key = self.key("configuration", [_CONFIGURATION_CODE], settings=_hash(checkpoint.settings))
+        with self.cache.computing(key) as entry:
+            if entry is None:
+                progress.stage("Load torch and transformers")
+                with process.unwatched():
+                    from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
+                made = asdict(checkpoint.configuration)
+                self.cache.put(key, partial(_write_json, CONFIGURATION, made))
+            else:
+                read = entry.json(CONFIGURATION)
+                geometry = Geometry(**read.pop("geometry"))
+                checkpoint.configuration = Configuration(geometry=geometry, **read)
+        checkpoint.check_tokens()
 
     def trace(self, checkpoint: Checkpoint, progress: Progress) -> ir.Model:
         """Trace the model of `checkpoint`, or take the graph of a checkpoint with this configuration and these shapes.
@@ -72,15 +103,13 @@ class Reuse:
         Raises:
             CheckpointError, UnsupportedError: see `llmforge.trace.trace`.
         """
-        from llmforge.trace.export import kept_graph  # here, because it imports torch
-
-        settings = checkpoint_folder.read_settings(checkpoint.path)
         shapes = [(e.name, e.dtype.name, e.shape) for e in sorted(checkpoint.tensors.values(), key=lambda e: e.name)]
-        key = self.key("trace", _TRACE_CODE, configuration=_hash(settings), tensors=_hash(shapes))
+        key = self.key("trace", _TRACE_CODE, configuration=_hash(checkpoint.settings), tensors=_hash(shapes))
         with self.cache.computing(key) as entry:
             found = None if entry is None else kept_graph.read(entry.path, checkpoint)
             progress.stage("Trace" if found is None else "Trace: reused")
             if found is not None:
+                self.stages.append("trace")
                 return found
             model = trace.trace(checkpoint)
             if entry is not None:  # of a checkpoint with other ties
@@ -93,17 +122,25 @@ class Reuse:
             assert graph.fingerprint(read) == graph.fingerprint(model), "a kept graph is not the one that was traced"
             return read
 
-    def trace_proof(self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, prove: Callable[[], str]) -> str:
-        """Return the note of the proof of a trace: what `prove` says, now or when it was run before."""
+    def trace_proof(
+        self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, proofs: Proofs, prove: Callable[[], str]
+    ) -> Proof[str]:
+        """Begin the proof of a trace, or take that of an earlier build; it finds a note, which is what `prove` says."""
         parts = {"checkpoint": checkpoint.digest, "graph": graph.fingerprint(model)}
         key = self.key("trace-proof", [_TRACE_PROOF_CODE], **parts)
-        with self.cache.computing(key) as entry:
+        with ExitStack() as held:
+            entry = held.enter_context(self.cache.computing(key))
             progress.stage("Verify trace" if entry is None else "Verify trace: reused")
             if entry is not None:
-                return str(entry.json(PROOF))
-            note = prove()
-            self.cache.put(key, partial(_write_json, PROOF, note))
-            return note
+                self.stages.append("trace-proof")
+                return Proof(str(entry.json(PROOF)))
+
+            def run() -> str:
+                note = prove()
+                self.cache.put(key, partial(_write_json, PROOF, note))
+                return note
+
+            return proofs.begin(held.pop_all(), run)
 
     def baseline(
         self, checkpoint: Checkpoint, windows: Sequence[Window], threads: int, logits: Logits, progress: Progress
@@ -120,7 +157,9 @@ class Reuse:
         key = self.key("baseline", [_BASELINE_CODE], **parts)
         with self.cache.computing(key) as entry:
             progress.stage("Run baseline" if entry is None else "Run baseline: reused")
-            if entry is None:
+            if entry is not None:
+                self.stages.append("baseline")
+            else:
                 entry = self.cache.put(key, partial(_write_logits, texts, logits, progress))
         if entry is None:  # the disk is full
             return logits
@@ -133,10 +172,10 @@ class Reuse:
         return kept
 
     def chain(
-        self, checkpoint: Checkpoint, target: Target, calibration: str, texts: Sequence[NDArray[np.int64]]
+        self, checkpoint: Checkpoint, calibration: str, promises: Promises, texts: Sequence[NDArray[np.int64]]
     ) -> Chain:
-        """Begin the chain of passes; `texts` are those that budgets are measured on."""
-        return Chain(self, checkpoint.digest, _hash(target.model_dump(mode="json")), calibration, _hash_of_texts(texts))
+        """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on."""
+        return Chain(self, checkpoint.digest, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
 
 
 @contextmanager
@@ -146,6 +185,9 @@ def opened(cache: Callable[[], Cache] | None, staging: Path, progress: Progress)
     with Cache(private) if cache is None else cache() as used:
         used.waiting = lambda: progress.stage("Wait for a build that computes the same")
         yield Reuse(used)
+        if used.remote is not None and used.remote.signer is not None:
+            progress.stage("Write to the remote cache")
+            used.upload()
     if cache is None:
         shutil.rmtree(private)
 
@@ -156,8 +198,8 @@ class Chain:
 
     reuse: Reuse
     before: str
-    target: str
     calibration: str
+    promises: str
     texts: str
 
     def step(self, step: Pass, model: ir.Model) -> Step:
@@ -173,14 +215,12 @@ class Chain:
             "graph": graph.fingerprint(model),
             "pass": step.name,
             "options": json.dumps({name: value for name, value in given.items() if name != "budget"}, sort_keys=True),
-            "target": self.target,
             "calibration": self.calibration if step.demands() else "",
             "outside": "" if known else f"{module}, in build {self.reuse.build}",
         }
         modules = [module] if known else []
         tensors = self.reuse.key("tensors", modules, **parts)
-        lossy = step.numerics is Numerics.LOSSY
-        more = {"budget": json.dumps(given.get("budget")), "texts": self.texts if lossy else ""}
+        more = {"budget": json.dumps(given.get("budget")), "promises": self.promises, "texts": self.texts}
         proof = self.reuse.key("proof", [*modules, _PROOF_CODE], **parts, **more)
         self.before = tensors.digest
         return Step(self.reuse.cache, tensors, proof if known else None)

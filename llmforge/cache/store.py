@@ -22,19 +22,25 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from llmforge.base import hashed_files
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+
+if TYPE_CHECKING:
+    from llmforge.cache.remote import Remote
 
 FORMAT = 1
 RECORD = "record.json"
 STAGING = ".staging-"
 DROPPED = ".dropped-"
+LOCAL_KINDS = frozenset({"calibration-states"})  # that no other machine is given
 DEFAULT_BYTES = 20 * 10**9
 SIZE_VARIABLE, FOLDER_VARIABLE = "LLMFORGE_CACHE_BYTES", "LLMFORGE_CACHE"
 _LISTED = 12  # digits of a digest that messages show, and the fewest that name an entry
@@ -44,9 +50,7 @@ def default_folder() -> Path:
     """Return the folder that builds share: $LLMFORGE_CACHE, else builds/ in llmforge's cache folder of the user."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given)
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = home if home.is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
-    return base / "llmforge" / "builds"
+    return hashed_files.home() / "builds"
 
 
 def default_size() -> int:
@@ -59,6 +63,10 @@ def default_size() -> int:
     if given and not given.isdecimal():
         raise UsageError(f"{SIZE_VARIABLE} is {given!r}; expected a number of bytes, such as {DEFAULT_BYTES}")
     return int(given or DEFAULT_BYTES)
+
+
+class RemoteRefused(Exception):
+    """Why something of a remote cache is not used, in words."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +115,18 @@ class Summary:
 class Cache:
     """The store in `folder`, which takes at most `limit_bytes` (None: no limit) once the builds that fill it are done.
 
-    `notes` tell what was not as expected. `waiting` is called where another build computes what is asked for.
+    `notes` tell what was not as expected. `waiting` is called where another build computes what is asked for. What is
+    not on disk is looked for in `remote`.
     """
 
     folder: Path
     limit_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
     waiting: Callable[[], None] = lambda: None
+    remote: Remote | None = None
     _held: dict[str, tuple[int, Entry]] = field(default_factory=dict, repr=False)  # locked, by digest
     _own: list[Path] = field(default_factory=list, repr=False)  # entries that another build published first
+    _made: dict[str, Entry] = field(default_factory=dict, repr=False)  # what this build computed, by digest
 
     def __post_init__(self) -> None:
         try:
@@ -149,6 +160,10 @@ class Cache:
 
     def find(self, key: Key) -> Entry | None:
         """Return the entry of `key`, verified; None where there is none, or a damaged one, which is dropped."""
+        return self._found(key) or self._fetched(key)
+
+    def _found(self, key: Key) -> Entry | None:
+        """Find it on disk."""
         if held := self._held.get(key.digest):
             return held[1]
         path = self._entries / key.digest
@@ -168,11 +183,43 @@ class Cache:
         self._held[key.digest] = descriptor, entry
         return entry
 
+    def _fetched(self, key: Key) -> Entry | None:
+        """Find it in the remote cache, and keep it."""
+        if self.remote is None:
+            return None
+        try:
+            files = self.remote.find(key)
+            return None if files is None else self._publish(key, partial(self.remote.download, files))
+        except RemoteRefused as refused:
+            self._note_once(str(refused))
+            return None
+
+    def upload(self, entries: Iterable[Entry] | None = None) -> int:
+        """Write `entries` to the remote cache, by default what this build computed; return how many were written."""
+        done = 0
+        for entry in list(self._made.values() if entries is None else entries):
+            facts = _read_record(entry.path)
+            if self.remote is None or facts is None or facts["kind"] in LOCAL_KINDS:
+                continue
+            try:
+                self.remote.upload(entry.path, facts)
+            except RemoteRefused as refused:
+                self._note_once(str(refused))
+                break
+            done += 1
+        return done
+
     def put(self, key: Key, write: Callable[[Path], None]) -> Entry | None:
         """Publish what `write` writes into a folder as the entry of `key`; None where the disk has no room for it.
 
         Where another build has published it in the meantime, this one keeps its own until it closes the cache.
         """
+        entry = self._publish(key, write)
+        if entry is not None:
+            self._made[key.digest] = entry
+        return entry
+
+    def _publish(self, key: Key, write: Callable[[Path], None]) -> Entry | None:
         with self._names():
             staging = self._entries / f"{STAGING}{secrets.token_hex(8)}"
             staging.mkdir()
@@ -197,6 +244,13 @@ class Cache:
         entry = Entry(path)
         self._held[key.digest] = descriptor, entry
         return entry
+
+    def discard(self, key: Key) -> None:
+        """Take away the entry of `key`, which this build does not need any more, unless another build uses it."""
+        if held := self._held.pop(key.digest, None):
+            os.close(held[0])
+        self._made.pop(key.digest, None)
+        self._drop(self._entries / key.digest)
 
     @contextmanager
     def computing(self, key: Key) -> Iterator[Entry | None]:
@@ -283,6 +337,10 @@ class Cache:
         finally:
             path.unlink()
             os.close(descriptor)
+
+    def _note_once(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _note_damaged(self, path: Path, kind: str, problem: str) -> None:
         self.notes.append(f"cache: entry {path.name[:_LISTED]} ({kind}) was damaged and is not used: {problem}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.grids import QuantizedMatrix, dequantize
+from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
 from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
 
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
@@ -51,7 +50,8 @@ def calibrate(
     windows enter, then the fp32 weights of one layer and the hidden states of all windows; where weights are quantized,
     the hidden states twice, the inputs of the layer's linears and experts, and one Hessian with its factor, K × K in
     fp64. Results of each layer are kept in `store` when it is done, and found there by a later call that asks for the
-    same; where all are found, nothing is run.
+    same; where all are found, nothing is run. The hidden states in front of the next layer are kept there until all
+    are done, so that a call that was killed goes on at the first layer that is lacking.
 
     Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has.
 
@@ -69,7 +69,7 @@ def calibrate(
         progress.stage(f"Calibrate: {numbered(store.reused, layers)} reused")
     if None in found:
         with torch.inference_mode(), fixed(threads):
-            done = _walk(checkpoint, windows, demands, _measured(caches), found, partial(store.save, own), progress)
+            done = _walk(checkpoint, windows, demands, _measured(caches), found, store, own, progress)
     else:
         done = [result for result in found if result is not None]
     return Statistics(
@@ -87,25 +87,47 @@ def _walk(
     demands: Sequence[Demand],
     measured: Collection[int] | None,
     found: Sequence[LayerResult | None],
-    save: Callable[[int, LayerResult], LayerResult],
+    store: Store,
+    own: str,
     progress: Progress,
 ) -> list[LayerResult]:
-    """Carry the windows through all layers, and quantize and measure those that were not `found`."""
+    """Carry the windows through the layers, and quantize and measure those that were not `found`.
+
+    They begin where `store` has the hidden states of the calibration `own`, in front of what is lacking.
+    """
     weights = _weight_demand(demands)
     skeleton = Skeleton.build(checkpoint)
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
     calls, original = skeleton.enter([window.ids for window in windows])
     current = list(original) if weights else original
-    done: list[LayerResult] = []
-    for index, kept in enumerate(found):
+    sides = (original, current) if weights else (original,)
+    shapes = [tuple(state.shape) for side in sides for state in side]
+    begin = _resume(store.states(own, found.index(None), shapes), sides)
+    keeps = store.keeps_states(sum(state.nbytes for side in sides for state in side))
+    done = [result for result in found[:begin] if result is not None]
+    for index, kept in enumerate(found[begin:], begin):
         progress.advance(index, len(found))
         layer = skeleton.load(index, calls[index])
         ranges = KvRangeDemand() in demands and (measured is None or index in measured)
         inputs = {} if kept or InputRangeDemand() not in demands else _input_ranges(layer, original)
         result = _calibrate_layer(layer, original, current, weights, ranges, kept)
-        done.append(result if kept else save(index, replace(result, inputs=inputs)))
+        done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
+        if keeps and index + 1 < len(found):
+            store.keep_states(own, index + 1, (state.numpy() for side in sides for state in side))
+    store.drop_states(own, len(found) - 1)
     progress.advance(len(found), len(found))
     return done
+
+
+def _resume(found: tuple[int, Iterator[Float32]] | None, sides: Sequence[list[torch.Tensor]]) -> int:
+    """Put the hidden states that were `found` into `sides`, and return the layer that they are in front of."""
+    if found is None:
+        return 0
+    index, states = found
+    for side in sides:
+        for window in range(len(side)):
+            side[window] = torch.from_numpy(next(states)).clone()  # where torch's own tensors would lie
+    return index
 
 
 def numbered(reused: Sequence[int], layers: int) -> str:

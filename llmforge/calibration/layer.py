@@ -237,5 +237,8 @@ def linears_of(module: torch.nn.Module, name: str) -> dict[str, torch.nn.Linear]
 
 
 def _hidden(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Take the hidden states from what a layer returns, which in some architectures is a tuple."""
-    return output[0] if isinstance(output, tuple) else output
+    """Take the hidden states from what a layer returns, which in some architectures is a tuple.
+
+    They are laid out as those are that were kept and read again.
+    """
+    return (output[0] if isinstance(output, tuple) else output).contiguous()

@@ -1,9 +1,14 @@
-"""Results of calibrated layers: in memory, or an entry of a cache each, which is read when a result is asked for."""
+"""Results of calibrated layers: in memory, or an entry of a cache each, which is read when a result is asked for.
+
+While a calibration runs, the hidden states in front of its next layer are kept, too, so that one that was killed goes
+on there; the text is not run again through the layers that are done.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.cache import Cache, Key
-from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, pack, unpack
+from llmforge.quantization.grids import Float32, Grid, Packed, QuantizedMatrix, pack, unpack
 from llmforge.quantization.statistics import KvRange
 
 _FILE = "layer.npz"
+_STATES = "states"
+STATES_SHARE = 1 / 8  # of the cache that hidden states may take: 2.5 GB of 20, or 75,000 tokens of 8,192 features
 
 
 class StoredMatrices(Mapping[str, QuantizedMatrix]):
@@ -92,6 +99,59 @@ class Store:
 
         entry = None if self.cache is None else self.cache.put(_key(key, index), write)
         return result if entry is None else replace(result, linears=dict.fromkeys(result.linears, entry.path / _FILE))
+
+    def keeps_states(self, size_bytes: int) -> bool:
+        """Say if hidden states of that size are kept, with a note where they are too large.
+
+        Nothing is kept where the cache is this build's alone.
+        """
+        if self.cache is None or self.cache.limit_bytes is None:
+            return False
+        if size_bytes <= self.cache.limit_bytes * STATES_SHARE:
+            return True
+        self.cache.notes.append(
+            f"cache: hidden states of the calibration text ({size_bytes / 1e9:.1f} GB) are more than "
+            f"1/{1 / STATES_SHARE:g} of the cache and are not kept: a calibration that is killed runs the text again "
+            "through the layers that were done"
+        )
+        return False
+
+    def keep_states(self, key: str, index: int, states: Iterable[Float32]) -> None:
+        """Keep the hidden `states` in front of layer `index`; those of the layer before go."""
+        assert self.cache is not None
+
+        def write(folder: Path) -> None:
+            with (folder / _STATES).open("wb") as stream:
+                for state in states:
+                    stream.write(np.ascontiguousarray(state).data)
+
+        self.cache.put(_states_key(key, index), write)
+        self.drop_states(key, index - 1)
+
+    def states(self, key: str, lacking: int, shapes: Sequence[tuple[int, ...]]) -> tuple[int, Iterator[Float32]] | None:
+        """Find the hidden states in front of layer `lacking`, or of one before it: which layer, and one by one."""
+        if self.cache is None:
+            return None
+        for index in range(lacking, 0, -1):
+            if (entry := self.cache.find(_states_key(key, index))) is not None:
+                return index, _read_states(entry.path / _STATES, shapes)
+        return None
+
+    def drop_states(self, key: str, index: int) -> None:
+        """Take away the hidden states in front of layer `index`, which no calibration needs any more."""
+        if self.cache is not None:
+            self.cache.discard(_states_key(key, index))
+
+
+def _read_states(file: Path, shapes: Sequence[tuple[int, ...]]) -> Iterator[Float32]:
+    """Read hidden states one after the other."""
+    with file.open("rb") as stream:
+        for shape in shapes:
+            yield np.fromfile(stream, np.float32, math.prod(shape)).reshape(shape)
+
+
+def _states_key(key: str, index: int) -> Key:
+    return Key("calibration-states", {"calibration": key, "layer": str(index)})
 
 
 def _key(key: str, index: int) -> Key:

@@ -15,8 +15,6 @@ from functools import cache
 
 from numpy._core import _multiarray_umath  # type: ignore[attr-defined]  # private: links numpy's BLAS
 
-from llmforge.trace.hooks.internals import torch_threads
-
 
 @dataclass(frozen=True)
 class OpenBlas:
@@ -51,6 +49,8 @@ def openblas() -> OpenBlas | None:
 @contextmanager
 def fixed(threads: int) -> Iterator[None]:
     """Compute on `threads` threads, in torch and in numpy, and give the process its own settings back."""
+    from llmforge.trace.hooks.internals import torch_threads  # here, because it imports torch
+
     blas = openblas()
     before = None if blas is None else blas.threads
     with torch_threads(threads):

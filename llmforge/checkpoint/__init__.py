@@ -1,5 +1,23 @@
 """Checkpoints: a Hugging Face folder (`folder`), its tensors (`safetensors_file`, `shards`), and text to run it on."""
 
-from llmforge.checkpoint.folder import CONFIG, CONTEXTS, SMALL_FILES, Checkpoint, Geometry, load_config, read_settings
+from llmforge.checkpoint.folder import (
+    CONFIG,
+    CONTEXTS,
+    SMALL_FILES,
+    Checkpoint,
+    Configuration,
+    Geometry,
+    load_config,
+    read_settings,
+)
 
-__all__ = ["CONFIG", "CONTEXTS", "SMALL_FILES", "Checkpoint", "Geometry", "load_config", "read_settings"]
+__all__ = [
+    "CONFIG",
+    "CONTEXTS",
+    "SMALL_FILES",
+    "Checkpoint",
+    "Configuration",
+    "Geometry",
+    "load_config",
+    "read_settings",
+]

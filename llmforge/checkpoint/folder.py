@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,19 +65,44 @@ class Geometry:
     context: int | None  # tokens; None where the configuration states none, as where positions are unbounded (ALiBi)
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """What transformers reads out of a `config.json`, as far as it is asked."""
+
+    architecture: str  # the model's class, or the configuration's where that is not said
+    geometry: Geometry
+    ties: bool  # whether it declares that embedding and head are one
+    eos_token_id: Any  # as it stands there
+    bos_token_id: Any
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, folder: Path) -> Configuration:
+        """Read it off what transformers made of the file in `folder`.
+
+        Raises:
+            CheckpointError, UnsupportedError: a size is none.
+        """
+        text = config.get_text_config()
+        return cls(
+            architecture=str((config.architectures or [type(config).__name__])[0]),
+            geometry=_geometry(text, folder),
+            ties=bool(getattr(config, "tie_word_embeddings", False)),
+            eos_token_id=getattr(text, "eos_token_id", None),
+            bos_token_id=getattr(text, "bos_token_id", None),
+        )
+
+
 @dataclass(eq=False)
 class Checkpoint:
     """An opened checkpoint; its tensors are mapped, not read."""
 
     path: Path  # absolute
-    config: PretrainedConfig
-    geometry: Geometry
+    settings: Mapping[str, Any] = field(repr=False)  # what stands in its config.json
     tensors: Mapping[str, TensorEntry] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     chat_template: str | None = field(repr=False)
     special_tokens: Mapping[str, str]  # "bos_token": "<s>", …: those that the tokenizer configuration names
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
+    generation: Mapping[str, Any] = field(repr=False)  # what stands in its generation_config.json
     weight_files: tuple[Path, ...] = field(repr=False)
     _digest: str | None = field(default=None, init=False, repr=False)
 
@@ -89,35 +115,79 @@ class Checkpoint:
             UnsupportedError: its architecture is unknown, or its weights are already quantized.
             VersionMismatch: another transformers or torch is installed than this llmforge was proven with.
         """
+        checkpoint = cls.located(path)
+        checkpoint.check_tokens()
+        return checkpoint
+
+    @classmethod
+    def located(cls, path: Path) -> Checkpoint:
+        """Open it as far as that needs no transformers, which takes seconds to import.
+
+        Until `check_tokens`, nothing has looked at what is configured.
+
+        Raises:
+            CheckpointError, UnsupportedError, VersionMismatch: as `open`.
+        """
         versions.check()
         folder = path.absolute()
         settings = read_settings(folder)
         tokenizer_settings = _read_optional(folder / TOKENIZER_CONFIG)
         _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
         files = weight_files(folder)
-        tensors = read_headers(folder, files)
-        config = load_config(folder, settings)
-        generation = _read_optional(folder / GENERATION_CONFIG)
-        text = config.get_text_config()
-        eos = _token_ids(generation.get("eos_token_id", getattr(text, "eos_token_id", None)), "eos_token_id", folder)
-        bos = _token_ids(generation.get("bos_token_id", getattr(text, "bos_token_id", None)), "bos_token_id", folder)
         return cls(
             path=folder,
-            config=config,
-            geometry=_geometry(text, folder),
-            tensors=tensors,
+            settings=settings,
+            tensors=read_headers(folder, files),
             tokenizer=_load_tokenizer(folder),
             chat_template=_chat_template(folder, tokenizer_settings),
             special_tokens=_special_tokens(tokenizer_settings),
-            eos_token_ids=eos,
-            bos_token_id=bos[0] if bos else None,
+            generation=_read_optional(folder / GENERATION_CONFIG),
             weight_files=files,
         )
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """What transformers makes of the configuration: imports it.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `load_config`.
+        """
+        return load_config(self.path, self.settings)
+
+    @cached_property
+    def configuration(self) -> Configuration:
+        """What is asked of the configuration. It may be set to what was read of the same `settings` before."""
+        return Configuration.of(self.config, self.path)
+
+    def check_tokens(self) -> None:
+        """Return if the ids of the tokens that begin and end a text are ids.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        _ = self.eos_token_ids, self.bos_token_id
+
+    @property
+    def geometry(self) -> Geometry:
+        """The sizes of the decoder."""
+        return self.configuration.geometry
 
     @property
     def architecture(self) -> str:
         """Name the model's class, or its configuration's where that is not said."""
-        return str((self.config.architectures or [type(self.config).__name__])[0])
+        return self.configuration.architecture
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        ids = self.generation.get("eos_token_id", self.configuration.eos_token_id)
+        return _token_ids(ids, "eos_token_id", self.path)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that a text begins with, if any."""
+        ids = self.generation.get("bos_token_id", self.configuration.bos_token_id)
+        return next(iter(_token_ids(ids, "bos_token_id", self.path)), None)
 
     @property
     def parameters(self) -> int:
@@ -204,7 +274,7 @@ class Checkpoint:
         return next((other for other in others if other in self.tensors), None)
 
     def _declares_tie(self) -> bool:
-        return bool(getattr(self.config, "tie_word_embeddings", False))
+        return self.configuration.ties
 
     def _lacks(self, missing: list[str], parameters: Mapping[str, tuple[int, ...]]) -> CheckpointError:
         needs = f"{self.path}: the checkpoint lacks {listed(missing)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from itertools import pairwise
@@ -152,7 +153,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def digest_weights(file: Path, entries: Sequence[TensorEntry], advance: Callable[[int], None]) -> str:
-    """Hash a whole safetensors file and look at every value in the same walk; memory stays at two chunks.
+    """Hash a whole safetensors file and look at every value in the same walk, at once; memory stays at two chunks.
 
     `entries` are all tensors of `file`; `advance` gets the number of bytes of each read.
 
@@ -162,7 +163,7 @@ def digest_weights(file: Path, entries: Sequence[TensorEntry], advance: Callable
         CheckpointError: a floating-point tensor holds NaN or infinity, or the file changed since it was opened.
     """
     digest = hashlib.sha256()
-    with _open(file) as stream:
+    with _open(file) as stream, ThreadPoolExecutor(1, "digest") as beside:
         ordered = sorted(entries, key=lambda entry: entry.offset)
         data_start = ordered[0].offset if ordered else os.fstat(stream.fileno()).st_size
         for chunk in _chunks(stream, data_start, file):
@@ -171,8 +172,9 @@ def digest_weights(file: Path, entries: Sequence[TensorEntry], advance: Callable
         for entry in ordered:
             done = 0
             for chunk in _chunks(stream, entry.size_bytes, file):
-                digest.update(chunk)
+                hashed = beside.submit(digest.update, chunk)
                 _refuse_non_finite(entry, chunk, done)
+                hashed.result()
                 done += len(chunk)
                 advance(len(chunk))
         if stream.read(1):

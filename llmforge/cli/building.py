@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -15,21 +14,8 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import EnvironmentLacks, GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
+from llmforge.cli.caching import connect, remote_option
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """Import without the garbage collector, which walks over all modules again and again: a fifth of the time.
-
-    What was imported stays, and is not walked over later either.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.freeze()
 
 
 @contextmanager
@@ -67,6 +53,9 @@ Examples:
 """
 
 
+_REMOTE = "remote_cache", "cache_key", "remote_cache_write"
+
+
 @click.command(epilog=_EXAMPLES)
 @click.argument("recipe", type=PATH, required=False)
 @out_option("Publish the artifact to DIR/NAME/VERSION.")
@@ -88,6 +77,15 @@ Examples:
     "--cache-size", type=NATURAL, metavar="BYTES",
     help="Limit of the build cache (see `llmforge cache`); default: $LLMFORGE_CACHE_BYTES, else 20 GB.",
 )  # fmt: skip
+@remote_option
+@click.option(
+    "--cache-key", type=PATH, metavar="PUB.pem", envvar="LLMFORGE_CACHE_KEY", show_envvar=True,
+    help="Public key; entries of the remote cache that it signed are reused, and no others.",
+)  # fmt: skip
+@click.option(
+    "--remote-cache-write", type=PATH, metavar="KEY.pem", envvar="LLMFORGE_REMOTE_CACHE_WRITE", show_envvar=True,
+    help="Sign what the build computes with this private key, and write it to the remote cache.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("--quiet", is_flag=True, help="Hide progress.")
 @click.option(
@@ -102,6 +100,9 @@ def build(
     overrides: tuple[str, ...],
     no_cache: bool,
     cache_size: int | None,
+    remote_cache: str | None,
+    cache_key: Path | None,
+    remote_cache_write: Path | None,
     as_json: bool,
     quiet: bool,
     trace: Path | None,
@@ -113,22 +114,27 @@ def build(
     process.prepare()
     if recipe is not None:  # an engine that was deferred is finished without torch
         extras.require("build")
-    from llmforge import cache, passes
-    from llmforge.cli import console
-    from llmforge.evaluation.gates import Verdict
-    from llmforge.recipe import Recipe
+    with process.unwatched():
+        from llmforge import cache, passes
+        from llmforge.cli import console
+        from llmforge.evaluation.gates import Verdict
+        from llmforge.recipe import Recipe
 
     if pending is not None:  # it goes beside its artifact, and is not deferred again
-        refuse_given("--finish", "out", "defer", "no_cache", "cache_size")
+        refuse_given("--finish", "out", "defer", "no_cache", "cache_size", *_REMOTE)
     if no_cache:
-        refuse_given("--no-cache", "cache_size")
+        refuse_given("--no-cache", "cache_size", *_REMOTE)
+    cached = pending is None and not no_cache
+    remote = connect(remote_cache, cache_key, remote_cache_write) if cached else None
     folder, size = cache.default_folder(), cache.default_size() if cache_size is None else cache_size
+    store = None if no_cache else partial(cache.Cache, folder, size, remote=remote)
     chosen = (*overrides, "engine.deferred=true") if defer else overrides
     loaded = None if recipe is None else Recipe.load(recipe, chosen)
     if loaded is not None:
         loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
         if pending is None:
-            from llmforge.build import preflight
+            with process.unwatched():
+                from llmforge.build import preflight
 
             preflight.check(loaded)
             for tight in preflight.check_room(loaded, out):
@@ -142,16 +148,16 @@ def build(
         console.traced("build", quiet=quiet, trace=trace) as progress,
         _resumable(kept=pending is None and not no_cache),
     ):
-        progress.stage("Load torch and transformers")
+        progress.stage("Load llmforge")
         if pending is not None:
             from llmforge.build import finishing
 
             result = finishing.finish(pending, loaded, progress)
         elif loaded is not None:
-            with _unwatched():
+            with process.unwatched():
                 from llmforge.build import pipeline
 
-            result = pipeline.build(loaded, out, progress, None if no_cache else partial(cache.Cache, folder, size))
+            result = pipeline.build(loaded, out, progress, store)
     if is_json_log():
         for note in result.report.notes:
             console.say(note)
@@ -162,7 +168,7 @@ def build(
             output.write_summary(result.report)
             click.echo(str(result.path))
     undecided = [gate.explanation for gate in result.report.gates if gate.verdict is result.report.verdict]
-    hint = f"the artifact was published with this verdict; see the report in {result.path / 'report'}"
+    hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
     if result.report.verdict is Verdict.FAIL:
         raise GateFailed("\n".join(["a gate failed", *undecided]), hint=hint)
     if result.report.verdict is Verdict.INCONCLUSIVE:

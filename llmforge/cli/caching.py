@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base.errors import UsageError
+from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
+from llmforge.cli.parameters import PATH, Command
 
 if TYPE_CHECKING:
     from llmforge.cache import Cache, Summary
+    from llmforge.cache.remote import Remote
 
 _DIGITS = 12  # of a digest, as `rm` takes it
 
@@ -23,7 +26,36 @@ Examples:
   llmforge cache rm trace           # all entries of a kind
   llmforge cache rm 4f2a6f0c1b9d    # one entry
   llmforge cache rm --all
+  llmforge cache push trace --remote-cache s3://bucket/cache --sign KEY.pem
 """
+
+
+def remote_option(command: Command) -> Command:
+    """Add the option --remote-cache."""
+    return click.option(
+        "--remote-cache", metavar="URL", envvar="LLMFORGE_REMOTE_CACHE", show_envvar=True,
+        help="Cache that several machines share, such as s3://bucket/folder.",
+    )(command)  # fmt: skip
+
+
+def connect(url: str | None, trusted: Path | None, signer: Path | None) -> Remote | None:
+    """Open the remote cache at `url`; None where no URL is given.
+
+    Raises:
+        UsageError: a key without a URL, or a URL without a key.
+    """
+    if url is None and (trusted or signer):
+        raise UsageError("the key of a remote cache was given, but no --remote-cache", hint="add --remote-cache URL")
+    if url is None:
+        return None
+    if not (trusted or signer):
+        raise UsageError(
+            "--remote-cache requires the key whose signatures are trusted",
+            hint="add --cache-key PUB.pem to read from it, or --remote-cache-write KEY.pem to write to it",
+        )
+    from llmforge.cache import remote
+
+    return remote.connect(url, trusted=trusted, signer=signer)
 
 
 @click.group(epilog=_EXAMPLES)
@@ -89,6 +121,35 @@ def stats(as_json: bool) -> None:
     click.echo(f"{store.folder}: {units.size(total)} of {units.size(limit)}")
     rows = [(kind, str(len(kinds[kind])), units.size(size)) for kind, size in sizes.items()]
     output.write_columns([("kind", "entries", "size"), *rows])
+
+
+@cache.command()
+@click.argument("entries", nargs=-1, metavar="[ENTRY|KIND]...")
+@remote_option
+@click.option("--sign", "signer", type=PATH, required=True, metavar="KEY.pem", help="Private key to sign with.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def push(entries: tuple[str, ...], remote_cache: str | None, signer: Path, as_json: bool) -> None:
+    """Write entries to the remote cache, by kind or by digest; by default all."""
+    from llmforge.cache import LOCAL_KINDS, Key
+
+    if remote_cache is None:
+        raise UsageError("no remote cache was given", hint="add --remote-cache URL")
+    remote = connect(remote_cache, None, signer)
+    with _opened() as store:
+        chosen = store.named(entries) if entries else store.entries()
+        pushed = [entry for entry in chosen if entry.kind not in LOCAL_KINDS]
+        found = [kept for entry in pushed if (kept := store.find(Key(entry.kind, entry.parts))) is not None]
+        store.remote = remote
+        done = store.upload(found)
+        notes = list(store.notes)
+    if done < len(found):
+        raise EnvironmentLacks(notes[-1], hint=f"{done} of {len(found)} entries were written; run it again")
+    if as_json:
+        output.write_json({"pushed": done, "notes": notes})
+        return
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(f"pushed {done} entries")
 
 
 def _opened() -> Cache:

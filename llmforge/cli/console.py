@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
@@ -39,6 +40,13 @@ def show_error(error: ForgeError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
     if error.hint is not None:
         console.print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)
+
+
+def log_bug(error: Exception, hint: str, exit_code: int) -> None:
+    """Write what is a bug as one event, with its traceback."""
+    message = "".join(traceback.format_exception_only(error)).strip()
+    trace = "".join(traceback.format_exception(error))
+    log("error", message=message, hint=hint, kind="bug", exit_code=exit_code, traceback=trace)
 
 
 def say(message: str) -> None:

@@ -8,35 +8,41 @@ from pathlib import Path
 import click
 
 from llmforge.base import extras
-from llmforge.base.errors import UsageError
+from llmforge.base.errors import InputError, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH
 
 
 @click.command()
 @click.argument("artifact", type=ARTIFACT)
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-@click.option("--verify", is_flag=True, help="Check every file against its hash in the manifest.")
+@click.option("--json", "as_json", is_flag=True, help="Print manifest, verdict and records of evidence as JSON.")
+@click.option("--verify", is_flag=True, help="Do what `llmforge verify` does first.")
 def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
-    """Show the manifest and the report summary of ARTIFACT."""
+    """Show the manifest, the evidence and the newest report of ARTIFACT."""
     from llmforge.artifact import Artifact
-    from llmforge.cli import describe
+    from llmforge.cli import describe, provenance
+    from llmforge.report import model, render
 
     opened = Artifact.open(artifact)
-    if verify:
-        opened.verify()
+    verified = provenance.verified(opened) if verify else []
+    report = model.read(opened)
     if as_json:
-        output.write_json(json.loads(opened.manifest.to_json()))
+        evidence = [
+            {"record": each.path, "created": each.created.isoformat(), "verdict": each.verdict}
+            for each in opened.evidence
+        ]
+        digest = {"content_digest": opened.manifest.content_digest, "verdict": opened.verdict, "evidence": evidence}
+        output.write_json({**json.loads(opened.manifest.to_json()), **digest})
         return
-    click.echo(describe.artifact_text(opened))
-    if verify:
-        click.echo(f"verified: {len(opened.manifest.files)} files match the manifest")
-    record = opened.path / "report" / "report.json"
-    if record.is_file():
-        from llmforge.report import model
-
-        click.echo()
-        output.write_summary(model.read(record))
+    try:
+        summary = render.summary(report)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(  # of figures that no measurement gives
+            f"{artifact}: its newest report cannot be shown: {type(error).__name__}: {error}",
+            hint="run `llmforge verify ARTIFACT`; fetch or build the artifact again",
+        ) from error
+    click.echo("\n".join([describe.artifact_text(opened, report.versions), *verified, ""]))
+    output.write(summary, output.SUMMARY_WIDTH)
 
 
 @click.command()

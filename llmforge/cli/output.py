@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmforge.report.model import Report
 
 _PLAIN_WIDTH = 200  # columns of a table where there is no terminal; rich would break lines at 80
-_SUMMARY_WIDTH = 120  # … of the summary of a report
+SUMMARY_WIDTH = 120  # … of the summary of a report
 
 
 def write_json(value: Any) -> None:
@@ -40,7 +40,7 @@ def write_summary(report: Report) -> None:
     """Write the summary of a report."""
     from llmforge.report.render import summary
 
-    write(summary(report), _SUMMARY_WIDTH)
+    write(summary(report), SUMMARY_WIDTH)
 
 
 def write(content: RenderableType, plain_width: int = _PLAIN_WIDTH) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -14,6 +14,9 @@ from click.core import ParameterSource
 from llmforge.base import small_file
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
+
+if TYPE_CHECKING:
+    from llmforge.artifact.remote import Url
 
 
 class FilePath(click.Path):
@@ -94,6 +97,28 @@ def out_option(help: str) -> Callable[[Command], Command]:
         "--out", type=PATH, metavar="DIR", default=_ARTIFACTS_FOLDER, envvar=ARTIFACTS, show_envvar=True,
         is_eager=True, help=help,
     )  # fmt: skip
+
+
+class Location(click.ParamType[Any]):
+    """A file: a `Path`, or the `Url` of one that is elsewhere."""
+
+    name = "location"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | Url:
+        """Tell a URL from a path."""
+        from llmforge.base import extras
+
+        text = str(value)
+        if "://" not in text:
+            return PATH.convert(value, param, ctx)  # type: ignore[no-any-return]
+        if (lack := extras.trouble("fsspec")) is not None:
+            raise lack
+        from llmforge.artifact import remote
+
+        return remote.Url(text) if remote.is_url(text) else PATH.convert(value, param, ctx)
+
+
+LOCATION = Location()
 
 
 class Numbers(click.ParamType[Any]):

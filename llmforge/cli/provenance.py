@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base import extras, process, small_file
+from llmforge.base import admission, extras, process, small_file
+from llmforge.base.admission import ALLOWED, LOADED
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH
 
 if TYPE_CHECKING:
-    from llmforge.artifact import Artifact
+    from llmforge.artifact import Artifact, Record
+    from llmforge.artifact.transfer import Check
 
 _REPRODUCE = """\b
 Examples:
@@ -121,34 +123,86 @@ Examples:
     "--authority", type=PATH, multiple=True, help="Certificate that must have issued the signer's. Repeatable."
 )
 def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...]) -> None:
-    """Check every byte of ARTIFACT against its manifest, and its signature.
+    """Check every byte of ARTIFACT, and make its verdict again from what was measured.
 
-    Without --key or --authority only the manifest is checked, which anyone could have written.
+    Without a signature, digests show that nothing was damaged, and not who built it: whoever computes all of them anew
+    is stopped by --key or --authority alone.
     """
     from llmforge.artifact import Artifact
 
-    opened = Artifact.open(artifact)
-    if key is None and not authority:
+    click.echo("\n".join(verified(Artifact.open(artifact), key, authority)))
+
+
+def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, ...] = ()) -> list[str]:
+    """Check an artifact, its verdicts, and its signature where `key` or `authority` is given; say what holds."""
+    from llmforge.base.sealed import SIGNATURE, effective
+    from llmforge.report import verdict
+
+    signed = None if key is None and not authority else verify_signature(opened, key, authority)
+    if signed is None:
         opened.verify()
-        click.echo(f"verified: {len(opened.manifest.files)} files match the manifest; no signature was asked for")
-        return
-    check(opened, key, authority)
-    click.echo(f"verified: {len(opened.manifest.files)} files and the manifest, signed by {key or authority[0]}")
+    verdict.recompute(opened)
+    of_evidence = len(opened.listed) - len(opened.manifest.files) + len(opened.evidence)
+    found = effective(opened.evidence if signed is None else signed)
+    lines = [f"verified: {len(opened.manifest.files)} files of content, {of_evidence} of evidence; gates: {found}"]
+    if signed is not None:
+        later = len(opened.evidence) - len(signed)
+        what = "record of evidence" if later == 1 else "records of evidence"
+        lines.append(f"signed by {key or authority[0]}{f'; {later} {what} came later, unsigned' if later else ''}")
+    elif (opened.path / SIGNATURE).exists():
+        lines.append("signature not checked: give --key or --authority")
+    else:
+        lines.append("unsigned: digests show damage, not who built it")
+    return lines
 
 
-def check(opened: Artifact, key: Path | None, authority: tuple[Path, ...]) -> None:
-    """Check an artifact and its signature."""
+def verify_signature(
+    opened: Artifact, key: Path | None, authority: tuple[Path, ...], source: str | None = None
+) -> tuple[Record, ...]:
+    """Check an artifact, which messages call `source`, and its signature; return the records that it covers."""
     from llmforge.artifact import signing
 
     if key is not None and authority:
         raise UsageError("--key cannot be used with --authority", hint="remove one of them")
-    signing.verify(opened, signing.Trust(key, authority))
+    return signing.verify(opened, signing.Trust(key, authority), source)
+
+
+def loading_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a command that loads an artifact."""
+    options = (
+        click.option(
+            "--allow", type=click.Choice(ALLOWED), metavar="VERDICT",
+            help="Load ARTIFACT although its gates ended so: fail or inconclusive.",
+        ),
+        click.option("--verify", "rehash", is_flag=True, help="Hash every file, even if it was hashed before."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def admit(
+    opened: Artifact,
+    allow: str | None,
+    rehash: bool,
+    *,
+    parts: Collection[str] = LOADED,
+    require_signature: bool = False,
+    key: Path | None = None,
+) -> None:
+    """Refuse what is damaged, not signed where it must be, or failed its gates; warn where they did not decide."""
+    from llmforge.cli import console
+
+    signed = required(opened, require_signature, key)
+    counting = None if signed is None else [record.digest for record in signed]
+    for note in admission.admit(opened.path, allow=allow, rehash=rehash, parts=parts, signed=counting).notes:
+        console.say(f"warning: {note}")
 
 
 def signature_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a command that runs only what is signed."""
     options = (
-        click.option("--require-signature", is_flag=True, help="Refuse ARTIFACT unless it is signed by --key."),
+        click.option("--require-signature", is_flag=True, help="Refuse an artifact that --key did not sign."),
         click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
     )
     for option in reversed(options):
@@ -156,9 +210,26 @@ def signature_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def required(opened: Artifact, require_signature: bool, key: Path | None) -> None:
-    """Refuse an artifact that is not signed by `key`, where a signature is required."""
+def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[Record, ...] | None:
+    """Refuse an artifact that is not signed by `key`, where a signature is required; return the signed records."""
+    _check_pair(require_signature, key)
+    return verify_signature(opened, key, ()) if require_signature else None
+
+
+def signature_check(require_signature: bool, key: Path | None) -> Check | None:
+    """Make what refuses an artifact that is not signed by `key`; None: no signature is required."""
+    _check_pair(require_signature, key)
+    if not require_signature:
+        return None
+    if (lack := extras.trouble("model_signing")) is not None:  # before anything is fetched
+        raise lack
+
+    def check(opened: Artifact, source: str) -> None:
+        verify_signature(opened, key, (), source)
+
+    return check
+
+
+def _check_pair(require_signature: bool, key: Path | None) -> None:
     if require_signature != (key is not None):
         raise UsageError("--require-signature and --key go together", hint="give both or neither")
-    if require_signature:
-        check(opened, key, ())

@@ -17,12 +17,14 @@ from llmforge.base import extras, resources, signals
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.base.signals import Interrupted
 from llmforge.base.wording import bounded
-from llmforge.cli import building, caching, inspecting, planning, provenance, running, serving, storing
+from llmforge.cli import building, caching, inspecting, planning, provenance, registries, running, serving, storing
 from llmforge.cli.parameters import is_json_log, log_format_option
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
+_BUG = 1
 _ISSUES = "This is a bug in llmforge. Please report it with the command, the recipe and everything above."
+_ISSUES_JSON = _ISSUES.replace("everything above", "the traceback")
 
 
 class _Root(click.Group):
@@ -45,10 +47,8 @@ class _Root(click.Group):
             if not is_json_log():
                 raise _bounded(error) from None
             _end(ctx, UsageError(error.format_message()))  # 2, as click's own
-        except (ImportError, AttributeError) as error:
-            if (lack := extras.explain(error)) is None:
-                raise
-            _end(ctx, lack)
+        except (click.exceptions.Exit, click.Abort):
+            raise
         except KeyboardInterrupt as error:
             from llmforge.cli.console import say
 
@@ -58,10 +58,18 @@ class _Root(click.Group):
         except BrokenPipeError:
             _drop(sys.stdout)
             ctx.exit(_PIPE_CLOSED)
-        except (OSError, MemoryError, RuntimeError) as error:
-            if (lack := resources.explain(error)) is None:
-                raise
-            _end(ctx, lack)
+        except Exception as error:
+            lack = extras.explain(error) if isinstance(error, ImportError | AttributeError) else None
+            if lack is None and isinstance(error, OSError | MemoryError | RuntimeError):
+                lack = resources.explain(error)
+            if lack is not None:
+                _end(ctx, lack)
+            if not is_json_log():
+                raise  # to `main`
+            from llmforge.cli.console import log_bug
+
+            log_bug(error, _ISSUES_JSON, _BUG)
+            ctx.exit(_BUG)
         return result
 
 
@@ -133,6 +141,8 @@ Exit codes:
         storing.gc,
         storing.export,
         storing.import_,
+        registries.push,
+        registries.pull,
         inspecting.inspect,
         provenance.verify,
         provenance.sign,
@@ -163,7 +173,10 @@ for _command in cli.commands.values():
 
 
 def main() -> None:
-    """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1."""
+    """Run the command line; what is not a `ForgeError` is a bug, and ends with a traceback and exit code 1.
+
+    With --log-format json the traceback is a field of an event.
+    """
     signals.install()
     try:
         cli(prog_name="llmforge")  # also where it is run as a module

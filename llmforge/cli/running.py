@@ -12,7 +12,7 @@ from llmforge.base import small_file
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE
-from llmforge.cli.provenance import required, signature_options
+from llmforge.cli.provenance import admit, loading_options, signature_options
 
 if TYPE_CHECKING:
     from llmforge.runtime.sampling.constraints import Constraint
@@ -58,6 +58,7 @@ Examples:
 @click.option("--regex", metavar="PATTERN", help="Constrain the answer to a regular expression.")
 @click.option("--chat", is_flag=True, help="Apply the checkpoint's chat template, with PROMPT as the user message.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
+@loading_options
 @signature_options
 def run(
     artifact: Path,
@@ -66,6 +67,8 @@ def run(
     regex: str | None,
     chat: bool,
     as_json: bool,
+    allow: str | None,
+    rehash: bool,
     require_signature: bool,
     key: Path | None,
     **options: Any,
@@ -83,7 +86,7 @@ def run(
     sampling = runtime.Sampling(**options, constraint=_constraint(json_schema, regex))
     text = _stdin() if prompt == "-" else prompt
     opened = Artifact.open(artifact)  # tells more than the runtime what is wrong with a folder
-    required(opened, require_signature, key)
+    admit(opened, allow, rehash, require_signature=require_signature, key=key)
     runner = runtime.load(opened.path)
     chunks = []
     for chunk in runner.generate(runner.encode_chat([{"role": "user", "content": text}]) if chat else text, sampling):

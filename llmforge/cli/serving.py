@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmforge.base import extras
+from llmforge.base.admission import LOADED
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
-from llmforge.cli.provenance import required, signature_options
+from llmforge.cli.provenance import admit, loading_options, signature_options
 
 if TYPE_CHECKING:
+    from llmforge.artifact import Artifact
     from llmforge.metrics.latency import Footprint
 
 
@@ -61,6 +63,7 @@ Example:
     "--grace", "grace_s", type=NATURAL, metavar="SECONDS", default=30,
     help="On shutdown, time to finish requests in flight.",
 )  # fmt: skip
+@loading_options
 @signature_options
 def serve(
     artifact: Path,
@@ -69,6 +72,8 @@ def serve(
     name: str | None,
     threads: int | None,
     grace_s: int,
+    allow: str | None,
+    rehash: bool,
     require_signature: bool,
     key: Path | None,
     **options: Any,
@@ -85,7 +90,7 @@ def serve(
     from llmforge.runtime import Engine, EngineOptions
 
     opened = Artifact.open(artifact)
-    required(opened, require_signature, key)
+    admit(opened, allow, rehash, require_signature=require_signature, key=key)
     model = name or opened.manifest.name
     engine = Engine.load(opened.path, EngineOptions(**options), threads)
 
@@ -140,6 +145,7 @@ Examples:
 @click.option("-o", "--output", "path", type=PATH, metavar="REPORT.json", help="Write the report to a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("--quiet", is_flag=True, help="Hide progress.")
+@loading_options
 def bench(
     artifact: Path,
     slo: str | None,
@@ -148,6 +154,8 @@ def bench(
     path: Path | None,
     as_json: bool,
     quiet: bool,
+    allow: str | None,
+    rehash: bool,
     **options: Any,
 ) -> None:
     """Measure latency, throughput and goodput under load."""
@@ -167,6 +175,7 @@ def bench(
     plan = record(measuring.Plan, options, objective=None if slo is None else measuring.Objective.parse(slo))
     engine = record(runtime.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
+    admit(opened, allow, rehash)
     if path is not None:
         output.check_file(path)
     with console.progress(quiet=quiet) as progress:
@@ -177,7 +186,7 @@ def bench(
             load,
             plan,
             url=url,
-            local=measuring.LocalEngine(engine, threads, _footprint(opened.path)),
+            local=measuring.LocalEngine(engine, threads, _footprint(opened)),
             progress=progress.advance,
         )
     if path is not None:
@@ -209,6 +218,7 @@ Examples:
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
     help="Override a `serving` value of the recipe, such as max_queue=64 or triton.instances=2; repeatable.",
 )  # fmt: skip
+@loading_options
 @click.option("--copy", is_flag=True, help="Copy the engine files instead of hard-linking them.")
 @click.option("--launch", is_flag=True, help="Start the server; SERVER_OPTIONS after `--` are passed to it.")
 @click.option("--server", type=PATH, help="Server binary. Defaults to `tritonserver` on PATH.")
@@ -228,6 +238,8 @@ def triton(
     copy: bool,
     launch: bool,
     server: Path | None,
+    allow: str | None,
+    rehash: bool,
     **ports: Any,
 ) -> None:
     """Write a self-contained Triton model repository for ARTIFACT.
@@ -242,8 +254,9 @@ def triton(
         raise UsageError("SERVER_OPTIONS require --launch")
     binary = starting.find(server) if launch else None
     opened = Artifact.open(artifact)
-    opened.verify()
-    model = repository.of_artifact(opened, name=check_name(name) if name is not None else None, overrides=overrides)
+    admit(opened, allow, rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
+    chosen = check_name(name) if name is not None else None
+    model = repository.of_artifact(opened, name=chosen, overrides=overrides, allow=allow)
     click.echo(str(repository.export(opened, model, models, version=version, copy=copy)))
     if binary is not None:
         line = starting.command(binary, models, starting.Ports(**ports), server_options)
@@ -252,10 +265,9 @@ def triton(
         os.execv(binary, line)
 
 
-def _footprint(artifact: Path) -> Footprint | None:
+def _footprint(opened: Artifact) -> Footprint | None:
     """Read what a decode step of an artifact reads, if its report says so."""
     from llmforge.report import model
 
-    record = artifact / "report" / "report.json"
-    latency = model.read(record).latency if record.is_file() else None
+    latency = model.read(opened).latency
     return None if latency is None else latency.footprint

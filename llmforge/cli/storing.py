@@ -10,10 +10,12 @@ import click
 
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, out_option
+from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, out_option
+from llmforge.cli.provenance import signature_check, signature_options
 
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact
+    from llmforge.artifact.remote import Url
     from llmforge.artifact.tags import Move
     from llmforge.artifact.versions import Version
 
@@ -55,7 +57,7 @@ def ls(name: str | None, history: bool, out: Path, as_json: bool) -> None:
 _RM = """\b
 Examples:
   llmforge rm NAME/VERSION
-  llmforge rm 8715 3f9a    # the beginnings of two versions
+  llmforge rm 3451 3f9a    # the beginnings of two versions
 """
 
 
@@ -162,7 +164,7 @@ Examples:
 def promote(name: str, version: str | None, tag: str, rollback: bool, out: Path, as_json: bool) -> None:
     """Move TAG to VERSION of the artifact NAME if its gates passed.
 
-    Checks the hash of every file, and judges the gates again by the figures in the report.
+    Does what `llmforge verify` does first: every file is hashed, and the gates are judged again.
     """
     from llmforge.artifact import Artifact, check_name, resolve, tags
 
@@ -182,25 +184,28 @@ def promote(name: str, version: str | None, tag: str, rollback: bool, out: Path,
 _EXPORT = """\b
 Examples:
   llmforge export NAME/VERSION -o artifact.tar
-  llmforge export NAME:prod -o artifact.tar
+  llmforge export NAME:prod -o s3://bucket/artifact.tar
 """
 
 
 @click.command(epilog=_EXPORT)
 @click.argument("artifact", type=ARTIFACT)
-@click.option("-o", "--output", "path", type=PATH, required=True, metavar="FILE.tar", help="Archive to write.")
+@click.option("-o", "--output", "path", type=LOCATION, required=True, metavar="FILE.tar|URL", help="Archive to write.")
 @_JSON
-def export(artifact: Path, path: Path, as_json: bool) -> None:
+def export(artifact: Path, path: Path | Url, as_json: bool) -> None:
     """Write ARTIFACT to one uncompressed tar.
 
     The same artifact gives the same bytes. Every file is checked against its hash.
     """
-    from llmforge.artifact import Artifact, archive
+    from llmforge.artifact import Artifact, archive, remote
 
-    output.check_file(path, ".tar")
-    opened = Artifact.open(artifact)
-    with output.writing(path):
-        size_bytes = archive.save_file(opened, path)
+    if isinstance(path, Path):
+        output.check_file(path, ".tar")
+        opened = Artifact.open(artifact)
+        with output.writing(path):
+            size_bytes = archive.save_file(opened, path)
+    else:
+        size_bytes = remote.save(Artifact.open(artifact), path)
     if as_json:
         output.write_json({"archive": str(path), "size_bytes": size_bytes})
     else:
@@ -208,23 +213,27 @@ def export(artifact: Path, path: Path, as_json: bool) -> None:
 
 
 _IMPORT = """\b
-Example:
+Examples:
   llmforge import artifact.tar
+  llmforge import https://example.com/artifact.tar --require-signature --key PUB.pem
 """
 
 
 @click.command("import", epilog=_IMPORT)
-@click.argument("archive", type=PATH, metavar="FILE.tar")
+@click.argument("archive", type=LOCATION, metavar="FILE.tar|URL")
 @out_option("Publish the artifact to DIR/NAME/VERSION.")
+@signature_options
 @_JSON
-def import_(archive: Path, out: Path, as_json: bool) -> None:
+def import_(archive: Path | Url, out: Path, require_signature: bool, key: Path | None, as_json: bool) -> None:
     """Publish the artifact in an archive that `llmforge export` wrote.
 
     Nothing is visible before every byte was checked. The last line of standard output is the path of the artifact.
     """
     from llmforge.artifact import archive as archives
+    from llmforge.artifact import remote
 
-    made = archives.load_file(archive, out)
+    check = signature_check(require_signature, key)
+    made = archives.load_file(archive, out, check) if isinstance(archive, Path) else remote.load(archive, out, check)
     path = out / made.manifest.name / made.manifest.version
     if as_json:
         output.write_json({"artifact": str(path)})
@@ -272,16 +281,17 @@ def _say(tag: str, version: str, moved: Move | None, as_json: bool) -> None:
 
 
 def _facts(version: Version) -> dict[str, Any]:
-    manifest = version.manifest
+    artifact, created = version.artifact, version.created
     return {
         "artifact": version.reference,
         "path": str(version.path),
         "tags": list(version.tags),
-        "verdict": None if manifest is None else manifest.verdict,
+        "verdict": None if artifact is None else artifact.verdict,
         "size_bytes": version.size_bytes,
-        "created": None if manifest is None else manifest.created.isoformat(),
-        "target": None if manifest is None else manifest.target,
-        "content_digest": None if manifest is None else manifest.content_digest,
+        "created": None if created is None else created.isoformat(),
+        "target": None if artifact is None else artifact.manifest.target,
+        "content_digest": None if artifact is None else artifact.manifest.content_digest,
+        "evidence": None if artifact is None else len(artifact.evidence),
         "damage": version.damage,
     }
 
@@ -289,12 +299,12 @@ def _facts(version: Version) -> dict[str, Any]:
 def _row(version: Version) -> tuple[str, ...]:
     from llmforge.metrics.units import size
 
-    tags = ", ".join(version.tags)
-    if version.manifest is None:
+    tags, artifact = ", ".join(version.tags), version.artifact
+    if artifact is None:
         return (version.reference, "damaged", "", "", "", tags)
-    manifest = version.manifest
-    created = f"{manifest.created:%Y-%m-%d %H:%M}"
-    return (version.reference, manifest.verdict, size(version.size_bytes or 0), created, manifest.target, tags)
+    created = f"{version.created:%Y-%m-%d %H:%M}"
+    target = artifact.manifest.target
+    return (version.reference, artifact.verdict, size(version.size_bytes or 0), created, target, tags)
 
 
 def _show_history(parents: dict[Path, None], as_json: bool) -> None:

@@ -10,14 +10,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmforge.base import small_file
+from llmforge.base import small_file, strict_json
 from llmforge.base.backends import PENDING_FILE, BackendName
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
 from llmforge.engines import BuildRequest, onnx_file
 from llmforge.ir.onnx_file import load as load_graph
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.config import MODEL_FILE
 from llmforge.targets import Target
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.evaluation.machine import read_bandwidth
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import PointMetric, TimingMetric
-from llmforge.metrics.latency import Bandwidth, Footprint, Generations, Latency, Point, Timing, Trial
+from llmforge.metrics.latency import Bandwidth, Footprint, Latency
 
 if TYPE_CHECKING:
     from llmforge.runtime import Runner
 
+_DECIMALS = 5  # of milliseconds: 10 ns
 DRAM_PROBE_BYTES = 2**28  # 256 MB: several times the last-level cache of most machines
 
 
@@ -101,7 +101,8 @@ def measure(
         footprint=footprint,
         bandwidth=bandwidth,
         points=tuple(
-            _point(length, times[length, 0], times.get((length, 1)), footprint, bandwidth) for length in prompt_tokens
+            catalog.point(length, times[length, 0], times.get((length, 1)), footprint, bandwidth)
+            for length in prompt_tokens
         ),
     )
 
@@ -115,7 +116,8 @@ def _timed(subject: Subject, ids: NDArray[np.int64], tokens: int) -> NDArray[np.
             f"{subject.description} yielded {len(stamps) - 1} tokens after a prompt of {len(ids)}; expected {tokens}",
             hint="timed generation ignores EOS and stop strings; check that the prompt fits the context",
         )
-    return np.diff(stamps) * 1e3
+    # Rounded to what the clock tells, so that figures can be made again of what a report says.
+    return np.round(np.diff(stamps) * 1e3, _DECIMALS)
 
 
 def _bandwidth(footprint: Footprint, context: int, threads: int) -> Bandwidth:
@@ -127,27 +129,3 @@ def _bandwidth(footprint: Footprint, context: int, threads: int) -> Bandwidth:
         # Beyond the probe of DRAM a larger working set tells nothing new, and its memory may not be there.
         working_set_bytes_per_second=read_bandwidth(min(working_set, DRAM_PROBE_BYTES), threads),
     )
-
-
-def _point(
-    prompt_tokens: int,
-    artifact: Generations,
-    baseline: Generations | None,
-    footprint: Footprint,
-    bandwidth: Bandwidth,
-) -> Point:
-    output_tokens = len(artifact[0])
-    bytes_read = footprint.weight_bytes_per_token + footprint.kv_bytes_per_token * (prompt_tokens + output_tokens // 2)
-    trial = Trial(artifact, baseline, bytes_read, bandwidth.working_set_bytes_per_second)
-    figures: dict[str, Any] = {metric.name: metric.figure(trial) for metric in catalog.of_kind(PointMetric)}
-    return Point(
-        prompt_tokens=prompt_tokens,
-        artifact=_timing(artifact),
-        baseline=None if baseline is None else _timing(baseline),
-        **figures,
-    )
-
-
-def _timing(generations: Generations) -> Timing:
-    figures: dict[str, Any] = {metric.name: metric.figure(generations) for metric in catalog.of_kind(TimingMetric)}
-    return Timing(**figures)

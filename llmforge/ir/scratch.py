@@ -7,6 +7,7 @@ weights that they are computed from; in memory they would be as large as the eng
 from __future__ import annotations
 
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 from typing import BinaryIO
@@ -24,10 +25,15 @@ class Scratch:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: BinaryIO | None = None
+        self._turn = threading.Lock()  # a proof reads beside what writes the engine
         self._places: dict[object, tuple[int, tuple[int, ...], np.dtype[np.generic]]] = {}
 
     def put(self, key: object, array: NDArray[np.generic]) -> None:
         """Write `array` to the end of the file, under a `key` of its own."""
+        with self._turn:
+            self._put(key, array)
+
+    def _put(self, key: object, array: NDArray[np.generic]) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
             weakref.finalize(self, self._file.close)
@@ -41,8 +47,10 @@ class Scratch:
             return None
         offset, shape, dtype = self._places[key]
         array = np.empty(shape, dtype)
-        self._file.seek(offset)
-        if self._file.readinto(_bytes(array)) != array.nbytes:  # type: ignore[attr-defined]
+        with self._turn:
+            self._file.seek(offset)
+            count = self._file.readinto(_bytes(array))  # type: ignore[attr-defined]
+        if count != array.nbytes:
             raise OSError(f"scratch file in {self._folder}: its end was cut off")
         return array
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -66,11 +66,19 @@ class Changes:
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass may look at besides the graph."""
+    """What a pass may look at besides the graph.
 
-    target: Target
+    A pass may refuse the target, and cannot read it: what passes write, and their proofs, are reused for every target.
+    What is to differ between targets is an option of the pass, or left to the lowering of the engine.
+    """
+
+    target: InitVar[Target]
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
+    _target: Target = field(init=False, repr=False)
+
+    def __post_init__(self, target: Target) -> None:
+        object.__setattr__(self, "_target", target)
 
     def require_onnxruntime(self, step: str, why: str) -> None:
         """Return if the target has ONNX Runtime, which the pass `step` wants; `why` says for what, as a sentence.
@@ -78,10 +86,44 @@ class Context:
         Raises:
             UnsupportedError: it has not.
         """
-        if "onnxruntime" not in self.target.engines:
+        if "onnxruntime" not in self._target.engines:
             raise UnsupportedError(
-                f"{step}: target {self.target.name} runs {', '.join(self.target.engines)}; {why}",
+                f"{step}: target {self._target.name} runs {', '.join(self._target.engines)}; {why}",
                 hint=f"leave {step} out of the recipe",
+            )
+
+    def require_cpu(self, step: str) -> None:
+        """Return if the target is a CPU with ONNX Runtime, for which the kernels of the pass `step` are.
+
+        Raises:
+            UnsupportedError: it is not.
+        """
+        if "onnxruntime" not in self._target.engines or self._target.kind != "cpu":
+            raise UnsupportedError(
+                f"{step}: target {self._target.name} runs no ONNX Runtime on a CPU, which the kernels are for",
+                hint=f"leave {step} out of the recipe, or choose a CPU target",
+            )
+
+    def refuse_cpu(self, why: str, hint: str) -> None:
+        """Return if the target is no CPU; `why` says what a CPU does not run, with the name of the pass.
+
+        Raises:
+            UnsupportedError: it is one.
+        """
+        if self._target.kind == "cpu":
+            raise UnsupportedError(f"{why} (target {self._target.name})", hint=hint)
+
+    def require_dtype(self, step: str, dtype: str, otherwise: str = "") -> None:
+        """Return if the target, where it is a GPU, computes in `dtype`; `otherwise` ends the hint of the refusal.
+
+        Raises:
+            UnsupportedError: it does not.
+        """
+        if self._target.kind == "gpu" and dtype not in self._target.rates:
+            raise UnsupportedError(
+                f"{step}: target {self._target.name} ({self._target.title}) does not compute in {dtype}; supported: "
+                f"{', '.join(self._target.rates)}",
+                hint=f"set `dtype` to one of these{otherwise}",
             )
 
 

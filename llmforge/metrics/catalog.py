@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
 from llmforge.metrics import latency, units
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Generations, Latency, Point, Spread, Trial
+from llmforge.metrics.latency import Bandwidth, Footprint, Generations, Latency, Point, Spread, Timing, Trial
 from llmforge.metrics.quality import Form, Histogram, OfSums, OfTokens, Quality, exp
 from llmforge.metrics.tokens import DELTA_P_SQUARED, KLD, NLL, REFERENCE_NLL, SAME_TOP, Floats
 from llmforge.metrics.units import (
@@ -123,6 +123,31 @@ class SizeMetric(Metric):
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it, exactly; None where there is no engine."""
         return None if measured.size_bytes is None else Estimate.exact(measured.size_bytes)
+
+
+def point(
+    prompt_tokens: int,
+    artifact: Generations,
+    baseline: Generations | None,
+    footprint: Footprint,
+    bandwidth: Bandwidth,
+) -> Point:
+    """Make every figure of one prompt length of what was timed."""
+    output_tokens = len(artifact[0])
+    bytes_read = footprint.weight_bytes_per_token + footprint.kv_bytes_per_token * (prompt_tokens + output_tokens // 2)
+    trial = Trial(artifact, baseline, bytes_read, bandwidth.working_set_bytes_per_second)
+    figures: dict[str, Any] = {metric.name: metric.figure(trial) for metric in of_kind(PointMetric)}
+    return Point(
+        prompt_tokens=prompt_tokens,
+        artifact=_timing(artifact),
+        baseline=None if baseline is None else _timing(baseline),
+        **figures,
+    )
+
+
+def _timing(generations: Generations) -> Timing:
+    figures: dict[str, Any] = {metric.name: metric.figure(generations) for metric in of_kind(TimingMetric)}
+    return Timing(generations_ms=tuple(tuple(durations.tolist()) for durations in generations), **figures)
 
 
 def _mean(tokens: Floats, total: Floats) -> Floats:

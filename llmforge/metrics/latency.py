@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Figures, Record
@@ -32,9 +34,23 @@ class Spread(Record):
 
 
 class Timing(Figures):
-    """One side at one prompt length."""
+    """One side at one prompt length: what was timed, and the figures that are made of it."""
 
     __pydantic_extra__: dict[str, Spread | float]
+
+    generations_ms: tuple[tuple[float, ...], ...]  # of each repetition, what each token took; first the TTFT
+
+    @property
+    def generations(self) -> Generations:
+        """What was timed, as figures are made of it."""
+        return [np.asarray(durations, np.float64) for durations in self.generations_ms]
+
+    @model_serializer(mode="wrap")
+    def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write what is long behind the figures."""
+        fields: dict[str, Any] = write(self)
+        fields["generations_ms"] = fields.pop("generations_ms")
+        return fields
 
 
 class Point(Figures):
@@ -82,7 +98,7 @@ class Latency(Record):
     baseline_load_ms: float | None
     footprint: Footprint
     bandwidth: Bandwidth
-    points: tuple[Point, ...]
+    points: tuple[Point, ...] = Field(max_length=64)  # as many as a recipe may ask for
 
 
 def first_token_ms(durations: Floats) -> float:

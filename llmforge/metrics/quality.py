@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from llmforge.metrics.intervals import Estimate, bootstrap
 from llmforge.metrics.record import Figures
 from llmforge.metrics.tokens import Floats, TokenValue
+
+MOST_DOCUMENTS = 10_000  # of an evaluation; as many bound their figures in 3 s, when `verify` makes them again
 
 TokenScores = Mapping[str, NDArray[Any]]  # of each token of a text [R], by the name of its value
 
@@ -86,7 +88,7 @@ class Quality(Figures):
     windows: int
     tokens: int  # predicted ones
     seed: int  # of the bootstrap
-    per_document: tuple[DocumentSums, ...]
+    per_document: tuple[DocumentSums, ...] = Field(max_length=MOST_DOCUMENTS)
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -107,9 +109,8 @@ def summarize(
 ) -> Quality:
     """Make the figures of `forms`, by name, with their bounds, from the scores of each document's windows."""
     of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums)}
-    summed = [value.name for value in values(list(of_sums.values()))]
-    per_document = tuple(_sums(document, parts, summed) for document, parts in scores.items())
-    figures: dict[str, Any] = {**_estimates(of_sums, per_document, summed, seed)}
+    per_document = tuple(_sums(document, parts, _summed(of_sums)) for document, parts in scores.items())
+    figures: dict[str, Any] = {**estimates(of_sums, per_document, seed)}
     for name, form in forms.items():
         if not isinstance(form, OfSums):
             parts = [part[form.value.name] for windows in scores.values() for part in windows]
@@ -125,10 +126,15 @@ def summarize(
     )
 
 
-def _estimates(
-    forms: Mapping[str, OfSums], per_document: Sequence[DocumentSums], names: Sequence[str], seed: int
+def _summed(forms: Mapping[str, OfSums]) -> list[str]:
+    return [value.name for value in values(list(forms.values()))]
+
+
+def estimates(
+    forms: Mapping[str, OfSums], per_document: Sequence[DocumentSums], seed: int
 ) -> dict[str, Estimate | float]:
-    """Make figures of the sums `names` of each document, and bound them."""
+    """Make figures of the sums of each document, and bound them."""
+    names = _summed(forms)
     sums = np.array([(d.tokens, *(d.figures[name] for name in names)) for d in per_document], np.float64)
 
     def make(totals: Floats) -> Floats:  # [r, M] to [r, K]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmforge.metrics.intervals import Estimate
@@ -35,6 +35,17 @@ def size(size_bytes: float) -> str:
 def count(number: int) -> str:
     """Write an integer with thousands separated, "65,893"."""
     return f"{number:,}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write ascending integers, "0–5, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 def percent(share: float) -> str:

@@ -51,12 +51,12 @@ class LazyMatrix:
             assert matrix.grid == self.grid
             assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
             packed = pack(matrix)
-            self._unread = {name: getattr(packed, name) for name, _, _ in self.parts()}
+            made: dict[str, NDArray[np.generic]] = {name: getattr(packed, name) for name, _, _ in self.parts()}
             if self.scratch is not None:
-                for name, array in self._unread.items():
+                for name, array in made.items():
                     self.scratch.put((self, name), array)
-                found, self._unread = self._unread[part], {}
-                return found
+                return made[part]
+            self._unread = made
         return self._unread.pop(part)
 
     def parts(self) -> Iterator[tuple[str, ir.DataType, tuple[int, ...]]]:

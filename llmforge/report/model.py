@@ -1,24 +1,42 @@
 """The record of a build: everything that a reader needs to trust the artifact, or not to. Written once, never edited.
 
-`report.json` is this model. Its timings, date and machine differ from build to build, so that the content digest of an
-artifact leaves it out.
+It is a record of evidence in the artifact, `evidence/<SHA-256>.json`, whose head llmforge.base.sealed reads. Its
+timings, date and machine differ from build to build; it lies outside the content and names its digest.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
-from llmforge.base import small_file
+from llmforge.artifact import Artifact, FileRecord, version_of
+from llmforge.artifact import Record as Head
+from llmforge.base import sealed
 from llmforge.base.errors import InputError
+from llmforge.base.wording import quoted
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
+
+
+def _name(text: str) -> str:
+    if not sealed.is_name(text):
+        raise ValueError(f"{quoted(text)} cannot be the name of an artifact or target")
+    return text
+
+
+def _word(text: str) -> str:
+    if not sealed.is_word(text):
+        raise ValueError(f"{quoted(text)} is no package or version")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_name)]
+Word = Annotated[str, AfterValidator(_word)]
 
 
 class CheckpointRecord(Record):
@@ -35,7 +53,7 @@ class CheckpointRecord(Record):
 class TargetRecord(Record):
     """What it was built for."""
 
-    name: str
+    name: Name
     title: str
     kind: Literal["cpu", "gpu"]
 
@@ -114,6 +132,14 @@ class StageRecord(Record):
     peak_rss_bytes: int | None = None  # largest resident set in its time; None: the system does not tell
 
 
+class ReusedRecord(Record):
+    """What a build took from the cache of earlier ones, and did not compute."""
+
+    stages: tuple[Literal["trace", "trace-proof", "baseline"], ...] = ()
+    layers: tuple[int, ...] = ()  # whose calibration was done
+    passes: tuple[str, ...] = ()  # whose proofs and tensors were there
+
+
 class BuildRecord(Record):
     """What the build itself took, up to the writing of its report."""
 
@@ -121,6 +147,7 @@ class BuildRecord(Record):
     cpu_seconds: float
     peak_rss_bytes: int
     stages: tuple[StageRecord, ...] = ()  # in their order; their times add up to `seconds`
+    reused: ReusedRecord = ReusedRecord()
 
 
 class Report(Record):
@@ -128,11 +155,13 @@ class Report(Record):
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
-    name: str  # of the recipe and the artifact
-    version: str  # of the artifact
+    schema_version: Literal[2] = Field(default=2, alias="schema")
+    content: str  # digest of the content that this is evidence about
+    previous: str | None = None  # digest of the record before this one; both are known when it is published
     created: str  # UTC, ISO 8601
     verdict: Verdict
+    files: dict[str, FileRecord] = Field(default_factory=dict)
+    name: Name  # of the recipe and the artifact
     gates: tuple[GateResult, ...]
     quality: Quality | None
     quality_baseline: str | None  # what the quality is held against, in words
@@ -145,25 +174,28 @@ class Report(Record):
     notes: tuple[str, ...]  # every fallback and every thing that a reader might miss
     build: BuildRecord
     machine: Machine
-    versions: dict[str, str]
+    versions: dict[Word, Word]  # of packages, by name
     recipe: dict[str, Any]  # resolved
 
+    @property
+    def version(self) -> str:
+        """Of the artifact."""
+        return version_of(self.content)
 
-MOST_BYTES = 64 << 20  # of a report
 
-
-def read(path: Path) -> Report:
-    """Read a report that a build wrote.
+def read(opened: Artifact, record: Head | None = None) -> Report:
+    """Read the report in a record of an artifact; None: the newest.
 
     Raises:
-        InputError: the file is no report of this version.
+        InputError: it is no report of this version.
     """
+    file = opened.path / (record or opened.evidence[-1]).path
     try:
-        return Report.model_validate_json(small_file.read(path, MOST_BYTES))
+        return Report.model_validate_json(sealed.read_file(file, sealed.LARGEST_RECORD))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputError(
-            f"{path}: not a report of this version: {where}: {first['msg']}",
-            hint="run `llmforge inspect ARTIFACT --verify` to list changed files",
+            f"{file}: not a report of this version: {where}: {first['msg']}",
+            hint="run `llmforge verify ARTIFACT` to list changed files",
         ) from error

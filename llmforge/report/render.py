@@ -29,8 +29,7 @@ _MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]|<>])")
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write `report.json`, `report.md` and `report.html` into an existing folder."""
-    (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+    """Write `report.md` and `report.html` into an existing folder."""
     (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(to_html(report), encoding="utf-8")
 
@@ -66,7 +65,9 @@ def summary(report: Report) -> RenderableType:
     unverified = report.engine.unmeasured
     labels = (Text(f"unverified: the engine was not run: {unverified}", "yellow"),) if unverified else ()
     notes = (*labels, *(Text(f"note: {note}", "dim") for note in report.notes))
-    return Group(head, key, *((gates,) if report.gates else ()), *notes)
+    reused = view.reused(report.build)
+    cached = (Text(f"reused from the build cache: {reused}", "dim"),) if reused else ()
+    return Group(head, key, *((gates,) if report.gates else ()), *cached, *notes)
 
 
 def _render(

@@ -1,23 +1,29 @@
-"""The verdict of an artifact, recomputed from the figures in its report: what a manifest says of itself is no proof."""
+"""The verdicts of an artifact, recomputed from what was measured: what a record says of itself is no proof."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from llmforge.artifact import REPORT, Artifact
+from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured
-from llmforge.metrics.latency import Latency
-from llmforge.metrics.quality import Quality
+from llmforge.metrics import quality as qualities
+from llmforge.metrics.catalog import Measured, QualityMetric
+from llmforge.metrics.latency import Latency, Point
+from llmforge.metrics.quality import OfSums, Quality
+from llmforge.metrics.record import Record
 from llmforge.recipe import GateSpec
 from llmforge.report import model
-from llmforge.report.model import EngineRecord
+from llmforge.report.model import EngineRecord, Report
 
+CLOSE = 1e-6  # relative; sums of 64-bit floats differ by less between processors
 _SPECS = TypeAdapter(dict[str, GateSpec])
 
 
@@ -30,27 +36,103 @@ def judge(
 
 
 def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
-    """Decide the gates of the recipe of `artifact` by the figures in its report; `Artifact.verify` looks at the files.
+    """Make every figure that has an interval, and every verdict, again, in all records of `artifact`.
+
+    Quality is made of the sums over each document, latency of the time of each token, size of the manifest.
+    `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
 
     Raises:
-        InputError: there is no report, or the verdict that the manifest gives is another.
+        InputError: a record says something else than its raw values, or than the manifest.
     """
-    file = artifact.path / REPORT / "report.json"
-    if not file.is_file():
-        raise InputError(f"{artifact.path}: it has no report/report.json, by which its gates could be judged")
-    record = model.read(file)
-    try:
-        specs = _SPECS.validate_python(artifact.manifest.recipe.get("gates", {}))
-    except ValidationError as error:
-        raise InputError(
-            f"{artifact.path}: the gates in its manifest are damaged: {error.errors()[0]['msg']}"
-        ) from error
-    results = judge(specs, record.quality, record.latency, record.engine)
-    found = gates.overall(results).value
-    if found != artifact.manifest.verdict:
-        raise InputError(
-            f"{artifact.path}: the manifest says that its gates end with {artifact.manifest.verdict}; the figures in "
-            f"its report give {found}",
-            hint="build it again",
+    found: dict[str, tuple[GateResult, ...]] = {}
+    for head in artifact.evidence:
+        report = model.read(artifact, head)
+        wrong = [*_misnamed(artifact, report)]
+        try:
+            with np.errstate(all="ignore"):
+                wrong += _figures(report)
+        except (ValueError, ArithmeticError, LookupError) as error:  # raw values that no measurement gives
+            wrong.append(f"raw values: {str(error)[:80]}")
+        try:
+            specs = _SPECS.validate_python(artifact.manifest.recipe.get("gates", {}))
+        except ValidationError as error:
+            raise InputError(
+                f"{artifact.path}: the gates of its recipe are damaged: {error.errors()[0]['msg']}"
+            ) from error
+        results = judge(specs, report.quality, report.latency, report.engine)
+        if sorted(map(_decision, results)) != sorted(map(_decision, report.gates)):  # a manifest sorts its keys
+            wrong.append("gates")
+        if gates.overall(results) is not report.verdict:
+            wrong.append(f"verdict: it says {report.verdict.value}, its figures give {gates.overall(results).value}")
+        if wrong:
+            raise InputError(
+                f"{artifact.path / head.path}: does not follow from what was measured: {'; '.join(wrong[:5])}",
+                hint="do not use the artifact unless you know who changed it; build it again",
+            )
+        found[report.verdict.value] = results
+    return found[artifact.verdict]
+
+
+def _decision(gate: GateResult) -> tuple[str, str, float, str]:
+    return gate.metric, gate.bound, gate.limit, gate.verdict.value
+
+
+def _misnamed(artifact: Artifact, report: Report) -> Iterator[str]:
+    """Name what a report says of the content that the manifest does not."""
+    manifest = artifact.manifest
+    engine = {
+        path.removeprefix("engine/"): file.size_bytes
+        for path, file in manifest.files.items()
+        if path.startswith("engine/")
+    }
+    pairs: dict[str, tuple[object, object]] = {
+        "name": (report.name, manifest.name),
+        "checkpoint": (report.checkpoint.digest, manifest.checkpoint),
+        "recipe": (report.recipe, manifest.recipe),
+        "engine": ({file.name: file.size_bytes for file in report.engine.files}, engine),
+    }
+    yield from (what for what, (said, is_so) in pairs.items() if said != is_so)
+
+
+def _figures(report: Report) -> Iterator[str]:
+    """Name the figures of a report that its raw values do not give."""
+    if (quality := report.quality) is not None:
+        forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
+        of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums) and name in quality.figures}
+        if not quality.per_document:
+            yield "quality: no documents"
+            return
+        made = qualities.estimates(of_sums, quality.per_document, quality.seed)
+        yield from (name for name, figure in made.items() if not _close(quality.figures[name], figure))
+        counted = quality.documents, quality.tokens
+        if counted != (len(quality.per_document), sum(each.tokens for each in quality.per_document)):
+            yield "quality: documents or tokens"
+    for number, point in enumerate(() if report.latency is None else report.latency.points):
+        assert report.latency is not None
+        baseline = None if point.baseline is None else point.baseline.generations
+        again = catalog.point(
+            point.prompt_tokens,
+            point.artifact.generations,
+            baseline,
+            report.latency.footprint,
+            report.latency.bandwidth,
         )
-    return results
+        yield from (f"{what} of latency point {number}" for what in _differing(point, again))
+
+
+def _differing(said: Point, made: Point) -> Iterator[str]:
+    sides: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(said.figures, made.figures)]
+    sides += [(side.figures, made.sides[name].figures) for name, side in said.sides.items()]
+    for ours, theirs in sides:
+        yield from (name for name, figure in theirs.items() if name in ours and not _close(ours[name], figure))
+
+
+def _close(said: Any, made: Any) -> bool:
+    """Say if two figures, or records of figures, are the same but for rounding."""
+    if isinstance(said, Record) and isinstance(made, Record):
+        return said.model_fields_set >= made.model_fields_set and all(
+            _close(getattr(said, name), getattr(made, name)) for name in type(made).model_fields
+        )
+    if isinstance(said, int | float) and isinstance(made, int | float):
+        return (math.isnan(said) and math.isnan(made)) or math.isclose(said, made, rel_tol=CLOSE, abs_tol=1e-12)
+    return type(said) is type(made) and bool(said == made)

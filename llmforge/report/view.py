@@ -130,6 +130,19 @@ def stage_memory(build: BuildRecord) -> bool:
     return any(stage.peak_rss_bytes is not None for stage in build.stages)
 
 
+def reused(build: BuildRecord) -> str:
+    """Say what a build took from the cache; "" where it computed everything."""
+    found = build.reused
+    titles = {"trace": "trace", "trace-proof": "proof of the trace", "baseline": "logits of the baseline"}
+    parts = [titles[stage] for stage in found.stages]
+    if found.layers:
+        word = "layer" if len(found.layers) == 1 else "layers"
+        parts.append(f"calibration of {word} {units.ranges(found.layers)}")
+    if found.passes:
+        parts.append(f"{'pass' if len(found.passes) == 1 else 'passes'} {', '.join(found.passes)}")
+    return "; ".join(parts)
+
+
 def grouped(places: Sequence[Rewritten] | Sequence[Skipped]) -> dict[str, list[str]]:
     """List the nodes of what a pass did, or why it did not, at several of them; in the order of the first of each."""
     groups: dict[str, list[str]] = {}

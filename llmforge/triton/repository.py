@@ -10,6 +10,7 @@
              requirements.txt  what the serving environment needs
              __pycache__       an empty file: no bytecode stands beside the sources that the manifest vouches for
              engine/ tokenizer/    not inside an artifact, which has them already
+             manifest.json evidence/    nor these: they say what the model loads, and how its gates ended
 
 A server can read the repository inside an artifact where it lies: its model.py finds the engine there. `export` makes
 one that stands alone.
@@ -33,6 +34,7 @@ from llmforge import targets
 from llmforge.artifact import Artifact
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.base.sealed import MANIFEST
 from llmforge.recipe import ServingSpec
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.triton import sources
@@ -76,6 +78,7 @@ class Model:
     serving: ServingSpec
     runtime: RuntimeConfig
     made_of: Mapping[str, str]  # for the README: what, and which
+    allow: str | None = None  # a verdict of the artifact's gates that is taken as it is
 
 
 def write(model: Model, folder: Path) -> None:
@@ -98,6 +101,7 @@ def config(model: Model, artifact: str) -> str:
     """Render config.pbtxt."""
     serving, triton = model.serving, model.serving.triton
     options = serving.model_dump(exclude={"triton"}, exclude_none=True)
+    allow = {} if model.allow is None else {"allow": model.allow}
     return _render(
         "config.pbtxt.jinja",
         name=model.name,
@@ -107,7 +111,7 @@ def config(model: Model, artifact: str) -> str:
         instances=triton.instances,
         gpus=triton.gpus,
         versions=triton.versions,
-        parameters={key: str(value) for key, value in {"artifact": artifact, **options}.items()},
+        parameters={key: str(value) for key, value in {"artifact": artifact, **allow, **options}.items()},
         warmup_tokens=_warmup_tokens(model.runtime),
     )
 
@@ -122,7 +126,9 @@ def requirements(runtime: RuntimeConfig) -> str:
     return "\n".join(["# A Triton older than 24.11 needs numpy<2 as well.", *lines, *constraints]) + "\n"
 
 
-def of_artifact(artifact: Artifact, *, name: str | None = None, overrides: Sequence[str] = ()) -> Model:
+def of_artifact(
+    artifact: Artifact, *, name: str | None = None, overrides: Sequence[str] = (), allow: str | None = None
+) -> Model:
     """Describe the model of a published artifact, under its own name or `name`; `overrides` change `serving`.
 
     Raises:
@@ -142,6 +148,7 @@ def of_artifact(artifact: Artifact, *, name: str | None = None, overrides: Seque
         serving=ServingSpec.published(manifest.recipe, str(artifact.path)).changed(overrides),
         runtime=runtime,
         made_of={"artifact": f"{manifest.name} {manifest.version}", "content": manifest.content_digest},
+        allow=allow,
     )
 
 
@@ -169,6 +176,9 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
         shutil.copytree(artifact.path / FOLDER / artifact.manifest.name / "1", own)
         for name in CARRIED:
             shutil.copytree(artifact.path / name, own / name, copy_function=shutil.copy2 if copy else _link)
+        for path in (MANIFEST, *(record.path for record in artifact.evidence)):  # what it is held to when it loads
+            (own / path).parent.mkdir(exist_ok=True)
+            shutil.copy2(artifact.path / path, own / path)
         _move(partial, final, version)
     except OSError as error:
         raise EnvironmentLacks(

@@ -6,10 +6,9 @@ equal, by induction along the order of the nodes. A value whose node is the same
 needs no proof; the others bound the changed subgraphs. The boundary is at floating-point values only: any number may be
 fed there, where an index or a mask could be out of range.
 
-Subgraphs of one `kind` are the same pair of functions of their weights: equal nodes, attributes and constants in both
-graphs, and weights that correspond, of which the graph after the pass reads those that the graph before it reads, as
-they are or derived by the same function. One proof holds for all of them. A subgraph that reads a tensor of its own (a
-pass made a new one) is of no kind but its own.
+Subgraphs of one `kind` are the same pair of functions of their weights: equal nodes, attributes, constants and tables
+of positions in both graphs, and weights in the same places. What lengths and places do to them is proven once for all
+of a kind; the weights of each are its own, and are run.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph, interface
-from llmforge.ir.derived import Derived
+from llmforge.ir import graph, interface, operators, routing
 from llmforge.ir.graph import is_constant
 from llmforge.ir.subgraph import Index, behind, extract
 
 # Names of dimensions whose size is that of a step: what is fed at a boundary can then be made.
 DIMENSIONS = frozenset({"batch", "sequence", "rows", "capacity"})
 _INLINE_BYTES = 1024  # constants up to this size are compared by content: shapes, axes, scalars
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+_TABLE_BYTES = 1 << 28  # tables of positions up to this size are compared by content: 2^20 positions of 64 angles
 _LAYER = "layer"  # attribute of an operator: the number of its cache
 
 
@@ -40,6 +41,7 @@ class ChangedSubgraph:
     after: Index
     outputs: tuple[str, ...]
     boundary: frozenset[str]
+    digests: dict[int, str] = field(default_factory=dict)  # of tables, by the id of their tensor: each is read once
 
     @cached_property
     def inputs(self) -> dict[str, ir.Value]:
@@ -49,7 +51,42 @@ class ChangedSubgraph:
     @cached_property
     def kind(self) -> str | None:
         """Hash what the subgraph computes, as a function of its weights; None where it is like no other."""
-        return _Description(tuple(self.inputs)).hash(*self._sides)
+        return _Description(tuple(self.inputs), self.digests).hash(*self._sides)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Name the inputs of either graph that its nodes read."""
+        read = (value for side in self._sides for node in side.nodes for value in node.inputs if value is not None)
+        return frozenset(str(value.name) for value in read if value.is_graph_input())
+
+    def never_negative(self, name: str) -> bool:
+        """Say whether the input `name` is certain to hold no negative number, as the graph before makes it."""
+        return routing.never_negative(self.before.values[name])
+
+    @property
+    def has_new_tables(self) -> bool:
+        """Say whether the graph after reads a table of positions whose numbers the graph before does not read here."""
+        before, after = ({_digest(table, self.digests) for table in side.tables()} for side in self._sides)
+        return not after <= before
+
+    @property
+    def has_new_weights(self) -> bool:
+        """Say whether the graph after reads a weight that the graph before does not: no constant, and no table."""
+        before, after = (
+            {id(tensor) for tensor in side.tensors() if not _is_small(tensor)} - {id(table) for table in side.tables()}
+            for side in self._sides
+        )
+        return not after <= before
+
+    @property
+    def after_nodes(self) -> tuple[ir.Node, ...]:
+        """Return the nodes that stand here in the graph after."""
+        return self._sides[1].nodes
+
+    @property
+    def after_tensors(self) -> Iterator[ir.TensorProtocol]:
+        """Give the tensors that the graph after reads here."""
+        return self._sides[1].tensors()
 
     @property
     def size_bytes(self) -> int:
@@ -71,29 +108,35 @@ class ChangedSubgraph:
         return _Side.of(self.before, self), _Side.of(self.after, self)
 
 
-def differences(before: Index, after: Index) -> list[ChangedSubgraph]:
+def differences(before: Index, after: Index, *, precision: bool = True) -> list[ChangedSubgraph]:
     """List the subgraphs that prove `after` to be `before`; none where the graphs are the same.
 
-    Every output of `after` must be one of `before`.
+    Every output of `after` must be one of `before`. Without `precision`, graphs are also divided where one computes in
+    half precision and the other does not.
     """
     boundary = frozenset(
-        name for name, value in after.values.items() if name in before.values and _divides(value, before, after)
+        name
+        for name, value in after.values.items()
+        if name in before.values and _divides(value, before, after, precision)
     )
     same = _unchanged(before, after, boundary)
     targets = boundary | {str(value.name) for value in after.model.graph.outputs}
-    found = []
+    found: list[ChangedSubgraph] = []
+    digests: dict[int, str] = {}
     for node in after.model.graph:
         outputs = tuple(str(value.name) for value in node.outputs if value.name in targets)
         if outputs and node not in same:
-            found.append(ChangedSubgraph(before, after, outputs, boundary))
+            found.append(ChangedSubgraph(before, after, outputs, boundary, digests))
     return found
 
 
-def _divides(value: ir.Value, before: Index, after: Index) -> bool:
+def _divides(value: ir.Value, before: Index, after: Index, precision: bool) -> bool:
     """Say whether both graphs can be divided at `value` of the graph after."""
     other = before.values[str(value.name)]
     dims = graph.dims(value)
-    if dims is None or dims != graph.dims(other) or value.dtype is None or value.dtype != other.dtype:
+    if dims is None or dims != graph.dims(other) or value.dtype is None or other.dtype is None:
+        return False
+    if value.dtype != other.dtype and (precision or not {value.dtype, other.dtype} <= FLOATS):
         return False
     if not value.dtype.is_floating_point() or value in after.constant or other in before.constant:
         return False
@@ -149,6 +192,24 @@ def _content(tensor: ir.TensorProtocol) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape.numpy(), tensor.tobytes()
 
 
+def _is_table(node: ir.Node, number: int) -> bool:
+    """Say whether input `number` of `node` is a table whose rows are chosen by position."""
+    operand, value = operators.operand(node, number), node.inputs[number]
+    if operand is None or value is None or not operand.table or not is_constant(value):
+        return False
+    chosen = [other for other in node.inputs if other is not None and other is not value]
+    by_token = any(other.name == interface.INPUT_IDS for other in chosen)
+    return not by_token and graph.tensor(value).nbytes <= _TABLE_BYTES
+
+
+def _digest(tensor: ir.TensorProtocol, known: dict[int, str]) -> str:
+    """Hash what `tensor` holds, reading it unless it is `known`."""
+    if id(tensor) not in known:
+        array = np.ascontiguousarray(tensor.numpy())
+        known[id(tensor)] = f"{tensor.dtype.name} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+    return known[id(tensor)]
+
+
 @dataclass(frozen=True, eq=False)
 class _Side:
     """A changed subgraph in one graph: its nodes in order, its inputs and outputs there."""
@@ -166,6 +227,12 @@ class _Side:
         read = (value for node in nodes for value in node.inputs if value is not None and value in edge)
         return cls(nodes, tuple(dict.fromkeys(value for value in read if value.producer() is not None)), outputs)
 
+    def tables(self) -> Iterator[ir.TensorProtocol]:
+        for node in self.nodes:
+            for number, value in enumerate(node.inputs):
+                if value is not None and is_constant(value) and _is_table(node, number):
+                    yield graph.tensor(value)
+
     def tensors(self) -> Iterator[ir.TensorProtocol]:
         for node in self.nodes:
             for value in node.inputs:
@@ -178,35 +245,33 @@ class _Description:
     """Writes a changed subgraph down with numbers in the place of names."""
 
     inputs: Sequence[str]
+    digests: dict[int, str]
     _tensors: dict[int, int] = field(default_factory=dict)  # id of a tensor → its number
     _layers: dict[int, int] = field(default_factory=dict)  # number of a cache → its number in the subgraph
-    _read: set[int] = field(default_factory=set)  # tensors that the side at hand comes down to
     _opaque: bool = False
 
     def hash(self, before: _Side, after: _Side) -> str | None:
-        written, read = [], []
-        for side in (before, after):
-            self._read = set()
-            written.append(self._side(side))
-            read.append(self._read)
-        if self._opaque or read[0] != read[1]:
-            return None
-        return hashlib.sha256(repr(written).encode()).hexdigest()
+        written = [self._side(side) for side in (before, after)]
+        return None if self._opaque else hashlib.sha256(repr(written).encode()).hexdigest()
 
     def _side(self, side: _Side) -> list[object]:
         places: dict[ir.Value, str] = {}
         written: list[object] = []
         for number, node in enumerate(side.nodes):
-            reads = [None if value is None else self._place(value, places) for value in node.inputs]
+            reads = [
+                None if value is None else self._place(value, places, _is_table(node, place))
+                for place, value in enumerate(node.inputs)
+            ]
             written.append((node.op_identifier(), reads, list(self._numbers(node))))
             places |= {value: f"value {number}:{i}" for i, value in enumerate(node.outputs)}
         return [written, [(places[value], self._type(value)) for value in side.outputs]]
 
-    def _place(self, value: ir.Value, places: dict[ir.Value, str]) -> object:
+    def _place(self, value: ir.Value, places: dict[ir.Value, str], is_table: bool) -> object:
         if value in places:
             return places[value]
         if is_constant(value):
-            return self._tensor(graph.tensor(value))
+            tensor = graph.tensor(value)
+            return ("table", _digest(tensor, self.digests)) if is_table else self._tensor(tensor)
         if value.name in self.inputs:
             return "take", self.inputs.index(str(value.name)), self._type(value)
         cache = interface.PAST.fullmatch(str(value.name))
@@ -219,11 +284,8 @@ class _Description:
     def _tensor(self, tensor: ir.TensorProtocol) -> object:
         if _is_small(tensor):
             return "constant", _content(tensor)
-        kind = (tensor.dtype.name, tensor.shape.numpy())
-        if isinstance(tensor, Derived):
-            return "derived", id(tensor.function), kind, [self._tensor(each) for each in tensor.operands]
-        self._read.add(id(tensor))
-        return "tensor", self._tensors.setdefault(id(tensor), len(self._tensors)), kind
+        number = self._tensors.setdefault(id(tensor), len(self._tensors))
+        return "tensor", number, tensor.dtype.name, tensor.shape.numpy()
 
     def _numbers(self, node: ir.Node) -> Iterator[object]:
         for name, kind, value in _attributes(node):

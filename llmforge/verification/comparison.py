@@ -27,6 +27,36 @@ def largest(before: NDArray[Any], after: NDArray[Any]) -> float:
     return float(np.abs(after - before).max(initial=0.0)) if before.shape == after.shape else np.inf
 
 
+def in_rows(before: NDArray[Any], after: NDArray[Any], *, exact: bool = False) -> NDArray[np.float64]:
+    """Return the largest |difference| of each row along the last axis, in sizes of the row: √mean(before²).
+
+    Infinite where shapes or dtypes differ, or only `after` is not finite; a row of `before` that is not finite counts
+    as equal. Codes may differ by one where a rounding error crosses a border. `exact`: any other bit is infinite.
+    """
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return np.array([np.inf])
+    width = before.shape[-1] if before.ndim else 1
+    if before.size == 0 or before.tobytes() == after.tobytes():
+        return np.zeros(1)
+    b, a = (array.reshape(-1, width) for array in (before, after))
+    other = (b.view(np.uint8).reshape(len(b), -1) != a.view(np.uint8).reshape(len(b), -1)).any(axis=1)
+    found = np.zeros(len(b))
+    b, a = b[other].astype(np.float64), a[other].astype(np.float64)
+    usable = np.isfinite(b).all(axis=1)
+    with np.errstate(invalid="ignore"):
+        moved = np.nan_to_num(np.abs(a - b).max(axis=1), nan=np.inf, posinf=np.inf)
+        size = np.sqrt(np.square(b).mean(axis=1))
+    if exact:
+        units = np.full(len(b), np.inf)
+    elif np.issubdtype(before.dtype, np.integer):
+        units = np.where(moved > 1, np.inf, 0.0)
+    else:
+        units = np.where(moved > 0, np.inf, 0.0)
+        np.divide(moved, size, out=units, where=size > 0)
+    found[other] = np.where(usable, units, 0.0)
+    return found
+
+
 def deviation(before: NDArray[Any], after: NDArray[Any], unit: float | None = None) -> float:
     """Return the largest |difference| in units, standard deviations of `before` by default.
 

@@ -35,31 +35,33 @@ Arrays = dict[str, NDArray[Any]]
 _FED_BYTES = 1 << 20
 
 
-def _is_fed(array: NDArray[Any]) -> bool:
+def _is_fed(array: NDArray[Any], least_bytes: int) -> bool:
     """Say whether a weight is large, and of a dtype of numpy's own: a session takes no other in a feed."""
-    return array.nbytes >= _FED_BYTES and array.dtype.isbuiltin == 1
+    return array.nbytes >= least_bytes and array.dtype.isbuiltin == 1
 
 
 class SubgraphSession:
     """A subgraph in ONNX Runtime, with its optimizations off.
 
     `MatMul(x, Transpose(W))` runs as one operator, or the head of a tied model would be copied in every step.
+    Weights of `fed_bytes` and more are handed over in every step; with 0, all, so that others can be loaded.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses the graph.
     """
 
-    def __init__(self, model: ir.Model, weights: probe.Weights, threads: int) -> None:
+    def __init__(self, model: ir.Model, weights: probe.Weights, threads: int, *, fed_bytes: int = _FED_BYTES) -> None:
         shapes = {str(value.name): graph.dims(value) for value in (*model.graph.inputs, *model.graph.outputs)}
-        executable = dialect.expand(emulation.emulate(model))
-        fuse_transposed_weights(executable)
+        executable = _executable(model)
+        self._order = _read_order(executable)
         options = session_options(SessionConfig(threads=threads, optimize=False, entries=probe.QUIET))
         native.register(options)
         arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
         self._weights: Arrays = {}
         if not any(operators.view(node).prepacked for node in executable.graph):
             options.add_session_config_entry("session.disable_prepacking", "1")  # which holds a matrix twice
-            self._weights = {name: arrays.pop(name) for name in list(arrays) if _is_fed(arrays[name])}
+            self._weights = {name: arrays.pop(name) for name in list(arrays) if _is_fed(arrays[name], fed_bytes)}
+        self.reloads = not arrays
         for name in self._weights:
             value = executable.graph.initializers.pop(name)
             value.const_value = None
@@ -84,6 +86,35 @@ class SubgraphSession:
             and (past := shapes.get(name)) is not None
             and (present := shapes.get(interface.present_of(name))) is not None
         )
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether it takes caches."""
+        return bool(self._caches)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it takes states of a fixed size."""
+        return any(map(interface.is_state, self._caches))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of what its caches hold of one token of one row."""
+        slots = [cache for name, cache in self._caches.items() if not interface.is_state(name)]
+        return sum(np.dtype(dtype).itemsize * shape[1] * shape[3] for dtype, shape in slots)
+
+    def load(self, model: ir.Model, weights: probe.Weights) -> None:
+        """Take the weights of `model` from now on, a subgraph of the same nodes; only where it `reloads`."""
+        executable = _executable(model)
+        order = _read_order(executable)
+        tensors = probe.strip(executable)
+        arrays = {
+            own: weights.array(tensors[other])
+            for own, other in zip(self._order, order, strict=True)
+            if other in tensors
+        }
+        assert arrays.keys() == self._weights.keys(), "subgraphs of one kind read other weights"
+        self._weights = arrays
 
     def allocate(self, batch: int, capacity: int, fill: float = 0.0) -> Arrays:
         """Make caches that hold nothing but `fill`: [batch, kv_heads, capacity, head_dim], states [batch, …]."""
@@ -124,3 +155,16 @@ class SubgraphSession:
             else:
                 caches[name] = present
         return results
+
+
+def _executable(model: ir.Model) -> ir.Model:
+    """Write `model`, which stays as it is, in operators that ONNX Runtime has."""
+    executable = dialect.expand(emulation.emulate(model))
+    fuse_transposed_weights(executable)
+    return executable
+
+
+def _read_order(model: ir.Model) -> list[str]:
+    """List the initializers in the order in which nodes read them."""
+    read = (value for node in model.graph.all_nodes() for value in node.inputs if value is not None)
+    return list(dict.fromkeys(str(value.name) for value in read if value.is_initializer()))

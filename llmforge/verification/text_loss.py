@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from llmforge.metrics.tokens import mean_kld
 from llmforge.runtime.backends.session import Session
-from llmforge.verification import probe
+from llmforge.verification import comparison, probe
 
 # Runs after which a budget may be decided early, and the one-sided 99.9 % quantile of Student's t for their number
 # less one. Only a cost below its budget ends early: what exceeds it is measured on everything, and the worst is named.
-LOOKS: Mapping[int, float] = {9: 4.501, 17: 3.686}
+LOOKS: Mapping[int, float] = {5: 7.173, 9: 4.501, 17: 3.686}
 KEPT_BYTES = 256 << 20  # of logits that the next pass is held against; what does not fit is computed again
 
 
@@ -27,6 +27,7 @@ class TextCost:
     names: tuple[str, ...]
     where: tuple[probe.Run, int]
     worst: float  # mean KLD of that step; infinite where a logit is NaN or infinite
+    largest: float = np.inf  # difference of a logit, in standard deviations of all
 
     @property
     def finite(self) -> bool:
@@ -51,6 +52,7 @@ class TextLoss:
         kept, size = {}, 0
         sums: list[tuple[float, int]] = []  # of each run: KLD, tokens
         worst = (-1.0, 0, 0)
+        moved, moments = 0.0, np.zeros(3)  # of the logits before: their number, sum and sum of squares
         for number, run in enumerate(self.runs):
             expected = self._before.get(number)
             if expected is None:
@@ -62,6 +64,8 @@ class TextLoss:
                 if not np.isfinite(a).all():
                     return TextCost(np.nan, tokens, self._names(number + 1), (run, step), np.inf)
                 mean = mean_kld(b, a)
+                moved = max(moved, comparison.largest(b, a))
+                moments += b.size, b.sum(dtype=np.float64), np.square(b).sum(dtype=np.float64)
                 total, tokens, worst = total + mean * len(a), tokens + len(a), max(worst, (mean, number, step))
             sums.append((total, tokens))
             size += sum(logits.nbytes for logits in made)
@@ -72,9 +76,10 @@ class TextLoss:
         self._before = kept
         tokens = sum(tokens for _, tokens in sums)
         mean, at, step = worst
-        return TextCost(
-            sum(total for total, _ in sums) / tokens, tokens, self._names(len(sums)), (self.runs[at], step), mean
-        )
+        count, total, squares = moments
+        spread = float(np.sqrt(squares / count - (total / count) ** 2))
+        kld_mean = sum(total for total, _ in sums) / tokens
+        return TextCost(kld_mean, tokens, self._names(len(sums)), (self.runs[at], step), mean, moved / spread)
 
     def _names(self, count: int) -> tuple[str, ...]:
         return tuple(run.name for run in self.runs[:count])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from pathlib import Path
@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.ir import dialect, graph, interface
-from llmforge.ir.operators.contrib import INT8_ACTIVATIONS, MatMulNBits, QMoE
 from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass
 from llmforge.runtime.backends.session import Session
 from llmforge.trace.export.limits import WHOLE_BYTES
-from llmforge.verification import comparison, probe, streamed_verifier
-from llmforge.verification.streamed_verifier import Difference, Loss
+from llmforge.verification import comparison, lossy_places, probe, reports, subgraph_proof
+from llmforge.verification.promises import Promises
+from llmforge.verification.reports import Snapshot
+from llmforge.verification.streamed_verifier import Loss
+from llmforge.verification.subgraph_proof import Difference
 from llmforge.verification.text_loss import TextCost, TextLoss
 
 # Largest |difference| that ROUNDING allows, in standard deviations of what is compared: all logits of the probes, or
@@ -30,7 +32,6 @@ from llmforge.verification.text_loss import TextCost, TextLoss
 TOLERANCE: Mapping[ir.DataType, float] = {ir.DataType.FLOAT: 1e-4}
 
 _Array = NDArray[Any]
-_Outcomes = list[list[probe.Outcome]]  # by run, by step
 
 
 @dataclass(frozen=True)
@@ -48,54 +49,6 @@ class Verification:
     budget: float | None  # largest kld_mean that the recipe allows
     probes: tuple[str, ...]  # names of the runs; () where the graph is unchanged
     seconds: float
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """A graph at one moment: a clone that shares its tensors, and what tells whether it has changed since."""
-
-    model: ir.Model
-    fingerprint: str
-    tensors: Mapping[str, ir.TensorProtocol | None]
-    contents: Mapping[str, object]  # hashes of the tensors in memory
-
-    @classmethod
-    def of(cls, model: ir.Model) -> Snapshot:
-        """Record `model`, which may change afterwards."""
-        return cls(model.clone(), graph.fingerprint(model), _tensors(model), _contents(_tensors(model)))
-
-    def overwritten(self) -> str | None:
-        """Name a tensor whose numbers were changed in place, so that this snapshot is none any more."""
-        now = _contents(self.tensors)
-        return next((name for name, content in self.contents.items() if now[name] != content), None)
-
-    def differs(self, model: ir.Model) -> str | None:
-        """Say what of `model` is not as it was; None where all is."""
-        if graph.fingerprint(model) != self.fingerprint:
-            return "the structure of the graph"
-        for name, tensor in _tensors(model).items():
-            before = self.tensors[name]
-            # A fingerprint reads no lazy tensor and knows no folder: another object may hold other numbers.
-            if tensor is not None and before is not None and not graph.same(tensor, before):
-                return f"initializer {name}"
-        return None
-
-
-def check_changes(name: str, before: Snapshot, model: ir.Model, changes: Changes) -> None:
-    """Hold what the pass `name` reports against what it did to the graph.
-
-    Raises:
-        VerificationError: it reports changes and made none, or made changes and reports none.
-    """
-    difference = before.differs(model)
-    if changes and difference is None:
-        first = changes.rewritten[0]
-        raise VerificationError(
-            f"pass {name} reports {len(changes.rewritten)} changes, the first at {first.node} ({first.what}), "
-            "but did not change the graph"
-        )
-    if not changes and difference is not None:
-        raise VerificationError(f"pass {name} reports no changes, but changed {difference}")
 
 
 @dataclass(frozen=True)
@@ -116,55 +69,66 @@ class Verifier:
     """Follows a graph from pass to pass, and holds each pass to what it declares.
 
     Args:
-        model: the graph before the first pass.
+        before: the graph before the first pass.
+        promises: lengths and places that a graph must be right at.
         folder: where the graphs before and after a failed pass are saved, without weights.
         texts: windows of token ids, int64 [length], that budgets of lossy passes are measured on.
         threads: of ONNX Runtime.
         whole_bytes: of weights; a graph with more is never run whole, but streamed (`streamed_verifier`).
 
     Raises:
-        UnsupportedError: no tolerance is known for the dtype of the logits, or ONNX Runtime refuses the graph.
+        UnsupportedError: no tolerance is known for the dtype of the logits.
     """
 
     def __init__(
         self,
-        model: ir.Model,
+        before: ir.Model | Snapshot,
         *,
+        promises: Promises,
         folder: Path,
         texts: Sequence[NDArray[np.int64]] = (),
         threads: int = 1,
         whole_bytes: int = WHOLE_BYTES,
     ) -> None:
-        self._folder, self._threads = folder, threads
+        self._promises, self._folder, self._threads, self._texts = promises, folder, threads, texts
         self._weights = probe.Weights()
+        self._before = before if isinstance(before, Snapshot) else Snapshot.of(before)
+        model = self._before.model
         self._tolerance = _tolerance(model)
-        self._before = Snapshot.of(model)
         self._loss = Loss(texts, threads) if graph.weight_bytes(model) > whole_bytes else None
-        if self._loss is not None:
-            return
         self._text = TextLoss(probe.text_runs(texts))
-        session = probe.open_session(model, self._weights, threads)
-        self._runs = probe.random_runs(session.vocabulary)
-        self._outcomes = self._drive(session)
 
     @property
     def streams(self) -> bool:
         """Whether the model is too large to run whole."""
         return self._loss is not None
 
+    def prepare(self, step: Pass) -> None:
+        """Compute what the proof of `step` needs of the graph before, while `step` still runs on it."""
+        if self._loss is not None and step.numerics is Numerics.LOSSY:
+            self._loss.prepare(self._before.model)
+
     def check(self, step: Pass, model: ir.Model, changes: Changes) -> Verification:
         """Hold `model`, which `step` changed as `changes` says, against the graph before; it is the next one's before.
+
+        Raises:
+            VerificationError, UsageError: as `prove`.
+        """
+        return self.prove(step, Snapshot.of(model), changes, self._before.overwritten())
+
+    def prove(self, step: Pass, after: Snapshot, changes: Changes, overwritten: str | None) -> Verification:
+        """Hold the graph `after` the pass `step` against the graph before; it is the next one's before.
+
+        `overwritten` is what of the graph before was changed in place, when the pass had run.
 
         Raises:
             VerificationError: `step` did not do what it declares. Both graphs were saved.
             UsageError: `step` is lossy, but there is no text to measure its budget on.
         """
-        started = time.perf_counter()
+        started, model = time.perf_counter(), after.model
         try:
-            if (name := self._before.overwritten()) is not None:
-                raise VerificationError(f"pass {step.name} changed the numbers of initializer {name} in place")
-            check_changes(step.name, self._before, model, changes)
-            result = self._prove(step, model) if changes else self._unchanged(step)
+            reports.check(step.name, self._before, model, changes, overwritten)
+            result = self._prove(step, after) if changes else self._unchanged(step)
         except VerificationError as error:
             error.hint = f"both graphs were saved, without weights: {self._save(step.name, model)}"
             raise
@@ -174,40 +138,57 @@ class Verifier:
         allowed = None if step.numerics is Numerics.LOSSY else 0.0
         return Verification(step.numerics, 0.0, allowed, None, None, (), 0.0)
 
-    def _prove(self, step: Pass, model: ir.Model) -> Verification:
+    def _prove(self, step: Pass, after: Snapshot) -> Verification:
+        model = after.model
         try:
             dialect.check(model)
         except VerificationError as error:
             raise VerificationError(f"pass {step.name} wrote a graph outside the dialect: {error.message}") from error
+        if (other := _other_interface(self._before.model, model)) is not None:
+            raise _not_as_declared(step, other)
         try:
-            if self._loss is None:
-                session = probe.open_session(model, self._weights, self._threads)
-                result = self._prove_whole(step, model, session, self._drive(session))
-            elif step.numerics is Numerics.LOSSY and _other_interface(self._before.model, model) is None:
-                result = self._measure_loss(step, model, self._loss)
-            else:
+            if step.numerics is not Numerics.LOSSY:
                 result = self._prove_subgraphs(step, model)
+            else:
+                result = self._prove_loss(step, model)
         except UnsupportedError as error:
             raise VerificationError(f"pass {step.name} wrote a graph that does not run: {error}") from error
-        self._before = Snapshot.of(model)
+        self._before = after
+        self._weights.keep(model)
         return result
 
     def _prove_subgraphs(self, step: Pass, model: ir.Model) -> Verification:
         """Prove a pass on the subgraphs that it changed."""
-        difference = _other_interface(self._before.model, model)
         tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
-        found = difference or streamed_verifier.prove(
-            self._before.model, model, tolerance=tolerance, threads=self._threads
+        found = subgraph_proof.prove(
+            self._before.model,
+            model,
+            self._promises,
+            tolerance=tolerance,
+            threads=self._threads,
+            text=self._texts[0] if len(self._texts) else None,
         )
         if isinstance(found, Difference):
-            raise VerificationError(f"pass {step.name} declares {step.numerics.value}: {found.what} in {found.where}")
+            raise _not_as_declared(step, found)
         return Verification(step.numerics, found.largest, tolerance, None, None, found.names, 0.0)
 
-    def _measure_loss(self, step: Pass, model: ir.Model, loss: Loss) -> Verification:
-        if not loss.texts:
+    def _prove_loss(self, step: Pass, model: ir.Model) -> Verification:
+        """Hold a lossy pass to its budget, and to losing everywhere what it loses on the text."""
+        if not len(self._texts):
             raise _no_text(step)
+        measure = self._measure_whole if self._loss is None else self._measure_streamed
+        result = measure(step, model)
+        uneven = lossy_places.hold(
+            self._before.model, model, self._promises, tolerance=self._tolerance, threads=self._threads
+        )
+        if uneven is not None:
+            raise _not_as_declared(step, uneven)
+        return result
+
+    def _measure_streamed(self, step: Pass, model: ir.Model) -> Verification:
+        assert self._loss is not None
         budget = _budget(step).kld_mean
-        cost = loss.measure(self._before.model, model)
+        cost = self._loss.measure(self._before.model, model)
         if cost.not_finite is not None:
             raise VerificationError(
                 f"pass {step.name}: logits are NaN or infinite in {cost.not_finite}{_end_of_range(model)}"
@@ -220,87 +201,19 @@ class Verifier:
         name = f"{cost.tokens} tokens of text, piece by piece"
         return Verification(step.numerics, cost.largest, None, cost.kld_mean, budget, (name,), 0.0)
 
-    def _prove_whole(self, step: Pass, model: ir.Model, session: Session, outcomes: _Outcomes) -> Verification:
-        names = [run.name for run in self._runs]
-        difference, allowed, kld_mean, budget = 0.0, None, None, None
-        failure = self._not_finite(outcomes) or self._other_caches(outcomes)
-        if failure is None and step.numerics is Numerics.LOSSY:
-            budget = _budget(step).kld_mean
-            cost, failure = self._over_budget(step, session, budget)
-            kld_mean, names = cost.kld_mean, [*names, *cost.names]
-            difference = self._logits_moved(outcomes)
-        elif failure is None:
-            allowed = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
-            if allowed and _rounds_activations(self._before.model):
-                # a rounding error may move a number to the next step of int8, and logits by far more than itself
-                proof = self._prove_subgraphs(step, model)
-                difference, names = proof.largest_difference, [*proof.probes]
-            else:
-                found = self._compare(outcomes, allowed)
-                difference, failure = (np.inf, found) if isinstance(found, _Failure) else (found, None)
+    def _measure_whole(self, step: Pass, model: ir.Model) -> Verification:
+        budget = _budget(step).kld_mean
+        session = probe.open_session(model, self._weights, self._threads)
+        cost, failure = self._over_budget(session, budget)
         if failure is not None:
             overflow = _end_of_range(model) if np.isinf(failure.bound) else ""
-            raise VerificationError(
-                f"pass {step.name} declares {step.numerics.value}: {failure.what} in {failure.where}; "
-                f"{self._origin(model, failure)}{overflow}"
-            )
-        self._outcomes = outcomes
-        self._weights.keep(model)
-        return Verification(step.numerics, difference, allowed, kld_mean, budget, tuple(names), 0.0)
+            origin = self._origin(model, failure)
+            found = Difference(failure.what, f"{failure.where}; {origin}{overflow}")
+            raise _not_as_declared(step, found)
+        return Verification(step.numerics, cost.largest, None, cost.kld_mean, budget, cost.names, 0.0)
 
-    def _drive(self, session: Session) -> _Outcomes:
-        return [list(probe.drive(session, run, caches=True)) for run in self._runs]
-
-    def _steps(self, outcomes: _Outcomes) -> Iterator[tuple[probe.Run, int, probe.Outcome, probe.Outcome]]:
-        """Walk over the steps of the probes: run, index, before, after."""
-        for run, befores, afters in zip(self._runs, self._outcomes, outcomes, strict=True):
-            for index, (before, after) in enumerate(zip(befores, afters, strict=True)):
-                yield run, index, before, after
-
-    def _not_finite(self, outcomes: _Outcomes) -> _Failure | None:
-        for run, index, _, after in self._steps(outcomes):
-            bad = int((~np.isfinite(after.logits)).sum())
-            if bad:
-                return _Failure(f"{bad} of {after.logits.size} logits are NaN or infinite", run, index, np.inf)
-        return None
-
-    def _other_caches(self, outcomes: _Outcomes) -> _Failure | None:
-        before, after = self._outcomes[0][0].caches, outcomes[0][0].caches
-        if before.keys() == after.keys():
-            return None
-        names = ", ".join(sorted(before.keys() ^ after.keys()))
-        return _Failure(f"the graph has other cache inputs ({names})", self._runs[0], 0, self._tolerance)
-
-    def _logits_moved(self, outcomes: _Outcomes) -> float:
-        """Return the largest difference of a logit of the probes, in standard deviations of all."""
-        spread = _spread(self._outcomes)
-        return max(comparison.deviation(b.logits, a.logits, spread) for _, _, b, a in self._steps(outcomes))
-
-    def _compare(self, outcomes: _Outcomes, tolerance: float) -> float | _Failure:
-        """Return the largest difference of logits and caches, each in its standard deviation.
-
-        Or the first step where one is more than `tolerance`; 0: where a bit differs.
-        """
-        spread, largest = _spread(self._outcomes), 0.0
-        for run, index, before, after in self._steps(outcomes):
-            compared = [("logits", before.logits, after.logits, spread)]
-            for name in before.caches:
-                b, a = comparison.joined(before.caches[name]), comparison.joined(after.caches[name])
-                # Codes of a quantized cache flip by one where a rounding error crosses a border: the logits decide.
-                if b.dtype == a.dtype and (tolerance == 0.0 or np.issubdtype(b.dtype, np.floating)):
-                    compared.append((interface.present_of(name), b, a, float(b.std())))
-            for name, b, a, unit in compared:
-                if comparison.diverges(b, a, tolerance, unit):
-                    difference = comparison.largest(b, a)
-                    what = f"{name} differ by {difference:.3g}, allowed is {tolerance * unit:.3g},"
-                    return _Failure(what, run, index, tolerance)
-                largest = max(largest, comparison.deviation(b, a, unit))
-        return largest
-
-    def _over_budget(self, step: Pass, after: Session, budget: float) -> tuple[TextCost, _Failure | None]:
+    def _over_budget(self, after: Session, budget: float) -> tuple[TextCost, _Failure | None]:
         """Measure KL(before || after) on text: what it costs, and a failure where that exceeds `budget`."""
-        if not self._text.runs:
-            raise _no_text(step)
         cost = self._text.measure(
             lambda: probe.open_session(self._before.model, self._weights, self._threads), after, budget
         )
@@ -362,21 +275,14 @@ def _first_divergence(pairs: Mapping[str, tuple[_Array | None, _Array | None]], 
     return "no tensor that both graphs name differs in that step"
 
 
-def _spread(outcomes: _Outcomes) -> float:
-    """Return the standard deviation of all logits of the probes."""
-    return float(np.concatenate([outcome.logits for steps in outcomes for outcome in steps]).std())
-
-
 def _end_of_range(model: ir.Model) -> str:
     """Say why numbers of an fp16 graph may be infinite."""
     held = any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.initializers.values())
     return ". fp16 ends at 65504, which a number exceeded; bf16 has the range of fp32" if held else ""
 
 
-def _rounds_activations(model: ir.Model) -> bool:
-    """Say whether a kernel of `model` rounds what it reads to int8."""
-    levels = {layer.accuracy_level for layer in MatMulNBits.all(model)}
-    return INT8_ACTIVATIONS in levels | {layer.accuracy_level for layer in QMoE.all(model)}
+def _not_as_declared(step: Pass, found: Difference) -> VerificationError:
+    return VerificationError(f"pass {step.name} declares {step.numerics.value}: {found.what} in {found.where}")
 
 
 def _no_text(step: Pass) -> UsageError:
@@ -395,19 +301,6 @@ def _other_interface(before: ir.Model, after: ir.Model) -> Difference | None:
 
     other = sorted(names(before) ^ names(after))
     return Difference(f"the graph has other caches ({', '.join(other)})", "its interface") if other else None
-
-
-def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
-    return {name: value.const_value for name, value in model.graph.initializers.items()}
-
-
-def _contents(tensors: Mapping[str, ir.TensorProtocol | None]) -> dict[str, object]:
-    """Hash the tensors in memory, by name."""
-    return {
-        name: graph.identity(tensor)
-        for name, tensor in tensors.items()
-        if tensor is not None and not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor)
-    }
 
 
 def _budget(step: Pass) -> Budget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import random
@@ -16,11 +17,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmforge.artifact import Artifact, archive, versions
+from llmforge.artifact import Artifact, archive, transfer, versions
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.cli import cli
 
-from ..stored import put
+from ..stored import forged, put
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def packed(artifact: Artifact) -> bytes:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Artifact:
-    return put(tmp_path / "here", version="1")
+    return put(tmp_path / "here")
 
 
 def test_same_artifact_same_bytes(made: Artifact, tmp_path: Path) -> None:
@@ -45,8 +46,8 @@ def test_same_artifact_same_bytes(made: Artifact, tmp_path: Path) -> None:
     assert packed(Artifact.open(elsewhere)) == data
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         members = tar.getmembers()
-    names = [member.name.removeprefix("tiny/1/") for member in members]
-    assert names == ["manifest.json", *sorted(names[1:])]
+    names = [member.name.removeprefix(f"tiny/{made.path.name}/") for member in members]
+    assert names == ["manifest.json", made.evidence[0].path, *sorted(names[2:])]
     facts = {(m.mode, m.uid, m.gid, m.uname, m.gname, m.mtime, m.type, m.linkname) for m in members}
     assert facts == {(0o444, 0, 0, "", "", 0, tarfile.REGTYPE, "")}
 
@@ -55,7 +56,7 @@ def test_there_and_back(made: Artifact, tmp_path: Path) -> None:
     file = tmp_path / "artifact.tar"
     archive.save_file(made, file)
     again = archive.load_file(file, tmp_path / "there")
-    assert again.path == tmp_path / "there" / "tiny" / "1"
+    assert again.path == tmp_path / "there" / "tiny" / made.path.name
     assert again.manifest == made.manifest
     assert (again.path / "manifest.json").read_bytes() == (made.path / "manifest.json").read_bytes()
     assert packed(again) == file.read_bytes()
@@ -68,7 +69,7 @@ def test_there_and_back(made: Artifact, tmp_path: Path) -> None:
 def test_other_programs_read_it(made: Artifact, tmp_path: Path) -> None:
     archive.save_file(made, tmp_path / "artifact.tar")
     subprocess.run(["tar", "xf", "artifact.tar"], cwd=tmp_path, check=True)
-    Artifact.open(tmp_path / "tiny" / "1").verify()
+    Artifact.open(tmp_path / "tiny" / made.path.name).verify()
 
 
 def test_a_signature_travels(made: Artifact, tmp_path: Path) -> None:
@@ -78,12 +79,14 @@ def test_a_signature_travels(made: Artifact, tmp_path: Path) -> None:
     again = archive.load(io.BytesIO(signed), tmp_path / "there", "x.tar")
     assert (again.path / "model.sig").read_bytes() == b"signed"
     assert packed(again) == signed
-    with pytest.raises(UsageError, match="another report, date or signature"):  # it would be lost
-        archive.load(io.BytesIO(unsigned), tmp_path / "there", "x.tar")
+    archive.load(io.BytesIO(unsigned), tmp_path / "there", "x.tar")
+    assert (again.path / "model.sig").read_bytes() == b"signed"  # it is not lost
+    with pytest.raises(UsageError, match="with the same content and another signature"):
+        archive.load(io.BytesIO(signed.replace(b"signed", b"Signed")), tmp_path / "there", "x.tar")
     archive.load(io.BytesIO(unsigned), tmp_path / "other", "x.tar")
     archive.load(io.BytesIO(signed), tmp_path / "other", "x.tar")  # nothing is lost
     with pytest.raises(InputError, match=r"model\.sig is damaged"):
-        archive.load(io.BytesIO(signed.replace(b"1/model.sig", b"2/model.sig")), tmp_path / "third", "x.tar")
+        archive.load(io.BytesIO(signed.replace(b"/model.sig", b"x/model.sig")), tmp_path / "third", "x.tar")
 
 
 def test_sizes_that_octal_digits_cannot_say() -> None:
@@ -103,26 +106,28 @@ def test_an_artifact_that_was_changed_is_not_exported(made: Artifact, tmp_path: 
     with pytest.raises(InputError, match=r"model\.onnx: cannot be read"):
         archive.save_file(made, tmp_path / "artifact.tar")
     (made.path / "stray").touch()
-    with pytest.raises(InputError, match="not in the manifest: stray"):
+    with pytest.raises(InputError, match="not in the manifest or in evidence: stray"):
         archive.save_file(made, tmp_path / "artifact.tar")
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
 def test_what_is_there_already(made: Artifact, tmp_path: Path) -> None:
-    """The same artifact heals; another content or another report is refused."""
+    """The same artifact heals, of evidence nothing is lost, and what is not one line of records is refused."""
     data, out = packed(made), tmp_path / "here"
-    file = made.path / "engine/model.onnx"
-    file.unlink()
+    (made.path / "engine/model.onnx").unlink()
     archive.load(io.BytesIO(data), out, "x.tar").verify()
-    versions.remove([made.path])
-    put(out, version="1", files={"report/more": b""})
-    with pytest.raises(UsageError, match="exists with the same content and another report, date or signature"):
-        archive.load(io.BytesIO(data), out, "x.tar")
-    versions.remove([made.path])
-    other = put(out, "other", version="1")
-    with pytest.raises(UsageError, match="exists with different content"):
-        archive.load(io.BytesIO(data), out, "x.tar")
-    other.verify()
+    longer = put(out, days=1)
+    longer_data = packed(longer)
+    again = archive.load(io.BytesIO(data), out, "x.tar")  # an older copy
+    again.verify()
+    assert [record.digest for record in again.evidence] == [record.digest for record in longer.evidence]
+    assert packed(again) == longer_data
+    grown = archive.load(io.BytesIO(data), tmp_path / "there", "x.tar")
+    archive.load(io.BytesIO(longer_data), tmp_path / "there", "x.tar")  # a newer copy
+    assert len(Artifact.open(grown.path).evidence) == 2
+    put(tmp_path / "other", days=2)
+    with pytest.raises(UsageError, match="exists with the same content and other evidence"):
+        archive.load(io.BytesIO(data), tmp_path / "other", "x.tar")
 
 
 def test_every_cut_is_noticed(made: Artifact, tmp_path: Path) -> None:
@@ -136,14 +141,14 @@ def test_every_cut_is_noticed(made: Artifact, tmp_path: Path) -> None:
 
 
 def test_no_room(made: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 100))  # type: ignore[attr-defined]
+    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 100))  # type: ignore[attr-defined]
     with pytest.raises(EnvironmentLacks, match=r"needs [\d,]+ bytes in .*, where 100 are free"):
         archive.load(io.BytesIO(packed(made)), tmp_path / "there", "x.tar")
     assert versions.names(tmp_path / "there") == []
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    made = put(tmp_path / "here", version="1", files={"engine/big": b"x" * 3_000_000})
+    made = put(tmp_path / "here", files={"engine/big": b"x" * 3_000_000})
     archive.save_file(made, tmp_path / "x.tar")
     code = (
         "import pathlib, sys; from llmforge.artifact import archive, versions\n"
@@ -169,11 +174,13 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
 
 def edited(change: Callable[[tarfile.TarInfo], object]) -> Callable[[bytes], bytes]:
-    """Rewrite the second member's header, under a right checksum."""
+    """Rewrite the third member's header, README.md's, under a right checksum."""
 
     def apply(data: bytes) -> bytes:
-        first = tarfile.TarInfo.frombuf(data[:512], "utf-8", "strict")
-        at = 512 + first.size + -first.size % 512
+        at = 0
+        for _ in range(2):
+            info = tarfile.TarInfo.frombuf(data[at : at + 512], "utf-8", "strict")
+            at += 512 + info.size + -info.size % 512
         info = tarfile.TarInfo.frombuf(data[at : at + 512], "utf-8", "strict")
         change(info)
         return data[:at] + info.tobuf(tarfile.USTAR_FORMAT) + data[at + 512 :]
@@ -181,19 +188,27 @@ def edited(change: Callable[[tarfile.TarInfo], object]) -> Callable[[bytes], byt
     return apply
 
 
-def manifest(**changes: object) -> Callable[[bytes], bytes]:
-    """Rewrite the manifest, and its size in the header; an archive of it alone."""
+def manifest(root: str | None = None, **changes: object) -> Callable[[bytes], bytes]:
+    """Rewrite the manifest, the record with it, and all headers."""
 
     def apply(data: bytes) -> bytes:
-        size = tarfile.TarInfo.frombuf(data[:512], "utf-8", "strict").size
-        raw = json.dumps({**json.loads(data[512 : 512 + size]), **changes}).encode()
-        header = archive._named_header("tiny/1/manifest.json", len(raw))
-        return header + raw + b"\0" * (-len(raw) % 512) + data[512 + size + -size % 512 :]
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            members = {info.name.split("/", 2)[2]: tar.extractfile(info).read() for info in tar}  # type: ignore[union-attr]
+        first, second, *others = members
+        raw, record = forged(members[first], members[second], **changes)
+        folder = root or f"tiny/{hashlib.sha256(raw).hexdigest()[:12]}"
+        everything = {first: raw, f"evidence/{hashlib.sha256(record).hexdigest()}.json": record}
+        everything |= {path: members[path] for path in others}
+        parts = [
+            archive._named_header(f"{folder}/{path}", len(content)) + content + b"\0" * (-len(content) % 512)
+            for path, content in everything.items()
+        ]
+        return b"".join(parts) + b"\0" * 1024
 
     return apply
 
 
-RECORD = {"sha256": "0" * 64, "size_bytes": 0, "in_content": True}
+RECORD = {"sha256": "0" * 64, "size_bytes": 0}
 
 
 @pytest.mark.parametrize(
@@ -207,23 +222,27 @@ RECORD = {"sha256": "0" * 64, "size_bytes": 0, "in_content": True}
         (edited(lambda info: setattr(info, "name", "/etc/passwd")), "a file named '/etc/passwd' where the header of"),
         (edited(lambda info: setattr(info, "name", "tiny/1/../../x")), "a file named 'tiny/1/../../x' where the"),
         (edited(lambda info: setattr(info, "name", "tiny/1/manifest.json")), "named 'tiny/1/manifest.json' where the"),
-        (edited(lambda info: setattr(info, "size", 1 << 30)), "where the header of engine/model.onnx must be"),
-        (edited(lambda info: setattr(info, "mode", 0o4777)), "where the header of engine/model.onnx must be"),
+        (edited(lambda info: setattr(info, "size", 1 << 30)), "where the header of README.md must be"),
+        (edited(lambda info: setattr(info, "mode", 0o4777)), "where the header of README.md must be"),
         (lambda data: data[:-512], "cut off"),
         (lambda data: data + data, "too long"),
         (lambda data: b"", "cut off in the first header"),
         (lambda data: b"\x1f\x8b" + data, "it does not begin with a header of tar"),
-        (manifest(name="other"), "it holds 'tiny/1', its manifest says 'other' '1'"),
-        (manifest(version=".hidden"), "version: String should match pattern"),
+        (manifest(name="other", root="tiny/1"), "it holds 'tiny/1', its manifest says 'other' '"),
+        (manifest(name="../../x"), "name '../../x' cannot be that of an artifact"),
+        (manifest(root="tiny/.hidden"), "it holds 'tiny/.hidden', its manifest says 'tiny' '"),
+        (manifest(schema=1), "schema 1 is not supported"),
+        (lambda data: data.replace(b'"verdict": "pass"', b'"verdict": "fail"', 1), "is not called by its SHA-256"),
         (manifest(files={"../x": RECORD}), "is not a plain path inside the artifact"),
         (manifest(files={"/x": RECORD}), "is not a plain path inside the artifact"),
         (manifest(files={"a": RECORD, "a/b": RECORD}), "'a/b' lies in a file"),
         (manifest(files={"manifest.json/b": RECORD}), "'manifest.json/b' lies in a file"),
+        (manifest(files={"evidence/x": RECORD}), "'evidence/x' cannot be content"),
         (manifest(files={"a\nb": RECORD}), "is too long, or not text"),
         (manifest(files={"a" * 120: RECORD}), "the path or the size is too large for a tar"),
         (manifest(files={"a": {**RECORD, "size_bytes": 1 << 90}}), "the path or the size is too large for a tar"),
         (manifest(files={f"f{n}": RECORD for n in range(100_001)}), "files; at most 100,000 are allowed"),
-        (manifest(recipe={"x": float("inf")}), "recipe: Value error, Out of range float"),
+        (manifest(recipe={"x": float("inf")}), "Out of range float"),
         (lambda data: archive._named_header("tiny/1/manifest.json", 17 << 20) + data, "at most 16,777,216 are allowed"),
         (lambda data: archive._named_header("tiny/1/engine/x", 0) + data, "manifest.json comes first"),
     ],
@@ -260,10 +279,13 @@ def test_commands(made: Artifact, tmp_path: Path) -> None:
         return done.stdout or done.stderr
 
     tar, there = tmp_path / "x.tar", tmp_path / "there"
-    assert invoke("export", "tiny/1", "-o", str(tar)) == f"{tar}\n"
-    assert invoke("import", str(tar), "--out", str(there)) == f"{there / 'tiny' / '1'}\n"
-    assert json.loads(invoke("export", "tiny/1", "-o", str(tar), "--json"))["size_bytes"] == tar.stat().st_size
+    assert invoke("export", f"tiny/{made.path.name}", "-o", str(tar)) == f"{tar}\n"
+    assert invoke("import", str(tar), "--out", str(there)) == f"{there / 'tiny' / made.path.name}\n"
+    assert (
+        json.loads(invoke("export", f"tiny/{made.path.name}", "-o", str(tar), "--json"))["size_bytes"]
+        == tar.stat().st_size
+    )
     assert json.loads(invoke("import", str(tar), "--json"))["artifact"] == str(made.path)
-    assert "must end in .tar" in invoke("export", "tiny/1", "-o", str(tmp_path / "x.zip"), code=2)
+    assert "must end in .tar" in invoke("export", f"tiny/{made.path.name}", "-o", str(tmp_path / "x.zip"), code=2)
     assert "cannot be read: No such file" in invoke("import", str(tmp_path / "none.tar"), code=5)
     assert "cannot be read: Is a directory" in invoke("import", str(tmp_path), code=5)

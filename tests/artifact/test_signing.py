@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -26,7 +27,7 @@ from llmforge.base.errors import InputError
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 
-from .. import published, reports
+from .. import published, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that model-signing brings
 
@@ -54,9 +55,7 @@ def _pem(key: ec.EllipticCurvePrivateKey, password: bytes | None = None) -> byte
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    artifact = published.random_decoder(
-        folder, sample_checkpoint, max_context=64, max_batch=2, serving=ServingSpec(), report=reports.make()
-    )
+    artifact = published.random_decoder(folder, sample_checkpoint, max_context=64, max_batch=2, serving=ServingSpec())
     return artifact.path
 
 
@@ -109,15 +108,43 @@ def test_a_swapped_file_is_refused(artifact: Path, tmp_path: Path) -> None:
     one_message(call("verify", artifact, "--key", public), 5, "changed: tokenizer/tokenizer.json")
 
 
-def test_a_swapped_manifest_is_refused(artifact: Path, tmp_path: Path) -> None:
-    """One that is consistent with swapped files, as whoever swaps them would write it."""
+def forge(artifact: Path) -> None:
+    """Change content and evidence, and compute all digests anew, as whoever knows the format would."""
+    (record,) = (artifact / "evidence").glob("*.json")
+    raw, bound = stored.forged((artifact / "manifest.json").read_bytes(), record.read_bytes(), target="cpu-avx2")
+    rewrite(artifact / "manifest.json", raw)
+    record.unlink()
+    (artifact / "evidence" / f"{hashlib.sha256(bound).hexdigest()}.json").write_bytes(bound)
+
+
+def test_who_computes_every_digest_anew_is_stopped_by_a_signature_alone(artifact: Path, tmp_path: Path) -> None:
     private, public = key_pair(tmp_path, "key")
     call("sign", artifact, "--key", private)
-    manifest = json.loads((artifact / "manifest.json").read_text())
-    manifest["verdict"] = "pass" if manifest["verdict"] != "pass" else "fail"
-    rewrite(artifact / "manifest.json", json.dumps(manifest).encode())
-    assert call("verify", artifact).exit_code == 0  # it contradicts nothing
-    one_message(call("verify", artifact, "--key", public), 5, "does not verify", "manifest.json")
+    forge(artifact)
+    done = call("verify", artifact)
+    assert done.exit_code == 0, done.output  # it contradicts nothing
+    assert "signature not checked: give --key or --authority" in done.stdout
+    one_message(call("verify", artifact, "--key", public), 5, "does not verify")
+    (artifact / "model.sig").unlink()
+    assert "unsigned: digests show damage, not who built it" in call("verify", artifact).stdout
+
+
+def test_evidence_that_comes_later_is_told_as_unsigned(tmp_path: Path) -> None:
+    """It neither breaks a signature nor counts where one is required."""
+    private, public = key_pair(tmp_path, "key")
+    gates = {"tpot_p50_ms": {"max": 5}}
+    slow = stored.latency(tpot_ms=7.0)
+    made = stored.put(tmp_path / "out", gates=gates, latency=slow).path
+    call("sign", made, "--key", private)
+    stored.put(tmp_path / "out", gates=gates, days=1)
+    done = call("verify", made, "--key", public)
+    assert done.exit_code == 0, done.output
+    assert "gates: fail" in done.stdout
+    assert f"signed by {public}; 1 record of evidence came later, unsigned" in done.stdout
+    assert "gates: pass" in call("verify", made).stdout
+    one_message(call("run", made, "a", "--require-signature", "--key", public), 3, "the gates of tiny", "failed")
+    call("sign", made, "--key", private)
+    assert "came later" not in call("verify", made, "--key", public).stdout
 
 
 def test_a_swapped_key_is_refused(artifact: Path, tmp_path: Path) -> None:
@@ -131,7 +158,7 @@ def test_an_added_file_is_refused_even_one_of_git(artifact: Path, tmp_path: Path
     private, public = key_pair(tmp_path, "key")
     call("sign", artifact, "--key", private)
     (artifact / ".gitattributes").write_text("* text")
-    one_message(call("verify", artifact, "--key", public), 5, "not in the manifest: .gitattributes")
+    one_message(call("verify", artifact, "--key", public), 5, "not in the manifest or in evidence: .gitattributes")
 
 
 @pytest.mark.parametrize("kind", ["missing", "link", "empty", "list", "text", "other bundle"])

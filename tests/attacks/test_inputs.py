@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -140,14 +142,58 @@ def test_ten_megabytes_of_passes(tmp_path: Path) -> None:
 def test_a_manifest_that_names_another_folder_writes_nothing_there(opened: Path, tmp_path: Path) -> None:
     manifest = json.loads((opened / "manifest.json").read_text())
     (opened / "manifest.json").unlink()
-    (opened / "manifest.json").write_text(json.dumps({**manifest, "name": "../triton/kill"}))
+    (opened / "manifest.json").write_text(
+        json.dumps({**manifest, "name": "../triton/kill"}, indent=1, sort_keys=True) + "\n"
+    )
     (opened / "triton" / "kill").mkdir(parents=True)
     before = set(tmp_path.rglob("*"))
     for command in (("triton", opened, "-o", tmp_path / "deep" / "repo"), ("inspect", opened), ("verify", opened)):
         result = invoke(*command)
         assert result.exit_code == 5
-        assert "name: String should match pattern" in result.stderr
+        assert "name '../triton/kill' cannot be that of an artifact" in result.stderr
     assert set(tmp_path.rglob("*")) == before
+
+
+def rewritten(opened: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the record of evidence, and call it by its SHA-256 again."""
+    (file,) = (opened / "evidence").iterdir()
+    record = json.loads(file.read_text())
+    change(record)
+    file.unlink()
+    raw = json.dumps(record, separators=(",", ":")).encode()
+    (opened / "evidence" / f"{hashlib.sha256(raw).hexdigest()}.json").write_bytes(raw)
+
+
+DOCUMENT = {"document": "", "tokens": 1, "baseline_nll": 0, "nll": 0, "kld": 0, "same_top": 0, "delta_p_squared": 0}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda r: r["quality"].update(per_document=[DOCUMENT] * 10_001), "should have at most 10000 items"),
+        (lambda r: r["quality"].update(per_document=[DOCUMENT] * 100_000), "more than the 400,000 values"),
+        (lambda r: r.update(notes=["x" * (17 << 20)]), "at most 16777216 are allowed"),
+        (lambda r: r.update(notes=[[]] * 5_000_000), "more than the 400,000 values"),
+        (lambda r: r["latency"].update(points=r["latency"]["points"] * 65), "should have at most 64 items"),
+        (lambda r: r["versions"].update(torch="\x1b[2J"), "versions.torch"),
+        (lambda r: r.update(name="../../evil"), "cannot be the name"),
+        (lambda r: r.update(created="0001-01-01T00:00:00+23:59"), "not a record of evidence"),
+        (lambda r: r["latency"]["points"][0].pop("tpot_speedup"), None),
+        (lambda r: r["checkpoint"].update(size_bytes=0), None),
+    ],
+    ids=["documents", "many-documents", "bytes", "values", "points", "version", "name", "year", "figures", "size"],
+)  # fmt: skip
+def test_a_record_of_evidence_of_a_stranger(
+    opened: Path, change: Callable[[dict[str, Any]], object], says: str | None
+) -> None:
+    """What has no figures is told so by `inspect`; the rest by each command, soon, and in little memory."""
+    rewritten(opened, change)
+    began = time.process_time()
+    result = invoke("inspect" if says is None else "verify", opened)
+    assert time.process_time() - began < 5
+    assert result.exit_code == 5, result.stderr
+    assert (says or "its newest report cannot be shown") in result.stderr
 
 
 @pytest.mark.parametrize("escape", ["..", "link"])

@@ -11,12 +11,14 @@ from llmforge.base.progress import Silent
 from llmforge.build.evidence import Clock
 from llmforge.evaluation import machine
 from llmforge.report import view
+from llmforge.report.model import ReusedRecord
 
 CODE = """
 import numpy as np
 from llmforge.base import spans
 from llmforge.base.progress import Silent
 from llmforge.build.evidence import Clock
+from llmforge.report.model import ReusedRecord
 tracer = spans.Tracer(lambda span: None)
 with spans.active(tracer), tracer.span("build"):
     clock = Clock(spans.TracedProgress(Silent(), tracer))
@@ -25,7 +27,7 @@ with spans.active(tracer), tracer.span("build"):
     np.ones(64 << 20, np.uint8).sum()
     clock.stage("small again")
     clock.stage("last")
-    record = clock.record()
+    record = clock.record(ReusedRecord())
 print(record.peak_rss_bytes, *(stage.peak_rss_bytes for stage in record.stages))
 print(*(span.attributes["peak_rss_bytes"] for span in tracer.spans[1:]))
 """
@@ -47,7 +49,7 @@ def test_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(machine, "reset_peak_resident_bytes", lambda: False)
     clock = Clock(Silent(), by_stage=False)
     clock.stage("Trace")
-    record = clock.record()
+    record = clock.record(ReusedRecord())
     assert [stage.peak_rss_bytes for stage in record.stages] == [None]
     assert record.peak_rss_bytes >= clock.peak_before
     assert not view.stage_memory(record)

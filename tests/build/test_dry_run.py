@@ -24,7 +24,7 @@ from llmforge.recipe import EngineSpec, Recipe
 from llmforge.trace import trace
 from llmforge.verification.verifier import Verifier
 
-from .. import zoo
+from .. import graphs, zoo
 
 TARGET = targets.load("cpu-avx2")
 ENGINE = EngineSpec(max_context=64, threads=1)
@@ -104,7 +104,7 @@ def build(name: str, recipe: str, folder: Path, *, without: str = "") -> Statist
     windows = [Window("random", ids) for ids in texts]
     caches = dialect.caches(model)
     statistics = calibration.calibrate(checkpoint, windows, demands, caches=caches) if demands else None
-    verifier = Verifier(model, folder=folder / "failed", texts=texts)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=folder / "failed", texts=texts)
     for step in steps:
         verifier.check(step, model, step.run(model, Context(TARGET, statistics)))
     lowered, _ = engines.lower(model, TARGET)

@@ -116,7 +116,7 @@ def test_every_pass_of_a_recipe_holds(name: str, tmp_path: Path) -> None:
     model = trace(Checkpoint.open(tmp_path / "checkpoint"))
     layers = sum(node.op_type == "MoE" for node in model.graph)
     text = np.random.default_rng(0).integers(3, 260, 40)
-    verifier = Verifier(model, folder=tmp_path, texts=[text])
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
     registry = {change.name: change for change in passes.ALL}
     steps: list[Pass] = [registry[step]() for step in FUSED]
     exclude = ("model.layers.1.mlp.experts.*",)

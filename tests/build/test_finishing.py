@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.evaluation.gates import Verdict
+from llmforge.report import model
 from llmforge.report.model import Report
 
 pytest.importorskip("tensorrt_rtx")
@@ -67,7 +68,7 @@ def built(result: Result) -> tuple[Artifact, Report]:
     """Open what a build published; its path is the last line of standard output."""
     opened = Artifact.open(Path(result.stdout.splitlines()[-1]))
     opened.verify()
-    return opened, Report.model_validate_json((opened.path / "report/report.json").read_bytes())
+    return opened, model.read(opened)
 
 
 def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> None:
@@ -80,7 +81,7 @@ def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> Non
         "engine/runtime.json",
     }
     assert opened.manifest.requires.keys() == {"tensorrt-rtx"}
-    assert opened.manifest.verdict == "inconclusive"
+    assert opened.verdict == "inconclusive"
     assert {gate.metric: gate.verdict for gate in report.gates} == {
         "kld_mean": Verdict.INCONCLUSIVE,
         "size_bytes": Verdict.PASS,
@@ -146,7 +147,12 @@ def test_a_deferred_engine_is_finished_beside_it(recipe: Write, tmp_path: Path) 
     again = run("build", "--finish", opened.path)
     assert again.exit_code == 5
     assert "its engine is already built" in again.stderr
-    assert run("build", "--finish", pending.path, "--quiet").exit_code == 4, "the same version replaces itself"
+    assert run("build", "--finish", pending.path, "--quiet").exit_code == 4, "the same content"
+    twice = Artifact.open(opened.path)
+    twice.verify()
+    assert [record.verdict for record in twice.evidence] == ["inconclusive", "inconclusive"]
+    assert twice.evidence[0].digest == opened.evidence[0].digest
+    assert (twice.path / twice.evidence[1].home / "report/report.html").is_file()
     assert not list(pending.path.parent.glob(".*building*"))
 
     other = recipe("other.yaml", engine={**RTX, "max_batch": 1, "deferred": True})

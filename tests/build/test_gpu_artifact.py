@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from llmforge.runtime import Engine, load
 from llmforge.runtime.backends.config import DeviceFacts, PlanFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
 
-from .. import published
+from .. import published, stored
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,8 +40,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) 
 
 
 @pytest.fixture(params=["cuda", "tensorrt", "tensorrt-rtx"])
-def for_gpu(request: pytest.FixtureRequest, artifact: Artifact) -> Path:
-    path = artifact.path / "engine" / "runtime.json"
+def for_gpu(request: pytest.FixtureRequest, artifact: Artifact, tmp_path: Path) -> Path:
+    copy = Path(shutil.copytree(artifact.path, tmp_path / "artifact"))
+    path = copy / "engine" / "runtime.json"
     path.chmod(0o644)
     config = RuntimeConfig.read(path)
     changes = {"provider": request.param, "device": DeviceFacts(89, 1 << 30)}
@@ -50,7 +52,8 @@ def for_gpu(request: pytest.FixtureRequest, artifact: Artifact) -> Path:
         module = request.param.replace("-", "_")
         changes |= {"onnxruntime": None, "plan": PlanFacts(module, "11.4.0", "model.plan", ())}
     path.write_text(dataclasses.replace(config, **changes).to_json())
-    return artifact.path
+    stored.reseal(copy)
+    return copy
 
 
 @pytest.mark.skipif(has_cuda(), reason="there is a CUDA device")

@@ -23,6 +23,7 @@ from llmforge.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "fp32.yaml"
+LOAD = "Load llmforge"  # the first stage
 FAST = ("--set", "validation.quality=null", "--set", "validation.latency=null", "--set", "gates={}")
 
 
@@ -73,8 +74,15 @@ def digest(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return Artifact.open(Path(done.stdout.splitlines()[-1])).manifest.content_digest
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("stage", ["Load torch", "Build engine"])
+@pytest.mark.parametrize(
+    ("number", "code", "stage"),
+    [
+        (signal.SIGINT, 130, LOAD),
+        (signal.SIGTERM, 143, "Build engine"),
+        pytest.param(signal.SIGTERM, 143, LOAD, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, "Build engine", marks=pytest.mark.slow),
+    ],
+)
 def test_signals(number: signal.Signals, code: int, stage: str, cache: Path, digest: str, tmp_path: Path) -> None:
     building = subprocess.Popen(
         command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(cache), cwd=ROOT
@@ -94,7 +102,7 @@ def test_signals(number: signal.Signals, code: int, stage: str, cache: Path, dig
     )
     assert "Traceback" not in rest
     nothing_visible(tmp_path)
-    if stage == "Load torch":
+    if stage == LOAD:
         return
     again = run(tmp_path, cache)
     assert again.returncode == 0, again.stderr
@@ -118,7 +126,9 @@ def mount(folder: Path, options: str) -> None:
         pytest.skip(f"no file system can be mounted here: {done.stderr}")
 
 
-@pytest.mark.parametrize("size", ["64k", "1m", "26760k"])
+@pytest.mark.parametrize(
+    "size", ["64k", pytest.param("1m", marks=pytest.mark.slow), pytest.param("26760k", marks=pytest.mark.slow)]
+)
 def test_a_full_disk(size: str, cache: Path, digest: str, tmpfs: Path, tmp_path: Path) -> None:
     """The first two are known to be too small, the last one turns out to be so half way."""
     mount(tmpfs, f"size={size}")
@@ -136,6 +146,7 @@ def test_a_full_disk(size: str, cache: Path, digest: str, tmpfs: Path, tmp_path:
     assert Artifact.open(Path(again.stdout.splitlines()[-1])).manifest.content_digest == digest
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(cache: Path, digest: str, tmp_path: Path) -> None:
     done = run(tmp_path, cache, limits=((resource.RLIMIT_FSIZE, 1 << 20),))
     assert done.returncode == 8, done.stderr
@@ -150,6 +161,7 @@ def test_a_store_that_is_read_only(cache: Path, digest: str, tmpfs: Path) -> Non
     one_message(done.stderr, "cannot be written: Read-only file system")
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written(digest: str, tmpfs: Path, tmp_path: Path) -> None:
     mount(tmpfs, "size=1m,ro")
     done = run(tmp_path / "out", tmpfs / "cache")
@@ -158,7 +170,14 @@ def test_a_cache_that_cannot_be_written(digest: str, tmpfs: Path, tmp_path: Path
     nothing_visible(tmp_path / "out")
 
 
-@pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError('std::bad_alloc')", "OSError(12, 'no memory')"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError('std::bad_alloc')",
+        pytest.param("MemoryError()", marks=pytest.mark.slow),
+        pytest.param("OSError(12, 'no memory')", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_that_runs_out(error: str, cache: Path, digest: str, tmp_path: Path) -> None:
     """An allocation fails while the engine is written."""
     script = (
@@ -236,6 +255,7 @@ def test_what_caused_an_error_is_looked_at() -> None:
     assert not resources.out_of_memory(RunFailed("ONNX Runtime failed"))
 
 
+@pytest.mark.slow
 def test_the_clock_goes_back(cache: Path, digest: str, tmp_path: Path) -> None:
     """A build whose clock runs backwards gives the same, and no stage took less than no time."""
     script = (

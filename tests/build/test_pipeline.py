@@ -30,7 +30,6 @@ from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten
 from llmforge.recipe import Recipe
 from llmforge.report import model as reports
-from llmforge.report.model import Report
 from llmforge.runtime import Sampling, load
 
 from ..sweep import shrink
@@ -93,9 +92,9 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     artifact = Artifact.open(path)
     artifact.verify()
     assert [path] == visible(tmp_path / "out")
-    assert artifact.manifest.verdict == "pass"
+    assert artifact.verdict == "pass"
     assert artifact.manifest.recipe["passes"][4]["quantize-weights"]["method"] == "gptq"
-    report = Report.model_validate_json((path / "report" / "report.json").read_text())
+    report = reports.read(Artifact.open(path))
     assert [done.name for done in report.passes] == [next(iter(p)) if isinstance(p, dict) else p for p in QUANTIZED]
     assert all(done.rewritten for done in report.passes)
     assert report.quality is not None
@@ -104,7 +103,8 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     assert report.latency.points[0].tpot_speedup is not None
     stages = {stage.title: stage.seconds for stage in report.build.stages}
     assert sum(stages.values()) == pytest.approx(report.build.seconds)
-    assert all(stages[f"Pass {p.name}"] >= p.seconds + p.verification.seconds > 0 for p in report.passes)
+    assert all(stages[f"Pass {p.name}"] >= p.seconds > 0 for p in report.passes)
+    assert all(p.verification.seconds > 0 for p in report.passes)  # of the last, beside what follows
     assert stages["Calibrate"] > 0
     assert stages["Measure quality"] > 0
     assert report.engine.size_bytes == sum(file.stat().st_size for file in (path / "engine").iterdir())
@@ -121,7 +121,7 @@ def test_a_model_of_its_own_attention_is_built_and_says_so(recipe_file: Write, t
     result = run(recipe_file(checkpoint=str(tmp_path / "diffllama"), passes=steps, calibration=None))
     assert result.exit_code == 0, result.output
     path = Path(result.stdout.splitlines()[-1])
-    report = Report.model_validate_json((path / "report" / "report.json").read_text())
+    report = reports.read(Artifact.open(path))
     assert "attention was traced from the model's own code" in " ".join(report.notes)
     assert not next(done for done in report.passes if done.name == "flash-attention").rewritten
     assert report.quality is not None
@@ -191,7 +191,7 @@ def test_a_killed_calibration_goes_on_where_it_was(
 def test_gates_decide_how_a_build_ends(recipe_file: Write, gate: Any, code: int, verdict: str) -> None:
     result = run(recipe_file(passes=QUANTIZED, gates=gate))
     assert result.exit_code == code, result.output
-    assert Artifact.open(Path(result.stdout.splitlines()[-1])).manifest.verdict == verdict
+    assert Artifact.open(Path(result.stdout.splitlines()[-1])).verdict == verdict
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ class Boast(Pass):
 
 @pytest.mark.parametrize(
     ("cls", "says"),
-    [(Lie, "first diverging tensor: model.layers.1.mlp.down_proj"), (Boast, "did not change the graph")],
+    [(Lie, "declares exact: model.layers.1.mlp.down_proj/MatMul differ by"), (Boast, "did not change the graph")],
 )
 def test_a_pass_that_lies_ends_the_build(
     recipe_file: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cls: type[Pass], says: str
@@ -268,9 +268,9 @@ def test_without_compiled_kernels_a_build_goes_on_where_its_recipe_allows(
     built = run(recipe_file(passes=steps, validation={}))
     assert built.exit_code == 0, built.output
     assert "note: cpu-kernels: using ONNX Runtime's slower kernels" in built.output
-    report = reports.read(Path(built.stdout.splitlines()[-1]) / "report" / "report.json")
+    report = reports.read(Artifact.open(Path(built.stdout.splitlines()[-1])))
     assert any(note.startswith("cpu-kernels: using ONNX Runtime's slower kernels") for note in report.notes)
-    assert [skipped.reason for skipped in report.passes[-1].skipped] == ["the kernels are not compiled"]
+    assert {skipped.reason for skipped in report.passes[-1].skipped} == {"the kernels are not compiled"}
 
 
 def test_a_budget_that_is_exceeded_ends_the_build(recipe_file: Write, tmp_path: Path) -> None:

@@ -49,16 +49,16 @@ def locked(**changes: Any) -> Lock:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    for name in ("engine/model.onnx", "tokenizer/tokenizer.json", "report/report.json"):
+    for name in ("engine/model.onnx", "tokenizer/tokenizer.json", "report/report.html"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    files = artifact.records(tmp_path)
-    provenance.write(tmp_path, reported(), locked().with_engine(files), files, "3" * 64)
+    manifest = artifact.seal(tmp_path, recipe={}, checkpoint="c" * 64, target="l4", requires={})
+    provenance.write(tmp_path, reported(), locked().with_engine(manifest.files), manifest)
     return tmp_path
 
 
 def test_none_of_it_is_content(written: Path) -> None:
-    counted = [path for path, record in artifact.records(written).items() if record.in_content]
+    counted = list(artifact.records(written, content=True))
     assert counted == ["engine/model.onnx", "tokenizer/tokenizer.json"]
 
 
@@ -68,9 +68,10 @@ def test_the_statement_is_slsa_provenance_of_the_content(written: Path) -> None:
         "https://in-toto.io/Statement/v1",
         "https://slsa.dev/provenance/v1",
     )
+    manifest = artifact.seal(written, recipe={}, checkpoint="c" * 64, target="l4", requires={})
     assert {each["name"]: each["digest"]["sha256"] for each in found["subject"]} == {
         path: hashlib.sha256(path.encode()).hexdigest() for path in ("engine/model.onnx", "tokenizer/tokenizer.json")
-    }
+    } | {"manifest.json": manifest.content_digest}
     definition = found["predicate"]["buildDefinition"]
     assert definition["externalParameters"]["recipe"] == reported().recipe
     assert definition["internalParameters"] == {
@@ -110,12 +111,13 @@ def test_the_bill_of_materials_validates(written: Path) -> None:
     assert purls["checkpoint docs-llama"] is None
     assert len(found["components"]) == 5
     assert Bom.from_json(data=found).serial_number.urn == found["serialNumber"]  # type: ignore[attr-defined]
-    assert provenance.bill_of_materials(reported(), locked(), "3" * 64) + "\n" == text  # no randomness
+    assert provenance.bill_of_materials(reported(), locked()) + "\n" == text  # no randomness
 
 
 def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "missing", lambda extra: ["cyclonedx-python-lib"])
-    provenance.write(tmp_path, reported(), locked(), {}, "3" * 64)
+    manifest = artifact.seal(tmp_path, recipe={}, checkpoint="c" * 64, target="l4", requires={})
+    provenance.write(tmp_path, reported(), locked(), manifest)
     assert not (tmp_path / "provenance/bom.cdx.json").exists()
     assert "not written: cyclonedx-python-lib was not installed" in (tmp_path / "README.md").read_text()
 

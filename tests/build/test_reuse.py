@@ -13,17 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import onnx_ir as ir
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from llmforge import targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Silent
 from llmforge.build import pipeline
 from llmforge.cache import Cache, Code
+from llmforge.cache.remote import Remote
 from llmforge.checkpoint import Checkpoint
 from llmforge.evaluation.baseline import Baseline
 from llmforge.ir import graph
+from llmforge.lowering import pass_base
+from llmforge.lowering.pass_base import Changes, Context
+from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.recipe import Recipe
 from llmforge.report import model as reports
 from llmforge.trace import trace
@@ -41,12 +48,18 @@ Write = Callable[..., Recipe]
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
-    """Write a recipe for the tiny checkpoint; keyword arguments are the last pass's budget and other weights' bits."""
+    """Write a recipe for the tiny checkpoint; arguments are the last pass's budget, the weights' bits, other fields."""
     rng = random.Random(0)
     lines = [{"id": str(i), "text": f"{i} " + " ".join(rng.choices(WORDS, k=30))} for i in range(10)]
     (tmp_path / "calibration.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
-    def write(bits: int = 4, budget: float = 5.0, name: str = "tiny", quality: Any = None) -> Recipe:
+    def write(
+        bits: int = 4,
+        budget: float = 5.0,
+        name: str = "tiny",
+        quality: Any = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> Recipe:
         facts: Mapping[str, Any] = {
             "schema": 1,
             "name": name,
@@ -62,7 +75,7 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
             "validation": {"quality": quality},
         }
         path = tmp_path / f"{name}.yaml"
-        path.write_text(json.dumps(facts))  # JSON is YAML
+        path.write_text(json.dumps({**facts, **(changes or {})}))  # JSON is YAML
         return Recipe.load(path)
 
     return write
@@ -87,7 +100,7 @@ def build(recipe: Recipe, tmp_path: Path, *, cached: bool = True, progress: Reco
     artifact = Artifact.open(result.path)
     artifact.verify()
     assert not list(folder.glob("*/.[!l]*"))  # no private cache is left
-    return artifact.manifest.content_digest, reports.read(result.path / "report" / "report.json")
+    return artifact.manifest.content_digest, reports.read(artifact)
 
 
 def reused(report: reports.Report) -> list[str]:
@@ -108,6 +121,10 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
     recorded = Recorded()
     warm, again = build(recipe(), tmp_path, progress=recorded)
     assert without == cold == warm
+    assert report.build.reused == reports.ReusedRecord()
+    assert again.build.reused == reports.ReusedRecord(
+        stages=("trace", "trace-proof"), layers=(0, 1), passes=tuple(NAMES)
+    )
     assert reused(again) == NAMES
     said = [title.removesuffix(": reused") for title in recorded.titles if title.endswith(" reused")]
     assert said == ["Trace", "Verify trace", "Calibrate: all layers reused", *(f"Pass {name}" for name in NAMES)]
@@ -130,6 +147,7 @@ def test_the_baseline_runs_once(recipe: Write, tmp_path: Path, monkeypatch: pyte
     warm, again = build(recipe(quality=text), tmp_path, progress=recorded)
     assert plain == cold == warm
     assert "Run baseline: reused" in recorded.titles
+    assert again.build.reused.stages == ("trace", "trace-proof", "baseline")
     assert without.quality == report.quality == again.quality
     assert again.quality is not None
 
@@ -286,14 +304,84 @@ def test_a_killed_build_is_resumed_at_the_last_finished_pass(recipe: Write, tmp_
     assert digest == build(recipe(), tmp_path, cached=False)[0]
 
 
-def test_two_builds_at_once_share_the_work_and_have_the_same_bytes(recipe: Write, tmp_path: Path) -> None:
-    both = [start(recipe(), tmp_path, out) for out in ("one", "other")]
-    lines = [process.communicate(timeout=240)[0].splitlines() for process in both]
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_builds_at_once_share_the_work_and_have_the_same_bytes(recipe: Write, tmp_path: Path, count: int) -> None:
+    builds = [start(recipe(), tmp_path, f"out {number}") for number in range(count)]
+    lines = [process.communicate(timeout=1200)[0].splitlines() for process in builds]
     digests = {Artifact.open(Path(told[-1].removeprefix("published "))).manifest.content_digest for told in lines}
-    assert [process.returncode for process in both] == [0, 0]
+    assert [process.returncode for process in builds] == [0] * count
     assert len(digests) == 1
     traced = [told.count("Trace") for told in lines]
     assert sum(traced) == 1
     for name in NAMES:
         assert sum(told.count(f"Pass {name}") for told in lines) == 1, name
     assert Cache(tmp_path / "cache").notes == []
+
+
+def test_targets_of_a_recipe_share_all_in_front_of_the_engine(
+    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = [*NAMES[:3], {"quantize-weights": {"block_size": 32, "budget": LOOSE}}]
+    passes.append({"lower-precision": {"dtype": "fp16", "budget": LOOSE}})
+    deferred = {"max_context": 128, "max_batch": 2, "threads": 1, "deferred": True}
+    others: list[dict[str, Any]] = [{"target": "cpu-generic"}, {"target": "rtx-4090", "engine": deferred}]
+    expected, _ = build(recipe(changes={"passes": passes, **others[1]}), tmp_path, cached=False)
+    build(recipe(changes={"passes": passes}), tmp_path)
+    for name in ("_drive", "check"):
+        monkeypatch.setattr(Verifier, name, None)  # who proves, fails
+    monkeypatch.setattr("llmforge.trace.trace", None)
+    monkeypatch.setattr("llmforge.calibration.driver._walk", None)
+    monkeypatch.setattr(pipeline, "verify_trace", None)
+    written: list[str] = []
+    monkeypatch.setattr(Cache, "put", lambda cache, key, write: written.append(key.kind))
+    for other in others:
+        digest, report = build(recipe(changes={"passes": passes, **other}), tmp_path)
+        assert reused(report) == [*NAMES[:4], "lower-precision"]
+    assert digest == expected
+    assert written == []
+
+
+def test_a_remote_cache_gives_another_machine_all_that_one_computed(recipe: Write, tmp_path: Path) -> None:
+    key = ed25519.Ed25519PrivateKey.generate()
+
+    def remote(**keys: Any) -> Remote:
+        return Remote("memory://cache", fsspec.filesystem("memory"), f"/{tmp_path.name}", **keys)
+
+    digests = []
+    for folder, reach in (("one", remote(signer=key)), ("other", remote(trusted=key.public_key()))):
+        made = partial(Cache, tmp_path / folder, 10**9, remote=reach)
+        result = pipeline.build(recipe(), tmp_path / f"out-{folder}", None, made)
+        digests.append(Artifact.open(result.path).manifest.content_digest)
+        assert not [note for note in result.report.notes if "cache" in note]
+    assert digests[0] == digests[1]
+    expected = reports.ReusedRecord(stages=("trace", "trace-proof"), layers=(0, 1), passes=tuple(NAMES))
+    assert result.report.build.reused == expected
+
+
+def test_a_pass_cannot_read_the_target(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    class Peeks(FuseNorms):
+        def run(self, model: ir.Model, context: Context) -> Changes:
+            assert context.target.kind  # type: ignore[attr-defined]
+            return Changes()
+
+    with pytest.raises(AttributeError, match="target") as caught:
+        pass_base.run(Peeks(), trace(Checkpoint.open(tiny_checkpoint)), Context(targets.load("l4")))
+    assert caught.value.__notes__ == ["in pass fuse-norms"]
+
+
+def test_a_late_change_imports_neither_torch_nor_transformers(recipe: Write, tmp_path: Path) -> None:
+    """They take longer to import than all that is left to do."""
+    rounded = recipe()
+    file = tmp_path / f"{rounded.name}.yaml"
+    plain = json.loads(file.read_text())
+    steps = ["fuse-norms", {"quantize-weights": {"method": "rtn", "budget": {"kld_mean": 5.0}}}]
+    file.write_text(json.dumps({**plain, "passes": steps}))
+    build(Recipe.load(file), tmp_path)
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps({**plain, "engine": {**plain.get("engine", {}), "max_batch": 3}}))
+    asked = _BUILD + "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    command = [sys.executable, "-c", asked, str(file), str(tmp_path / "out"), str(tmp_path / "cache")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
+    assert "Pass quantize-weights: reused" in told
+    assert told.splitlines()[-1] == "[]"

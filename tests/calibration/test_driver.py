@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -17,15 +17,16 @@ from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, key
+from llmforge.calibration.layer import Call, DecoderLayer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import Window
-from llmforge.quantization.grids import Grid, dequantize
+from llmforge.quantization.grids import Float32, Grid, dequantize
 from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.gptq import Gptq
-from llmforge.quantization.statistics import InputRangeDemand, KvRangeDemand, Statistics, WeightDemand
+from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRangeDemand, Statistics, WeightDemand
 from llmforge.trace import trace
 from llmforge.trace.export import pattern
 
@@ -249,6 +250,85 @@ def test_a_killed_calibration_goes_on(
     calls.clear()
     calibrate(checkpoint, windows[:3], DEMANDS, store=Store(Cache(tmp_path / "layers")))  # other text: nothing is found
     assert len(calls) == 8
+
+
+def run_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the layers that are loaded, by their numbers."""
+    loaded: list[int] = []
+    own = Skeleton.load
+
+    def counted(self: Skeleton, index: int, calls: Sequence[Call]) -> DecoderLayer:
+        loaded.append(index)
+        return own(self, index, calls)
+
+    monkeypatch.setattr(Skeleton, "load", counted)
+    return loaded
+
+
+def states_in(folder: Path) -> list[str]:
+    return [entry.parts["layer"] for entry in Cache(folder).entries() if entry.kind == "calibration-states"]
+
+
+@pytest.mark.parametrize("demands", [DEMANDS, DEMANDS[1:]], ids=["weights", "ranges"])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_killed_calibration_begins_at_the_first_layer_that_is_lacking(
+    at: int, demands: Sequence[Demand], windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "deep", num_hidden_layers=5)
+    deep = Checkpoint.open(tmp_path / "deep")
+    whole = calibrate(deep, windows, demands)
+    with pytest.raises(KilledError), Cache(tmp_path / "cache", 10**9) as cache:
+        calibrate(deep, windows, demands, store=Store(cache), progress=KilledAt(at))
+    assert states_in(tmp_path / "cache") == [str(at)]
+    loaded = run_layers(monkeypatch)
+    with Cache(tmp_path / "cache", 10**9) as cache:
+        assert equal(whole, calibrate(deep, windows, demands, store=Store(cache)))
+    assert loaded == list(range(at, 5))
+    assert states_in(tmp_path / "cache") == []
+    assert cache.notes == []
+
+
+def test_a_calibration_killed_before_it_kept_its_states_begins_one_layer_earlier(
+    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "deep", num_hidden_layers=4)
+    deep = Checkpoint.open(tmp_path / "deep")
+    whole, keep = calibrate(deep, windows, DEMANDS), Store.keep_states
+
+    def killed(self: Store, key: str, index: int, states: Iterable[Float32]) -> None:
+        if index == 3:
+            raise KilledError
+        keep(self, key, index, states)
+
+    monkeypatch.setattr(Store, "keep_states", killed)
+    with pytest.raises(KilledError), Cache(tmp_path / "cache", 10**9) as cache:
+        calibrate(deep, windows, DEMANDS, store=Store(cache))
+    monkeypatch.setattr(Store, "keep_states", keep)
+    loaded = run_layers(monkeypatch)
+    with Cache(tmp_path / "cache", 10**9) as cache:
+        assert equal(whole, calibrate(deep, windows, DEMANDS, store=Store(cache)))
+    assert loaded == [2, 3]
+
+
+def test_states_that_are_too_large_are_not_kept_and_damaged_ones_not_used(
+    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, loaded = calibrate(checkpoint, windows, DEMANDS), run_layers(monkeypatch)
+    with pytest.raises(KilledError), Cache(tmp_path / "small", 100_000) as cache:  # 131 tokens of 64 features, twice
+        calibrate(checkpoint, windows, DEMANDS, store=Store(cache), progress=KilledAt(1))
+    assert "are more than 1/8 of the cache" in cache.notes[0]
+    assert states_in(tmp_path / "small") == []
+    with pytest.raises(KilledError), Cache(tmp_path / "large", 10**9) as cache:
+        calibrate(checkpoint, windows, DEMANDS, store=Store(cache), progress=KilledAt(1))
+    file = next((tmp_path / "large").glob("entries/*/states"))
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    loaded.clear()
+    with Cache(tmp_path / "large", 10**9) as cache:
+        assert equal(whole, calibrate(checkpoint, windows, DEMANDS, store=Store(cache)))
+    assert loaded == [0, 1]
+    assert "was damaged" in cache.notes[0]
 
 
 def test_where_all_layers_are_found_nothing_is_run(

@@ -1,5 +1,6 @@
 """The command line through its runner, and as a process where it matters: exit code, both streams, message."""
 
+import hashlib
 import io
 import json
 import re
@@ -15,19 +16,21 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from rich.console import Console
 
 import llmforge.build
 from llmforge import __version__, artifact, passes, runtime, targets
-from llmforge.base import errors
-from llmforge.cache import Cache
+from llmforge.base import admission, errors
+from llmforge.cache import Cache, Key
 from llmforge.cli import cli, console, describe
 from llmforge.evaluation.gates import Verdict
 from llmforge.recipe import Recipe
-from llmforge.report import render
 from llmforge.runtime import Chunk, Sampling, TokenLogprob, Usage
 from llmforge.runtime.sampling.constraints import Constraint
 
+from .. import stored
 from ..reports import make
 from ..sample_passes import Squeeze
 
@@ -97,6 +100,27 @@ def test_build_uses_the_cache_that_is_asked_for(
     assert (refused.exit_code, "cannot be used with --no-cache" in refused.stderr) == (2, True)
 
 
+def test_build_uses_the_remote_cache_that_is_asked_for(
+    fake: FakePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "cache"))
+    private = ed25519.Ed25519PrivateKey.generate()
+    public, secret, url = tmp_path / "pub.pem", tmp_path / "key.pem", f"file://{tmp_path}/remote"
+    public.write_bytes(private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    secret.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with Cache(tmp_path / "cache") as cache:
+        cache.put(Key("proof", {}), lambda folder: None)
+    assert invoke("cache", "push", "--remote-cache", url, "--sign", str(secret)).stdout == "pushed 1 entries\n"
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "other"))
+    assert invoke("build", str(FP32), "--remote-cache", url, "--cache-key", str(public)).exit_code == 0
+    assert fake.cache is not None
+    with fake.cache() as cache:
+        assert cache.find(Key("proof", {})) is not None
+    for given, says in ((["--remote-cache", url], "requires the key"), (["--cache-key", str(public)], "no --remote")):
+        refused = invoke("build", str(FP32), *given)
+        assert (refused.exit_code, says in refused.stderr) == (2, True)
+
+
 def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:
     result = invoke("build", str(FP32), "--out", str(tmp_path))
     assert result.exit_code == 0
@@ -113,7 +137,7 @@ def test_build_json_is_one_object(fake: FakePipeline, tmp_path: Path) -> None:
     written = json.loads(invoke("build", str(FP32), "--out", str(tmp_path), "--json").stdout)
     assert written["artifact"] == str(tmp_path / "docs-llama-fp32" / "0123456789ab")
     assert written["report"]["verdict"] == "pass"
-    assert written["report"]["schema"] == 1
+    assert written["report"]["schema"] == 2
 
 
 def test_build_writes_to_artifacts_and_takes_overrides(fake: FakePipeline) -> None:
@@ -220,6 +244,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     stand_in = FakeRunner()
     monkeypatch.setattr(runtime, "load", lambda path: stand_in)
     monkeypatch.setattr(artifact.Artifact, "open", lambda path: SimpleNamespace(path=path))
+    admitted = admission.Admission(None, "pass", ())  # type: ignore[arg-type]
+    monkeypatch.setattr(admission, "admit", lambda path, **options: admitted)
     return stand_in
 
 
@@ -331,12 +357,8 @@ def published(tmp_path: Path) -> artifact.Artifact:
     with artifact.staging(tmp_path / "artifacts", "sample") as folder:
         (folder / "engine").mkdir()
         (folder / "engine" / "model.onnx").write_bytes(b"graph")
-        (folder / "report").mkdir()
-        render.write(make(), folder / "report")
-        return artifact.publish(
-            folder, recipe={"name": "sample"}, checkpoint="0" * 64, target="cpu-avx2", verdict="pass",
-            requires={"onnxruntime": "1.31.1"},
-        )  # fmt: skip
+        recipe = {"name": "sample", "gates": {"kld_mean": {"max": 0.03}}}
+        return stored.publish(folder, recipe=recipe, requires={"onnxruntime": "1.31.1"})
 
 
 def test_inspect_shows_what_the_artifact_is(published: artifact.Artifact) -> None:
@@ -354,13 +376,17 @@ def test_inspect_shows_what_the_artifact_is(published: artifact.Artifact) -> Non
 
 def test_inspect_json_is_the_manifest(published: artifact.Artifact) -> None:
     shown = json.loads(invoke("inspect", str(published.path), "--json").stdout)
+    assert shown.pop("verdict") == "pass"
+    assert shown.pop("content_digest") == published.manifest.content_digest
+    (record,) = shown.pop("evidence")
+    assert (published.path / record["record"]).is_file()
     assert shown == json.loads((published.path / "manifest.json").read_text())
 
 
 def test_inspect_verifies(published: artifact.Artifact) -> None:
     good = invoke("inspect", str(published.path), "--verify")
     assert good.exit_code == 0
-    assert "files match the manifest" in good.stdout
+    assert "verified: 1 files of content, 1 of evidence; gates: pass" in good.stdout
     model = published.path / "engine" / "model.onnx"
     model.chmod(0o644)
     model.write_bytes(b"grapf")
@@ -371,9 +397,10 @@ def test_inspect_verifies(published: artifact.Artifact) -> None:
 
 
 def test_inspect_of_a_report_of_another_version_is_refused(published: artifact.Artifact) -> None:
-    path = published.path / "report" / "report.json"
-    path.chmod(0o644)
-    path.write_text('{"schema": 7}')
+    old = published.path / published.evidence[0].path
+    raw = old.read_bytes().replace(b'"passes":', b'"steps":')
+    old.unlink()
+    (published.path / "evidence" / f"{hashlib.sha256(raw).hexdigest()}.json").write_bytes(raw)
     result = invoke("inspect", str(published.path))
     assert result.exit_code == 5
     assert "not a report of this version" in result.stderr
@@ -533,6 +560,9 @@ def test_a_bug_ends_with_a_traceback_and_1() -> None:
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("This is a bug in llmforge. Please report it")
+    done = process("targets", "--log-format", "json", code=code)
+    assert done.returncode == 1
+    assert json.loads(done.stderr)["kind"] == "bug"  # one line, and no more
 
 
 def test_an_error_shows_no_traceback() -> None:

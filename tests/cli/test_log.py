@@ -105,6 +105,24 @@ def test_errors_are_events(fake: Pipeline, tmp_path: Path) -> None:
         assert (event["event"], event["exit_code"], done.exit_code) == ("error", 2, 2)
 
 
+@pytest.mark.parametrize("bug", [ZeroDivisionError("division by zero"), AttributeError("a name"), OSError("a disk")])
+def test_a_bug_is_one_event_with_its_traceback(fake: Pipeline, tmp_path: Path, bug: Exception) -> None:
+    fake.error = bug
+    done = invoke("--log-format", "json", "build", RECIPE, "--out", tmp_path, "--quiet")
+    (event,) = events(done)
+    assert done.exit_code == event["exit_code"] == 1
+    assert (event["event"], event["kind"]) == ("error", "bug")
+    assert event["message"] == f"{type(bug).__name__}: {bug}"
+    assert event["hint"].startswith("This is a bug in llmforge. Please report it")
+    lines = event["traceback"].splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == event["message"]
+    assert any("in build" in line for line in lines)
+    text = invoke("build", RECIPE, "--out", tmp_path, "--quiet")
+    assert text.exception is bug  # which `main` lets through, with a note
+    assert text.stderr == ""
+
+
 def test_text_stays_the_default(fake: Pipeline, tmp_path: Path) -> None:
     done = invoke("build", RECIPE, "--out", tmp_path)
     assert done.stderr.startswith("Load torch and transformers\nTrace\n")

@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 from llmforge.artifact import tags
 from llmforge.cli import cli
 
-from ..stored import FAILS, UNDECIDED, put
+from .. import stored
+from ..stored import FAILS, UNDECIDED, put, several
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +38,15 @@ def test_ls_of_nothing() -> None:
 
 
 def test_ls(out: Path) -> None:
-    put(out, version="1")
-    put(out, version="1", name="other", gates=FAILS)
-    tags.move(out / "tiny", "new", "1")
+    mine, other = put(out).path.name, put(out, name="other", gates=FAILS).path.name
+    tags.move(out / "tiny", "new", mine)
     head, second, first = invoke("ls").stdout.splitlines()
     assert head.split() == ["ARTIFACT", "GATES", "SIZE", "CREATED", "(UTC)", "TARGET", "TAGS"]
-    assert second.startswith("other/1   fail")
-    assert first.startswith("tiny/1    pass")
+    assert second.startswith(f"other/{other}  fail")
+    assert first.startswith(f"tiny/{mine}   pass")
     assert first.endswith("cpu-avx2  new")
     (facts,) = json.loads(invoke("ls", "tiny", "--json").stdout)
-    assert facts["artifact"] == "tiny/1"
+    assert facts["artifact"] == f"tiny/{mine}"
     assert facts["tags"] == ["new"]
     assert facts["verdict"] == "pass"
     done = invoke("ls", "tyni")
@@ -55,51 +55,49 @@ def test_ls(out: Path) -> None:
 
 
 def test_tag_and_history(out: Path) -> None:
-    for version in ("1", "2"):
-        put(out, version, version=version)
-    assert invoke("tag", "tiny/1", "new").stdout == "tiny:new is now on 1\n"
-    assert invoke("tag", "tiny/2", "new").stdout == "tiny:new is now on 2; it was on 1\n"
-    assert invoke("tag", "tiny:new", "new").stdout == "tiny:new is on 2 already\n"
-    assert json.loads(invoke("tag", "tiny:new", "new", "--delete", "--json").stdout)["moved"]["from"] == "2"
+    one, two = several(out, 2)
+    assert invoke("tag", f"tiny/{one}", "new").stdout == f"tiny:new is now on {one}\n"
+    assert invoke("tag", f"tiny/{two}", "new").stdout == f"tiny:new is now on {two}; it was on {one}\n"
+    assert invoke("tag", "tiny:new", "new").stdout == f"tiny:new is on {two} already\n"
+    assert json.loads(invoke("tag", "tiny:new", "new", "--delete", "--json").stdout)["moved"]["from"] == two
     lines = invoke("ls", "--history").stdout.splitlines()
     assert [line.split()[2:] for line in lines[1:]] == [
-        ["tiny:new", "tag", "–", "1"],
-        ["tiny:new", "tag", "1", "2"],
-        ["tiny:new", "delete", "2", "–"],
+        ["tiny:new", "tag", "–", one],
+        ["tiny:new", "tag", one, two],
+        ["tiny:new", "delete", two, "–"],
     ]
     assert len(json.loads(invoke("ls", "--history", "--json").stdout)) == 3
 
 
 def test_rm(out: Path, tmp_path: Path) -> None:
-    for version in ("1", "2", "3"):
-        put(out, version, version=version)
-    done = invoke("rm", "tiny/1", str(out / "tiny" / "2"))
-    assert done.stdout == "removed tiny/1\nremoved tiny/2\n"
-    assert [path.name for path in (out / "tiny").glob("[!.]*")] == ["3"]
-    elsewhere = put(tmp_path / "elsewhere", version="1").path
-    for what in (str(elsewhere), str(out), str(out / "tiny"), str(out / "tiny" / "3" / "engine"), "/"):
-        done = invoke("rm", "tiny/3", what)
+    one, two, three = several(out, 3)
+    done = invoke("rm", f"tiny/{one}", str(out / "tiny" / two))
+    assert done.stdout == f"removed tiny/{one}\nremoved tiny/{two}\n"
+    assert [path.name for path in (out / "tiny").glob("[!.]*")] == [three]
+    elsewhere = put(tmp_path / "elsewhere").path
+    for what in (str(elsewhere), str(out), str(out / "tiny"), str(out / "tiny" / three / "engine"), "/"):
+        done = invoke("rm", f"tiny/{three}", what)
         assert done.exit_code == 2
         assert "not a version of an artifact in" in done.stderr
     assert elsewhere.is_dir()
-    assert [path.name for path in (out / "tiny").glob("[!.]*")] == ["3"]
+    assert [path.name for path in (out / "tiny").glob("[!.]*")] == [three]
 
 
 def test_gc(out: Path) -> None:
-    for version in ("1", "2", "3"):
-        put(out, version, version=version)
+    found = several(out, 3)
     done = invoke("gc", "--keep", "2", "--dry-run")
-    assert re.fullmatch(r"would remove tiny/\d\n1 version, .* to be removed\n", done.stdout)
-    assert sorted(json.loads(invoke("gc", "--keep", "0", "--json").stdout)["removed"]) == ["tiny/1", "tiny/2", "tiny/3"]
+    assert re.fullmatch(rf"would remove tiny/{found[0]}\n1 version, .* to be removed\n", done.stdout)
+    removed = json.loads(invoke("gc", "--keep", "0", "--json").stdout)["removed"]
+    assert sorted(removed) == sorted(f"tiny/{version}" for version in found)
 
 
 def test_promote_and_rollback(out: Path) -> None:
-    for version in ("one", "two"):
-        put(out, version, version=version)
-    assert invoke("promote", "tiny", "one", "--to", "prod").stdout == "tiny:prod is now on one\n"
-    assert invoke("promote", "tiny", "tw", "--to", "prod").stdout == "tiny:prod is now on two; it was on one\n"
-    assert invoke("inspect", "tiny:prod").stdout.startswith("tiny two\n")
-    assert invoke("promote", "tiny", "--to", "prod", "--rollback").stdout == "tiny:prod is now on one; it was on two\n"
+    one, two = several(out, 2)
+    assert invoke("promote", "tiny", one, "--to", "prod").stdout == f"tiny:prod is now on {one}\n"
+    assert invoke("promote", "tiny", two[:6], "--to", "prod").stdout == f"tiny:prod is now on {two}; it was on {one}\n"
+    assert invoke("inspect", "tiny:prod").stdout.startswith(f"tiny {two}\n")
+    rolled = invoke("promote", "tiny", "--to", "prod", "--rollback").stdout
+    assert rolled == f"tiny:prod is now on {one}; it was on {two}\n"
     done = invoke("promote", "tiny", "--to", "prod", "--rollback")
     assert done.exit_code == 2
     assert "tiny:prod has no version to return to" in done.stderr
@@ -108,39 +106,57 @@ def test_promote_and_rollback(out: Path) -> None:
 @pytest.mark.parametrize(
     ("gates", "code", "said"),
     [
-        (FAILS, 3, "tiny/bad cannot be promoted: a gate failed\nkld_mean: 0.02104"),
-        (UNDECIDED, 4, "tiny/bad cannot be promoted: a gate is inconclusive\nkld_mean: 0.02104"),
-        ({}, 4, "tiny/bad cannot be promoted: its recipe has no gates"),
+        (FAILS, 3, "cannot be promoted: a gate failed\nkld_mean: 0.020873"),
+        (UNDECIDED, 4, "cannot be promoted: a gate is inconclusive\nkld_mean: 0.020873"),
+        ({}, 4, "cannot be promoted: its recipe has no gates"),
     ],
 )
 def test_promote_asks_the_gates(out: Path, gates: dict[str, object], code: int, said: str) -> None:
-    put(out, "good", version="good")
-    put(out, "bad", version="bad", gates=gates)
-    invoke("promote", "tiny", "good", "--to", "prod")
-    done = invoke("promote", "tiny", "bad", "--to", "prod")
+    good, bad = put(out, "good").path.name, put(out, "bad", gates=gates).path.name
+    invoke("promote", "tiny", good, "--to", "prod")
+    done = invoke("promote", "tiny", bad, "--to", "prod")
     assert done.exit_code == code
-    assert said in done.stderr
-    assert tags.current(out / "tiny", "prod") == "good"
+    assert f"tiny/{bad} {said}" in done.stderr
+    assert tags.current(out / "tiny", "prod") == good
     # nor by another way
-    assert invoke("tag", "tiny/bad", "prod").exit_code == 2
-    assert tags.current(out / "tiny", "prod") == "good"
+    assert invoke("tag", f"tiny/{bad}", "prod").exit_code == 2
+    assert tags.current(out / "tiny", "prod") == good
 
 
 def test_promote_believes_figures_not_words(out: Path) -> None:
-    """A manifest that claims a verdict, and files that were changed."""
-    put(out, "bad", version="bad", gates=FAILS, verdict="pass")
-    done = invoke("promote", "tiny", "bad", "--to", "prod")
+    """A record that claims a verdict, and files that were changed."""
+    bad = put(out, "bad", gates=FAILS, verdict="pass").path.name
+    done = invoke("promote", "tiny", bad, "--to", "prod")
     assert done.exit_code == 5
-    assert "the manifest says that its gates end with pass; the figures in its report give fail" in done.stderr
-    made = put(out, "good", version="good")
+    assert "verdict: it says pass, its figures give fail" in done.stderr
+    made = put(out, "good")
     (made.path / "engine/model.onnx").chmod(0o644)
     (made.path / "engine/model.onnx").write_text("other")
-    done = invoke("promote", "tiny", "good", "--to", "prod")
+    done = invoke("promote", "tiny", made.path.name, "--to", "prod")
     assert done.exit_code == 5
     assert "changed: engine/model.onnx" in done.stderr
-    unreadable = put(out, "x", version="x", gates={}, verdict="none", files={"report/report.json": b"{}"})
-    assert "not a report of this version" in invoke("promote", "tiny", unreadable.path.name, "--to", "prod").stderr
     assert tags.names(out / "tiny") == []
+
+
+def test_the_newest_record_that_decided_counts(out: Path) -> None:
+    """A build again that is slower fails, whatever was before; one that measures nothing takes nothing back."""
+    version = put(out).path.name
+    put(out, latency=stored.latency(tpot_ms=7.0), days=1)
+    assert invoke("promote", "tiny", version, "--to", "prod").exit_code == 3
+    unmeasured = stored.reports.ENGINE.model_copy(update={"unmeasured": "not asked"})
+    files = stored.report(put(out).manifest).engine.files
+    undecided = {"quality": None, "latency": None, "engine": unmeasured.model_copy(update={"files": files})}
+    put(out, latency=stored.latency(tpot_ms=7.0), days=2)
+    put(out, days=3, **undecided)
+    shown = invoke("inspect", f"tiny/{version}", "--verify").stdout
+    assert [line.split()[-2] for line in shown.splitlines() if "report.html" in line][:5] == [
+        "pass", "fail", "pass", "fail", "inconclusive"
+    ]  # fmt: skip
+    assert "gates       fail" in shown
+    assert "gates: fail" in shown
+    assert invoke("promote", "tiny", version, "--to", "prod").exit_code == 3
+    put(out, days=4)
+    assert invoke("promote", "tiny", version, "--to", "prod").exit_code == 0
 
 
 @pytest.mark.parametrize("words", [(), ("one", "--rollback")])
@@ -151,7 +167,7 @@ def test_promote_takes_a_version_or_rolls_back(words: tuple[str, ...]) -> None:
 
 
 def test_out_comes_before_the_environment(tmp_path: Path) -> None:
-    put(tmp_path / "mine", version="1")
-    assert invoke("tag", "tiny/1", "new", "--out", str(tmp_path / "mine")).exit_code == 0
+    version = put(tmp_path / "mine").path.name
+    assert invoke("tag", f"tiny/{version}", "new", "--out", str(tmp_path / "mine")).exit_code == 0
     assert invoke("inspect", "tiny:new").exit_code == 5
-    assert invoke("ls", "--out", str(tmp_path / "mine")).stdout.splitlines()[1].startswith("tiny/1")
+    assert invoke("ls", "--out", str(tmp_path / "mine")).stdout.splitlines()[1].startswith(f"tiny/{version}")

@@ -104,10 +104,10 @@ def test_a_file_of_an_artifact_that_may_not_be_read(built: Path, deny: Deny) -> 
     ("file", "content", "code", "says"),
     [
         ("manifest.json", b"", 5, "manifest.json: not valid JSON"),
-        ("engine/model.onnx", b"x", 5, "refuses the graph"),
-        ("engine/model.onnx", None, 5, "model.onnx is missing"),
-        ("tokenizer/tokenizer.json", b"{}", 5, "not a tokenizer"),
-        ("tokenizer/tokenizer.json", None, 5, "tokenizer.json is missing"),
+        ("engine/model.onnx", b"x", 5, "changed: engine/model.onnx"),
+        ("engine/model.onnx", None, 5, "missing: engine/model.onnx"),
+        ("tokenizer/tokenizer.json", b"{}", 5, "changed: tokenizer/tokenizer.json"),
+        ("tokenizer/tokenizer.json", None, 5, "missing: tokenizer/tokenizer.json"),
     ],
 )
 def test_an_artifact_that_is_damaged(

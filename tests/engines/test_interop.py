@@ -61,10 +61,10 @@ def build(source: Path, folder: Path, steps: Sequence[Pass], *, threads: int | N
     model = traced(**changes).clone()
     for step in steps:
         step.run(model, graphs.CPU)
-    lowered, _ = engines.lower(model, graphs.CPU.target)
+    lowered, _ = engines.lower(model, graphs.TARGET)
     spec = EngineSpec(max_context=96, max_batch=2, threads=threads)
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
-    engine = engines.build(BuildRequest(lowered, folder / "engine", spec, graphs.CPU.target, *ends))
+    engine = engines.build(BuildRequest(lowered, folder / "engine", spec, graphs.TARGET, *ends))
     engines.write_tokenizer(checkpoint, folder / "tokenizer")
     return Built(checkpoint, lowered, engine, interop.write(lowered, engine, checkpoint))
 

@@ -70,10 +70,11 @@ def decoder(*steps: Pass, target: str = "rtx-4090") -> ir.Model:
     model = graphs.llama(sizes)
     names = [name for value in model.graph.initializers.values() for name in graph.sources(value)]
     inputs = {name: 4.0 for name in names if ".layers." in name}
-    context = Context(targets.load(target), Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
+    device = targets.load(target)
+    context = Context(device, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
     for step in steps:
         pass_base.run(step, model, context)
-    return lower.lower(model, context.target, SPEC)[0]
+    return lower.lower(model, device, SPEC)[0]
 
 
 def weights_bytes(log: BuildLog) -> int:

@@ -20,6 +20,7 @@ def test_significant(value: float, text: str) -> None:
     ("written", "text"),
     [(units.size(999), "999 B"), (units.size(5_087_122), "5.09 MB"), (units.size(70e9), "70.0 GB"),
      (units.duration(4.24), "4.2 s"), (units.duration(185), "3 min 05 s"), (units.duration(7260), "2 h 01 min"),
+     (units.ranges((0, 1, 2, 5, 7, 8)), "0–2, 5, 7–8"), (units.ranges((3,)), "3"), (units.ranges(()), ""),
      (units.percent(0.8993), "89.9 %"), (units.times(11.8), "12×"), (units.times(0.83), "0.83×")],
 )  # fmt: skip
 def test_figures(written: str, text: str) -> None:

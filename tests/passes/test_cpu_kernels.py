@@ -11,7 +11,7 @@ import pytest
 from llmforge import native, targets
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import dialect, graph
-from llmforge.lowering.pass_base import Budget, Changes, Pass
+from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
@@ -133,7 +133,7 @@ def test_blocks_that_do_not_divide_the_columns_stay() -> None:
 
 
 def test_other_targets_and_installations_without_the_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = replace(graphs.CPU, target=targets.load("l4"))
+    gpu = Context(targets.load("l4"))
     with pytest.raises(UnsupportedError, match="runs no ONNX Runtime on a CPU"):
         STEP.run(built(), gpu)
     monkeypatch.setattr(native, "library", lambda: None)

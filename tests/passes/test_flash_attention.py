@@ -200,7 +200,7 @@ def test_all_passes_leave_27_nodes() -> None:
 
 
 def test_target_without_onnxruntime_is_refused() -> None:
-    target = graphs.CPU.target.model_copy(update={"engines": ("tensorrt",)})
+    target = graphs.TARGET.model_copy(update={"engines": ("tensorrt",)})
     with pytest.raises(UnsupportedError, match=r"flash-attention: target cpu-avx2 runs tensorrt") as error:
         FlashAttention().run(graphs.llama(), Context(target=target))
     assert error.value.hint == "leave flash-attention out of the recipe"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from llmforge import targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import dialect, graph
+from llmforge.lowering.pass_base import Context
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.trace import trace
 
@@ -193,7 +193,7 @@ def test_weights_that_may_be_negative_and_shared_matrices_stay_a_loop() -> None:
 def test_targets_without_the_kernel_are_refused() -> None:
     rtx = targets.load("l4").model_copy(update={"name": "rtx", "engines": ("tensorrt-rtx",)})
     with pytest.raises(UnsupportedError, match="fuse-experts: target rtx runs tensorrt-rtx; MoE is"):
-        FuseExperts().run(routed(FORM, matrices(gated=1, biases=False)), replace(graphs.CPU, target=rtx))
+        FuseExperts().run(routed(FORM, matrices(gated=1, biases=False)), Context(rtx))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "glm4-moe", "qwen2-moe", "granitemoe"])

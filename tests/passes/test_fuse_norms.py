@@ -118,7 +118,7 @@ def test_other_normalizations_stay(attributes: str, reason: str) -> None:
 
 
 def test_target_without_onnxruntime_is_refused() -> None:
-    target = graphs.CPU.target.model_copy(update={"engines": ("tensorrt",)})
+    target = graphs.TARGET.model_copy(update={"engines": ("tensorrt",)})
     with pytest.raises(UnsupportedError, match=r"fuse-norms: target cpu-avx2 runs tensorrt") as error:
         FuseNorms().run(graphs.llama(), Context(target=target))
     assert error.value.hint == "leave fuse-norms out of the recipe"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dialect, graph, interface
-from llmforge.lowering.pass_base import Budget, Changes, Pass
+from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes import FlashAttention, GenaiInterface, PackQkv, QuantizeKvCache
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.runtime.backends.session import Session
@@ -168,7 +167,7 @@ def test_variants_keep_every_bit(spec: graphs.Llama, logits: str, tmp_path: Path
 def test_caches_of_int8_keep_every_bit(tmp_path: Path) -> None:
     model = lowered()
     peaks = {layer: KvRange(np.full((2, 16), 9.0, np.float32), np.full((2, 16), 9.0, np.float32)) for layer in (0, 1)}
-    context = replace(graphs.CPU, statistics=Statistics(samples=1, tokens=1, linears={}, kv=peaks))
+    context = Context(graphs.TARGET, Statistics(samples=1, tokens=1, linears={}, kv=peaks))
     assert QuantizeKvCache(budget=Budget(kld_mean=1.0)).run(model, context)
     graphs.prove(GenaiInterface(), model, tmp_path)
     assert {cache.dtype for cache in open_(model).signature.caches} == {"int8"}
@@ -250,9 +249,9 @@ def test_another_default_than_the_last_row_is_refused() -> None:
 
 
 def test_target_without_onnxruntime_is_refused() -> None:
-    target = graphs.CPU.target.model_copy(update={"engines": ("tensorrt",)})
+    target = graphs.TARGET.model_copy(update={"engines": ("tensorrt",)})
     with pytest.raises(UnsupportedError, match="onnxruntime-genai runs ONNX Runtime's engines"):
-        GenaiInterface().run(lowered(), replace(graphs.CPU, target=target))
+        GenaiInterface().run(lowered(), Context(target))
 
 
 @pytest.mark.parametrize("first", [PackQkv(), GenaiInterface()])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -84,7 +83,7 @@ def test_costs_what_rounding_costs(dtype: Literal["fp16", "bf16"], largest: floa
     model = graphs.llama()
     if fused:
         fuse(model)
-    check = Verifier(model, folder=tmp_path, texts=TEXTS)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS)
     change = LowerPrecision(LOOSE, dtype)
     found = check.check(change, model, change.run(model, GPU))
     assert found.kld_mean is not None
@@ -147,7 +146,7 @@ def test_sample_checkpoint_loses_what_transformers_loses(sample_checkpoint: Path
 
 def test_routers_stay_fp32(tmp_path: Path) -> None:
     model = graphs.llama(graphs.Llama(layers=1, experts=4))
-    check = Verifier(model, folder=tmp_path, texts=TEXTS)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS)
     change = LowerPrecision(LOOSE, "bf16")
     changes = change.run(model, GPU)
     check.check(change, model, changes)
@@ -164,7 +163,7 @@ def test_fused_experts_read_what_their_guard_reads(tmp_path: Path) -> None:
     model = graphs.llama(graphs.Llama(experts=4, interleaved_gates=1))
     fuse(model)
     assert FuseExperts().run(model, graphs.CPU)
-    check = Verifier(model, folder=tmp_path, texts=TEXTS)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS)
     change = LowerPrecision(LOOSE, "fp16")
     found = check.check(change, model, change.run(model, GPU))
     assert found.kld_mean is not None
@@ -181,7 +180,9 @@ def test_fused_experts_read_what_their_guard_reads(tmp_path: Path) -> None:
 def test_states_and_rates_stay_fp32(tmp_path: Path) -> None:
     zoo.write("qwen3-5", tmp_path)
     model = trace(Checkpoint.open(tmp_path))
-    check = Verifier(model, folder=tmp_path / "failed", texts=[ids % zoo.VOCABULARY for ids in TEXTS])
+    check = Verifier(
+        model, promises=graphs.PROMISES, folder=tmp_path / "failed", texts=[ids % zoo.VOCABULARY for ids in TEXTS]
+    )
     change = LowerPrecision(LOOSE, "bf16")
     changes = change.run(model, GPU)
     found = check.check(change, model, changes)
@@ -201,8 +202,8 @@ def test_scales_follow_activations_and_int8_caches_stay(tmp_path: Path) -> None:
     QuantizeWeights(LOOSE, method="rtn").run(model, graphs.CPU)
     ones = KvRange(np.full((2, 16), 4.0, np.float32), np.full((2, 16), 4.0, np.float32))
     statistics = Statistics(samples=1, tokens=1, linears={}, kv={0: ones, 1: ones})
-    QuantizeKvCache(LOOSE).run(model, replace(graphs.CPU, statistics=statistics))
-    check = Verifier(model, folder=tmp_path, texts=TEXTS)
+    QuantizeKvCache(LOOSE).run(model, Context(graphs.TARGET, statistics))
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS)
     change = LowerPrecision(LOOSE, "fp16")
     check.check(change, model, change.run(model, GPU))
     for node in graphs.find(model, "MatMulNBits"):
@@ -234,7 +235,7 @@ def test_fp16_runs_in_the_cpu_engine(fused: bool) -> None:
         fuse(model)
     lower(model, "fp16", context=graphs.CPU)
     twin = probe.open_session(model, probe.Weights(), 1)
-    lowered, _ = engines.lower(model, graphs.CPU.target)
+    lowered, _ = engines.lower(model, graphs.TARGET)
     arrays = {name: tensor.numpy() for name, tensor in probe.strip(lowered).items()}
     serialized = ir.serde.serialize_model(lowered).SerializeToString()
     session = Session(serialized, SessionConfig(threads=1), initializers=arrays)
@@ -267,12 +268,12 @@ def test_an_activation_beyond_fp16_is_an_error_that_names_it(tmp_path: Path) -> 
         return model
 
     model = loud()
-    check = Verifier(model, folder=tmp_path, texts=TEXTS)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS)
     change = LowerPrecision(LOOSE, "fp16")
     with pytest.raises(VerificationError, match=r"first diverging tensor: l1_gated, by inf .* fp16 ends at 65504"):
         check.check(change, model, change.run(model, GPU))
     model = loud()
-    check = Verifier(model, folder=tmp_path, texts=TEXTS)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS)
     change = LowerPrecision(LOOSE, "bf16")
     check.check(change, model, change.run(model, GPU))
 
@@ -282,7 +283,7 @@ def test_exact_passes_may_follow(whole_bytes: int, tmp_path: Path) -> None:
     model = graphs.llama()
     fuse(model)
     lower(model, "fp16", context=graphs.CPU)
-    check = Verifier(model, folder=tmp_path, whole_bytes=whole_bytes)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, whole_bytes=whole_bytes)
     change = GenaiInterface()
     assert check.check(change, model, change.run(model, graphs.CPU)).largest_difference == 0
 
@@ -327,7 +328,7 @@ def test_budget_of_a_model_that_is_never_run_whole(tmp_path: Path) -> None:
     for whole_bytes in (0, 1 << 30):
         model = graphs.llama()
         fuse(model)
-        check = Verifier(model, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
+        check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
         change = LowerPrecision(LOOSE, "bf16")
         found.append(check.check(change, model, change.run(model, GPU)).kld_mean)
     in_pieces, whole = found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from llmforge.base.errors import InputError, UnsupportedError, VerificationError
 from llmforge.ir import dialect, graph, interface
+from llmforge.lowering.pass_base import Context
 from llmforge.passes import FlashAttention, FuseNorms, OptimumInterface, PackGateUp, PackQkv
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.verification.probe import Weights, open_session
@@ -137,9 +137,9 @@ def test_what_was_lowered_to_shared_caches_is_refused() -> None:
 
 
 def test_target_without_onnxruntime_is_refused() -> None:
-    target = graphs.CPU.target.model_copy(update={"engines": ("tensorrt",)})
+    target = graphs.TARGET.model_copy(update={"engines": ("tensorrt",)})
     with pytest.raises(UnsupportedError, match="ORTModelForCausalLM runs ONNX Runtime's engines"):
-        OptimumInterface().run(graphs.llama(), replace(graphs.CPU, target=target))
+        OptimumInterface().run(graphs.llama(), Context(target))
 
 
 def test_the_dialect_knows_the_caches_that_growing_attention_wants() -> None:

@@ -26,7 +26,8 @@ from llmforge.verification.verifier import Verifier
 from .. import graphs
 
 LOOSE = Budget(kld_mean=1.0)
-RTX = Context(targets.load("rtx-4090"))
+RTX_4090 = targets.load("rtx-4090")
+RTX = Context(RTX_4090)
 FP8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 POINTS = {"int8": np.arange(-127, 128, dtype=np.float32), "fp8": np.unique(FP8[np.isfinite(FP8)])}
 
@@ -106,7 +107,7 @@ def test_decoder_as_text() -> None:
 def test_the_verifier_measures_it(dtype: str, tmp_path: Path) -> None:
     model = graphs.llama()
     texts = [np.random.default_rng(0).integers(0, 96, 24)]
-    verifier = Verifier(model, folder=tmp_path, texts=texts, threads=1)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=texts, threads=1)
     step = quantize(dtype=dtype)
     proof = verifier.check(step, model, step.run(model, RTX))
     assert proof.kld_mean is not None
@@ -116,7 +117,7 @@ def test_the_verifier_measures_it(dtype: str, tmp_path: Path) -> None:
 def test_a_budget_that_does_not_hold_fails(tmp_path: Path) -> None:
     model = graphs.llama()
     texts = [np.random.default_rng(0).integers(0, 96, 24)]
-    verifier = Verifier(model, folder=tmp_path, texts=texts, threads=1)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=texts, threads=1)
     step = quantize(budget=Budget(kld_mean=1e-9))
     with pytest.raises(VerificationError, match="quantize-channels"):
         verifier.check(step, model, step.run(model, RTX))
@@ -190,7 +191,7 @@ def measured(model: ir.Model, text: NDArray[np.int64]) -> dict[str, float]:
 
 
 def with_ranges(inputs: dict[str, float]) -> Context:
-    return Context(RTX.target, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
+    return Context(RTX_4090, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
@@ -198,7 +199,7 @@ def test_inputs_are_rounded_once_for_all_their_readers(dtype: str, tmp_path: Pat
     model = graphs.llama(graphs.Llama(layers=1))
     text = np.random.default_rng(0).integers(0, 96, 24)
     peaks = measured(model, text)
-    verifier = Verifier(model, folder=tmp_path, texts=[text], threads=1)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text], threads=1)
     step = quantize(dtype=dtype, activations="static")
     changes = step.run(model, with_ranges(peaks))
     proof = verifier.check(step, model, changes)

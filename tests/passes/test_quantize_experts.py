@@ -149,7 +149,7 @@ def test_calibrated_matrices_are_put_in_the_kernels_order() -> None:
         noisy = weights[name] + 0.05 * random.standard_normal(weights[name].shape).astype(np.float32)
         linears[name] = stack([rtn(np.ascontiguousarray(matrix.T), grid) for matrix in noisy])
         moved[name] = dequantize(linears[name]).reshape(EXPERTS, noisy.shape[2], -1).swapaxes(1, 2)
-    context = Context(graphs.CPU.target, Statistics(samples=1, tokens=1, linears=linears, kv={}))
+    context = Context(graphs.TARGET, Statistics(samples=1, tokens=1, linears=linears, kv={}))
     changes = QuantizeWeights(BUDGET, accuracy_level=0, embedding_bits=16).run(model, context)
     assert changes.rewritten[0].what.startswith("gptq, 4 bits")
     feeds = test_moe.step(1, 6)

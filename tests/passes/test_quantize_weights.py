@@ -50,7 +50,7 @@ def matrices(model: ir.Model, grid: Grid, noise: float = 0.0) -> dict[str, Quant
 
 
 def context(linears: dict[str, QuantizedMatrix]) -> Context:
-    return replace(graphs.CPU, statistics=Statistics(samples=1, tokens=1, linears=linears, kv={}))
+    return Context(graphs.TARGET, Statistics(samples=1, tokens=1, linears=linears, kv={}))
 
 
 def logits(model: ir.Model) -> list[NDArray[np.float32]]:
@@ -142,7 +142,7 @@ def test_the_numerics_hold(given: dict[str, object], lowered: bool, tmp_path: Pa
     if lowered:
         FlashAttention().run(model, graphs.CPU)
     text = np.random.default_rng(0).integers(0, 96, 40)
-    verifier = Verifier(model, folder=tmp_path, texts=[text])
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
     step = options.make(QuantizeWeights, {"budget": {"kld_mean": 0.5}, "method": "rtn", **given})
     changes = step.run(model, graphs.CPU)
     verification = verifier.check(step, model, changes)

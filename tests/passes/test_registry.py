@@ -56,7 +56,7 @@ def test_passes_are_frozen() -> None:
 
 def test_a_traced_llama_of_two_layers_needs_27_nodes(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = trace(Checkpoint.open(tiny_checkpoint))
-    check = Verifier(model, folder=tmp_path / "failed")
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path / "failed")
     for change in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()):
         verification = check.check(change, model, change.run(model, graphs.CPU))
         assert verification.allowed is not None
@@ -86,7 +86,7 @@ def test_a_traced_llama_of_two_layers_needs_27_nodes(tiny_checkpoint: Path, tmp_
 @pytest.mark.parametrize("order", [[PackQkv, FlashAttention], [FlashAttention, PackQkv]])
 def test_order_does_not_change_the_numbers(order: list[type[Pass]], tmp_path: Path) -> None:
     model = graphs.llama()
-    check = Verifier(model, folder=tmp_path)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path)
     for change in order:
         check.check(change(), model, change().run(model, graphs.CPU))
     assert len(graphs.find(model, "MatMul")) == 11

@@ -130,7 +130,7 @@ def test_calibration_serves_its_demand_and_the_pass_writes_its_codes(
     statistics = calibrate(checkpoint, windows, step.demands())
     assert len(statistics.linears) == 14
     model = trace(checkpoint)
-    changes = step.run(model, Context(graphs.CPU.target, statistics))
+    changes = step.run(model, Context(graphs.TARGET, statistics))
     assert [change.what for change in changes.rewritten].count(
         "powers-of-two, 4 bits, blocks of 32, symmetric, [64, 64]"
     )

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,7 +16,7 @@ from llmforge.metrics.catalog import Measured
 from llmforge.metrics.intervals import Estimate
 from llmforge.recipe import GateSpec
 from llmforge.report import charts, render, view
-from llmforge.report.model import Report
+from llmforge.report.model import Report, ReusedRecord
 
 from .. import reports
 
@@ -88,10 +87,10 @@ def test_json_of_a_broken_model_reads_back() -> None:
     assert "nan" in Page(render.to_html(again)).text
 
 
-def test_write_puts_three_files(tmp_path: Path) -> None:
+def test_write_puts_two_files(tmp_path: Path) -> None:
     render.write(reports.make(), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
-    assert json.loads((tmp_path / "report.json").read_text())["schema"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.md"]
+    assert "Version" in (tmp_path / "report.html").read_text()
 
 
 def test_page_holds_the_facts() -> None:
@@ -176,6 +175,16 @@ def test_summary_tells_the_verdict_first_and_everything_that_counts() -> None:
     text = "\n".join(lines)
     for fact in ("5.09 MB", "0.0210", "1.0108", "89.9 %", "0.482 ms", "31.7 ms", "INCONCLUSIVE", "note: The embedding"):
         assert fact in text
+
+
+def test_what_was_reused_is_said_in_every_form() -> None:
+    report = reports.make()
+    said = "Reused from the build cache: trace; proof of the trace; calibration of layers 0–2, 5"
+    for text in (shown(report), Page(render.to_html(report)).text, render.to_markdown(report)):
+        assert said.casefold() in text.casefold()
+    nothing = report.model_copy(update={"build": report.build.model_copy(update={"reused": ReusedRecord()})})
+    for text in (shown(nothing), Page(render.to_html(nothing)).text, render.to_markdown(nothing)):
+        assert "reused from" not in text.casefold()
 
 
 def test_what_was_not_measured_is_said() -> None:

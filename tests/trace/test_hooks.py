@@ -56,7 +56,15 @@ HOOKS = [
         "records what a layer computes",
         ("func", "types", "args", "kwargs"),
     ),
+    Hook(
+        "torch.utils._pytree:tree_map_only",
+        "trace.export.stored_matrix",
+        "reads stored matrices among arguments",
+        ("type_or_types_or_pred", "func", "tree"),
+    ),
     Hook("torch.utils._pytree:tree_map", "trace.export.depth", "walks the arguments of an operator", ("func", "tree")),
+    Hook("torch:Tensor._make_wrapper_subclass", "trace.hooks.internals", "matrices that stay in their file"),
+    Hook("torch._C:DisableTorchFunctionSubclass", "trace.hooks.internals", "matrices that stay in their file"),
     Hook("transformers:MODEL_FOR_CAUSAL_LM_MAPPING", "trace.hooks.internals", "the model class of a configuration"),
     Hook(
         "transformers.modeling_utils:PreTrainedModel._can_set_attn_implementation",

@@ -30,7 +30,8 @@ from llmforge.verification import probe
 from .. import zoo
 from ..checkpoints import write_tokenizer
 
-CPU = Context(target=targets.load("cpu-avx2"))
+TARGET = targets.load("cpu-avx2")
+CPU = Context(TARGET)
 
 
 def traced(name: str, folder: Path, **changes: Any) -> ir.Model:
@@ -40,7 +41,7 @@ def traced(name: str, folder: Path, **changes: Any) -> ir.Model:
 
 def served(model: ir.Model) -> Session:
     weights = probe.Weights()
-    return probe.open_session(engine.lower(model, CPU.target)[0], weights, 1)
+    return probe.open_session(engine.lower(model, TARGET)[0], weights, 1)
 
 
 # The graph ---------------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_a_session_reuses_a_row_and_pads_without_touching_its_state(tmp_path: Pa
 
 def test_the_engine_writes_and_loads_a_model_with_a_state(tmp_path: Path) -> None:
     model = traced("lfm2", tmp_path / "checkpoint")
-    lowered, changes = engine.lower(model, CPU.target)
+    lowered, changes = engine.lower(model, TARGET)
     assert any("CausalConv expanded" in rewritten.what for rewritten in changes.rewritten)
     path = tmp_path / "model.onnx"
     ir.save(lowered, path, external_data="model.onnx.data")

@@ -28,7 +28,7 @@ from llmforge.runtime import Runner, Sampling, load
 from llmforge.triton import repository
 from llmforge.triton.backend import signature
 
-from .. import published
+from .. import published, stored
 from ..triton_env import TritonEnv
 from ..triton_server import Server, client, environment_or_skip, launched
 
@@ -517,11 +517,12 @@ def other_onnxruntime(artifact: Artifact, folder: Path) -> Path:
     with artifacts.staging(folder / "other", "scripted") as staging:
         shutil.copytree(artifact.path, staging, dirs_exist_ok=True, copy_function=shutil.copyfile)
         (staging / "manifest.json").unlink()
+        shutil.rmtree(staging / "evidence")
         config = staging / "engine" / "runtime.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "onnxruntime": "1.2.3"}))
         manifest = artifact.manifest
-        facts = {name: getattr(manifest, name) for name in ("recipe", "checkpoint", "target", "verdict", "requires")}
-        return artifacts.publish(staging, **facts).path
+        facts = {name: getattr(manifest, name) for name in ("recipe", "checkpoint", "target", "requires")}
+        return stored.publish(staging, **facts).path
 
 
 def with_numpy_2(env: TritonEnv, folder: Path) -> Path:

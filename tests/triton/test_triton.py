@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import json
 import shutil
@@ -81,8 +82,8 @@ class TestRepository:
         assert not any(path.startswith("1/engine") for path in files(own))
         for path, source in sources.shipped().items():
             assert (own / "1" / path).read_bytes() == source.read_bytes()
-        record = artifact.manifest.files["triton/random/1/llmforge/runtime/serving/engine.py"]
-        assert record.in_content  # what serves is part of what the version names
+        # what serves is part of what the version names
+        assert "triton/random/1/llmforge/runtime/serving/engine.py" in artifact.manifest.files
 
     def test_the_readme_names_what_is_needed(self, artifact: Artifact) -> None:
         text = (artifact.path / "triton" / "random" / "README.md").read_text()
@@ -164,7 +165,7 @@ class TestRepository:
         assert "changed: triton/random/1/model.py" in " ".join(result.stderr.split())
 
     def test_an_artifact_without_one_is_refused(self, artifact: Artifact) -> None:
-        manifest = artifact.manifest.model_copy(update={"name": "other"})
+        manifest = replace(artifact.manifest, name="other")
         with pytest.raises(InputError, match="has no triton/other"):
             repository.of_artifact(Artifact(artifact.path, manifest))
 
@@ -283,7 +284,10 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("texts", "message"),
         [
-            ({"artifact": ".", "max_que": "3"}, "unknown parameters max_que; known: artifact, threads, max_queue"),
+            (
+                {"artifact": ".", "max_que": "3"},
+                "unknown parameters max_que; known: artifact, allow, threads, max_queue",
+            ),
             ({"max_queue": "3"}, "the parameter artifact is missing"),
             ({"artifact": ".", "max_queue": "many"}, "parameter max_queue is 'many'; expected int"),
             ({"artifact": ".", "max_queue": "-1"}, "max_queue -1: expected 0 or more"),
@@ -316,6 +320,45 @@ def test_a_gpu_instance_of_a_cpu_engine_is_refused(artifact: Artifact, model_mod
     }
     with pytest.raises(RuntimeError, match="says KIND_GPU, but the engine is for a CPU\nhint: kind: KIND_CPU"):
         model_module.TritonPythonModel().initialize(arguments)
+
+
+def test_a_model_is_held_to_its_manifest_and_its_gates_when_it_loads(
+    artifact: Artifact, model_module: Any, tmp_path: Path
+) -> None:
+    """As exported: alone, with manifest and evidence beside engine and tokenizer."""
+    copy = Path(shutil.copytree(artifact.path, tmp_path / "copy"))
+    (record,) = (copy / "evidence").glob("*.json")
+    raw = record.read_bytes().replace(b'"verdict": "none"', b'"verdict": "fail"', 1)
+    record.unlink()
+    (copy / "evidence" / f"{hashlib.sha256(raw).hexdigest()}.json").write_bytes(raw)
+
+    def load(allow: str | None) -> None:
+        repository = tmp_path / f"repository-{allow}"
+        words = ["triton", str(copy), "-o", str(repository), "--copy", "--allow", "fail"]
+        assert CliRunner().invoke(cli, words).exit_code == 0
+        config = (repository / "random" / "config.pbtxt").read_text()
+        assert 'key: "allow"' in config
+        parameters = {"artifact": ".", **({} if allow is None else {"allow": allow})}
+        arguments = {
+            "model_config": json.dumps({"parameters": {key: {"string_value": v} for key, v in parameters.items()}}),
+            "model_instance_kind": "GPU",  # which is refused after
+            "model_instance_name": "random_0_0",
+            "model_repository": str(repository / "random"),
+            "model_version": "1",
+        }
+        if allow == "damaged":
+            arguments["model_config"] = arguments["model_config"].replace("damaged", "fail")
+            engine = repository / "random" / "1" / "engine" / "model.onnx"
+            engine.chmod(0o644)
+            engine.write_bytes(engine.read_bytes()[:-1] + b"!")
+        model_module.TritonPythonModel().initialize(arguments)
+
+    with pytest.raises(RuntimeError, match=r"the gates of random .* failed\n.*llmforge triton --allow fail"):
+        load(None)
+    with pytest.raises(RuntimeError, match="says KIND_GPU, but the engine is for a CPU"):
+        load("fail")
+    with pytest.raises(RuntimeError, match=r"changed: engine/model\.onnx"):
+        load("damaged")
 
 
 def test_an_instance_of_a_gpu_engine_gets_the_gpu_of_its_group(artifact: Artifact, model_module: Any) -> None:

@@ -20,14 +20,15 @@ from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.verification import probe
-from llmforge.verification.verifier import TOLERANCE, Snapshot, Verifier, check_changes
+from llmforge.verification.reports import Snapshot, check_changes
+from llmforge.verification.verifier import TOLERANCE, Verifier
 
 from .. import graphs
 
 EXACT, ROUNDING, LOSSY = Numerics.EXACT, Numerics.ROUNDING, Numerics.LOSSY
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 TEXTS = [np.random.default_rng(7).integers(0, 96, length) for length in (48, 40, 33)]
-REPORTED = Changes(rewritten=[Rewritten("some_node", "something")])
+REPORTED = Changes(rewritten=[Rewritten("l1_down_node", "something")])
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Planted(Pass):
 
 
 def verifier(model: ir.Model, folder: Path, texts: list[np.ndarray] | None = None) -> Verifier:
-    return Verifier(model, folder=folder, texts=TEXTS if texts is None else texts)
+    return Verifier(model, promises=graphs.PROMISES, folder=folder, texts=TEXTS if texts is None else texts)
 
 
 def fail(planted: Planted, folder: Path, spec: graphs.Llama | None = None) -> VerificationError:
@@ -113,7 +114,7 @@ def test_rounding_is_measured_against_its_allowance(tmp_path: Path) -> None:
     assert result.numerics is ROUNDING
     assert result.allowed is not None
     assert 0 < result.largest_difference < 0.1 * result.allowed
-    assert result.probes == ("one row", "ragged batch")
+    assert result.probes[0] == "4 changed subgraphs of 4 kinds, each with its own weights"
     assert result.kld_mean is None
     assert result.budget is None
     assert list(tmp_path.iterdir()) == []
@@ -134,11 +135,14 @@ def test_differences_and_allowances_are_in_standard_deviations(
     model = graphs.llama()
     scale(scaled, "model.norm.weight")(model)
     check = verifier(model, tmp_path)
-    before = logits(model, probe.random_runs(96))
+    before = logits(model, probe.text_runs(TEXTS))
     planted = Planted(scale(factor, "model.norm.weight"), numerics, Budget(kld_mean=100))
     result = check.check(planted, model, planted.run(model, graphs.CPU))
-    moved = np.abs(logits(model, probe.random_runs(96)) - before).max() / before.std()
-    assert result.largest_difference == pytest.approx(moved, rel=1e-3)
+    moved = np.abs(logits(model, probe.text_runs(TEXTS)) - before).max() / before.std()
+    if numerics is LOSSY:
+        assert result.largest_difference == pytest.approx(moved, rel=1e-3)
+    else:  # in sizes of a token of the norm: its largest number is some of them
+        assert 1e-5 < result.largest_difference < 1e-4
     assert result.allowed == (None if numerics is LOSSY else TOLERANCE[ir.DataType.FLOAT])
 
 
@@ -147,7 +151,7 @@ def test_differences_of_a_streamed_loss_are_in_standard_deviations(tmp_path: Pat
     for scaled in (1, 100):
         model = graphs.llama()
         scale(scaled, "model.norm.weight")(model)
-        check = Verifier(model, folder=tmp_path, texts=TEXTS, whole_bytes=0)
+        check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS, whole_bytes=0)
         planted = Planted(scale(1.01, "model.norm.weight"), LOSSY, Budget(kld_mean=100))
         found.append(check.check(planted, model, planted.run(model, graphs.CPU)).largest_difference)
     assert found == pytest.approx([found[0], found[0]], rel=1e-3)
@@ -161,13 +165,13 @@ def test_a_difference_is_held_against_its_own_allowance_where_kernels_round_acti
     """Logits move by far more than a rounding error there: what is recorded is what was held against the tolerance."""
     model = graphs.llama()
     QuantizeWeights(Budget(kld_mean=1), method="rtn", accuracy_level=4).run(model, graphs.CPU)
-    check = Verifier(model, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
     before = logits(model, probe.random_runs(96))
     planted = Planted(scale(1 + 1e-5, "model.layers.0.input_layernorm.weight"), ROUNDING)
     result = check.check(planted, model, planted.run(model, graphs.CPU))
     assert result.allowed == TOLERANCE[ir.DataType.FLOAT]
     assert 0 < result.largest_difference <= result.allowed
-    assert result.probes == ("1 of 1 changed subgraphs",)
+    assert result.probes[0].startswith("1 changed subgraphs of one kind")
     assert np.abs(logits(model, probe.random_runs(96)) - before).max() > 10 * result.allowed * before.std()
 
 
@@ -193,7 +197,7 @@ def test_lossy_within_its_budget_reports_the_cost(tmp_path: Path) -> None:
     assert 1e-6 < result.kld_mean < 0.5
     assert result.allowed is None
     assert result.budget == 0.5
-    assert result.probes[2:] == ("windows 0 and 1, ragged", "window 0", "window 1", "window 2")
+    assert result.probes == ("windows 0 and 1, ragged", "window 0", "window 1", "window 2")
 
 
 def test_passes_in_sequence_are_each_held_against_the_graph_before(tmp_path: Path) -> None:
@@ -212,7 +216,7 @@ def test_a_pass_with_nothing_to_do_needs_no_proof(tmp_path: Path) -> None:
     assert (result.largest_difference, result.probes) == (0.0, ())
 
 
-def test_the_graph_stays_as_it_is_and_lazy_tensors_are_read_once(tmp_path: Path) -> None:
+def test_the_graph_stays_as_it_is_and_lazy_tensors_are_read_once_a_pass(tmp_path: Path) -> None:
     model = graphs.llama()
     reads = []
     value = model.graph.initializers[WEIGHT]
@@ -228,7 +232,7 @@ def test_the_graph_stays_as_it_is_and_lazy_tensors_are_read_once(tmp_path: Path)
     fingerprint = graph.fingerprint(model)
     check.check(FuseNorms(), model, changes)
     check.check(FlashAttention(), model, FlashAttention().run(model, graphs.CPU))
-    assert reads == [WEIGHT]
+    assert len(reads) <= 2  # once a pass, for numbers at edges behind it
     assert model.graph.initializers[WEIGHT].const_value is value.const_value
     assert fingerprint != graph.fingerprint(model)  # FlashAttention's own change
     snapshot = Snapshot.of(model)
@@ -242,15 +246,15 @@ def test_the_graph_stays_as_it_is_and_lazy_tensors_are_read_once(tmp_path: Path)
 @pytest.mark.parametrize("lazy", [True, False])
 def test_exact_pass_that_scales_one_weight(lazy: bool, tmp_path: Path) -> None:
     error = fail(Planted(scale(1.01, lazy=lazy)), tmp_path)
-    assert re.search(r"declares exact: logits differ by [\d.]+, allowed is 0,", error.message)
-    assert "in one row, step 0 (prefill, 12 tokens after [0])" in error.message
-    assert "first diverging tensor: l1_down, by 0.0" in error.message
+    assert re.search(r"declares exact: l1_down differ by [\d.]+, allowed is 0,", error.message)
+    assert error.message.endswith("in text (24 tokens after [0])")
 
 
 def test_rounding_pass_that_scales_one_weight(tmp_path: Path) -> None:
     error = fail(Planted(scale(1.001), ROUNDING), tmp_path)
-    assert "declares rounding: logits differ by" in error.message
-    assert "first diverging tensor: l1_down" in error.message
+    assert re.search(
+        r"rounding: l1_down differ by [\d.]+, 0.00[\d]+ of a token's size, allowed is 0.0001", error.message
+    )
 
 
 def test_lossy_pass_over_its_budget(tmp_path: Path) -> None:
@@ -274,16 +278,20 @@ def test_both_graphs_are_saved_without_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numerics", list(Numerics))
 def test_nan_always_fails(numerics: Numerics, tmp_path: Path) -> None:
     error = fail(Planted(scale(np.nan), numerics, Budget(kld_mean=100)), tmp_path)
-    assert "1152 of 1152 logits are NaN or infinite in one row, step 0" in error.message  # 12 rows of 96
-    assert "first diverging tensor: l1_down, by inf of its standard deviation" in error.message
+    assert "l1_down" in error.message
+    if numerics is LOSSY:
+        assert "logits are NaN or infinite in windows 0 and 1, ragged, step 0" in error.message
+    else:
+        assert "differ by inf" in error.message or "differ by nan" in error.message
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))
 def test_a_broken_cache_shows_in_decode(numerics: Numerics, tmp_path: Path) -> None:
     error = fail(Planted(positions(from_zero), numerics), tmp_path)
-    assert "(decode, 1 tokens after [" in error.message
-    if numerics is not LOSSY:
-        assert "in one row, step 1" in error.message
+    if numerics is LOSSY:
+        assert "(decode, 1 tokens after [" in error.message
+    else:
+        assert re.search(r"l0_q_rotary differ .* in (one token|two tokens) \(. tokens after \[[1-9]", error.message)
 
 
 @pytest.mark.parametrize("numerics", list(Numerics))
@@ -292,7 +300,7 @@ def test_a_broken_ragged_batch_is_caught(numerics: Numerics, tmp_path: Path) -> 
     if numerics is LOSSY:
         assert "in windows 0 and 1, ragged, step" in error.message
     else:
-        assert "in ragged batch, step 1 (decode, 1 tokens after [9, 12])" in error.message
+        assert "in largest batch (3 rows of 1 tokens after [" in error.message
 
 
 def test_a_cache_that_no_probe_reads_back_is_compared_too(tmp_path: Path) -> None:
@@ -310,8 +318,7 @@ def test_a_cache_that_no_probe_reads_back_is_compared_too(tmp_path: Path) -> Non
         reader.replace_input_with(0, graph.insert(reader, "Mul", [attention.outputs[0], half], name="halved")[0])
 
     error = fail(Planted(act, ROUNDING), tmp_path)
-    assert "present.1.value differ by" in error.message
-    assert "step 0 (prefill" in error.message
+    assert "l1_attended differ by" in error.message
 
 
 def test_a_pass_that_only_claims_to_have_changed_something(tmp_path: Path) -> None:
@@ -323,7 +330,7 @@ def test_changes_that_were_not_made() -> None:
     model = graphs.llama()
     with pytest.raises(
         VerificationError,
-        match=r"pass idle reports 1 changes, the first at some_node \(something\), but did not change the graph",
+        match=r"pass idle reports 1 changes, the first at l1_down_node \(something\), but did not change the graph",
     ):
         check_changes("idle", Snapshot.of(model), model, REPORTED)
 
@@ -406,7 +413,7 @@ def look_beyond(model: ir.Model) -> None:
 @pytest.mark.parametrize("numerics", list(Numerics))
 def test_a_graph_that_loads_and_does_not_run(numerics: Numerics, whole_bytes: int, tmp_path: Path) -> None:
     model = graphs.llama()
-    check = Verifier(model, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
     planted = Planted(look_beyond, numerics)
     with pytest.raises(VerificationError, match="pass planted wrote a graph that does not run") as caught:
         check.check(planted, model, planted.run(model, graphs.CPU))
@@ -425,7 +432,7 @@ def test_a_bug_of_ours_is_not_a_graph_that_does_not_run(numerics: Numerics, whol
         value.const_value = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape(graph.static(value)), name=WEIGHT)
 
     model = graphs.llama()
-    check = Verifier(model, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
+    check = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=TEXTS, whole_bytes=whole_bytes)
     planted = Planted(act, numerics)
     with pytest.raises(RuntimeError, match="a bug"):
         check.check(planted, model, planted.run(model, graphs.CPU))

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmforge.base import small_file
+from llmforge.base import small_file, strict_json
 from llmforge.base.backends import PlanModule
 from llmforge.base.errors import InputError
-from llmforge.runtime.backends import strict_json
 
 FILE = "plan.json"
 FORMAT = 1

@@ -13,17 +13,16 @@ from typing import Literal
 import onnxruntime
 
 from llmforge import native
-from llmforge.base import backends, small_file
+from llmforge.base import backends, small_file, strict_json
 from llmforge.base.backends import PENDING_FILE, PROVIDERS, PlanModule, ProviderName
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.base.wording import quoted, shown
-from llmforge.runtime.backends import strict_json
 from llmforge.runtime.backends.session import SessionConfig
 from llmforge.runtime.backends.signature import CacheInput
 
 FORMAT = 3
 FILE = "runtime.json"
-DAMAGED = "run `llmforge inspect ARTIFACT --verify` to list changed files; fetch or build the artifact again"
+DAMAGED = "run `llmforge verify ARTIFACT` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
 # What a recipe may ask for at most (llmforge.recipe.schema).

@@ -223,7 +223,7 @@ def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequ
         damaged = isinstance(model, Path) and not isinstance(error, _LACKS)
         raise (InputError if damaged else UnsupportedError)(
             f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}",
-            hint="run `llmforge inspect ARTIFACT --verify` to list changed files",
+            hint="run `llmforge verify ARTIFACT` to list changed files",
         ) from error
 
 

@@ -217,7 +217,11 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
     for layer, parts in enumerate(shapes):
         inputs += [interface.past_part(layer, part) for part in parts]
         outputs += [interface.present_part(layer, part) for part in parts]
-    with warnings.catch_warnings(), internals.quiet(REGISTRATION_LOGGER, logging.ERROR):
+    with (
+        warnings.catch_warnings(),
+        internals.quiet(REGISTRATION_LOGGER, logging.ERROR),
+        internals.idle_decomposition_skipped(),
+    ):
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         translated = torch.onnx.export(
             program,

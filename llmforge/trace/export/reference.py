@@ -17,6 +17,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import depth, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
+from llmforge.trace.export.stored_matrix import TILE_BYTES, StoredMatrix
 from llmforge.trace.hooks import internals
 
 EAGER = "eager"  # the attention that transformers writes out, without a kernel of its own
@@ -34,7 +35,8 @@ class Reference:
     """A checkpoint's model in transformers, whole or its first `layers` layers, with its real weights in fp32.
 
     The whole model is loaded by transformers. A part takes the weights of its own layers alone, by the names and
-    conversions of transformers, so that a model larger than the memory can be run in part.
+    conversions of transformers, and reads large matrices whenever it uses them, so that a model larger than the memory
+    can be run in part.
     """
 
     def __init__(self, checkpoint: Checkpoint, layers: int | None = None) -> None:
@@ -78,11 +80,15 @@ def _part(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
     read: dict[weights.Source, Tensor] = {}
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
         source = sources[name]
-        if source not in read:
-            read[source] = weights.load(checkpoint, source).to(torch.float32)
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if isinstance(tensor, nn.Parameter):
+        module, is_parameter = model.get_submodule(owner), isinstance(tensor, nn.Parameter)
+        if is_parameter and source.converted is None and tensor.dim() == 2 and 4 * tensor.numel() > TILE_BYTES:
+            # no nn.Parameter, which would be a copy
+            module._parameters[leaf] = _stored(checkpoint, source.tensors[0])  # type: ignore[assignment]
+            continue
+        if source not in read:
+            read[source] = weights.load_fp32(checkpoint, source)
+        if is_parameter:
             module._parameters[leaf] = nn.Parameter(read[source], requires_grad=False)
         else:
             module._buffers[leaf] = read[source].to(tensor.dtype)
@@ -90,3 +96,8 @@ def _part(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
     if left:
         raise UnsupportedError(f"parameter {left[0]} has no numbers")
     return model
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> StoredMatrix:
+    """Map a tensor anew whenever it is read: pages of a file that is mapped for long would all stay resident."""
+    return StoredMatrix.of(lambda: checkpoint.tensor(name).numpy(), checkpoint.tensors[name].shape)

@@ -6,21 +6,24 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph as g
 from llmforge.ir.derived import Stored
 from llmforge.ir.operators import standard
-from llmforge.trace.hooks import internals
+
+if TYPE_CHECKING:  # a graph that was kept is bound to a checkpoint without torch, which takes seconds to import
+    import torch
+    from transformers import PreTrainedModel
+
+    from llmforge.trace.hooks import internals
 
 BINDINGS = "llmforge.bindings"  # key of a model's `meta`, which is not written to files: its `Bindings`
 UNUSED = "llmforge.unused_tensors"  # metadata_props key of a model: JSON list of the checkpoint's tensors without a use
@@ -66,6 +69,8 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
         CheckpointError: a parameter has no tensor, or one of another shape.
         UnsupportedError: the model's state holds other things than weights.
     """
+    from llmforge.trace.hooks import internals
+
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     groups = internals.sources_by_parameter(model, list(checkpoint.tensors))
@@ -89,6 +94,10 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
 
 def untie(model: PreTrainedModel, sources: Mapping[str, Source]) -> None:
     """Take parameters apart that the architecture ties and the checkpoint holds with different content."""
+    import torch
+
+    from llmforge.trace.hooks import internals
+
     first: dict[int, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if sources[first.setdefault(id(parameter), name)] != sources[name]:
@@ -196,15 +205,32 @@ def _reader(
 
 def load(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
     """Read the parameter that `source` makes, in its stored dtype and the layout of transformers."""
+    import torch
+
     if source.converted is None:
         return _torch(checkpoint.tensor(source.tensors[0]))
     return torch.cat(list(source.converted()))
+
+
+def load_fp32(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
+    """Read it in fp32, which holds every number of bf16 and fp16; a table of a file is not copied on the way."""
+    import torch
+
+    if source.converted is not None:
+        return load(checkpoint, source).to(torch.float32)
+    [name] = source.tensors
+    stored = checkpoint.tensor(name).numpy()
+    widened = np.empty(stored.shape, np.float32)
+    widened[...] = stored
+    return torch.from_numpy(widened)
 
 
 def _converted(
     model: PreTrainedModel, checkpoint: Checkpoint, group: internals.Group, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Source]:
     """Plan the parameters that one converter makes, by running it on tensors without memory."""
+    import torch
+
     made = _convert(
         model, group, {key: torch.empty(checkpoint.tensors[key].shape, device="meta") for key in group.keys}
     )
@@ -238,6 +264,8 @@ def _convert(
 
 def _torch(tensor: ir.TensorProtocol) -> torch.Tensor:
     """Hand a mapped tensor to torch; bf16, which numpy lacks, through its bits."""
+    import torch
+
     array = np.array(tensor.numpy())
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
@@ -246,6 +274,8 @@ def _torch(tensor: ir.TensorProtocol) -> torch.Tensor:
 
 def _numpy(tensor: torch.Tensor) -> NDArray[np.generic]:
     """Take a tensor back from torch."""
+    import torch
+
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()

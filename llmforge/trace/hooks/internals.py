@@ -11,13 +11,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -37,6 +39,7 @@ from transformers.utils.generic import GeneralInterface
 
 from llmforge.base.errors import ForgeError, UnsupportedError
 
+_T = TypeVar("_T", bound=torch.Tensor)
 Function = Callable[..., Any]
 Replacement = Callable[[str, Function], Function | None]  # a function and its name → what stands for it, if anything
 
@@ -48,6 +51,21 @@ def fake_mode() -> FakeTensorMode:
     meta device do not do: torch.export then finds two devices, because buffers (rotary frequencies) stay real.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_storage(kind: type[_T], shape: Sequence[int], dtype: torch.dtype) -> _T:
+    """Make a tensor of a class of ours on the CPU, of which torch holds no numbers.
+
+    Private: what PyTorch's notes on extending it make such tensors with.
+    """
+    made: _T = torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype)
+    return made
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Let torch treat tensors of our classes as its own for a while; private, as above."""
+    blocked: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return blocked
 
 
 @contextmanager
@@ -71,6 +89,45 @@ def quiet(logger: str, level: int) -> Iterator[None]:
         yield
     finally:
         named.setLevel(before)
+
+
+@contextmanager
+def idle_decomposition_skipped() -> Iterator[None]:
+    """Let `torch.onnx.export` leave a program alone that decomposing would only trace once more.
+
+    Private: it always decomposes, which takes as long as the export did and, where every operator has a translation
+    and writes into none of its inputs, gives the same operators under other names.
+    """
+    decompose = _fx_passes.decompose_with_registry
+
+    def skip(program: torch.export.ExportedProgram, registry: ONNXRegistry) -> torch.export.ExportedProgram:
+        return program if _translates(program, registry) else decompose(program, registry)
+
+    _fx_passes.decompose_with_registry = skip  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry = decompose
+
+
+def _translates(program: torch.export.ExportedProgram, registry: ONNXRegistry) -> bool:
+    """Say whether every operator of `program` has a translation of its own, and another trace would keep it as it is.
+
+    It would not where an operator writes into an input, or counts an axis from the end.
+    """
+    known = {metas[0].fx_target for metas in registry.functions.values()}
+    modules = [each for each in program.graph_module.modules() if each is not program.graph_module]
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return not modules and all(node.target in known and _is_kept(node) for node in calls)
+
+
+def _is_kept(node: torch.fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    schema = node.target._schema
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    axes = [value for name, value in given.items() if name.startswith(("dim", "axis")) and isinstance(value, int)]
+    return not schema.is_mutable and all(axis >= 0 for axis in axes)
 
 
 @contextmanager

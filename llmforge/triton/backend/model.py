@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from llmforge.base import admission
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, ForgeError
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
@@ -25,6 +26,7 @@ from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.backend.metrics import Metrics
 from llmforge.triton.backend.responses import ResponseSender, fail
 
+_ALLOW = "write the repository with `llmforge triton --allow fail`"
 DRAIN_S = 5.0
 WATCH_S = 1.0
 
@@ -51,11 +53,12 @@ class TritonPythonModel:
             config = json.loads(args["model_config"])
             wanted = settings.read(config["parameters"])
             folder = Path(args["model_repository"], args["model_version"], wanted.artifact).resolve()
+            admitted = admission.admit(folder, allow=wanted.allow, how_to_allow=_ALLOW)
             device = _device(RuntimeConfig.read(folder / "engine" / FILE), args)
             self._engine = Engine.load(folder, wanted.engine, wanted.threads, device=device)
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
-        for note in self._engine.stats().notes:
+        for note in (*admitted.notes, *self._engine.stats().notes):
             pb_utils.Logger.log_warn(f"llmforge: {note}")
         names = {"model": "model_name", "version": "model_version", "instance": "model_instance_name"}
         labels = {label: args[name] for label, name in names.items()}

@@ -18,11 +18,13 @@ _TRITONS_OWN = ("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")
 class Settings:
     """How the model serves.
 
-    `artifact` is the folder that holds engine/ and tokenizer/, relative to that of model.py. `threads` overrides those
-    of the engine. `engine` options that are not given are the runtime's own.
+    `artifact` is the folder that holds engine/ and tokenizer/, relative to that of model.py. `allow` is a verdict of
+    its gates that is taken as it is. `threads` overrides those of the engine. `engine` options that are not given are
+    the runtime's own.
     """
 
     artifact: str
+    allow: str | None = None
     threads: int | None = None
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 

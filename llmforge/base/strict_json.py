@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -26,8 +27,7 @@ def read(kind: type[D], data: Any, where: str) -> D:
     """
     if not isinstance(data, dict):
         raise InputError(f"{where}: {type(data).__name__}; expected an object")
-    hints = typing.get_type_hints(kind)
-    declared = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints, declared = _fields(kind)  # type: ignore[arg-type]
     if unknown := sorted(data.keys() - declared.keys()):
         raise InputError(f"{where}: unknown {', '.join(map(cut, unknown))}; known: {', '.join(declared)}")
     if missing := sorted(declared.keys() - data.keys()):
@@ -43,6 +43,12 @@ def read(kind: type[D], data: Any, where: str) -> D:
     return kind(**values)
 
 
+@functools.cache
+def _fields(kind: type) -> tuple[dict[str, Any], dict[str, str]]:
+    """Give the types of the fields of a dataclass, and how they are written."""
+    return typing.get_type_hints(kind), {field.name: str(field.type) for field in dataclasses.fields(kind)}
+
+
 def _inside(where: str, name: str) -> str:
     """Name an entry of the object at `where`: "FILE: session", and below that "FILE: session.entries"."""
     return f"{where}.{name}" if ": " in where else f"{where}: {name}"
@@ -50,6 +56,8 @@ def _inside(where: str, name: str) -> str:
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     """Make what `hint` stands for of a JSON value."""
+    if hint is Any:
+        return value
     arguments, origin = typing.get_args(hint), typing.get_origin(hint)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict) and "[" not in where:  # an item of a list says more than its whole list

@@ -1,0 +1,157 @@
+"""Archives at URLs, through fsspec: `s3://`, `gs://`, `https://` and what else it has a file system for.
+
+An archive is written and read once, from its beginning to its end. Where the other side can (S3, Google Cloud, Azure,
+memory), the URL shows nothing, or what it showed before, until the last byte is there; where it cannot, what a killed
+export leaves behind is cut off, and `import` refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmforge.artifact import archive, transfer
+from llmforge.artifact.store import Artifact
+from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_WEB = ("http", "https")
+_LOGIN = re.compile(r"(?<=://)[^/@]*@")
+# What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
+_FOREIGN = {
+    "aiohttp": ("ClientError",),
+    "azure.core.exceptions": ("AzureError",),
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "google.auth.exceptions": ("GoogleAuthError",),
+}
+
+
+@dataclass(frozen=True)
+class Url:
+    """Where an archive is."""
+
+    text: str
+
+    def __str__(self) -> str:
+        """Write it without a password."""
+        return _LOGIN.sub("", self.text)
+
+
+def is_url(text: str) -> bool:
+    """Say if `text` is a URL and not a path."""
+    return _URL.match(text) is not None
+
+
+def save(artifact: Artifact, url: Url) -> int:
+    """Write an artifact to a URL; return its size in bytes. Nothing of it is there before all of it is, if possible.
+
+    Raises:
+        InputError: a file of the artifact is not what its manifest says.
+        UsageError: the URL cannot be written.
+        EnvironmentLacks: the package for its protocol is missing.
+    """
+    system, path = _system(url)
+    if (local := _local(system, path)) is not None:
+        with _asking(url, writes=True):
+            return archive.save_file(artifact, local)
+    with _asking(url, writes=True), system.transaction, system.open(path, "wb") as stream:
+        return archive.save(artifact, stream)
+
+
+def load(url: Url, out: Path, check: transfer.Check | None = None) -> Artifact:
+    """Publish the artifact in the archive at a URL as `out/<name>/<version>`; see `archive.load`.
+
+    Raises:
+        InputError: also, the URL cannot be read.
+        EnvironmentLacks: also, the package for its protocol is missing.
+    """
+    system, path = _system(url)
+    if (local := _local(system, path)) is not None:
+        return archive.load_file(local, out, check)
+    with _asking(url, writes=False):
+        # Block size 0: one request and no seeking, for servers that know no ranges.
+        stream = system.open(path, "rb", **({"block_size": 0} if url.text.partition("://")[0] in _WEB else {}))
+    with stream:
+        size = getattr(stream, "size", None)
+        reader: Any = _Reader(stream, url)
+        return archive.load(reader, out, str(url), size_bytes=size if isinstance(size, int) else None, check=check)
+
+
+class _Reader:
+    """Reads a stream; what goes wrong is said of its URL, and not mixed up with what goes wrong on this disk."""
+
+    def __init__(self, stream: Any, url: Url) -> None:
+        self._stream = stream
+        self._url = url
+
+    def read(self, count: int) -> bytes:
+        """Read at most `count` bytes."""
+        with _asking(self._url, writes=False):
+            return bytes(self._stream.read(count))
+
+
+def _system(url: Url) -> tuple[Any, str]:
+    """Open the file system of a URL, and give the path in it."""
+    from fsspec.core import url_to_fs
+    from fsspec.registry import get_filesystem_class
+
+    protocol = url.text.partition("://")[0]
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        cause = error.__cause__
+        package = (cause.name or "").partition(".")[0] if isinstance(cause, ImportError) else ""
+        raise EnvironmentLacks(
+            f"{url}: {package or 'a package'} is not installed", hint=f"pip install {package or f'fsspec[{protocol}]'}"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{url}: unknown protocol {protocol!r}", hint="such as s3://, gs:// or https://") from error
+    options = {"client_kwargs": {"timeout": _patient()}} if protocol in _WEB else {}
+    with _asking(url, writes=False):
+        system, path = url_to_fs(url.text, **options)
+    return system, path
+
+
+def _patient() -> Any:
+    """Give a download as long as bytes arrive; aiohttp's own limit is five minutes for all of it."""
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
+
+
+def _local(system: Any, path: str) -> Path | None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    return Path(path) if isinstance(system, LocalFileSystem) else None
+
+
+@contextmanager
+def _asking(url: Url, *, writes: bool) -> Iterator[None]:
+    """Turn what goes wrong on the other side into an error of ours."""
+    foreign = tuple(
+        getattr(sys.modules[module], name) for module, names in _FOREIGN.items() if module in sys.modules
+        for name in names
+    )  # fmt: skip
+    try:
+        yield
+    except ForgeError:
+        raise
+    except (OSError, NotImplementedError, ValueError, *foreign) as error:
+        said = error.__cause__ or error  # fsspec says of every failure over HTTP that there is no such file
+        why = " ".join(str(said).split())[:300] or type(said).__name__
+        if isinstance(said, FileNotFoundError):
+            why = "no such file or bucket"
+        elif isinstance(error, NotImplementedError):
+            why = "its protocol cannot do that"
+        if writes:
+            raise UsageError(
+                f"{url}: cannot be written: {why}", hint="check the address, its credentials and what they allow"
+            ) from error
+        raise InputError(
+            f"{url}: cannot be read: {why}", hint="check the address, its credentials and what they allow"
+        ) from error

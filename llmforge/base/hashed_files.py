@@ -1,0 +1,110 @@
+"""SHA-256 of files, computed once: what a user's file had, and how it is told that it did not change since.
+
+A file is taken for the same as long as device, inode, size, modification and change time are: nothing that writes to
+a file leaves its change time (ctime) alone. Bits that rot on the disk do; so does who writes to the disk itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from llmforge.base import small_file
+from llmforge.base.errors import InputError
+
+FILE = "hashed-files.json"
+MOST = 20_000  # files that are remembered, the last ones; 3 MB
+_SETTLED_NS = 1_000_000_000  # a change within one tick of the file system's clock would not show; ext4's are 4 ms
+_NO_FILE = "not a regular file"
+
+
+def home() -> Path:
+    """Return llmforge's cache folder of the user.
+
+    Raises:
+        RuntimeError: there is no home folder.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = given if given.is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
+    return base / "llmforge"
+
+
+def sha256(file: Path) -> str:
+    """Hash a regular file; anything else, links included, gets a word that equals no hash."""
+    if not stat.S_ISREG(file.lstat().st_mode):
+        return _NO_FILE
+    with file.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def all_sha256(files: Iterable[Path], *, again: bool = False) -> tuple[dict[Path, str], str | None]:
+    """Hash files, several at a time; one that was hashed before and did not change since is not read, unless `again`.
+
+    Returns the hash of each, and why they could not be remembered for the next time; None: they were.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    known = {} if again else _remembered()
+    digests: dict[Path, str] = {}
+    waiting: list[Path] = []
+    for file in files:
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            digests[file] = _NO_FILE
+        elif (digest := known.get(_identity(status))) is not None:
+            digests[file] = digest
+        else:
+            waiting.append(file)
+    new: dict[str, str] = {}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        before = {file: file.lstat() for file in waiting}
+        ordered = sorted(waiting, key=lambda file: -before[file].st_size)
+        for file, digest in zip(ordered, pool.map(sha256, ordered), strict=True):
+            digests[file] = digest
+            settled = time.time_ns() - before[file].st_ctime_ns > _SETTLED_NS
+            if settled and _identity(file.lstat()) == _identity(before[file]):
+                new[_identity(before[file])] = digest
+    return digests, _remember(new) if new else None
+
+
+def _identity(status: os.stat_result) -> str:
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+
+
+def _remembered() -> dict[str, str]:
+    """Read what was hashed before; what cannot be read is nothing: the files are hashed again."""
+    try:
+        found = small_file.read_json(home() / FILE)
+    except (InputError, RuntimeError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: digest for key, digest in found.items() if isinstance(digest, str)}
+
+
+def _remember(new: dict[str, str]) -> str | None:
+    """Add to what was hashed; of two that add at once one may be forgotten. Return why it could not be written."""
+    everything = {**_remembered(), **new}
+    kept = dict(list(everything.items())[-MOST:])
+    try:
+        folder = home()
+        written = folder / f".{FILE}-{secrets.token_hex(4)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            written.write_text(json.dumps(kept, indent=0), encoding="utf-8")
+            written.replace(folder / FILE)
+        finally:
+            with suppress(OSError):
+                written.unlink()
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,97 @@
+"""Proofs that run beside what the build does next.
+
+A proof computes outside of the interpreter for most of its time, and nothing of a build depends on what it finds: only
+its publication does, which waits for all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from llmforge.base.progress import Progress
+
+T = TypeVar("T")
+FINISH = "Finish proofs"  # the stage in which a build waits for them
+_AT_ONCE = 2  # that of the trace, and that of a pass
+
+
+class Proof(Generic[T]):
+    """What a proof finds, once it has ended."""
+
+    def __init__(self, found: T | Future[T]) -> None:
+        self._found = found
+
+    def result(self) -> T:
+        """Wait for the end, and return what was found, or raise what refused it."""
+        return self._found.result() if isinstance(self._found, Future) else self._found
+
+
+class Proofs:
+    """Runs proofs in threads of their own; leaving the block waits for those that run, and drops the others."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "proofs")
+        self._begun: list[Future[Any]] = []
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        self._pool.shutdown()
+
+    def begin(self, held: AbstractContextManager[object], prove: Callable[[], T]) -> Proof[T]:
+        """Run `prove` when its turn comes; `held` is left when it has ended, or is dropped.
+
+        It may wait for those that were begun before it.
+        """
+
+        def run() -> T:
+            with held:
+                if self._stopped.is_set():
+                    raise _Dropped
+                return prove()
+
+        future = self._pool.submit(run)
+        self._begun.append(future)
+        return Proof(future)
+
+    @property
+    def last(self) -> Proof[Any]:
+        """The one that was begun last."""
+        return Proof(self._begun[-1])
+
+    def wait(self, proof: Proof[T]) -> T:
+        """Wait for one of them, and, where it fails, for those that were begun before it.
+
+        Raises:
+            Exception: as `finish`.
+        """
+        try:
+            return proof.result()
+        except Exception:
+            self.finish()
+            raise
+
+    def finish(self, progress: Progress | None = None) -> None:
+        """Wait for all of them; `progress` is told, where there is something to wait for.
+
+        Raises:
+            Exception: what the first one that failed, in the order in which they were begun, raised.
+        """
+        if progress is not None and not all(future.done() for future in self._begun):
+            progress.stage(FINISH)
+        for future in self._begun:
+            future.result()
+
+
+class _Dropped(Exception):
+    """The build ended before."""

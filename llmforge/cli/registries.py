@@ -1,0 +1,92 @@
+"""The commands that bring artifacts to an OCI registry and back. They import late what they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from llmforge.base import extras
+from llmforge.cli import output
+from llmforge.cli.parameters import ARTIFACT, out_option
+from llmforge.cli.provenance import signature_check, signature_options
+
+_INSECURE = click.option("--insecure", is_flag=True, help="Use plain HTTP. Registries on this machine get it anyway.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+_QUIET = click.option("--quiet", is_flag=True, help="Hide progress.")
+
+_PUSH = """\b
+Examples:
+  llmforge push NAME/VERSION registry.example.com/models/NAME:VERSION
+  llmforge push NAME:prod localhost:5000/NAME:prod
+"""
+
+
+@click.command(epilog=_PUSH)
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("reference", metavar="REGISTRY/REPOSITORY:TAG")
+@_INSECURE
+@_JSON
+@_QUIET
+def push(artifact: Path, reference: str, insecure: bool, as_json: bool, quiet: bool) -> None:
+    """Push ARTIFACT to an OCI registry.
+
+    The format is CNCF ModelPack. Files that the registry has are not uploaded again, and the same artifact gives the
+    same digest. Log in with `docker login`. The last line of standard output is the reference by digest.
+    """
+    if (lack := extras.trouble("dxf")) is not None:
+        raise lack
+    from llmforge.artifact import Artifact, modelpack
+    from llmforge.artifact.oci import Reference
+    from llmforge.cli import console
+    from llmforge.metrics.units import size
+
+    to = Reference.parse(reference, digests=False)
+    opened = Artifact.open(artifact)
+    with console.progress(quiet=quiet) as progress:
+        pushed = modelpack.push(opened, to, progress, insecure=insecure)
+    if as_json:
+        facts = {"reference": str(to), "digest": pushed.digest, "files": pushed.files, "size_bytes": pushed.size_bytes}
+        output.write_json({**facts, "uploaded": pushed.uploaded, "uploaded_bytes": pushed.uploaded_bytes})
+        return
+    if not quiet:
+        console.say(f"uploaded {pushed.uploaded} of {pushed.files} files, {size(pushed.uploaded_bytes)}")
+    click.echo(to.at(pushed.digest))
+
+
+_PULL = """\b
+Examples:
+  llmforge pull registry.example.com/models/NAME:VERSION
+  llmforge pull localhost:5000/NAME@sha256:DIGEST --require-signature --key PUB.pem
+"""
+
+
+@click.command(epilog=_PULL)
+@click.argument("reference", metavar="REGISTRY/REPOSITORY:TAG|@DIGEST")
+@out_option("Publish the artifact to DIR/NAME/VERSION.")
+@_INSECURE
+@signature_options
+@_JSON
+@_QUIET
+def pull(
+    reference: str, out: Path, insecure: bool, require_signature: bool, key: Path | None, as_json: bool, quiet: bool
+) -> None:
+    """Pull an artifact from an OCI registry.
+
+    Nothing is visible before every byte was checked. The last line of standard output is the path of the artifact.
+    """
+    if (lack := extras.trouble("dxf")) is not None:
+        raise lack
+    from llmforge.artifact import modelpack
+    from llmforge.artifact.oci import Reference
+    from llmforge.cli import console
+
+    at = Reference.parse(reference)
+    check = signature_check(require_signature, key)
+    with console.progress(quiet=quiet) as progress:
+        made, digest = modelpack.pull(at, out, progress, insecure=insecure, check=check)
+    path = out / made.manifest.name / made.manifest.version
+    if as_json:
+        output.write_json({"artifact": str(path), "digest": digest})
+    else:
+        click.echo(str(path))

@@ -1,0 +1,397 @@
+"""Prove a pass on the subgraphs that it changed: both sides must make the same of the same numbers.
+
+Each kind of subgraph (`changed_subgraphs`) runs at every place that a build promises (`promises`): steps of all
+lengths, batches, both sides of every window and rotary border, the end of the context. A step at a far place costs no
+more than a near one, because its caches are made up. Every other subgraph of a kind runs one small step with its own
+weights: a product with random numbers shows any column that is not what it was.
+
+Numbers at the edges are random, some of them a thousandth and some a thousand times the usual, with outliers and zeros,
+and besides those what stands there when the graph before the pass reads text (`recorded`). Each token is held in units
+of its own size, so that none hides behind a larger one.
+
+Numbers that can never be negative, like the weights of a router, are not (`llmforge.ir.routing`). Where the graph
+before makes no finite numbers of random ones, what stands in front of the subgraph can never make such: it, and each of
+its kind, is made larger. Where two sides make finite numbers that differ, they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.ir import graph, interface, operators
+from llmforge.ir.operators import contrib, cpu
+from llmforge.ir.subgraph import Index
+from llmforge.lowering import emulation
+from llmforge.verification import changed_subgraphs, comparison, probe, promises, recorded
+from llmforge.verification.changed_subgraphs import ChangedSubgraph
+from llmforge.verification.promises import Place, Promises
+from llmforge.verification.recorded import Recorded
+from llmforge.verification.subgraph_session import Arrays, SubgraphSession
+
+WIDENED = 8  # how often a subgraph is made larger
+CACHE_BYTES = 1 << 28  # of the caches of one side: what is further away is not run
+_STATE_TOKENS = 64  # of a step through a state that random numbers make grow with every token
+_PRODUCTS = 1e11  # of a step, at most: some seconds on two cores
+_SEED = 20_240_229
+_PERIOD = (1 << 18) + 1  # numbers after which those in a cache come again: no power of two, like sizes of heads are
+_OUTLIER, _OUTLIERS = 30.0, 1 / 64  # size and share of the channels that are larger than others
+_SCALES = np.array([1, 1e-3, 1e3, 1, 30, 1e-2, 0, 1, 100, 0.1], np.float32)  # of a step's tokens, in turn
+# Inputs that tell a graph of places; without them, and without caches, tokens know their own step alone.
+_PLACES = frozenset(
+    {
+        interface.POSITION_IDS,
+        interface.PAST_LENGTHS,
+        interface.LENGTHS,
+        interface.TEXT_LENGTHS,
+        interface.SEQLENS_K,
+        interface.TOTAL_SEQUENCE_LENGTH,
+        interface.ATTENTION_MASK,
+    }
+)
+# A rounding error that a subgraph itself makes large is told from a fault by what errors of its inputs become in it.
+_NUDGE, _NUDGES = 2.0**-21, 8.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The place where a pass did not do what it declares."""
+
+    what: str
+    where: str
+    is_outside: bool = False  # the graph before makes no finite numbers, either: these ones can never stand there
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a proof of subgraphs ran, and the largest difference, in units of the token that differs."""
+
+    places: int  # subgraphs that the pass changed
+    kinds: int
+    steps: int
+    reach: int | None  # tokens that the longest step stood behind; None where nothing depends on that
+    largest: float
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Say it in words."""
+        kinds = f"{self.kinds} kinds" if self.kinds > 1 else "one kind"
+        ran = f"{self.places} changed subgraphs of {kinds}, each with its own weights"
+        behind = "" if self.reach is None else f", up to {self.reach} tokens"
+        return ran, f"{self.steps} steps{behind}"
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """What both sides of a subgraph made of one step: the name of an output, before, after."""
+
+    name: str
+    before: NDArray[Any]
+    after: NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """What a step feeds to both sides: values at the boundary, and the caches of each."""
+
+    given: Arrays
+    before: Arrays
+    after: Arrays
+
+
+class Pair:
+    """Both sides of a changed subgraph in ONNX Runtime.
+
+    Raises:
+        UnsupportedError: ONNX Runtime refuses a side.
+    """
+
+    def __init__(self, changed: ChangedSubgraph, threads: int) -> None:
+        self.changed, self._threads = changed, threads
+        self._open(changed)
+
+    def load(self, member: ChangedSubgraph) -> None:
+        """Take the weights of another subgraph of the kind."""
+        if not (self.before.reloads and self.after.reloads):
+            self.changed = member
+            self._open(member)
+            return
+        weights = probe.Weights()
+        for session, model in zip((self.before, self.after), member.extract(), strict=True):
+            session.load(model, weights)
+
+    def _open(self, changed: ChangedSubgraph) -> None:
+        weights = probe.Weights()
+        self.before, self.after = (
+            SubgraphSession(model, weights, self._threads, fed_bytes=0) for model in changed.extract()
+        )
+        self.gives_rows = all(interface.LOGITS_ROWS in each.inputs for each in (self.before, self.after))
+
+    @cached_property
+    def has_places(self) -> bool:
+        """Whether what it makes may depend on where a step stands."""
+        return bool(self.changed.reads & _PLACES) or self.before.has_caches or self.after.has_caches
+
+    def cache_scale(self, name: str) -> NDArray[np.float32] | None:
+        """Return the scales of the int8 cache `name` of the graph after; None where it is none."""
+        for node in self.changed.after_nodes:
+            view = operators.view(node)
+            if isinstance(view, contrib.GroupQueryAttention | cpu.GroupQueryAttention):
+                for past, scale in ((view.past_key, view.k_scale), (view.past_value, view.v_scale)):
+                    if past.name == name and scale is not None:
+                        return graph.tensor(scale).numpy()
+        return None
+
+    def run(self, place: Place, edges: Edges) -> Iterator[Made]:
+        """Run both sides."""
+        step, caches = place.step, (dict(edges.before), dict(edges.after))
+        rows = place.rows if self.gives_rows else None  # else a side may give all of them
+        results = (
+            self.before.run(step, edges.given, caches[0], rows),
+            self.after.run(step, edges.given, caches[1], rows),
+        )
+        filled = step.past + step.lengths
+        for name in self.changed.outputs:
+            past = interface.past_of(name)
+            if past in caches[0] and past in caches[1]:
+                before, after = ([*probe.real(past, cache[past], filled)] for cache in caches)
+                yield from (Made(name, b, a) for b, a in zip(before, after, strict=True))
+                continue
+            b, a = (comparison.valid(result[name], step) for result in results)
+            if b is not None and a is not None:
+                yield Made(name, b, a)
+
+
+def prove(
+    before: ir.Model,
+    after: ir.Model,
+    promised: Promises,
+    *,
+    tolerance: float,
+    threads: int,
+    text: NDArray[np.int64] | None = None,
+) -> Proof | Difference:
+    """Hold every subgraph where `after` differs from `before` to `tolerance`, in sizes of a token; 0: to the bit.
+
+    `text`: token ids; values at the edges are also those that the graph before makes of it. None: of random tokens.
+
+    Raises:
+        UnsupportedError: ONNX Runtime refuses a subgraph, or fails to run it.
+    """
+    index = Index.of(before)
+    found = changed_subgraphs.differences(index, Index.of(after))
+    return prove_all(found, index, promised, tolerance=tolerance, threads=threads, text=text)
+
+
+def prove_all(
+    found: Sequence[ChangedSubgraph],
+    index: Index,
+    promised: Promises,
+    *,
+    tolerance: float,
+    threads: int,
+    text: NDArray[np.int64] | None = None,
+) -> Proof | Difference:
+    """Hold the subgraphs `found` to `tolerance`, as `prove` does; `index` is of the graph before."""
+    kinds = by_kind(found)
+    names = {name for alike in kinds for name in alike[0].inputs}
+    known = recorded.record(index, names, _tokens(promised) if text is None else text, threads)
+    largest, proven, steps, reach = 0.0, 0, 0, None
+    pending: list[tuple[list[ChangedSubgraph], int]] = [(alike, 0) for alike in kinds]
+    while pending:
+        alike, level = pending.pop(0)
+        trial = _Trial(promised, tolerance, threads, known)
+        outcome = trial.hold(alike)
+        if isinstance(outcome, float):
+            largest, proven, steps = max(largest, outcome), proven + 1, steps + trial.steps
+            reach = trial.reach if reach is None else max(reach, trial.reach or 0)
+        elif level == WIDENED or not alike[0].inputs or not outcome.is_outside:
+            return outcome
+        else:
+            pending += [(wider, level + 1) for wider in by_kind([each.widened() for each in alike])]
+    return Proof(len(found), proven, steps, reach, largest)
+
+
+def by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
+    """Group subgraphs that are one function of their weights; one like no other is a group of its own."""
+    kinds: dict[str, list[ChangedSubgraph]] = {}
+    for number, changed in enumerate(found):
+        kinds.setdefault(changed.kind or f"alone {number}", []).append(changed)
+    return list(kinds.values())
+
+
+def _tokens(promised: Promises) -> NDArray[np.int64]:
+    count = min(recorded.TOKENS, promised.context)
+    return np.random.default_rng(_SEED).integers(0, promised.vocabulary, count, np.int64)
+
+
+@dataclass
+class _Trial:
+    """Holds the subgraphs of one kind to a tolerance."""
+
+    promised: Promises
+    tolerance: float
+    threads: int
+    known: Recorded
+    steps: int = 0
+    reach: int | None = None
+
+    def hold(self, alike: Sequence[ChangedSubgraph]) -> float | Difference:
+        """Return the largest difference, or the first that is too large."""
+        pair = Pair(alike[0], self.threads)
+        largest = 0.0
+        for place, given in self._places(pair):
+            self.steps += 1
+            found = self._compare(pair, place, given, alike[0].outputs)
+            if isinstance(found, Difference):
+                return found
+            largest = max(largest, found)
+        small = promises.first(self.promised)
+        for member in alike[1:]:
+            pair.load(member)
+            found = self._compare(pair, small, {}, member.outputs)
+            if isinstance(found, Difference):
+                return found
+            largest = max(largest, found)
+        return largest
+
+    def _places(self, pair: Pair) -> Iterator[tuple[Place, Mapping[str, NDArray[Any]]]]:
+        """List the steps that show the kind, and what was recorded at the edges of each."""
+        if pair.has_places:
+            self.reach = reach_of(pair, self.promised)
+        if self.known.covers(pair.changed.inputs):
+            yield self.known.place, self.known.values
+        for place in places(pair, self.promised, self.reach):
+            yield place, {}
+
+    def _compare(
+        self, pair: Pair, place: Place, given: Mapping[str, NDArray[Any]], names: Sequence[str]
+    ) -> float | Difference:
+        edges = made_up(pair, place, given)
+        calls = dict(zip(pair.changed.outputs, names, strict=True))
+        largest, moved = 0.0, None
+        made = list(pair.run(place, edges))
+        for at, each in enumerate(made):
+            b, a = each.before, each.after
+            if not place.scaled and pair.changed.inputs and not np.isfinite(b).all():
+                return Difference(f"{calls[each.name]} is not finite,", place.where, is_outside=True)
+            units = comparison.in_rows(b, a, exact=self.tolerance == 0.0)
+            if units.max(initial=0.0) > self.tolerance and self.tolerance and edges.given:
+                if moved is None:
+                    moved = list(pair.run(place, _nudged(edges)))
+                noise = comparison.in_rows(b, moved[at].before)
+                units = np.where(units > np.maximum(self.tolerance, _NUDGES * noise), units, 0.0)
+            worst = float(units.max(initial=0.0))
+            if worst > self.tolerance:
+                size = f", {worst:.3g} of a token's size" if self.tolerance else ""
+                what = f"{calls[each.name]} differ by {comparison.largest(b, a):.3g}{size}"
+                return Difference(f"{what}, allowed is {self.tolerance:.3g},", place.where)
+            largest = max(largest, worst)
+        return largest
+
+
+def reach_of(pair: Pair, promised: Promises) -> int:
+    """Return how many tokens of the context caches of a bounded size hold."""
+    slot = max(1, pair.before.slot_bytes, pair.after.slot_bytes)
+    return max(2, min(promised.context, CACHE_BYTES // slot))
+
+
+def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None = None) -> Iterator[Place]:
+    """List the steps that `pair` must run, of at most `tokens`; `reach` is None where places mean nothing to it."""
+    tokens = min(tokens or promised.chunk, int(_PRODUCTS / max(1, pair.changed.size_bytes // 8)))
+    if interface.LOGITS in pair.changed.outputs and not pair.gives_rows:
+        tokens = min(tokens, _STATE_TOKENS)  # each costs the vocabulary
+    if pair.before.has_states or pair.after.has_states:
+        tokens = min(tokens, _STATE_TOKENS)
+    slot = max(1, pair.before.slot_bytes, pair.after.slot_bytes)
+    yield from promises.near(promised, max(tokens, 16))
+    if reach is not None:
+        rows = max(1, CACHE_BYTES // (slot * reach))
+        yield from promises.far(promised, reach, rows)
+        if interface.TEXT_LENGTHS in pair.changed.reads:
+            yield from promises.inside(promised, reach)
+        if pair.changed.has_new_tables:
+            yield from promises.every_position(promised, reach)
+    if interface.INPUT_IDS in pair.changed.reads:
+        yield from promises.every_token(promised)
+
+
+def made_up(pair: Pair, place: Place, given: Mapping[str, NDArray[Any]], *, coarse: bool = False) -> Edges:
+    """Draw the numbers that a step is fed; those `given` are taken as they are. `coarse`: with 8 bits of mantissa."""
+    rng = np.random.default_rng(_SEED)
+    values = {}
+    for name, value in pair.changed.inputs.items():
+        drawn = given[name] if name in given else _drawn(value, place, rng)
+        if pair.changed.never_negative(name):
+            drawn = np.abs(drawn)
+        values[name] = _coarse(drawn) if coarse else drawn
+    before = pair.before.allocate(place.batch, place.capacity)
+    after = pair.after.allocate(place.batch, place.capacity)
+    for name, buffer in before.items():
+        _fill(buffer, rng)
+        if coarse:
+            buffer[...] = _coarse(buffer)
+        if name not in after:
+            continue
+        if after[name].dtype == buffer.dtype:
+            after[name] = buffer.copy()  # a cache that grows is written in place
+        elif (scale := pair.cache_scale(name)) is not None:
+            after[name][...] = np.clip(np.round(buffer * 40), -127, 127)
+            buffer[...] = after[name] * scale
+    return Edges(values, before, after)
+
+
+def _drawn(value: ir.Value, place: Place, rng: np.random.Generator) -> NDArray[Any]:
+    """Draw numbers for a value at the boundary: normal ones, some channels larger; tokens of all sizes where scaled."""
+    step = place.step
+    rows = step.ids.shape[1] if place.rows is None else len(place.rows)
+    sizes = {"batch": place.batch, "sequence": step.ids.shape[1], "rows": rows, "capacity": place.capacity}
+    dims = graph.dims(value) or ()
+    dtype = np.dtype(np.float32) if value.dtype in emulation.HALVES else graph.dtype(value).numpy()
+    shape = [dim if isinstance(dim, int) else sizes[str(dim)] for dim in dims]
+    drawn = rng.standard_normal(shape, np.float32)
+    if place.scaled and len(shape) > 1 and dims[1] in ("sequence", "rows"):
+        channels = max(1, round(shape[-1] * _OUTLIERS))
+        drawn[..., rng.choice(shape[-1], channels, replace=False)] *= np.float32(_OUTLIER)
+        drawn *= np.resize(_SCALES, shape[1]).reshape(1, -1, *[1] * (len(shape) - 2))
+    return drawn.astype(dtype)
+
+
+def _fill(buffer: NDArray[Any], rng: np.random.Generator) -> None:
+    """Fill a cache, whatever its dtype."""
+    count = min(buffer.size, _PERIOD)
+    if np.issubdtype(buffer.dtype, np.integer):
+        buffer[...] = np.resize(rng.integers(-100, 101, count).astype(buffer.dtype), buffer.shape)
+    else:
+        buffer[...] = np.resize(rng.standard_normal(count, np.float32).astype(buffer.dtype), buffer.shape)
+
+
+def _coarse(array: NDArray[Any]) -> NDArray[Any]:
+    """Round to numbers that fp16 and bf16 both hold."""
+    mantissa, exponent = np.frexp(array)
+    rounded: NDArray[Any] = np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(array.dtype)
+    return rounded
+
+
+def _nudged(edges: Edges) -> Edges:
+    """Move every number that is fed by an error of rounding."""
+    rng = np.random.default_rng(_SEED)
+    return Edges(
+        {name: _nudge(array, rng) for name, array in edges.given.items()},
+        {name: _nudge(array, rng) for name, array in edges.before.items()},
+        edges.after,
+    )
+
+
+def _nudge(array: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+    if not np.issubdtype(array.dtype, np.floating):
+        return array
+    signs = rng.integers(0, 2, min(array.size, _PERIOD), np.int8) * 2 - 1
+    moved: NDArray[Any] = (array * (1 + np.resize(signs, array.shape) * np.float32(_NUDGE))).astype(array.dtype)
+    return moved

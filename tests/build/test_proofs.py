@@ -1,0 +1,62 @@
+"""Proofs beside a build: what they hold is let go, and the first that fails, in their order, is what is raised."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+
+from llmforge.base.errors import VerificationError
+from llmforge.build.proofs import Proofs
+
+
+def test_the_failure_of_the_earlier_one_is_raised() -> None:
+    later = threading.Event()
+
+    def first() -> None:
+        later.wait(10)
+        raise VerificationError("the trace")
+
+    def second() -> None:
+        later.set()
+        raise VerificationError("a pass")
+
+    with Proofs() as proofs:
+        proofs.begin(nullcontext(), first)
+        failed = proofs.begin(nullcontext(), second)
+        with pytest.raises(VerificationError, match="the trace"):
+            proofs.wait(failed)
+
+
+def test_what_did_not_run_is_dropped_and_lets_go() -> None:
+    begun, go, left, ran = threading.Semaphore(0), threading.Event(), [], []
+
+    @contextmanager
+    def held(name: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            left.append(name)
+
+    def busy() -> None:
+        begun.release()
+        go.wait(10)
+
+    with Proofs() as proofs:
+        for name in ("one", "two"):
+            proofs.begin(held(name), busy)
+            begun.acquire()
+        proofs.begin(held("waiting"), lambda: ran.append("waiting"))
+        threading.Timer(0.1, go.set).start()
+    assert sorted(left) == ["one", "two", "waiting"]
+    assert ran == []
+
+
+def test_a_proof_may_wait_for_those_before_it() -> None:
+    with Proofs() as proofs:
+        first = proofs.begin(nullcontext(), lambda: 20)
+        second = proofs.begin(nullcontext(), lambda: first.result() + 1)
+        proofs.finish()
+        assert second.result() == 21

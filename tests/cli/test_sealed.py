@@ -1,0 +1,237 @@
+"""What is asked of an artifact before it is used: `verify`, and the commands that load one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge.base import hashed_files
+from llmforge.base.sealed import walk
+from llmforge.cli import cli
+from llmforge.recipe import ServingSpec
+
+from .. import published, stored
+from ..stored import FAILS, UNDECIDED, put
+
+
+def call(*words: object) -> Result:
+    result = CliRunner().invoke(cli, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def flip(file: Path, index: int) -> None:
+    """Change one bit, and leave the modification time as it is."""
+    status = file.stat()
+    file.chmod(0o644)
+    raw = bytearray(file.read_bytes())
+    raw[index] ^= 1 << index % 8
+    file.write_bytes(raw)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def rewrite_record(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the record, and call it by its new digest, as whoever knows the format would."""
+    (file,) = (folder / "evidence").glob("*.json")
+    record = json.loads(file.read_text())
+    change(record)
+    raw = json.dumps(record, indent=1).encode()
+    file.unlink()
+    (folder / "evidence" / f"{hashlib.sha256(raw).hexdigest()}.json").write_bytes(raw)
+
+
+class TestVerify:
+    def test_says_what_holds(self, tmp_path: Path) -> None:
+        made = put(tmp_path).path
+        done = call("verify", made)
+        assert done.exit_code == 0, done.output
+        assert done.stdout.splitlines() == [
+            "verified: 3 files of content, 4 of evidence; gates: pass",
+            "unsigned: digests show damage, not who built it",
+        ]
+        assert all(line in call("inspect", made, "--verify").stdout for line in done.stdout.splitlines())
+
+    def test_any_flipped_bit_of_any_file(self, tmp_path: Path) -> None:
+        """One of each file, of the manifest and of both records, through the command; all bytes: tests/artifact."""
+        put(tmp_path)
+        made = put(tmp_path, days=1).path
+        for path in sorted(walk(made)):
+            copy = Path(shutil.copytree(made, tmp_path / "copy" / made.name))
+            flip(copy / path, (copy / path).stat().st_size // 2)
+            done = call("verify", copy)
+            assert done.exit_code == 5, path
+            assert done.stderr.startswith("error: ")
+            shutil.rmtree(copy)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda r: r.update(verdict="fail"), "verdict: it says fail, its figures give pass"),
+            (lambda r: r["quality"]["kld_mean"].update(value=0.01), "kld_mean"),
+            (lambda r: r["quality"]["kld_mean"].update(high=0.0209), "kld_mean"),
+            (lambda r: r["quality"]["per_document"][0].update(kld=1.0), "kld_mean"),
+            (lambda r: r["quality"]["per_document"].pop(), "kld_mean"),
+            (lambda r: r["quality"].update(tokens=80_000), "documents or tokens"),
+            (lambda r: r["quality"].update(seed=1), "kld_mean"),
+            (lambda r: r["latency"]["points"][0]["artifact"]["tpot_ms"]["p50"].update(value=0.1), "tpot_ms"),
+            (lambda r: r["latency"]["points"][0]["artifact"].update(tokens_per_second=9000.0), "tokens_per_second"),
+            (lambda r: r["latency"]["points"][0]["artifact"]["generations_ms"].pop(), "raw values: zip() argument"),
+            (lambda r: r["latency"]["points"][0]["artifact"].update(generations_ms=[]), "raw values"),
+            (lambda r: r["latency"]["points"][0]["artifact"]["generations_ms"][0].clear(), "raw values"),
+            (lambda r: r["quality"].update(seed=-1), "raw values"),
+            (lambda r: r["quality"]["per_document"][0].pop("kld"), "raw values"),
+            (lambda r: r["quality"]["per_document"][0].update(tokens=0, delta_p_squared=-1e9), "raw values"),
+            (lambda r: r["quality"].update(per_document=[]), "no documents"),
+            (lambda r: r["latency"]["points"][0]["tpot_speedup"].update(value=99.0), "tpot_speedup"),
+            (lambda r: r["gates"].pop(), "gates"),
+            (lambda r: r["gates"][0].update(limit=9.0), "gates"),
+            (lambda r: r.update(name="other"), "name"),
+            (lambda r: r["recipe"].update(gates={}), "recipe"),
+            (lambda r: r["checkpoint"].update(digest="0" * 64), "checkpoint"),
+            (lambda r: r["engine"]["files"][0].update(size_bytes=1), "engine"),
+        ],
+    )
+    def test_figures_are_made_again_of_raw_values(
+        self, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+    ) -> None:
+        made = put(tmp_path).path
+        rewrite_record(made, change)
+        done = call("verify", made)
+        assert done.exit_code == 5, done.output
+        text = " ".join(done.stderr.split())
+        assert "does not follow from what was measured" in text
+        assert said in text
+
+    @pytest.mark.parametrize("field", ["created", "versions", "machine", "target", "notes"])
+    def test_edited_words_change_the_name_of_the_record(self, tmp_path: Path, field: str) -> None:
+        made = put(tmp_path).path
+        (file,) = (made / "evidence").glob("*.json")
+        record = json.loads(file.read_text())
+        edited = {**record, field: "2020-01-01T00:00:00+00:00" if field == "created" else []}
+        file.chmod(0o644)
+        file.write_text(json.dumps(edited, indent=1))
+        assert "its name is not the SHA-256 of its bytes" in " ".join(call("verify", made).stderr.split())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> Path:
+    out = tmp_path_factory.mktemp("artifacts")
+    return published.random_decoder(out, sample_checkpoint, max_context=64, max_batch=2, serving=ServingSpec()).path
+
+
+@pytest.fixture
+def artifact(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(hashed_files, "_SETTLED_NS", 0)
+    return Path(shutil.copytree(served, tmp_path / "artifact"))
+
+
+RUN = ("graph", "--max-tokens", "2")
+BENCH = (
+    "--concurrency",
+    "1",
+    "--requests",
+    "1",
+    "--warmup",
+    "0",
+    "--prompt-tokens",
+    "4",
+    "--output-tokens",
+    "2",
+    "--quiet",
+)
+
+
+class TestLoading:
+    def test_a_flipped_bit_in_what_is_loaded_is_noticed_before_the_first_token(self, artifact: Path) -> None:
+        assert call("run", artifact, *RUN).exit_code == 0
+        files = [path for path in walk(artifact) if path.startswith(("engine/", "tokenizer/"))]
+        assert len(files) >= 4
+        for path in files:
+            size = (artifact / path).stat().st_size
+            for index in {0, size // 3, size - 1}:
+                flip(artifact / path, index)
+                done = call("run", artifact, *RUN)
+                assert (done.exit_code, done.stdout) == (5, ""), path
+                assert f"changed: {path}" in " ".join(done.stderr.split())
+                flip(artifact / path, index)
+        assert call("run", artifact, *RUN).exit_code == 0
+
+    def test_files_that_are_missing_added_or_cut(self, artifact: Path) -> None:
+        (artifact / "tokenizer" / "more.json").write_text("{}")
+        assert "not in the manifest: tokenizer/more.json" in " ".join(call("run", artifact, *RUN).stderr.split())
+        (artifact / "tokenizer" / "more.json").unlink()
+        (artifact / "tokenizer" / "special_tokens_map.json").rename(artifact / "elsewhere")
+        done = call("run", artifact, *RUN)
+        assert (done.exit_code, "missing: tokenizer/special_tokens_map.json" in " ".join(done.stderr.split())) == (
+            5,
+            True,
+        )
+
+    def test_hashes_are_computed_once_unless_asked(self, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        read: list[Path] = []
+        whole = hashed_files.sha256
+        monkeypatch.setattr(hashed_files, "sha256", lambda file: (read.append(file), whole(file))[1])
+        files = sum(path.startswith(("engine/", "tokenizer/")) for path in walk(artifact))
+        for words, times in (((), 1), ((), 1), (("--verify",), 2), ((), 2)):
+            assert call("run", artifact, *RUN, *words).exit_code == 0
+            assert len(read) == times * files
+
+    @pytest.mark.parametrize(
+        "command", [("run", *RUN), ("serve", "--port", "0"), ("bench", *BENCH), ("triton", "-o", "repository")],
+        ids=lambda words: words[0],
+    )  # fmt: skip
+    def test_a_failed_artifact_is_refused(self, command: tuple[str, ...], tmp_path: Path) -> None:
+        made = put(tmp_path, gates=FAILS).path
+        name, *words = command
+        words = [str(tmp_path / word) if word == "repository" else word for word in words]
+        done = call(name, made, *words)
+        assert done.exit_code == 3, done.output
+        text = " ".join(done.stderr.split())
+        assert f"the gates of tiny {made.name} failed" in text
+        assert "hint: see `llmforge inspect`; to use it all the same: --allow fail" in text
+        assert call(name, made, *words, "--allow", "inconclusive").exit_code == 3
+        allowed = call(name, made, *words, "--allow", "fail")
+        assert allowed.exit_code == 5  # it is no engine
+        assert "the gates" not in allowed.stderr
+
+    def test_an_inconclusive_one_warns(self, tmp_path: Path) -> None:
+        made = put(tmp_path, gates=UNDECIDED).path
+        warning = f"warning: the gates of tiny {made.name} are inconclusive"
+        assert warning in " ".join(call("run", made, *RUN).stderr.split())
+        assert "warning" not in call("run", made, *RUN, "--allow", "inconclusive").stderr
+        assert "warning" in call("run", made, *RUN, "--allow", "fail").stderr
+        assert "warning" not in call("run", put(tmp_path, "no gates", gates={}).path, *RUN).stderr
+
+    def test_a_later_record_refuses(self, tmp_path: Path) -> None:
+        made = put(tmp_path).path
+        assert call("run", made, *RUN).exit_code == 5  # it is no engine
+        put(tmp_path, latency=stored.latency(tpot_ms=7.0), days=1)
+        assert call("run", made, *RUN).exit_code == 3
+
+    @pytest.mark.parametrize("name", ["../triton/kill", "../../evil", "/tmp/evil"])
+    def test_a_name_that_leads_elsewhere(self, artifact: Path, tmp_path: Path, name: str) -> None:
+        (record,) = (artifact / "evidence").glob("*.json")
+        raw, bound = stored.forged((artifact / "manifest.json").read_bytes(), record.read_bytes(), name=name)
+        (artifact / "manifest.json").chmod(0o644)
+        (artifact / "manifest.json").write_bytes(raw)
+        record.unlink()
+        (artifact / "evidence" / f"{hashlib.sha256(bound).hexdigest()}.json").write_bytes(bound)
+        before = sorted(walk(tmp_path))
+        for words in (
+            ("triton", artifact, "-o", tmp_path / "deep" / "repo"),
+            ("verify", artifact),
+            ("run", artifact, "x"),
+        ):
+            done = call(*words)
+            assert done.exit_code == 5
+            assert "cannot be that of an artifact" in " ".join(done.stderr.split())
+        assert sorted(walk(tmp_path)) == before

@@ -1,0 +1,96 @@
+"""Codes that are rounded to nearest are the same on a processor without AVX-512, and so is their layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+X86_V4 = ("X86_V4", "AVX512")  # how numpy's groups of kernels with AVX-512 are called
+LIBRARIES = "LLMFORGE_TEST_QEMU_LIBRARIES"  # where qemu's own libraries lie, if it was unpacked and not installed
+
+# Weights of every stored dtype on every kind of grid: of all magnitudes, ties, both zeros, subnormal numbers, outliers,
+# and a last block that is cut short; made by exact arithmetic, because numpy's powers and logarithms do differ.
+_CODES = """
+import hashlib, json
+import ml_dtypes, numpy as np
+from numpy._core import _multiarray_umath
+from llmforge.ir import derived
+from llmforge.native import layout
+from llmforge.quantization import grids
+
+rng = np.random.default_rng(0)
+n, k = 96, 1088
+weight = rng.random((n, k), np.float32) - np.float32(0.5)
+weight[:16] = np.ldexp(weight[:16], rng.integers(-120, 100, (16, k)))
+weight[16:32] = rng.integers(-15, 16, (16, k)).astype(np.float32) / 2
+weight[32:40] = np.where(rng.random((8, k)) < 0.5, np.float32(-0.0), np.float32(0.0))
+weight[40:48] = np.ldexp(weight[40:48], -140)
+weight[48:56, ::97] *= 1000
+digests = {}
+for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+    with np.errstate(over="ignore", under="ignore"):
+        stored = weight.astype(dtype)
+    stored[~np.isfinite(stored)] = 0
+    for bits in (4, 8):
+        for block_size in (16, 32, 64, 128):
+            for symmetric in (True, False):
+                grid = grids.Grid(bits, block_size, symmetric)
+                digest = hashlib.sha256()
+                for width in (k, k - 5):
+                    packed = grids.pack(grids.round_to_nearest(stored[:, :width], grid))
+                    for part in (packed.codes, packed.scales, packed.zero_points):
+                        digest.update(b"-" if part is None else part.tobytes())
+                if block_size >= layout.SMALLEST_BLOCK and k % block_size == 0:
+                    made = grids.round_to_nearest(stored, grid)
+                    digest.update(layout.arrange(made.codes, made.scales, made.zero_points, grid).tobytes())
+                digests[f"{np.dtype(dtype).name} {grid}"] = digest.hexdigest()
+halves = derived.to_bf16([weight]), derived.to_fp16([np.clip(weight, -6e4, 6e4)])
+digests["halves"] = hashlib.sha256(b"".join(each.tobytes() for each in halves)).hexdigest()
+features = [name for name in _multiarray_umath.__cpu_dispatch__ if _multiarray_umath.__cpu_features__[name]]
+print(json.dumps({"digests": digests, "features": features}))
+"""
+
+
+def codes(*emulator: str, **settings: str) -> tuple[dict[str, str], set[str]]:
+    """Round and arrange in a process of its own; return digests of all bytes, and the kernels that numpy ran."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
+    command = [*emulator, sys.executable, "-c", _CODES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return found["digests"], set(found["features"])
+
+
+def of_avx512(groups: set[str]) -> set[str]:
+    return {name for name in groups if name.startswith(X86_V4)}
+
+
+def test_codes_rounded_with_avx512_and_without_are_equal() -> None:
+    here, groups = codes()
+    if not of_avx512(groups):
+        pytest.skip("this processor has no AVX-512 to switch off")
+    other, left = codes(NPY_DISABLE_CPU_FEATURES=" ".join(of_avx512(groups)))
+    assert not of_avx512(left)
+    assert len(here) == 49
+    assert other == here
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_codes_rounded_on_an_emulated_haswell_are_equal() -> None:
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None:
+        pytest.skip("no qemu-x86_64: apt-get install qemu-user")
+    command = [emulator, "-cpu", "Haswell"]
+    if (libraries := os.environ.get(LIBRARIES)) is not None:  # for the emulator, not for what it runs
+        command = ["/usr/bin/env", f"LD_LIBRARY_PATH={libraries}", *command, "-U", "LD_LIBRARY_PATH"]
+    emulated, groups = codes(*command)
+    assert not of_avx512(groups)
+    assert emulated == codes()[0]
