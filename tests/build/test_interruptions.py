@@ -195,6 +195,7 @@ def test_memory_that_runs_out(error: str, cache: Path, digest: str, tmp_path: Pa
     nothing_visible(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_full_standard_output_does_not_hide_the_artifact(cache: Path, digest: str, tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

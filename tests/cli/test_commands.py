@@ -126,7 +126,7 @@ def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-1] == str(tmp_path / "docs-llama-fp32" / "0123456789ab")
     assert "kld_mean" in result.stdout
-    assert result.stderr.splitlines() == ["Load torch and transformers", "Trace the checkpoint", "Measure quality"]
+    assert result.stderr.splitlines() == ["Load llmforge", "Trace the checkpoint", "Measure quality"]
 
 
 def test_build_quietly_says_nothing_on_standard_error(fake: FakePipeline, tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_a_build(fake: Pipeline, tmp_path: Path, place: str) -> None:
     assert all(each["time"].endswith("Z") for each in found)
     kinds = [(each["event"], each.get("name") or each["message"].partition("\n")[0]) for each in found]
     assert kinds == [
-        ("stage", "Load torch and transformers"),
-        ("span", "Load torch and transformers"),
+        ("stage", "Load llmforge"),
+        ("span", "Load llmforge"),
         ("stage", "Trace"),
         ("progress", "Trace"),
         ("progress", "Trace"),
@@ -125,7 +125,7 @@ def test_a_bug_is_one_event_with_its_traceback(fake: Pipeline, tmp_path: Path, b
 
 def test_text_stays_the_default(fake: Pipeline, tmp_path: Path) -> None:
     done = invoke("build", RECIPE, "--out", tmp_path)
-    assert done.stderr.startswith("Load torch and transformers\nTrace\n")
+    assert done.stderr.startswith("Load llmforge\nTrace\n")
     assert invoke("--log-format", "xml", "targets").exit_code == 2
 
 
@@ -134,7 +134,7 @@ def test_a_trace_is_written_however_the_build_ends(fake: Pipeline, tmp_path: Pat
     assert invoke("build", RECIPE, "--out", tmp_path, "--trace", file).exit_code == 3
     names = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
     assert names == [
-        "process_name", "build", "Load torch and transformers", "Trace", "Pass fuse-norms", "rewrite"
+        "process_name", "build", "Load llmforge", "Trace", "Pass fuse-norms", "rewrite"
     ]  # fmt: skip
     fake.error = DataError("bad")
     assert invoke("build", RECIPE, "--out", tmp_path, "--trace", file).exit_code == 5
