@@ -92,7 +92,8 @@ class Reuse:
             else:
                 read = entry.json(CONFIGURATION)
                 geometry = Geometry(**read.pop("geometry"))
-                checkpoint.configuration = Configuration(geometry=geometry, **read)
+                lengths = tuple((name, tokens) for name, tokens in read.pop("lengths"))
+                checkpoint.configuration = Configuration(geometry=geometry, lengths=lengths, **read)
         checkpoint.check_tokens()
 
     def trace(self, checkpoint: Checkpoint, progress: Progress) -> ir.Model:

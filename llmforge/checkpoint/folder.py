@@ -22,6 +22,7 @@ from llmforge.base import versions
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
+from llmforge.checkpoint import lengths
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
     DENIED,
@@ -74,6 +75,7 @@ class Configuration:
     ties: bool  # whether it declares that embedding and head are one
     eos_token_id: Any  # as it stands there
     bos_token_id: Any
+    lengths: tuple[tuple[str, int], ...] = ()  # what it names of windows, chunks and borders: field, tokens
 
     @classmethod
     def of(cls, config: PretrainedConfig, folder: Path) -> Configuration:
@@ -89,6 +91,7 @@ class Configuration:
             ties=bool(getattr(config, "tie_word_embeddings", False)),
             eos_token_id=getattr(text, "eos_token_id", None),
             bos_token_id=getattr(text, "bos_token_id", None),
+            lengths=tuple(lengths.named(config.to_dict())),
         )
 
 

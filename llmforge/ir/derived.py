@@ -57,22 +57,21 @@ class Derived(ir.LazyTensor):
 class Stored(ir.LazyTensor):
     """A matrix that is a cast, and perhaps the transpose, of one that is stored.
 
-    What wants it as it is stored, row by row, need not pay for a whole copy in another layout.
+    What wants it as it is stored, row by row, need not pay for a whole copy in another layout: `stored` gives that, and
+    all that this tensor holds follows from it.
     """
 
     def __init__(
-        self,
-        read: Callable[[], ir.TensorProtocol],
-        stored: Callable[[], NDArray[Any]],
-        dtype: ir.DataType,
-        shape: ir.Shape,
-        name: str,
-        *,
-        transposed: bool,
+        self, stored: Callable[[], NDArray[Any]], dtype: ir.DataType, shape: ir.Shape, name: str, *, transposed: bool
     ) -> None:
-        super().__init__(read, dtype, shape, name=name)
+        super().__init__(self._read, dtype, shape, name=name)
         self.stored = stored
         self.transposed = transposed
+
+    def _read(self) -> ir.TensorProtocol:
+        result = np.empty(self.shape.numpy(), self.dtype.numpy())  # what is written to it is cast on the way: no copy
+        (result.T if self.transposed else result)[...] = self.stored()
+        return ir.Tensor(result, dtype=self.dtype, name=self.name)
 
 
 def is_stored(tensor: ir.TensorProtocol) -> bool:
@@ -168,8 +167,4 @@ def _cast_stored(tensor: Stored, dtype: ir.DataType, name: str) -> Stored:
     def stored() -> NDArray[Any]:
         return _cast_named(tensor.stored(), dtype, name)
 
-    def read() -> ir.TensorProtocol:
-        array = stored()
-        return ir.Tensor(np.ascontiguousarray(array.T if tensor.transposed else array), dtype=dtype, name=name)
-
-    return Stored(read, stored, dtype, ir.Shape(tensor.shape.numpy()), name, transposed=tensor.transposed)
+    return Stored(stored, dtype, ir.Shape(tensor.shape.numpy()), name, transposed=tensor.transposed)

@@ -111,17 +111,11 @@ def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir
 def _of_stored(tensor: Stored, axis: int, ranges: Ranges, shape: ir.Shape, name: str) -> Stored:
     """Take ranges of a matrix where it is stored: along the other axis where it is stored transposed."""
     place = 1 - axis if tensor.transposed else axis
-    dtype = tensor.dtype.numpy()
 
     def stored() -> NDArray[Any]:
         return take(tensor.stored(), place, ranges)
 
-    def read() -> ir.TensorProtocol:
-        array = stored()
-        array = (array.T if tensor.transposed else array).astype(dtype, copy=False)
-        return ir.Tensor(np.ascontiguousarray(array), dtype=tensor.dtype, name=name)
-
-    return Stored(read, stored, tensor.dtype, shape, name, transposed=tensor.transposed)
+    return Stored(stored, tensor.dtype, shape, name, transposed=tensor.transposed)
 
 
 def _of_side_by_side(tensors: Sequence[ir.TensorProtocol], axis: int, ranges: Ranges) -> list[ir.TensorProtocol]:

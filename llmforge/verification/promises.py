@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.checkpoint import Checkpoint
-from llmforge.trace.export.limits import named
 from llmforge.verification.probe import ProbeStep
 
 _SEED = 20_240_301  # any fixed number: steps must be the same in every build
 _FEW, _SOME = 2, 16  # tokens of a short step, and of one that crosses borders
-_ROWS = 16  # of a batch, at most: kernels treat no more than a row, or a handful of them, in a way of its own
+ROWS = 16  # of a batch: kernels treat no more than a row, or a handful of them, in a way of its own
 _LOGITS_ROWS = 7  # of the longest step, besides its last: each costs the vocabulary
 _VOCABULARY_CHUNK = 1024  # token ids that are looked up in one step
 
@@ -29,17 +28,19 @@ class Promises:
     """The largest requests that an engine serves, and the lengths where its model begins to compute differently."""
 
     context: int  # tokens of prompt and answer together
-    batch: int  # sequences at a time
+    batch: int  # sequences at a time, of which `ROWS` are run
     vocabulary: int
     borders: tuple[int, ...] = ()  # attention windows, chunks and borders of rotary embedding, in tokens
     chunk: int = PREFILL_CHUNK  # tokens of a prompt that run at once, at most
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, max_context: int, max_batch: int) -> Promises:
-        """Read the borders off the configuration of `checkpoint`; the rest is what its recipe asks for."""
-        settings = checkpoint.config.to_dict()
-        borders = {tokens for _, tokens in named(settings, max_context) if tokens > 0}
-        return cls(max_context, max_batch, checkpoint.geometry.vocabulary, tuple(sorted(borders)))
+        """Read the borders off the configuration of `checkpoint`; the rest is what its recipe asks for.
+
+        A batch counts as no smaller than `ROWS`: then a recipe that asks for another one finds its proofs made.
+        """
+        borders = {tokens for _, tokens in checkpoint.configuration.lengths if tokens < max_context}
+        return cls(max_context, max(max_batch, ROWS), checkpoint.geometry.vocabulary, tuple(sorted(borders)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ def near(promises: Promises, tokens: int) -> Iterator[Place]:
     yield _place("prefill", promises, rng, [some], [0])
     yield _place("ragged batch", promises, rng, [some - some // 4, some], [0, 0])
     yield replace(_place("tokens of all magnitudes", promises, rng, [some], [0]), scaled=True)
-    if (rows := min(promises.batch, _ROWS)) > 1:
+    if (rows := min(promises.batch, ROWS)) > 1:
         yield _place("largest batch", promises, rng, [1 + row % 2 for row in range(rows)], [0] * rows)
     longest = min(tokens, promises.chunk, promises.context)
     if longest > some:
@@ -107,7 +108,7 @@ def far(promises: Promises, reach: int, batch: int) -> Iterator[Place]:
     for border in promises.borders:
         if some < border < reach - some:
             yield _place(f"across {border} tokens", promises, rng, [some], [border - some // 2])
-    rows = min(promises.batch, batch, _ROWS)
+    rows = min(promises.batch, batch, ROWS)
     if rows > 1:
         known = sorted({0, *places} - {last})
         chosen = [known[round(row * (len(known) - 1) / (rows - 1))] for row in range(rows)]

@@ -6,7 +6,7 @@ all steps of all runs before the next block is loaded; what later blocks read is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +15,17 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph, interface
-from llmforge.ir.derived import Stored, by_output, is_stored
+from llmforge.ir.derived import Stored
 from llmforge.ir.graph import is_constant
-from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.standard import Cast, Gather, MatMul, Transpose
 from llmforge.ir.subgraph import Index, behind, extract
 from llmforge.verification import probe
-from llmforge.verification.subgraph_session import Arrays, SubgraphSession
+from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
 
 BLOCK_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
 
 Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [B, R, V], padding included
+Values = list[list[Arrays]]  # by run, by step: outputs of the graph by name, padding included
 Rows = Callable[[probe.ProbeStep], NDArray[np.int64]]  # positions of a step that get logits, [R]
 
 
@@ -49,6 +49,38 @@ def drive(
 ) -> Logits:
     """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
 
+    Raises:
+        UnsupportedError: ONNX Runtime refuses a block.
+    """
+    made = outputs(
+        model,
+        runs,
+        [interface.LOGITS],
+        threads=threads,
+        rows=rows,
+        capacity=capacity,
+        fill=fill,
+        block_bytes=block_bytes,
+    )
+    return [[step[interface.LOGITS] for step in steps] for steps in made]
+
+
+def outputs(
+    model: ir.Model,
+    runs: Sequence[probe.Run],
+    names: Collection[str],
+    *,
+    threads: int,
+    rows: Rows | None = None,
+    capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
+    fill: float = 0.0,
+    block_bytes: int = BLOCK_BYTES,
+    given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {},
+) -> Values:
+    """Run `model`, which stays as it is, on `runs` and return the outputs `names`, logits of `rows` alone.
+
+    `given` are inputs of the graph besides those of each step; they take precedence.
+
     Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it.
 
     Memory: the weights of one block, what crosses from one to the next for every step, the caches of one block, and
@@ -59,7 +91,8 @@ def drive(
         UnsupportedError: ONNX Runtime refuses a block.
     """
     index = Index.of(model)
-    live: list[list[Arrays]] = [[{} for _ in run.steps] for run in runs]
+    live: Values = [[{} for _ in run.steps] for run in runs]
+    kept = set(names)
     ahead = list(blocks(index, block_bytes))
     while ahead:
         block = ahead.pop(0)
@@ -68,27 +101,28 @@ def drive(
         if isinstance(session, _LargeTable):
             session.run(
                 [
-                    (step, given)
+                    (step, held)
                     for run, values in zip(runs, live, strict=True)
-                    for step, given in zip(run.steps, values, strict=True)
+                    for step, held in zip(run.steps, values, strict=True)
                 ]
             )
-            _forget(live, later)
+            _forget(live, later | kept)
             continue
         for run, values in zip(runs, live, strict=True):
             caches = session.allocate(run.batch, capacity(run), fill)
-            for step, given in zip(run.steps, values, strict=True):
-                given |= session.run(step, given, caches, None if rows is None else rows(step))
-                _forget([[given]], later)
-    return [[given[interface.LOGITS] for given in values] for values in live]
+            more = given(run)
+            for step, held in zip(run.steps, values, strict=True):
+                held |= session.run(step, {**held, **more}, caches, None if rows is None else rows(step))
+                _forget([[held]], later | kept)
+    return live
 
 
-def _forget(live: Sequence[Sequence[Arrays]], later: set[str]) -> None:
-    """Drop what no later block reads; logits stay."""
+def _forget(live: Sequence[Sequence[Arrays]], wanted: set[str]) -> None:
+    """Drop what is not `wanted`."""
     for values in live:
-        for given in values:
-            for name in given.keys() - later - {interface.LOGITS}:
-                del given[name]
+        for held in values:
+            for name in held.keys() - wanted:
+                del held[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +160,7 @@ def _open(block: ir.Model, threads: int, block_bytes: int) -> SubgraphSession | 
     """Load a block in ONNX Runtime, or read it in tiles where it is one large table."""
     if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, block_bytes)) is not None:
         return table
-    _multiply_as_stored(block)
+    multiply_as_stored(block)
     return SubgraphSession(block, probe.Weights(), threads)
 
 
@@ -154,29 +188,6 @@ def _large_table(block: ir.Model, tile_bytes: int) -> _LargeTable | None:
         return None
     name, dtype = str(block.graph[-1].outputs[0].name), last.outputs[0].dtype or ir.DataType.FLOAT
     return _LargeTable(name, tensor.stored(), None if reads is None else str(reads.name), tile_bytes, dtype)
-
-
-def _multiply_as_stored(model: ir.Model) -> None:
-    """Make `MatMul(x, W)` with W [K, N], stored as [N, K], one FusedMatMul that reads it so, in place."""
-    for product in MatMul.all(model):
-        weight, tensor = product.w, product.w.const_value
-        if not is_constant(weight) or len(weight.uses()) > 1 or tensor is None or not is_stored(tensor):
-            continue
-        del model.graph.initializers[str(weight.name)]
-        turned = graph.initializer(model, str(weight.name), _as_stored(tensor))
-        fused = FusedMatMul.insert(product.node, {"a": product.x, "b": turned}, {"transB": 1}, name=product.name)
-        graph.replace_value(product.output, fused.output)
-        model.graph.remove(product.node, safe=True)
-
-
-def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
-    """Make a lazy fp32 [N, K] of a weight [K, N]."""
-    k, n = tensor.shape.numpy()
-
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(by_output(tensor, transposed=True).astype(np.float32), name=tensor.name)
-
-    return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)
 
 
 def blocks(index: Index, block_bytes: int) -> Iterator[Block]:

@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 from llmforge import native
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.ir import dialect, graph, interface, operators
+from llmforge.ir.derived import by_output, is_stored
+from llmforge.ir.graph import is_constant
+from llmforge.ir.operators.contrib import FusedMatMul
+from llmforge.ir.operators.standard import MatMul
 from llmforge.lowering import emulation
 from llmforge.runtime.backends.session import (
     CACHE_DTYPES,
@@ -168,3 +172,26 @@ def _read_order(model: ir.Model) -> list[str]:
     """List the initializers in the order in which nodes read them."""
     read = (value for node in model.graph.all_nodes() for value in node.inputs if value is not None)
     return list(dict.fromkeys(str(value.name) for value in read if value.is_initializer()))
+
+
+def multiply_as_stored(model: ir.Model) -> None:
+    """Make `MatMul(x, W)` with W [K, N], stored as [N, K], one FusedMatMul that reads it so, in place."""
+    for product in MatMul.all(model):
+        weight, tensor = product.w, product.w.const_value
+        if not is_constant(weight) or len(weight.uses()) > 1 or tensor is None or not is_stored(tensor):
+            continue
+        del model.graph.initializers[str(weight.name)]
+        turned = graph.initializer(model, str(weight.name), _as_stored(tensor))
+        fused = FusedMatMul.insert(product.node, {"a": product.x, "b": turned}, {"transB": 1}, name=product.name)
+        graph.replace_value(product.output, fused.output)
+        model.graph.remove(product.node, safe=True)
+
+
+def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
+    """Make a lazy fp32 [N, K] of a weight [K, N]."""
+    k, n = tensor.shape.numpy()
+
+    def read() -> ir.TensorProtocol:
+        return ir.Tensor(by_output(tensor, transposed=True).astype(np.float32), name=tensor.name)
+
+    return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)

@@ -6,10 +6,11 @@ without a cache. A model too large to run whole is held to it by its first layer
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,21 +19,26 @@ from numpy.typing import NDArray
 from llmforge.base.errors import NotADecoder, RunFailed, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph, interface, summary
-from llmforge.ir.operators import canonical
-from llmforge.runtime.backends.session import Session
+from llmforge.ir.operators import canonical, standard
 from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
 from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.verification import probe, streamed_execution
 
 if TYPE_CHECKING:
-    from llmforge.trace.export.reference import Reference
+    from llmforge.trace.export.reference import Observation
 
 # Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
 # 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
 TOLERANCE = 1e-4
 SPARE, GARBAGE = 3, 7  # slots of a cache that no token reaches, and what all hold before one does
+LARGER_TOLERANCE = 1e-3  # of the run on larger numbers, in which scores and so the rounding of softmax are larger
+LARGE_VOCABULARY, FEW = 32_768, 4  # beyond it, the logits of a few rows of a step are compared, as hidden states tell
+UNBOUNDED = 8192  # positions that are looked at where a configuration does not say how many there are
+NOTHING = np.zeros((0, 1), np.float32)
 SEED = 20_241_103  # any fixed number
+LONG = "a prompt longer than the windows"
+HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class TraceProof:
 
     layers: int  # that ran, of `depth`
     depth: int
-    max_abs_difference: float  # of any logit
+    parameters: int  # that were held against the checkpoint's
+    max_abs_difference: float  # of any logit, on the checkpoint's own weights
     allowed: float
     probes: tuple[str, ...]
     unexceeded_windows: tuple[int, ...]  # attention windows longer than every prompt that ran
@@ -49,7 +56,9 @@ class TraceProof:
 
     def note(self) -> str:
         """Say it in one line, for a report."""
-        of = "all layers" if self.layers == self.depth else f"the first {self.layers} of {self.depth} layers"
+        of = (
+            "all layers" if self.layers == self.depth else f"{self.layers} of {self.depth} layers, the others like them"
+        )
         beyond = "".join(f"; no prompt exceeded the attention window of {window}" for window in self.unexceeded_windows)
         return (
             f"trace: logits match transformers within {self.max_abs_difference:.2g} (allowed: {self.allowed:.2g}), "
@@ -89,65 +98,94 @@ def verify_trace(
 
 def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int) -> TraceProof:
     from llmforge.trace.export.reference import Reference  # here, because it imports torch
+    from llmforge.verification import bindings, magnified, norms, positions
 
     began = time.perf_counter()
     repetition = pattern.recorded(model)
     depth = checkpoint.geometry.layers
-    layers = depth
-    if repetition is not None and graph.weight_bytes(model) > whole_bytes:
-        layers = min(depth, max(2, repetition.kinds))  # two, so that one hands over to another
-        model = replicate_layers.first_layers(model, repetition, layers)
+    part = repetition is not None and graph.weight_bytes(model) > whole_bytes
     own = interface.FALLBACK in model.metadata_props
-    if own and layers == depth and graph.weight_bytes(model) > whole_bytes:
+    if own and not part and graph.weight_bytes(model) > whole_bytes:
         raise UnsupportedError(
             f"it is only compiled where it can be proved by running it, up to {whole_bytes:,} bytes of weights in "
             f"fp32; it has {graph.weight_bytes(model):,}, and its layers do not repeat"
         )
+    context = checkpoint.geometry.context
+    named = {tokens for _, tokens in checkpoint.configuration.lengths if context is None or tokens < context}
     of_attention = {layer.window for layer in canonical.Attention.all(model)} - {0}
     windows = sorted(of_attention | summary.rotary_switches(model))
-    beyond = [LONGEST - TAIL] if own else windows  # its windows are not in the graph's nodes
-    context = checkpoint.geometry.context
-    runs = _runs(checkpoint.geometry.vocabulary, beyond, context)
+    reference = Reference(checkpoint, part=part)
+    parameters = bindings.require_bound(checkpoint, model, reference)
+    shown = model
+    if part:
+        assert repetition is not None
+        try:
+            replicate_layers.require_alike(
+                model, replace(repetition, stack=reference.stack, depth=depth), reference.twins
+            )
+            shown = replicate_layers.some_layers(model, repetition, reference.kept)
+        except Irregular as error:
+            raise VerificationError(f"the traced graph does not match the model: {error.message}", hint=HINT) from error
+    norms.require_right(shown, reference)
+    vocabulary = checkpoint.geometry.vocabulary
+    runs = _runs(vocabulary, sorted({LONGEST - TAIL} if own else {*windows, *named}), context)
+    few = vocabulary > LARGE_VOCABULARY
+    with reference.watched() as given:
+        expected = [[reference.run(ids, min(len(ids), _kept(runs[0], few))) for ids in _rows(runs[0])]]
+    layers = _layers_of(model, reference.stack, depth)
+    unknown = positions.require_windows(layers, given, context or UNBOUNDED, named)
+    positions.require_angles(model, layers, given, context or UNBOUNDED, named)
+    states = _hidden_states(shown, reference.stack, depth, reference.kept) if reference.stack else []
+    head = not few or not states  # else hidden states tell, and the first run tells what the head makes of them
+    for run in runs[1:]:
+        rows = _rows(run)
+        expected.append([reference.run(ids, min(len(ids), _kept(run, few)), head=head) for ids in rows])
+    large, larger = magnified.Magnified.of(shown, reference), magnified.run(vocabulary)
+    with reference.magnified(large.weights, magnified.ADDED, magnified.SCALES):
+        expected.append(reference.run_batch(np.stack(_rows(larger)), _kept(larger, few), head=head))
+    runs.append(larger)
+    kept_layers = reference.kept
+    where = [f"{reference.stack}.{index}" for index in kept_layers]
+    del reference  # its weights make room for those of the graph
+    _give_out(large.model, states)
 
     def slots(run: probe.Run) -> int:
         return run.capacity + SPARE if context is None else min(run.capacity + SPARE, context)
 
-    part = None if layers == depth else layers
-    reference = Reference(checkpoint, part)
-    expected = [[reference.run(ids, min(len(ids), _kept(run))).logits for ids in _rows(run)] for run in runs]
-    stack = reference.stack
-    del reference  # its weights make room for those of the graph
     try:
-        made = streamed_execution.drive(model, runs, threads=threads, rows=_selected, capacity=slots, fill=GARBAGE)
+        made = streamed_execution.outputs(
+            large.model,
+            runs,
+            [interface.LOGITS, *states],
+            threads=threads,
+            rows=lambda step: _selected(step, few),
+            capacity=slots,
+            fill=GARBAGE,
+            given=large.given,
+        )
     except RunFailed as error:
         raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error
     compared = [
         comparison
-        for run, logits, wanted in zip(runs, made, expected, strict=True)
-        for comparison in _compare(run, logits, wanted)
+        for run, steps, wanted in zip(runs, made, expected, strict=True)
+        for comparison in _compare(run, steps, wanted, states, few, head=head or run is runs[0])
     ]
-    logits = np.concatenate([comparison.expected.ravel() for comparison in compared])
-    allowed = TOLERANCE * float(logits.std())
+    plain = np.concatenate([each.expected.ravel() for each in compared if each.run is not larger])
+    allowed = TOLERANCE * float(plain.std())
     for comparison in compared:
-        if not comparison.difference <= allowed:  # `not <=`: NaN differs
-            names, where = _hidden_states(model, stack, layers), "no layer can be named"
-            if names:
-                exposed = probe.open_session(model, probe.Weights(), threads, names)
-                where = _first_layer(exposed, names, comparison, Reference(checkpoint, part))
-            raise VerificationError(
-                f"the traced graph does not match the model: logits differ from transformers' by "
-                f"{comparison.difference:.3g} (allowed: {allowed:.3g}) in {comparison.run.where(comparison.step)}, "
-                f"row {comparison.row}; {where}",
-                hint="this is a bug in llmforge's support of this architecture; nothing was built",
-            )
+        if comparison.run is larger:
+            comparison.require(LARGER_TOLERANCE * _deviation(comparison.expected), LARGER_TOLERANCE, where)
+        else:
+            comparison.require(allowed, TOLERANCE, where)
     longest = max(run.capacity for run in runs)
     return TraceProof(
-        layers=layers,
+        layers=len(kept_layers),
         depth=depth,
-        max_abs_difference=max(comparison.difference for comparison in compared),
+        parameters=parameters,
+        max_abs_difference=max(each.difference for each in compared if each.run is not larger),
         allowed=allowed,
         probes=tuple(run.name for run in runs),
-        unexceeded_windows=tuple(window for window in windows if window >= longest),
+        unexceeded_windows=tuple(sorted(window for window in unknown if window >= longest)),
         seconds=time.perf_counter() - began,
     )
 
@@ -165,13 +203,18 @@ def prove_candidate(checkpoint: Checkpoint, model: ir.Model) -> None:
 def _runs(vocabulary: int, windows: Sequence[int], context: int | None) -> list[probe.Run]:
     """Make the runs: one row in all kinds of step, a ragged batch, and a prompt beyond the windows."""
     rng = np.random.default_rng(SEED)
-    one, ragged = probe.random_runs(vocabulary, rng)
-    runs = [one, replace(ragged, name="a ragged batch")]
+
+    def draw(tokens: int) -> NDArray[np.int64]:
+        return rng.integers(0, vocabulary, tokens, np.int64)
+
+    runs = [
+        probe.schedule("one row", [draw(20)], [(12,), (1,), (1,), (1,), (5,)]),
+        probe.schedule("a ragged batch", [draw(11), draw(14)], [(9, 12), (1, 1), (1, 1)]),
+    ]
     within = [window for window in windows if window <= LONGEST - TAIL]
     if within:
         length = min(within[-1] + TAIL, (context or LONGEST) - 2)
-        prompt = rng.integers(0, vocabulary, length + 2, np.int64)
-        runs.append(probe.schedule("a prompt longer than the windows", [prompt], [(length,), (1,), (1,)]))
+        runs.append(probe.schedule(LONG, [draw(length + 2)], [(length,), (1,), (1,)]))
     return [run for run in runs if context is None or run.capacity <= context]
 
 
@@ -180,66 +223,122 @@ def _rows(run: probe.Run) -> list[NDArray[np.int64]]:
     return [np.concatenate([step.ids[b, : step.lengths[b]] for step in run.steps]) for b in range(run.batch)]
 
 
-def _selected(step: probe.ProbeStep) -> NDArray[np.int64]:
-    """Choose the rows of a step that are compared: all, or the tail of a long one."""
-    return step.rows if len(step.rows) <= 2 * TAIL else step.rows[-TAIL:]
+def _selected(step: probe.ProbeStep, few: bool) -> NDArray[np.int64]:
+    """Choose the rows of a step that get logits: all, the tail of a long one, or a `few`."""
+    most = FEW if few else 2 * TAIL
+    return step.rows if len(step.rows) <= most else step.rows[-(FEW if few else TAIL) :]
 
 
 @dataclass(frozen=True, eq=False)
 class _Comparison:
-    """Logits that one step gave one row and those of transformers, fp32 [tokens, V]."""
+    """What one step gave one row, and what transformers gave it.
+
+    Logits are fp32 [tokens, V]; hidden states, by layer, fp32 [tokens, hidden], of all tokens of the step.
+    """
 
     run: probe.Run
     step: int
     row: int
     got: NDArray[np.float32]
     expected: NDArray[np.float32]
+    hidden: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]
 
     @property
     def difference(self) -> float:
-        return float(np.abs(self.got - self.expected).max())
+        return float(np.abs(self.got - self.expected).max(initial=0.0))
+
+    def require(self, allowed: float, tolerance: float, layers: Sequence[str]) -> None:
+        """Return if all of it is equal.
+
+        Logits may differ by `allowed`, hidden states of `layers` by `tolerance` of the deviation of their token.
+
+        Raises:
+            VerificationError: it is not; names the step and the first layer that differs.
+        """
+        at = f"the traced graph does not match the model in {self.run.where(self.step)}, row {self.row}"
+        for layer, (got, expected) in zip(layers, self.hidden, strict=False):
+            deviations = np.abs(got - expected).max(-1) / expected.std(-1)
+            if not (deviations <= tolerance).all():  # `not <=`: NaN differs
+                token = int(np.argmax(~(deviations <= tolerance)))
+                raise VerificationError(
+                    f"{at}; first diverging layer: {layer}, whose hidden states of token {token} differ by "
+                    f"{deviations[token]:.3g} of their standard deviation (allowed: {tolerance:g})",
+                    hint=HINT,
+                )
+        if not self.difference <= allowed:
+            agree = f"the hidden states of all {len(self.hidden)} layers agree: it is what follows them"
+            raise VerificationError(
+                f"{at}: logits differ from transformers' by {self.difference:.3g} (allowed: {allowed:.3g}); "
+                f"{agree if self.hidden else 'no layer can be named'}",
+                hint=HINT,
+            )
 
 
-def _kept(run: probe.Run) -> int:
+def _deviation(logits: NDArray[np.float32]) -> float:
+    return float(logits.std()) if logits.size else 0.0
+
+
+def _kept(run: probe.Run, few: bool) -> int:
     """Count the tokens at the end of a row whose logits are compared."""
-    return len(_selected(run.steps[0])) + sum(int(step.ids.shape[1]) for step in run.steps[1:])
+    return len(_selected(run.steps[0], few)) + sum(int(step.ids.shape[1]) for step in run.steps[1:])
 
 
 def _compare(
-    run: probe.Run, made: Sequence[NDArray[np.float32]], wanted: Sequence[NDArray[np.float32]]
+    run: probe.Run,
+    made: Sequence[Mapping[str, NDArray[Any]]],
+    wanted: Sequence[Observation],
+    names: Sequence[str],
+    few: bool,
+    *,
+    head: bool,
 ) -> list[_Comparison]:
-    """Pair the logits of each step, [B, rows, V], with those `wanted` of each row's last tokens, [tokens, V]."""
+    """Pair what each step gave, padding included, with what is `wanted` of each row: logits only with `head`.
+
+    Logits are [B, rows, V] and those of each row's last tokens, [tokens, V].
+    """
     compared = []
-    for index, (step, logits) in enumerate(zip(run.steps, made, strict=True)):
-        rows = _selected(step)
+    for index, (step, outputs) in enumerate(zip(run.steps, made, strict=True)):
+        rows = _selected(step, few)
         for b, ids in enumerate(_rows(run)):
             real = rows < step.lengths[b]
-            places = step.past[b] + rows[real] - (len(ids) - len(wanted[b]))
-            compared.append(_Comparison(run, index, b, logits[b, real], wanted[b][places]))
+            places = step.past[b] + rows[real] - (len(ids) - len(wanted[b].logits))
+            count, past = int(step.lengths[b]), int(step.past[b])
+            hidden = [
+                (outputs[name][b, :count], state[past : past + count])
+                for name, state in zip(names, wanted[b].hidden if names else (), strict=True)
+            ]
+            logits = outputs[interface.LOGITS][b, real], wanted[b].logits[places]
+            got, expected = logits if head else (NOTHING, NOTHING)
+            compared.append(_Comparison(run, index, b, got, expected, hidden))
     return compared
 
 
-def _hidden_states(model: ir.Model, stack: str, layers: int) -> list[str]:
-    """Name what each layer hands over; [] where it is not a single tensor."""
+def _hidden_states(model: ir.Model, stack: str, depth: int, kept: Sequence[int]) -> list[str]:
+    """Name what each of the layers `kept` hands over; [] where it is not a single tensor."""
     try:
-        return replicate_layers.hidden_states(model, Pattern(stack, layers, layers, 0), layers) if stack else []
+        return replicate_layers.hidden_states(model, Pattern(stack, depth, depth, 0), kept)
     except Irregular:
         return []
 
 
-def _first_layer(exposed: Session, names: Sequence[str], failed: _Comparison, reference: Reference) -> str:
-    """Name the first layer whose hidden states, `names` in the graph, differ in the step that failed."""
-    step, row = failed.run.steps[failed.step], failed.row
-    got = probe.observe(exposed, failed.run, failed.step, names)
-    hidden = reference.run(_rows(failed.run)[row], 1).hidden  # [S, hidden] of each layer
-    places = slice(int(step.past[row]), int(step.past[row] + step.lengths[row]))
-    for layer, (name, state) in enumerate(zip(names, hidden, strict=True)):
-        expected = state[places]
-        difference = float(np.abs(got[name][row, : step.lengths[row]] - expected).max())
-        spread = float(expected.std())
-        if not difference <= TOLERANCE * spread:
-            return (
-                f"first diverging layer: {reference.stack}.{layer}, whose hidden states differ by "
-                f"{difference / spread:.3g} of their standard deviation"
-            )
-    return f"the hidden states of all {len(names)} layers agree: it is what follows them"
+def _give_out(model: ir.Model, names: Sequence[str]) -> None:
+    """Make intermediate values outputs of `model`."""
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    model.graph.outputs.extend(values[name] for name in names)
+
+
+def _layers_of(model: ir.Model, stack: str, depth: int) -> dict[int, list[ir.Node]]:
+    """Divide what attention and rotary embedding a graph has among its layers.
+
+    Raises:
+        VerificationError: a node is of no layer.
+    """
+    layers: dict[int, list[ir.Node]] = {index: [] for index in range(depth if stack else 0)}
+    named = re.compile(rf"{re.escape(stack)}\.(\d+)[./]")
+    for node in model.graph if stack else ():
+        if canonical.Attention.matches(node) or standard.RotaryEmbedding.matches(node):
+            match = named.match(node.name or "")
+            if match is None or int(match[1]) not in layers:
+                raise VerificationError(f"node {node.name} of the traced graph is of no layer", hint=HINT)
+            layers[int(match[1])].append(node)
+    return layers

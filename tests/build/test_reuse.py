@@ -114,7 +114,7 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
     assert reused(report) == []
     cold, report = build(recipe(), tmp_path)
     assert reused(report) == []
-    for name in ("_drive", "check"):
+    for name in ("_prove", "check"):
         monkeypatch.setattr(Verifier, name, None)  # who proves, fails
     monkeypatch.setattr("llmforge.trace.trace", None)
     monkeypatch.setattr(pipeline, "verify_trace", None)
@@ -328,7 +328,7 @@ def test_targets_of_a_recipe_share_all_in_front_of_the_engine(
     others: list[dict[str, Any]] = [{"target": "cpu-generic"}, {"target": "rtx-4090", "engine": deferred}]
     expected, _ = build(recipe(changes={"passes": passes, **others[1]}), tmp_path, cached=False)
     build(recipe(changes={"passes": passes}), tmp_path)
-    for name in ("_drive", "check"):
+    for name in ("_prove", "check"):
         monkeypatch.setattr(Verifier, name, None)  # who proves, fails
     monkeypatch.setattr("llmforge.trace.trace", None)
     monkeypatch.setattr("llmforge.calibration.driver._walk", None)

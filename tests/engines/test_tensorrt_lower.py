@@ -37,7 +37,8 @@ from .. import graphs, zoo, zoo_classic
 
 CAPACITY = 40  # of the lowered graphs: more than a run fills, so that slots stay empty
 LOOSE = Budget(kld_mean=5.0)
-RTX = Context(targets.load("rtx-4090"))
+TARGET = targets.load("rtx-4090")
+RTX = Context(TARGET)
 SPEC = EngineSpec(backend="tensorrt-rtx", max_context=CAPACITY, max_batch=4)
 HALF = LowerPrecision(budget=LOOSE, dtype="fp16")
 
@@ -253,7 +254,7 @@ def test_one_mask_serves_all_layers_of_a_window() -> None:
     ],
 )
 def test_attention_that_no_kernel_computes_is_written_out_and_said_so(spec: graphs.Llama, reason: str) -> None:
-    lowered, changes = lower.lower(after(graphs.llama(spec), HALF), RTX.target, SPEC)
+    lowered, changes = lower.lower(after(graphs.llama(spec), HALF), TARGET, SPEC)
     assert "Attention" not in kinds(lowered)
     assert [change.what for change in changes.rewritten if reason in change.what and "written out" in change.what]
 
@@ -261,7 +262,7 @@ def test_attention_that_no_kernel_computes_is_written_out_and_said_so(spec: grap
 def test_the_model_is_left_alone() -> None:
     model = after(graphs.llama(), HALF)
     before = graph.fingerprint(model)
-    lower.lower(model, RTX.target, SPEC)
+    lower.lower(model, TARGET, SPEC)
     assert graph.fingerprint(model) == before
 
 
@@ -297,7 +298,7 @@ def test_what_has_no_way_through_is_refused_by_name(name: str) -> None:
     model = make()
     assert any(reason in each.reason for each in lower.unsupported(model))
     with pytest.raises(UnsupportedError, match="TensorRT for target rtx-4090 does not support") as caught:
-        lower.lower(model, RTX.target, SPEC)
+        lower.lower(model, TARGET, SPEC)
     assert caught.value.hint
 
 

@@ -14,7 +14,6 @@ from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import dialect, interface
 from llmforge.trace import trace
-from llmforge.trace.export import limits
 from llmforge.trace.export.limits import LONGEST
 from llmforge.trace.hooks import masks
 from llmforge.trace.hooks.ones import Ones
@@ -75,7 +74,7 @@ def test_what_only_the_fallback_may_hold_is_refused_elsewhere(graph: ir.Model) -
 
 def test_the_proof_runs_a_text_longer_than_any_window(diffllama: Path, graph: ir.Model) -> None:
     proof = verify_trace(Checkpoint.open(diffllama), graph)
-    assert proof.probes == ("one row", "a ragged batch", "a prompt longer than the windows")
+    assert proof.probes == ("one row", "a ragged batch", "a prompt longer than the windows", "larger numbers")
     assert 0 < proof.max_abs_difference < 1e-5
 
 
@@ -85,7 +84,8 @@ def test_what_computes_other_logits_is_refused(diffllama: Path, graph: ir.Model)
     scale.op_type = "Tanh"
     scale.attributes.clear()
     with pytest.raises(
-        UnsupportedError, match=r"'DiffLlamaForCausalLM' cannot be compiled: attention reads other keys.* logits differ"
+        UnsupportedError,
+        match=r"'DiffLlamaForCausalLM' cannot be compiled: attention reads other keys.* first diverging layer: ",
     ):
         verify_trace(Checkpoint.open(diffllama), wrong)
 
@@ -98,13 +98,13 @@ def test_one_length_of_the_past_for_all_rows_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_large_one_is_proved_by_its_first_layers(tmp_path: Path) -> None:
+def test_a_large_one_is_proved_by_some_of_its_layers(tmp_path: Path) -> None:
     """CodeGen's masks and angles stand in front of its layers, which are then all alike."""
     shrink.write("codegen", tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     model = trace(checkpoint)
     proof = verify_trace(checkpoint, model, whole_bytes=1)
-    assert (proof.layers, proof.depth) == (2, 3)
+    assert (proof.layers, proof.depth) == (3, 3)
     assert verify_trace(checkpoint, model).layers == 3
     assert interface.FALLBACK in model.metadata_props
 
@@ -160,21 +160,6 @@ WINDOWED = {
 def test_the_length_from_which_a_mask_hides_is_found(kind: str, first: int) -> None:
     assert masks.hides_from(WINDOWED[kind], 100) == first
     assert masks.hides_from(WINDOWED[kind], first) is None
-
-
-def test_lengths_that_a_configuration_names_are_found() -> None:
-    settings = {
-        "sliding_window": 4096,
-        "rope_parameters": {"full": {"original_max_position_embeddings": 2048}},
-        "attention_chunk_size": None,
-        "local": [7, 8192],
-        "hidden_size": 4000,
-    }
-    assert dict(limits.named(settings, 8192)) == {
-        "sliding_window": 4096,
-        "original_max_position_embeddings": 2048,
-        "local": 7,
-    }
 
 
 def test_a_window_beyond_every_proof_is_refused(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ WHOLE = Pattern("model.layers", 4, 0, 1)
 
 def test_a_cut_graph_holds_the_first_layers_and_shares_tensors(llama: ir.Model) -> None:
     before = graph.fingerprint(llama)
-    short = replicate_layers.first_layers(llama, WHOLE, 2)
+    short = replicate_layers.some_layers(llama, WHOLE, [0, 1])
     assert graph.fingerprint(llama) == before
     dialect.check(short)
     assert sum(node.op_type == "Attention" for node in short.graph) == 2
@@ -182,7 +182,7 @@ def test_a_cut_graph_holds_the_first_layers_and_shares_tensors(llama: ir.Model) 
 
 def test_a_cut_graph_grows_back(llama: ir.Model) -> None:
     """All but the tensors, which a trace binds afterwards."""
-    short = replicate_layers.first_layers(llama, WHOLE, 2)
+    short = replicate_layers.some_layers(llama, WHOLE, [0, 1])
     replicate_layers.replicate(short, WHOLE)
     expected = llama.clone()
     for model in (short, expected):
@@ -236,7 +236,7 @@ def _foreign_cache(model: ir.Model) -> None:
     ],
 )
 def test_layers_that_differ_in_the_graph_are_not_copied(llama: ir.Model, spoil: Any, reason: str) -> None:
-    short = replicate_layers.first_layers(llama, WHOLE, 2)
+    short = replicate_layers.some_layers(llama, WHOLE, [0, 1])
     spoil(short)
     before = graph.fingerprint(short)
     with pytest.raises(Irregular, match=reason):

@@ -154,12 +154,12 @@ def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) ->
         array = tensor.numpy().astype(ml_dtypes.bfloat16)
         stored = np.ascontiguousarray(array.T) if transposed else array
 
-        def read(array: np.ndarray = array, name: str = name) -> ir.TensorProtocol:
-            whole_reads.names.append(name)
-            return ir.Tensor(array.astype(np.float32), name=name)
+        class Watched(Stored):
+            def _read(self) -> ir.TensorProtocol:
+                whole_reads.names.append(self.name)
+                return super()._read()
 
-        value.const_value = Stored(
-            read,
+        value.const_value = Watched(
             lambda stored=stored: stored,
             tensor.dtype,
             ir.Shape(tensor.shape.numpy()),

@@ -37,17 +37,17 @@ def test_a_right_graph_passes_on_every_kind_of_step(checkpoint: Checkpoint, cano
     proof = verify_trace(checkpoint, canonical)
     assert 0 < proof.max_abs_difference < 1e-5
     assert (proof.layers, proof.depth) == (5, 5)
-    assert proof.probes == ("one row", "a ragged batch", "a prompt longer than the windows")
+    assert proof.probes == ("one row", "a ragged batch", "a prompt longer than the windows", "larger numbers")
     assert proof.unexceeded_windows == ()
     assert "trace: logits match transformers within" in proof.note()
     assert graph.fingerprint(canonical) == before
 
 
-def test_a_large_model_is_held_to_it_by_its_first_layers(checkpoint: Checkpoint, canonical: ir.Model) -> None:
+def test_a_large_model_is_held_to_it_by_layers_from_everywhere(checkpoint: Checkpoint, canonical: ir.Model) -> None:
     proof = verify_trace(checkpoint, canonical, whole_bytes=1)
-    assert proof.layers == 2  # one of each kind
+    assert proof.layers == 3  # the first, the one halfway, the last: each kind among them
     assert 0 < proof.max_abs_difference < 1e-5
-    assert "the first 2 of 5 layers" in proof.note()
+    assert "3 of 5 layers, the others like them" in proof.note()
 
 
 def _node(model: ir.Model, name: str) -> ir.Node:
@@ -78,13 +78,27 @@ def _other_head(model: ir.Model) -> None:
     value.const_value = ir.tensor(value.const_value.numpy() + np.float32(1), name=value.name)
 
 
+def _no_residual(model: ir.Model) -> None:
+    node = _node(model, "model.layers.2/Add")
+    graph.replace_value(node.outputs[0], graph.operand(node, 1))
+    model.graph.remove(node, safe=True)
+
+
+def _other_rows(model: ir.Model) -> None:
+    node = _node(model, "lm_head/MatMul")
+    [doubled] = graph.insert(node, "Add", [node.inputs[0], node.inputs[0]], {}, name="doubled")
+    node.replace_input_with(0, doubled)
+
+
 @pytest.mark.parametrize(
     ("spoil", "where"),
     [
-        (_other_window, r"one row, .*first diverging layer: model\.layers\.3"),
-        (_other_epsilon, r"first diverging layer: model\.layers\.2"),
-        (_other_weight, r"first diverging layer: model\.layers\.1"),
-        (_other_head, "hidden states of all 5 layers agree: it is what follows them"),
+        (_other_window, r"model\.layers\.3\.self_attn/Attention shows the token at position 7 8 tokens"),
+        (_other_epsilon, r"model\.layers\.2\.post_attention_layernorm/RMS.* gives other numbers"),
+        (_other_weight, r"other numbers for parameter model\.layers\.1\.mlp\.up_proj\.weight"),
+        (_other_head, r"other numbers for parameter model\.norm\.weight"),
+        (_no_residual, r"does not match the model in one row, .*first diverging layer: model\.layers\.2, whose"),
+        (_other_rows, "the hidden states of all 5 layers agree: it is what follows them"),
     ],
 )
 def test_a_wrong_graph_fails_and_names_the_layer(
@@ -93,7 +107,7 @@ def test_a_wrong_graph_fails_and_names_the_layer(
     wrong = canonical.clone()
     assert callable(spoil)
     spoil(wrong)
-    with pytest.raises(VerificationError, match=rf"(?s)does not match the model: logits differ.*{where}") as caught:
+    with pytest.raises(VerificationError, match=rf"(?s){where}") as caught:
         verify_trace(checkpoint, wrong)
     assert caught.value.exit_code == 7
 

@@ -119,8 +119,10 @@ def refuse_unprovable(checkpoint: Checkpoint) -> None:
     Raises:
         UnsupportedError: it does.
     """
-    for name, tokens in limits.named(checkpoint.config.to_dict(), checkpoint.geometry.context):
-        _require_provable(f"its {name} may change what it computes", tokens)
+    context = checkpoint.geometry.context
+    for name, tokens in checkpoint.configuration.lengths:
+        if context is None or tokens < context:
+            _require_provable(f"its {name} may change what it computes", tokens)
 
 
 def _require_provable(what: str, tokens: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import depth, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.export.stored_matrix import TILE_BYTES, StoredMatrix
-from llmforge.trace.hooks import internals
+from llmforge.trace.hooks import internals, masks
 
+NUMBERS = re.compile("layer|idx|index|block")  # in the name of an integer by which a module knows its own place
 EAGER = "eager"  # the attention that transformers writes out, without a kernel of its own
 
 
@@ -31,54 +35,284 @@ class Observation:
     hidden: list[NDArray[np.float32]]
 
 
-class Reference:
-    """A checkpoint's model in transformers, whole or its first `layers` layers, with its real weights in fp32.
+@dataclass(eq=False)
+class RotaryCall:
+    """One call of a module that makes rotary angles: with which arguments besides positions, and what it gave."""
 
-    The whole model is loaded by transformers. A part takes the weights of its own layers alone, by the names and
-    conversions of transformers, and reads large matrices whenever it uses them, so that a model larger than the memory
-    can be run in part.
+    module: nn.Module
+    arguments: tuple[object, ...]
+    keywords: tuple[tuple[str, object], ...]
+    outputs: tuple[Tensor, ...]
+    axes: tuple[int, ...]  # in front of the positions [B, S] that it was given
+
+    def angles(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Compute cos and sin [n, width] of `positions` [n], those of one text."""
+        ids = torch.from_numpy(positions)[None].expand(*self.axes, 1, -1)
+        with internals.third_party("running the model's rotary embedding"), torch.inference_mode():
+            made = self.module(torch.zeros(1), ids, *self.arguments, **dict(self.keywords))
+        cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made
+        return cos.reshape(-1, cos.shape[-1]).numpy(), sin.reshape(-1, sin.shape[-1]).numpy()
+
+
+@dataclass(frozen=True)
+class OwnMask:
+    """What a model's code says that a query sees."""
+
+    function: masks.MaskFunction
+
+    def shows(self, query: int) -> NDArray[np.bool_]:
+        """Say which of the tokens up to `query` it sees: bool [query + 1]."""
+        zero, keys = torch.tensor(0), torch.arange(query + 1)
+        with internals.third_party("evaluating the model's mask"), torch.inference_mode():
+            shown = self.function(zero, zero, torch.full_like(keys, query), keys)
+            return shown.to(torch.bool).expand(query + 1).numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class OwnNorm:
+    """A module of a model that holds one vector, `weight`, and perhaps a bias: a norm."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    def kind(self) -> str:
+        """Name its class."""
+        return type(self.module).__name__
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it can compute."""
+        return not self.module.get_parameter("weight").is_meta
+
+    def compute(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Run it on rows x [n, width]."""
+        with internals.third_party(f"running {self.kind}"), torch.inference_mode():
+            return np.asarray(self.module(torch.from_numpy(x)))
+
+
+@dataclass(eq=False)
+class Given:
+    """What one layer works with besides hidden states, as the model's own code hands it over."""
+
+    mask: OwnMask | None = None  # None: it got no mask, or one that no function of transformers made
+    rotary: list[RotaryCall] = field(default_factory=list)
+
+
+class Reference:
+    """A checkpoint's model in transformers, whole or in part, with its real weights in fp32.
+
+    The whole model is loaded by transformers. A part has the first layer, the last, the one halfway, and one of every
+    other kind; the others are there, in their places, and hand on what they are given. Its weights are taken by
+    the names and conversions of transformers, and large matrices read whenever they are used, so that a model larger
+    than the memory can be run in part.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layers: int | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, part: bool = False) -> None:
         depth_of_all = checkpoint.geometry.layers
+        self.sources: weights.Plan | None = None  # of a part
+        self.kept = list(range(depth_of_all))  # numbers of the layers that are there
+        self.twins = self.kept  # of each layer, one of `kept` that is made like it
+        self._passing: Tensor | tuple[object, ...] = ()  # what a layer of the model returns: a tensor, or a tuple
         with internals.third_party("loading the model into transformers"):
-            self._model = skeleton.load(checkpoint, EAGER) if layers is None else _part(checkpoint, layers)
+            if part:
+                self.model, self.sources, self.kept, self.twins = _part(checkpoint)
+            else:
+                self.model = skeleton.load(checkpoint, EAGER)
+        first: dict[object, str] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            # a part has tensors of its own where a source is read for two names
+            first.setdefault(id(tensor) if self.sources is None else (self.sources[name], tuple(tensor.shape)), name)
+        self.parameters = frozenset(first.values())  # and persistent buffers; by the first name of what is shared
         try:
-            self.stack, modules = depth.stack_of(self._model, depth_of_all if layers is None else layers)
+            self.stack, modules = depth.stack_of(self.model, depth_of_all)
             self.layers: list[nn.Module] = list(modules)
         except Irregular:
             self.stack, self.layers = "", []
+        for index, layer in enumerate(self.layers):
+            if index not in self.kept:
+                layer.forward = self._hand_on
 
-    def run(self, ids: NDArray[np.int64], rows: int) -> Observation:
-        """Compute one sequence `ids` [S] without a cache; keep the logits of its last `rows` tokens."""
+    def _hand_on(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for a layer that is not there."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return hidden if isinstance(self._passing, Tensor) else (hidden, *self._passing[1:])
+
+    def run(self, ids: NDArray[np.int64], rows: int, *, head: bool = True) -> Observation:
+        """Compute one sequence `ids` [S] without a cache; keep the logits of its last `rows` tokens.
+
+        Without `head`, logits are of no meaning and cost nothing.
+        """
+        return self.run_batch(ids[None], rows, head=head)[0]
+
+    def run_batch(self, ids: NDArray[np.int64], rows: int, *, head: bool = True) -> list[Observation]:
+        """Compute sequences `ids` [B, S] of one length as `run` does one."""
         hidden: list[Tensor] = []
-        hooks = [layer.register_forward_hook(_keep(hidden)) for layer in self.layers]
-        accepted = inspect.signature(self._model.forward).parameters
+        accepted = inspect.signature(self.model.forward).parameters
         kept: dict[str, Any] = {"logits_to_keep": rows} if "logits_to_keep" in accepted else {}
+        output_embedding: nn.Module | None = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+        def keep(module: nn.Module, args: object, output: Any) -> None:
+            self._passing = output
+            hidden.append(output[0] if isinstance(output, tuple) else output)
+
+        with ExitStack() as hooks:
+            for index in self.kept if self.layers else ():
+                hooks.callback(self.layers[index].register_forward_hook(keep).remove)
+            if not head and output_embedding is not None:
+                output_embedding.forward = lambda x: x[..., :1]
+                hooks.callback(delattr, output_embedding, "forward")
+            hooks.enter_context(internals.third_party("running the model in transformers"))
+            hooks.enter_context(torch.inference_mode())
+            output = self.model(input_ids=torch.from_numpy(ids), use_cache=False, **kept)
+        return [
+            Observation(logits[-rows:].numpy(), [state[row].numpy() for state in hidden])
+            for row, logits in enumerate(output.logits)
+        ]
+
+    def norms(self) -> Iterator[OwnNorm]:
+        """List the norms of the model."""
+        for name, module in self.model.named_modules():
+            parameters = dict(module.named_parameters())
+            required = [
+                each for each in inspect.signature(module.forward).parameters.values() if each.default is each.empty
+            ]
+            vectors = set(parameters) - {"bias"} == {"weight"} and parameters["weight"].dim() == 1
+            if vectors and len(required) == 1:  # one with a gate takes two
+                yield OwnNorm(name, module)
+
+    @contextmanager
+    def magnified(self, weights: Collection[str], added: float, scales: Sequence[float]) -> Iterator[None]:
+        """Compute with `weights` of norms larger by `added`, and embeddings of each row multiplied, for a while."""
+        embedding: nn.Module = self.model.get_input_embeddings()
+        parameters = [self.model.get_parameter(name) for name in weights]
+        held = [parameter.data for parameter in parameters]
+
+        def multiply(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return output * torch.tensor(scales).reshape(-1, 1, 1)
+
+        hook = embedding.register_forward_hook(multiply)
         try:
-            with internals.third_party("running the model in transformers"), torch.inference_mode():
-                output = self._model(input_ids=torch.from_numpy(ids[None]), use_cache=False, **kept)
+            for parameter, numbers in zip(parameters, held, strict=True):
+                parameter.data = numbers + added
+            yield
         finally:
-            for hook in hooks:
-                hook.remove()
-        return Observation(output.logits[0, -rows:].numpy(), [state[0].numpy() for state in hidden])
+            hook.remove()
+            for parameter, numbers in zip(parameters, held, strict=True):
+                parameter.data = numbers
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Given]]:
+        """Write down what each layer is given in a run inside; those that hand on are given it, too."""
+        given = [Given() for _ in self.layers]
+        made: dict[int, masks.MaskFunction] = {}
+        kept: list[object] = []  # so that no id goes to another tensor
+        calls: list[RotaryCall] = []
+        at: list[int] = []  # the layer that runs
+
+        # Attention in a model's own code may hide more than its mask says.
+        told = internals.takes_attention(self.model.config)
+        own: Callable[..., Any] = eager_mask
+
+        def mask(*args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> Any:
+            result = own(*args, mask_function=mask_function, **kwargs)
+            if told:
+                made[id(result)] = mask_function
+                kept.append(result)
+            return result
+
+        def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+            named = dict(kwargs)
+            positional = [*args[1:]]
+            named.pop("x", None)
+            positions = named.pop("position_ids") if "position_ids" in named else positional.pop(0)
+            call = RotaryCall(module, tuple(positional), tuple(named.items()), outputs, tuple(positions.shape[:-2]))
+            calls.append(call)
+            if at:
+                given[at[-1]].rotary.append(call)
+
+        def enter(index: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+                at.append(index)
+                tensors = list(_tensors((*args, *kwargs.values())))
+                given[index].mask = next((OwnMask(made[id(each)]) for each in tensors if id(each) in made), None)
+                for call in calls:
+                    if any(each is output for each in tensors for output in call.outputs):
+                        given[index].rotary.append(call)
+
+            return hook
+
+        with ExitStack() as hooks:
+            hooks.enter_context(internals.mask_replaced(EAGER, mask))
+            for module in self.model.modules():
+                if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+                    hooks.callback(module.register_forward_hook(called, with_kwargs=True).remove)
+            for index, layer in enumerate(self.layers):
+                hooks.callback(layer.register_forward_pre_hook(enter(index), with_kwargs=True).remove)
+                hooks.callback(layer.register_forward_hook(lambda *_: at.clear()).remove)
+            yield given
 
 
-def _keep(hidden: list[Tensor]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: object, output: Any) -> None:
-        hidden.append(output[0] if isinstance(output, tuple) else output)
+def _tensors(values: object) -> Iterator[Tensor]:
+    """List the tensors in `values`, which may be nested."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
 
-    return hook
+
+def _kinds(config: Any, layers: Sequence[nn.Module]) -> list[int]:
+    """Number the kinds of `layers`: those of equal modules and settings are of one."""
+    lists = [value for value in vars(config.get_text_config()).values() if isinstance(value, list | tuple)]
+    settings = [value for value in lists if len(value) == len(layers)]
+    numbers: dict[object, int] = {}
+    return [
+        numbers.setdefault((_described(layer), repr([setting[index] for setting in settings])), len(numbers))
+        for index, layer in enumerate(layers)
+    ]
 
 
-def _part(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
-    """Build the model of all layers without memory, drop the later ones, and read the weights of the rest."""
+def _described(layer: nn.Module) -> tuple[object, ...]:
+    """Describe what a layer is made of, as far as that is not weights: classes, shapes, settings; not its number."""
+    found: list[object] = []
+    for name, module in layer.named_modules():
+        found.append((name, type(module)))
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        found += [(key, None if x is None else tuple(x.shape)) for key, x in tensors]
+        found += [
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, bool | int | float | str | None) and not (type(value) is int and NUMBERS.search(key))
+        ]
+    return tuple(found)
+
+
+def _chosen(kinds: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Choose layers: the first, the last, the one halfway, and one of each other kind; and of each layer its twin."""
+    chosen = {0, len(kinds) // 2, len(kinds) - 1}
+    chosen |= {kinds.index(kind) for kind in set(kinds) - {kinds[index] for index in chosen}}
+    twins = [
+        index if index in chosen else next(x for x in sorted(chosen) if kinds[x] == kind)
+        for index, kind in enumerate(kinds)
+    ]
+    return sorted(chosen), twins
+
+
+def _part(checkpoint: Checkpoint) -> tuple[PreTrainedModel, weights.Plan, list[int], list[int]]:
+    """Build the model of all layers without memory, choose some, and read their weights and those around them."""
     model = skeleton.on_meta(checkpoint.config, EAGER)
     sources = weights.plan(model, checkpoint)
-    _, stack = depth.stack_of(model, checkpoint.geometry.layers)
-    del stack[layers:]
+    stack, modules = depth.stack_of(model, checkpoint.geometry.layers)
+    kept, twins = _chosen(_kinds(checkpoint.config, list(modules)))
+    absent = tuple(f"{stack}.{index}." for index in range(len(modules)) if index not in kept)
     read: dict[weights.Source, Tensor] = {}
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
+        if name.startswith(absent):
+            continue
         source = sources[name]
         owner, _, leaf = name.rpartition(".")
         module, is_parameter = model.get_submodule(owner), isinstance(tensor, nn.Parameter)
@@ -92,10 +326,10 @@ def _part(checkpoint: Checkpoint, layers: int) -> PreTrainedModel:
             module._parameters[leaf] = nn.Parameter(read[source], requires_grad=False)
         else:
             module._buffers[leaf] = read[source].to(tensor.dtype)
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    left = [name for name, each in model.named_parameters() if each.is_meta and not name.startswith(absent)]
     if left:
         raise UnsupportedError(f"parameter {left[0]} has no numbers")
-    return model
+    return model, sources, kept, twins
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredMatrix:

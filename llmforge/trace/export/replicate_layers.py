@@ -8,9 +8,10 @@ reads, all layers share. Two periods of layers must be the same in every other r
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
@@ -29,7 +30,7 @@ def replicate(model: ir.Model, pattern: Pattern) -> None:
     Raises:
         Irregular: the layers of the graph are not the copies of one another that `pattern` says; it is unchanged.
     """
-    layers = _layers(model, pattern, pattern.traced)
+    layers = _layers(model, pattern, range(pattern.traced))
     steps = [
         _same(layers[index], layers[index + pattern.period], pattern)
         for index in range(pattern.lead, pattern.lead + pattern.period)
@@ -49,26 +50,68 @@ def replicate(model: ir.Model, pattern: Pattern) -> None:
         node.replace_input_with(position, last)
 
 
-def first_layers(model: ir.Model, pattern: Pattern, count: int) -> ir.Model:
-    """Clone `model`, canonical and `pattern.depth` layers deep, with its first `count` layers alone.
+def some_layers(model: ir.Model, pattern: Pattern, kept: Collection[int]) -> ir.Model:
+    """Clone `model`, canonical and `pattern.depth` layers deep, with its layers `kept` alone.
 
-    Tensors are shared.
+    Each takes what the one before it in `kept` gives; caches keep their numbers. Tensors are shared.
 
     Raises:
         Irregular: a layer hands over more than hidden states.
     """
     clone = model.clone()
-    layers = _layers(clone, pattern, pattern.depth)
-    kept = layers[count - 1].gives
-    readers = [(node, index) for node, index in layers[-1].gives.uses() if node not in layers[-1].members]
-    for node, position in readers:
-        node.replace_input_with(position, kept)
-    dropped = {value for layer in layers[count:] for node in layer.nodes for value in node.outputs}
+    layers = _layers(clone, pattern, range(pattern.depth))
+    behind = [(node, index) for node, index in layers[-1].gives.uses() if node not in layers[-1].members]
+    last = layers[0].takes
+    for layer in (layers[index] for index in sorted(kept)):
+        for node, index in [use for use in layer.takes.uses() if use.node in layer.members]:
+            node.replace_input_with(index, last)
+        last = layer.gives
+    for node, index in behind:
+        node.replace_input_with(index, last)
+    dropped = {value for layer in layers if layer.index not in kept for node in layer.nodes for value in node.outputs}
     for index in reversed(range(len(clone.graph.outputs))):
         if clone.graph.outputs[index] in dropped:
             del clone.graph.outputs[index]
     g.drop_unused(clone)
     return clone
+
+
+def require_alike(model: ir.Model, pattern: Pattern, twins: Sequence[int]) -> None:
+    """Prove that each layer of `model` is the same as layer `twins[index]`, but for its weights and caches.
+
+    Raises:
+        Irregular: one is not, or caches are shared; the message names it.
+    """
+    layers = _layers(model, pattern, range(pattern.depth))
+    owners: dict[ir.Value, int] = {}
+    for layer, twin in zip(layers, twins, strict=True):
+        if layer.index != twin:
+            try:
+                _same(layers[twin], layer, pattern)
+                _same_numbers(layers[twin], layer)
+            except Irregular as error:
+                names = f"{pattern.stack}.{layer.index} is not what {pattern.stack}.{twin} is"
+                raise Irregular(f"{names}: {error.message}") from error
+        for value in {value for node in layer.nodes for value in node.inputs if value is not None}:
+            cached = value.is_graph_input() and CACHE_NUMBER.search(value.name or "") is not None
+            if cached and owners.setdefault(value, layer.index) != layer.index:
+                raise Irregular(f"layers {owners[value]} and {layer.index} both read {value.name}")
+
+
+def _same_numbers(first: _GraphLayer, second: _GraphLayer) -> None:
+    """Hold the numbers against each other that two layers read and no checkpoint has.
+
+    Raises:
+        Irregular: they differ.
+    """
+    for a, b in zip(first.nodes, second.nodes, strict=True):
+        for x, y in zip(a.inputs, b.inputs, strict=True):
+            if x is None or y is None or x is y or not x.is_initializer() or g.sources(x):
+                continue
+            if g.sources(y) or not np.array_equal(g.tensor(x).numpy(), g.tensor(y).numpy()):
+                raise Irregular(
+                    f"layers {first.index} and {second.index} differ: {x.name} and {y.name} hold other numbers"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,34 +125,36 @@ class _GraphLayer:
     gives: ir.Value  # hidden states that the next layer, or the head, reads
 
 
-def hidden_states(model: ir.Model, pattern: Pattern, count: int) -> list[str]:
-    """Name the hidden states that each of the first `count` layers of canonical `model` gives."""
-    return [str(layer.gives.name) for layer in _layers(model, pattern, count)]
+def hidden_states(model: ir.Model, pattern: Pattern, kept: Sequence[int]) -> list[str]:
+    """Name the hidden states that each of the layers `kept` of canonical `model`, which has no others, gives."""
+    return [str(layer.gives.name) for layer in _layers(model, pattern, kept)]
 
 
-def _layers(model: ir.Model, pattern: Pattern, count: int) -> list[_GraphLayer]:
-    """Find the `count` layers of `model`.
+def _layers(model: ir.Model, pattern: Pattern, numbers: Sequence[int]) -> list[_GraphLayer]:
+    """Find the layers of `model`, which are called `numbers`.
 
     Raises:
         Irregular: their nodes are mixed, or they exchange more than hidden states.
     """
     named = re.compile(rf"{re.escape(pattern.stack)}\.(\d+)[./]")
-    groups: list[list[ir.Node]] = [[] for _ in range(count)]
+    count = len(numbers)
+    places = {number: place for place, number in enumerate(numbers)}
+    groups: list[list[ir.Node]] = [[] for _ in numbers]
     owner: dict[ir.Node, int] = {}
     at = -1  # the layer at hand; `count` behind the last
     for node in model.graph:
         match = named.match(node.name or "")
-        index = int(match[1]) if match else (count if at >= 0 else -1)
+        index = places.get(int(match[1]), count) if match else (count if at >= 0 else -1)
         if index not in (at, at + 1):
-            raise Irregular(f"node {node.name} stands behind layer {at}")
+            raise Irregular(f"node {node.name} stands behind layer {numbers[min(at, count - 1)]}")
         at = index
         owner[node] = index
         if 0 <= index < count:
             groups[index].append(node)
     if not all(groups):
-        raise Irregular(f"layer {groups.index([])} has no nodes of its name")
+        raise Irregular(f"layer {numbers[groups.index([])]} has no nodes of its name")
     layers: list[_GraphLayer] = []
-    for index, nodes in enumerate(groups):
+    for index, (number, nodes) in enumerate(zip(numbers, groups, strict=True)):
         read = {value: None for node in nodes for value in node.inputs if value is not None}
         foreign = [value for value in read if (made := value.producer()) is not None and owner[made] == index - 1]
         given = [value for node in nodes for value in node.outputs]
@@ -118,8 +163,8 @@ def _layers(model: ir.Model, pattern: Pattern, count: int) -> list[_GraphLayer]:
             foreign = [value for value in foreign if all(owner[reader] <= 0 for reader, _ in value.uses())]
         far = [value for value in given for reader, _ in value.uses() if owner[reader] not in (index, index + 1)]
         if len(foreign) != 1 or len(given) != 1 or far or (index and foreign[0] is not layers[-1].gives):
-            raise Irregular(f"layer {index} exchanges more than hidden states with the others")
-        layers.append(_GraphLayer(index, nodes, frozenset(nodes), foreign[0], given[0]))
+            raise Irregular(f"layer {number} exchanges more than hidden states with the others")
+        layers.append(_GraphLayer(number, nodes, frozenset(nodes), foreign[0], given[0]))
     return layers
 
 

@@ -37,6 +37,40 @@ class Source:
     converted: Callable[[], Iterator[torch.Tensor]] | None = None  # slices of the first axis, in order: often only one
 
 
+class Stacked(ir.LazyTensor):
+    """Weights of three axes that are read piece by piece along the first, each cast and perhaps transposed.
+
+    Nothing outlives a result; of experts that lie apart, one is read at a time.
+    """
+
+    def __init__(
+        self,
+        pieces: Callable[[], Iterator[NDArray[Any]]],
+        dtype: ir.DataType,
+        shape: ir.Shape,
+        name: str,
+        *,
+        transposed: bool,
+    ) -> None:
+        super().__init__(self._read, dtype, shape, name=name)
+        self._pieces, self._transposed = pieces, transposed
+
+    def first(self) -> NDArray[Any]:
+        """Read the first piece, as this tensor holds it, in the dtype in which it is stored."""
+        piece = next(self._pieces())
+        return piece.swapaxes(-1, -2) if self._transposed else piece
+
+    def _read(self) -> ir.TensorProtocol:
+        result = np.empty(self.shape.numpy(), self.dtype.numpy())  # what is written to it is cast on the way: no copy
+        as_stored = result.swapaxes(-1, -2) if self._transposed else result
+        filled = 0
+        for part in self._pieces():
+            as_stored[filled : filled + len(part)] = part
+            filled += len(part)
+        assert filled == len(as_stored)
+        return ir.Tensor(result, dtype=self.dtype, name=self.name)
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a checkpoint was asked for (`Checkpoint.require`), and which tensor it found for each."""
@@ -166,41 +200,26 @@ def tensor_of(
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
         tensor.name = name
         return tensor
-    read = _reader(checkpoint, source, tuple(shape.numpy()), dtype, transposed, name)
-    if source.converted is None and len(shape) == 2:
-        [stored] = source.tensors
-        return Stored(read, lambda: checkpoint.tensor(stored).numpy(), dtype, shape, name, transposed=transposed)
-    return ir.LazyTensor(read, dtype=dtype, shape=shape, name=name)
+    if source.converted is not None or len(shape) > 2:
+        return Stacked(_pieces(checkpoint, source), dtype, shape, name, transposed=transposed)
+    [single] = source.tensors
+
+    def stored() -> NDArray[Any]:
+        return checkpoint.tensor(single).numpy()
+
+    if len(shape) == 2:
+        return Stored(stored, dtype, shape, name, transposed=transposed)
+    return ir.LazyTensor(
+        lambda: ir.Tensor(stored().astype(dtype.numpy()), dtype=dtype, name=name), dtype=dtype, shape=shape, name=name
+    )
 
 
-def _reader(
-    checkpoint: Checkpoint,
-    source: Source,
-    shape: tuple[int, ...],
-    dtype: ir.DataType,
-    transposed: bool,
-    name: str,
-) -> Callable[[], ir.TensorProtocol]:
-    """Make the function that reads one weight, casts it to `dtype` and transposes it to `shape`.
-
-    Nothing outlives its result; of experts that lie apart, one is read at a time.
-    """
-
-    def read() -> ir.TensorProtocol:
-        result = np.empty(shape, dtype.numpy())  # what is written to it is cast and transposed on the way: no copy
-        as_stored = result.swapaxes(-1, -2) if transposed else result
-        if source.converted is None:
-            as_stored[...] = checkpoint.tensor(source.tensors[0]).numpy()
-            return ir.Tensor(result, dtype=dtype, name=name)
-        filled = 0
-        for piece in source.converted():
-            part = _numpy(piece)
-            as_stored[filled : filled + len(part)] = part
-            filled += len(part)
-        assert filled == len(as_stored)
-        return ir.Tensor(result, dtype=dtype, name=name)
-
-    return read
+def _pieces(checkpoint: Checkpoint, source: Source) -> Callable[[], Iterator[NDArray[Any]]]:
+    """Make the function that reads a parameter piece by piece, in its stored dtype and the layout of transformers."""
+    converted = source.converted
+    if converted is None:
+        return lambda: iter([checkpoint.tensor(source.tensors[0]).numpy()])
+    return lambda: map(_numpy, converted())
 
 
 def load(checkpoint: Checkpoint, source: Source) -> torch.Tensor:

@@ -1,0 +1,66 @@
+"""What a parameter of a checkpoint's model holds, apart from how a graph was bound to it.
+
+Numbers come from transformers' model, where that has them in memory, or from the safetensors library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from llmforge.checkpoint import Checkpoint
+from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.stored_matrix import StoredMatrix
+
+
+class Parameters:
+    """The parameters of a checkpoint's model, by the name of the first that shares a tensor."""
+
+    def __init__(self, checkpoint: Checkpoint, reference: Reference) -> None:
+        self._checkpoint, self._reference = checkpoint, reference
+        self._state: Mapping[str, torch.Tensor] = reference.model.state_dict(keep_vars=True)
+        self._files: dict[Any, Any] = {}
+        self.names = reference.parameters
+
+    def __enter__(self) -> Parameters:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter."""
+        return tuple(self._state[name].shape)
+
+    def rows(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read rows of a parameter, fp32."""
+        tensor = self._state[name]
+        if tensor.is_meta or isinstance(tensor, StoredMatrix):
+            return self._read(name, rows)
+        tensor = tensor.detach()
+        return (tensor[torch.from_numpy(rows)] if tensor.dim() else tensor).float().numpy()
+
+    def _read(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read rows of a parameter that is not in memory."""
+        assert self._reference.sources is not None
+        source = self._reference.sources[name]
+        if source.converted is not None:
+            return next(source.converted())[torch.from_numpy(rows)].float().numpy()
+        [stored] = source.tensors
+        if name in self._checkpoint.tensors:
+            stored = name  # whatever was planned
+        file = self._checkpoint.tensors[stored].file
+        if file not in self._files:
+            self._files[file] = safe_open(file, "pt").__enter__()  # type: ignore[no-untyped-call]
+        part = self._files[file].get_slice(stored)
+        if not part.get_shape():
+            return np.asarray(self._files[file].get_tensor(stored).float())
+        if len(rows) == part.get_shape()[0]:
+            return np.asarray(part[:].float())
+        return torch.cat([part[int(row) : int(row) + 1] for row in rows]).float().numpy()

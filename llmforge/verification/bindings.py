@@ -1,0 +1,89 @@
+"""Prove that the initializers of a traced graph are the parameters that they are called by: all of them, by numbers.
+
+What a parameter holds is taken from transformers' own model, where that has it in memory, or read from the checkpoint
+by the safetensors library; not by the code that bound the graph. Small parameters are compared whole, of others some
+rows: that a tensor belongs to another parameter, or lies transposed, shows in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.base.errors import VerificationError
+from llmforge.checkpoint import Checkpoint
+from llmforge.ir import graph
+from llmforge.ir.derived import Stored
+from llmforge.trace.export import weights
+from llmforge.trace.export.parameters import Parameters
+from llmforge.trace.export.reference import Reference
+
+WHOLE_BYTES = 1 << 16  # parameters up to this size are compared in all numbers: norms and biases
+ROWS = 4  # of a larger one: the first, the last, and others
+SEED = 20_250_311  # any fixed number
+
+HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
+
+
+def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference) -> int:
+    """Hold every parameter of `model` against that of the checkpoint; return how many there are.
+
+    Raises:
+        VerificationError: one holds other numbers, one that is expected is not there, or the other way round.
+    """
+    rng = np.random.default_rng(SEED)
+    held = {
+        name: value
+        for name, value in model.graph.initializers.items()
+        if graph.sources(value) and (value.uses() or value.is_graph_output())
+    }
+    expected = Parameters(checkpoint, reference)
+    if strange := sorted(set(held) - set(expected.names)):
+        raise VerificationError(f"the traced graph has {strange[0]}, which is no parameter of the model", hint=HINT)
+    if lacking := sorted(set(expected.names) - set(held)):
+        raise VerificationError(
+            f"nothing in the traced graph reads parameter {lacking[0]}, which the model has", hint=HINT
+        )
+    with expected:
+        for name, value in held.items():
+            if graph.sources(value) != [name]:
+                raise VerificationError(f"the traced graph takes {name} from {graph.sources(value)}", hint=HINT)
+            _compare(name, graph.tensor(value), expected, rng)
+    return len(held)
+
+
+def _compare(name: str, tensor: ir.TensorProtocol, expected: Parameters, rng: np.random.Generator) -> None:
+    shape, stored = expected.shape(name), tuple(tensor.shape.numpy())
+    turned = (*shape[:-2], *shape[:-3:-1])
+    if stored not in (shape, turned):
+        raise VerificationError(
+            f"the traced graph holds {name} as {list(stored)}; the model has it as {list(shape)}", hint=HINT
+        )
+    count = shape[0] if shape else 1
+    whole = tensor.nbytes <= WHOLE_BYTES or len(shape) < 2
+    rows = np.arange(count) if whole else np.unique([0, count - 1, *rng.integers(0, count, ROWS - 2)])
+    if isinstance(tensor, weights.Stacked):  # of experts that lie apart, the first of those that are read together
+        rows = rows[rows < tensor.first().shape[0]]
+    wanted = expected.rows(name, rows)
+    if any(got.shape == wanted.shape and np.array_equal(got, wanted) for got in _rows(tensor, rows, stored, shape)):
+        return
+    raise VerificationError(
+        f"the traced graph holds other numbers for parameter {name} than the checkpoint does", hint=HINT
+    )
+
+
+def _rows(
+    tensor: ir.TensorProtocol, rows: NDArray[np.int64], stored: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[NDArray[np.float32]]:
+    """Read `rows` of the parameter of `shape` that `tensor` holds, as it is or transposed: a square one either way."""
+    if isinstance(tensor, Stored):
+        yield tensor.stored()[rows].astype(np.float32)
+        return
+    array = tensor.first() if isinstance(tensor, weights.Stacked) else tensor.numpy()
+    if stored == shape:
+        yield np.asarray(array[rows] if shape else array).astype(np.float32)
+    if len(shape) >= 2 and stored == (*shape[:-2], shape[-1], shape[-2]):
+        yield np.asarray(array.swapaxes(-1, -2)[rows]).astype(np.float32)

@@ -1,0 +1,80 @@
+"""A second run of a traced graph, on numbers that are larger than those of a text: limits, clips and soft caps are met.
+
+Norms get larger weights, so that what products, routers and experts take grows, and the embeddings of one row are
+larger, so that hidden states grow: in the graph by inputs, and in transformers' model in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.ir import graph, interface
+from llmforge.ir.operators import standard
+from llmforge.trace.export.reference import Reference
+from llmforge.verification import probe
+
+ADDED = 7.0  # to the weights of norms, which are about 1, or about 0 where a norm adds 1 itself
+SCALES = (1.0, 64.0)  # of the embeddings, row by row
+SCALE = "llmforge.scale"  # the input that the embeddings are multiplied by, fp32 [B, 1, 1]
+NAME = "larger numbers"
+TOKENS = 12
+SEED = 20_250_812  # any fixed number
+
+
+@dataclass(frozen=True, eq=False)
+class Magnified:
+    """A graph whose norms' weights and whose scale of embeddings are inputs."""
+
+    model: ir.Model
+    weights: Mapping[str, NDArray[np.float32]]  # of norms, as the checkpoint has them
+
+    @classmethod
+    def of(cls, model: ir.Model, reference: Reference) -> Magnified:
+        """Make it of a clone of `model`, the graph of `reference`'s; weights that norms do not own alone are left."""
+        clone = model.clone()
+        weights = {}
+        for norm in reference.norms():
+            name = f"{norm.name}.weight"
+            value = clone.graph.initializers.get(name)
+            if value is not None:
+                weights[name] = np.asarray(graph.tensor(value).numpy(), np.float32)
+                del clone.graph.initializers[name]
+                value.const_value = None
+                clone.graph.inputs.append(value)
+        scale = ir.Value(name=SCALE, shape=ir.Shape(("batch", 1, 1)), type=ir.TensorType(ir.DataType.FLOAT))
+        clone.graph.inputs.append(scale)
+        for lookup in list(standard.Gather.all(clone)):
+            if lookup.indices.name == interface.INPUT_IDS and lookup.output.dtype == ir.DataType.FLOAT:
+                _scale(clone, lookup.output, scale)
+        return cls(clone, weights)
+
+    def given(self, run: probe.Run) -> Mapping[str, NDArray[np.float32]]:
+        """Return the inputs that `run` takes besides those of its steps: larger ones in the run of that name."""
+        larger = run.name == NAME
+        scales = SCALES if larger else (1.0,) * run.batch
+        added = np.float32(ADDED if larger else 0.0)
+        made = {name: weight + added for name, weight in self.weights.items()}
+        return {**made, SCALE: np.array(scales, np.float32)[:, None, None]}
+
+
+def run(vocabulary: int) -> probe.Run:
+    """Make the run: a prefill of a row for each of `SCALES`."""
+    rng = np.random.default_rng(SEED)
+    rows = [rng.integers(0, vocabulary, TOKENS, np.int64) for _ in SCALES]
+    return probe.schedule(NAME, rows, [(TOKENS,) * len(rows)])
+
+
+def _scale(model: ir.Model, value: ir.Value, scale: ir.Value) -> None:
+    """Multiply `value` by `scale` for all its readers."""
+    readers = list(value.uses())
+    node = ir.node("Mul", [value, scale], name=f"{value.name}/scaled", num_outputs=1)
+    output = node.outputs[0]
+    output.name, output.shape, output.type = f"{value.name}/scaled", value.shape, value.type
+    model.graph.insert_after(value.producer(), node)  # type: ignore[arg-type]
+    for reader, index in readers:
+        reader.replace_input_with(index, output)
