@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
+from llmforge.base import errors, signals
 from llmforge.cli import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,3 +38,20 @@ def test_every_make_target_named_exists() -> None:
     named = set(re.findall(r"\bmake ([a-z][a-z-]*)", README))
     assert {"quickstart", "test"} <= named
     assert [name for name in named if f"\n{name}:" not in makefile] == []
+
+
+def test_every_exit_code_is_documented_and_no_other() -> None:
+    classes = [errors.ForgeError]
+    for each in classes:
+        classes += each.__subclasses__()
+    ends = {
+        0,
+        *(each.exit_code for each in classes),
+        *(128 + number for number in signals.ENDING),
+        128 + signal.SIGPIPE,
+    }
+    table = (ROOT / "docs/limits.md").read_text(encoding="utf-8").partition("## Exit codes")[2].partition("\n## ")[0]
+    listed = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
+    assert listed == sorted(ends)
+    line = next(line for line in README.splitlines() if line.startswith("Exit codes: "))
+    assert sorted(map(int, re.findall(r"(?:: |· )(\d+) ", line))) == sorted(ends)

@@ -181,7 +181,7 @@ class _Reader:
         """Read the signature, which follows the records, by its path; nothing: the artifact is not signed."""
         if self._called(_SIGNATURE) is None:
             return {}
-        return {SIGNATURE: self._unlisted(root, SIGNATURE, transfer.LARGEST_SIGNATURE)}
+        return {SIGNATURE: self._unlisted(root, SIGNATURE, sealed.LARGEST_SIGNATURE)}
 
     def _called(self, pattern: re.Pattern[str]) -> str | None:
         """Look at the next header; return the part of its name that `pattern` finds at the end, if it does."""

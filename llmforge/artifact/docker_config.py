@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from llmforge.base import small_file
 from llmforge.base.errors import EnvironmentLacks
 
 _HUB = "https://index.docker.io/v1/"  # what Docker calls its own registry in the file
@@ -43,12 +44,9 @@ def login(host: str) -> tuple[str, str] | None:
 
 def _read() -> dict[str, Any]:
     path = file()
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise EnvironmentLacks(f"{path}: cannot be read: {error}", hint="repair it, or log in again") from error
+    config = small_file.read_json(path, error=EnvironmentLacks, hint="repair it, or log in again")
     parts = [config.get(key, {}) for key in ("auths", "credHelpers")] if isinstance(config, dict) else [None]
     if not all(isinstance(part, dict) for part in parts):
         raise EnvironmentLacks(f"{path}: is not a configuration of Docker", hint="repair it, or log in again")

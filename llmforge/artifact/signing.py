@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact.store import Artifact
+from llmforge.base import sealed, small_file
 from llmforge.base.errors import InputError, UsageError
 from llmforge.base.sealed import MANIFEST, SIGNATURE, Record
 
+KEY_BYTES = 1 << 20
 _CURVES = "an elliptic curve key (P-256, P-384 or P-521) in PEM"
 _MAKE = "openssl ecparam -name prime256v1 -genkey -noout -out KEY.pem; openssl ec -in KEY.pem -pubout -out PUB.pem"
 
@@ -112,13 +114,14 @@ def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[R
         raise InputError(
             f"{name}: is not signed: it has no {SIGNATURE}", hint="sign it: llmforge sign ARTIFACT --key KEY"
         )
+    raw = sealed.read_file(file, sealed.LARGEST_SIGNATURE)
     opened.verify()
     # What a bundle holds comes from whoever made it: besides the library's own refusals, parts of it may be missing
     # or of another type.
-    hostile = (ValueError, KeyError, TypeError, AttributeError, IndexError, InvalidSignature)
+    hostile = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, InvalidSignature)
     try:
         config.verify(opened.path, file)
-        signed = _signed(file)
+        signed = _signed(raw)
     except (*hostile, Error, X509StoreContextError) as error:
         reason = " ".join(str(error).split()) or "it was not made with this key"
         raise InputError(
@@ -144,18 +147,15 @@ def _hashing() -> Any:
     return config.set_ignored_paths(paths=[SIGNATURE], ignore_git_paths=False)
 
 
-def _signed(file: Path) -> set[str]:
+def _signed(raw: bytes) -> set[str]:
     """Name the files that the statement in a verified bundle covers."""
-    payload = json.loads(file.read_bytes())["dsseEnvelope"]["payload"]
+    payload = json.loads(raw)["dsseEnvelope"]["payload"]
     resources = json.loads(base64.b64decode(payload))["predicate"]["resources"]
     return {resource["name"] for resource in resources}
 
 
 def _present(file: Path) -> None:
-    try:
-        file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error.strerror}", hint=f"give {_CURVES}") from error
+    small_file.read(file, KEY_BYTES, error=UsageError, hint=f"give {_CURVES}")
 
 
 @contextmanager

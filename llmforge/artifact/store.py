@@ -12,7 +12,6 @@ Two locks (flock, which the kernel drops with the process): `out/<name>/.lock` w
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fcntl
 import json
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import manifest as manifests
-from llmforge.base import admission, sealed
+from llmforge.base import admission, resources, sealed, signals
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.base.hashed_files import sha256
 from llmforge.base.sealed import EVIDENCE, MANIFEST, SIGNATURE, FileRecord, Manifest, Record, Verdict, is_name, walk
@@ -186,7 +185,7 @@ def staging(out: Path, name: str) -> Iterator[Path]:
     try:
         yield folder
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if not resources.is_full(error):
             raise
         raise EnvironmentLacks(f"{parent}: the disk is full", hint="free some space, or use --out") from error
     finally:
@@ -203,7 +202,7 @@ def publish(folder: Path, manifest: Manifest, record: Mapping[str, Any]) -> Arti
     bytes are on disk before the rename.
 
     Raises:
-        UsageError: something else is there under that version, or its evidence is damaged.
+        UsageError: something else is there under that version, or its evidence is damaged; the record is too large.
     """
     files = manifests.records(folder, content=False)
     final = folder.parent / manifest.version
@@ -218,6 +217,11 @@ def publish(folder: Path, manifest: Manifest, record: Mapping[str, Any]) -> Arti
             "files": {path: dataclasses.asdict(file) for path, file in files.items()},
         }
         raw = (json.dumps({**head, **{k: v for k, v in record.items() if k not in head}}, indent=1) + "\n").encode()
+        if len(raw) > sealed.LARGEST_RECORD:
+            raise UsageError(
+                f"{final}: the record of the build has {len(raw):,} bytes; at most {sealed.LARGEST_RECORD:,} are read",
+                hint="measure quality on fewer documents, or latency on fewer tokens",
+            )
         made = sealed.parse_record(raw, str(final))
         for path in files if made.home else ():
             target = folder / made.home / path
@@ -295,7 +299,7 @@ def _carry_over(existing: Artifact, folder: Path) -> None:
     """
     signature = existing.path / SIGNATURE
     if signature.is_file() and (folder / SIGNATURE).exists():
-        if (folder / SIGNATURE).read_bytes() != signature.read_bytes():
+        if len({sealed.read_file(file, sealed.LARGEST_SIGNATURE) for file in (folder / SIGNATURE, signature)}) > 1:
             raise UsageError(
                 f"{existing.path} already exists with the same content and another signature",
                 hint=f"to replace it: llmforge rm {existing.manifest.name}/{existing.manifest.version}, and again",
@@ -318,6 +322,7 @@ def _place(folder: Path, manifest: Manifest) -> None:
     aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{manifest.version}"
     if final.exists():
         final.rename(aside)
+    signals.decided()
     folder.rename(final)
     _sync_folder(folder.parent)
     if aside.exists():

@@ -18,6 +18,7 @@ from typing import Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from llmforge.artifact.store import check_name, names_locked, open_version
+from llmforge.base import small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.base.sealed import MANIFEST
 
@@ -49,12 +50,12 @@ def history(parent: Path, tag: str) -> tuple[Move, ...]:
         InputError: the file is damaged.
     """
     file = parent / FOLDER / check_name(tag, "tag")
-    try:
-        return tuple(Move.model_validate_json(line) for line in file.read_bytes().splitlines())
-    except FileNotFoundError:
+    if not file.exists():
         return ()
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+    try:
+        return tuple(
+            Move.model_validate_json(line) for line in small_file.read(file, small_file.SETTINGS_BYTES).splitlines()
+        )
     except ValidationError as error:
         raise InputError(
             f"{file}: not the history of a tag: {error.errors()[0]['msg']}",

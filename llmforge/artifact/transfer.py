@@ -19,10 +19,18 @@ from typing import IO, NoReturn
 from llmforge.artifact.store import Artifact, adopt
 from llmforge.base import sealed
 from llmforge.base.errors import EnvironmentLacks, InputError
-from llmforge.base.sealed import EVIDENCE, LARGEST_MANIFEST, LARGEST_RECORD, MANIFEST, SIGNATURE, FileRecord, Manifest
+from llmforge.base.sealed import (
+    EVIDENCE,
+    LARGEST_MANIFEST,
+    LARGEST_RECORD,
+    LARGEST_SIGNATURE,
+    MANIFEST,
+    SIGNATURE,
+    FileRecord,
+    Manifest,
+)
 
-LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
-LARGEST_EVIDENCE = 4 * LARGEST_RECORD  # bytes; of all records together
+LARGEST_EVIDENCE = 16 * LARGEST_RECORD  # bytes; of all records together
 MOST_FILES = 100_000
 CHUNK = 1 << 20  # bytes
 

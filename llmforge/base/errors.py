@@ -1,4 +1,4 @@
-"""Every error that llmforge raises on purpose, and the exit code of each.
+"""Every error that llmforge raises on purpose, and the exit code of each; docs/limits.md has the table of codes.
 
 ::
 
@@ -15,27 +15,33 @@
     │   ├── NotADecoder             6   the model is an encoder, or has one
     │   └── RunFailed               6   what runs a graph took it, and a run of it failed
     ├── VerificationError           7   a pass did not do what it declares; a build gives other bytes again
-    └── EnvironmentLacks            8   a package, device, network or disk space is missing
+    └── EnvironmentLacks            8   a package, a device, network, disk space or memory is missing
         └── VersionMismatch         8   an artifact needs other versions than are installed
+
+No errors, and ends of a command: 0 success; 130 SIGINT and 143 SIGTERM (`base.signals.Interrupted`); 141 nobody reads
+standard output any more (SIGPIPE).
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from llmforge.base.wording import LONGEST_HINT, bounded
+
 
 class ForgeError(Exception):
     """Base of all errors that llmforge raises on purpose.
 
-    `message` says what is wrong, where (file:line, node, tensor) and what is allowed; `hint` says what to do.
+    `message` says what is wrong, where (file:line, node, tensor) and what is allowed; `hint` says what to do. Both are
+    shortened: what they quote may come from strangers.
     """
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = bounded(message)
+        self.hint = None if hint is None else bounded(hint, LONGEST_HINT)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"

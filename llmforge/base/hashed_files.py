@@ -17,6 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from llmforge.base import small_file
+from llmforge.base.errors import InputError
+
 FILE = "hashed-files.json"
 MOST = 20_000  # files that are remembered, the last ones; 3 MB
 _SETTLED_NS = 1_000_000_000  # a change within one tick of the file system's clock would not show; ext4's are 4 ms
@@ -80,8 +83,8 @@ def _identity(status: os.stat_result) -> str:
 def _remembered() -> dict[str, str]:
     """Read what was hashed before; what cannot be read is nothing: the files are hashed again."""
     try:
-        found = json.loads((home() / FILE).read_bytes())
-    except (OSError, ValueError, RuntimeError, RecursionError):
+        found = small_file.read_json(home() / FILE)
+    except (InputError, RuntimeError):
         return {}
     if not isinstance(found, dict):
         return {}

@@ -10,18 +10,27 @@ from pathlib import Path
 from typing import Any, cast
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from llmforge.base import small_file
 from llmforge.base.errors import RecipeError
+from llmforge.base.wording import quoted
 
 Location = tuple[str | int, ...]
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
-# A recipe is written by hand. These stop anchors that refer to themselves or multiply.
+# A recipe is written by hand. These also stop anchors that refer to themselves or multiply.
+MOST_BYTES = 64 << 10
 _DEEPEST = 32
-_MOST_NODES = 10_000
-_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_MOST_NODES = 4_000
+_LONGEST_WORD = 100  # characters that are compared with what is known
+_TAG = "tag:yaml.org,2002:"
+_COLLECTIONS = (f"{_TAG}map", f"{_TAG}seq")
+_SCALARS = tuple(f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str"))
+_PYTHON = {"timestamp": "date"}  # in common words
+_INTEGERS = range(-(2**63), 2**63)
 
 
 @dataclass
@@ -56,15 +65,8 @@ def read(path: Path) -> Source:
     Raises:
         RecipeError: the file cannot be read, is no YAML, is empty, repeats a key, or holds more than plain data.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(
-            f"{path}: cannot be read: {error.strerror}", hint="expected the path of a readable YAML file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: byte {error.start} is not UTF-8", hint="expected YAML in UTF-8") from error
-    return parse(text, path)
+    data = small_file.read(path, MOST_BYTES, error=RecipeError, hint="expected the path of a readable YAML file")
+    return parse(small_file.decode(data, path, error=RecipeError, hint="expected YAML in UTF-8"), path)
 
 
 def parse(text: str, path: Path) -> Source:
@@ -73,7 +75,10 @@ def parse(text: str, path: Path) -> Source:
     Raises:
         RecipeError: as `read`.
     """
+    if len(text) > MOST_BYTES:
+        raise RecipeError(f"{path}: {len(text)} characters; at most {MOST_BYTES} are allowed")
     yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _BoundedComposer
     try:
         node = yaml.compose(text)
         if node is None:
@@ -86,8 +91,6 @@ def parse(text: str, path: Path) -> Source:
         raise RecipeError(f"{place}: not valid YAML: {error.problem or error.context}") from error
     except YAMLError as error:
         raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    except RecursionError:
-        raise RecipeError(f"{path}: nested too deeply") from None
     return reader.source
 
 
@@ -98,8 +101,30 @@ def dotted(location: Location) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Find the known name that `word` was probably meant to be."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word[:_LONGEST_WORD], list(known), n=1, cutoff=0.5)
     return close[0] if close else None
+
+
+class _BoundedComposer(Composer):
+    """Refuses a document as soon as it has too many values or levels, before the rest of it is looked at."""
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__(loader=loader)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose one value with all that is in it."""
+        self._nodes += 1
+        self._depth += 1
+        if self._nodes > 2 * _MOST_NODES or self._depth > 2 * _DEEPEST:  # keys count here, and `_Reader` names places
+            mark = self.parser.peek_event().start_mark
+            raise MarkedYAMLError(problem=_TOO_LARGE, problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+_TOO_LARGE = f"too large: more than {_MOST_NODES} values or {_DEEPEST} levels"
 
 
 @dataclass
@@ -114,12 +139,10 @@ class _Reader:
         self.source.places.setdefault(location, place)
         self.nodes += 1
         if self.nodes > _MOST_NODES or len(location) > _DEEPEST:
-            raise RecipeError(
-                f"{place}: too large: more than {_MOST_NODES} values or {_DEEPEST} levels",
-                hint="check for anchors that refer to themselves or multiply",
-            )
+            hint = "check for anchors that refer to themselves or multiply"
+            raise RecipeError(f"{place}: {_TOO_LARGE}", hint=hint)
         if not isinstance(node, ScalarNode) and node.tag not in _COLLECTIONS:
-            raise RecipeError(f"{place}: tag {node.tag!r} is not allowed: use plain mappings, lists and scalars")
+            raise RecipeError(f"{place}: tag {quoted(node.tag)} is not allowed: use plain mappings, lists and scalars")
         if isinstance(node, MappingNode):
             return self._mapping(node, location)
         if isinstance(node, SequenceNode):
@@ -144,9 +167,17 @@ class _Reader:
         return content
 
     def _scalar(self, node: ScalarNode, place: str) -> Plain:
-        value = self.yaml.constructor.construct_object(node, deep=True)
-        if value is not None and not isinstance(value, bool | int | float | str):
-            raise RecipeError(f"{place}: {node.value!r} is read as {type(value).__name__}; put it in quotes")
+        kind, written = str(node.tag).removeprefix(_TAG), quoted(node.value)
+        if node.tag not in _SCALARS and not str(node.tag).startswith(_TAG):
+            raise RecipeError(f"{place}: tag {quoted(node.tag)} is not allowed: use plain mappings, lists and scalars")
+        if node.tag not in _SCALARS:
+            raise RecipeError(f"{place}: {written} is read as {_PYTHON.get(kind, kind)}; put it in quotes")
+        try:
+            value = self.yaml.constructor.construct_object(node, deep=True)
+        except (ArithmeticError, LookupError, ValueError):  # what a tag says that the value is not: `!!int x`
+            raise RecipeError(f"{place}: {written} is no {kind}") from None
         if isinstance(value, float) and not math.isfinite(value):
-            raise RecipeError(f"{place}: {node.value!r} is not a finite number")
+            raise RecipeError(f"{place}: {written} is not a finite number")
+        if isinstance(value, int) and value not in _INTEGERS:
+            raise RecipeError(f"{place}: {written} is not an integer of 64 bits")
         return cast(Plain, value)

@@ -14,16 +14,16 @@ import dataclasses
 import hashlib
 import json
 import re
-import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from llmforge.base import strict_json
+from llmforge.base import small_file, strict_json
 from llmforge.base.errors import InputError
+from llmforge.base.wording import cut, quoted
 
 MANIFEST = "manifest.json"
 SIGNATURE = "model.sig"  # made after publication, of everything that was there
@@ -32,14 +32,18 @@ REPORT = "report/"  # with the next two, what a record has files of
 PROVENANCE = "provenance/"  # what it was made of and on
 CARD = "README.md"  # tells of measurements
 SCHEMA = 2
+MOST_VALUES = 400_000  # in the JSON of a record: what a reader makes of each has 1 kB
 VERSION_DIGITS = 12  # of the content digest: 48 bits, no collision to be expected below 10 million versions of a name
 LARGEST_MANIFEST = 16 << 20  # bytes; one of 100,000 files has 15 MB
-LARGEST_RECORD = 64 << 20  # bytes; a report has a line for each node that a pass changed
+LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
+LARGEST_RECORD = 16 << 20  # bytes; a report has lines for each node that a pass changed, some 2 MB of an 80-layer model
 
 Verdict = Literal["pass", "fail", "inconclusive", "none"]  # of all gates together (llmforge.evaluation.gates)
 VERDICTS: tuple[Verdict, ...] = ("pass", "fail", "inconclusive", "none")
 
+# What becomes the name of a folder or a file, wherever a manifest comes from; what is printed to a terminal.
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.,+!_~-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HINT = "fetch the artifact or build it again"
 
@@ -87,7 +91,7 @@ class Record:
     size_bytes: int
     content: str  # digest of the content that it tells of
     previous: str | None  # digest of the record before it
-    created: datetime  # with its zone
+    created: datetime  # UTC
     verdict: Verdict
     files: Mapping[str, FileRecord]  # that belong to it, by their paths below `home`
 
@@ -120,6 +124,11 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def is_word(text: str) -> bool:
+    """Say if `text` can be the name of a package, or its version."""
+    return _WORD.fullmatch(text) is not None
+
+
 def is_version(name: str) -> bool:
     """Say if `name` has the form of a version."""
     return re.fullmatch(rf"[0-9a-f]{{{VERSION_DIGITS}}}", name) is not None
@@ -136,15 +145,20 @@ def parse_manifest(raw: bytes, source: str) -> Manifest:
     Raises:
         InputError: they are not one, not in the one form that it has, or of another schema.
     """
-    data = _json(raw, source)
+    data = small_file.parse_json(raw, source, hint=_HINT)
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise InputError(
-            f"{source}: schema {str(data.get('schema'))[:40]} is not supported; this llmforge reads schema {SCHEMA}",
+            f"{source}: schema {quoted(data.get('schema'))} is not supported; this llmforge reads schema {SCHEMA}",
             hint="build the artifact again, or use the llmforge that built it",
         )
     manifest = strict_json.read(Manifest, data, source)
     if not is_name(manifest.name):
-        raise InputError(f"{source}: name {manifest.name[:80]!r} cannot be that of an artifact", hint=_HINT)
+        raise InputError(f"{source}: name {quoted(manifest.name)} cannot be that of an artifact", hint=_HINT)
+    if not is_name(manifest.target):
+        raise InputError(f"{source}: target {quoted(manifest.target)} cannot be the name of one", hint=_HINT)
+    for word in (*manifest.requires, *manifest.requires.values()):
+        if not is_word(word):
+            raise InputError(f"{source}: requires {quoted(word)}: no package or version", hint=_HINT)
     _check_digest(manifest.checkpoint, "checkpoint", source)
     _check_files(manifest.files, source, content=True)
     try:
@@ -165,17 +179,18 @@ def parse_record(raw: bytes, source: str) -> Record:
     Raises:
         InputError: the bytes are none.
     """
-    data = _json(raw, source)
+    data = small_file.parse_json(raw, source, hint=_HINT, unique_keys=True, most_values=MOST_VALUES)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise InputError(f"{source}: not a record of evidence of schema {SCHEMA}", hint=_HINT)
     try:
         files = {path: strict_json.read(FileRecord, file, f"{source}: files") for path, file in data["files"].items()}
         previous, created = data["previous"], datetime.fromisoformat(data["created"])
+        moment = created.astimezone(UTC)  # which the years 1 and 9999 need not have
         head = Record(
-            hashlib.sha256(raw).hexdigest(), len(raw), data["content"], previous, created, data["verdict"], files
+            hashlib.sha256(raw).hexdigest(), len(raw), data["content"], previous, moment, data["verdict"], files
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{source}: not a record of evidence: {str(error)[:120]}", hint=_HINT) from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(f"{source}: not a record of evidence: {cut(str(error))}", hint=_HINT) from error
     if created.tzinfo is None or head.verdict not in VERDICTS:
         raise InputError(f"{source}: not a record of evidence: created or verdict is none", hint=_HINT)
     for what, digest in {"content": head.content, "previous": "0" * 64 if previous is None else previous}.items():
@@ -185,8 +200,8 @@ def parse_record(raw: bytes, source: str) -> Record:
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the artifact in `folder`; raises what `parse_manifest` and `read_small` raise."""
-    return parse_manifest(read_small(folder / MANIFEST, LARGEST_MANIFEST), str(folder / MANIFEST))
+    """Read the manifest of the artifact in `folder`; raises what `parse_manifest` and `read_file` raise."""
+    return parse_manifest(read_file(folder / MANIFEST, LARGEST_MANIFEST), str(folder / MANIFEST))
 
 
 def open_evidence(folder: Path, content: str) -> tuple[Record, ...]:
@@ -197,7 +212,7 @@ def open_evidence(folder: Path, content: str) -> tuple[Record, ...]:
     """
     found = []
     for file in sorted((folder / EVIDENCE).glob("*.json")):
-        record = parse_record(read_small(file, LARGEST_RECORD), str(file))
+        record = parse_record(read_file(file, LARGEST_RECORD), str(file))
         if file.name != f"{record.digest}.json":
             raise InputError(f"{file}: was changed: its name is not the SHA-256 of its bytes", hint=_HINT)
         found.append(record)
@@ -248,33 +263,14 @@ def walk(folder: Path) -> Iterator[str]:
             yield path.relative_to(folder).as_posix()
 
 
-def read_small(file: Path, largest: int) -> bytes:
-    """Read a regular file of at most `largest` bytes.
-
-    Raises:
-        InputError: it is missing, larger, or no regular file.
-    """
-    try:
-        status = file.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{file}: not a regular file", hint=_HINT)
-        if status.st_size > largest:
-            raise InputError(f"{file}: {status.st_size:,} bytes; at most {largest:,} are allowed", hint=_HINT)
-        return file.read_bytes()
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}", hint=f"check {file.parent}") from error
-
-
-def _json(raw: bytes, source: str) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{source}: not valid JSON: {str(error)[:120]}", hint=_HINT) from error
+def read_file(file: Path, largest: int) -> bytes:
+    """Read a file of an artifact, which holds no links; raises what `small_file.read` does."""
+    return small_file.read(file, largest, hint=_HINT, links=False)
 
 
 def _check_digest(text: object, what: str, source: str) -> None:
     if not isinstance(text, str) or not _SHA256.fullmatch(text):
-        raise InputError(f"{source}: {what} {str(text)[:80]!r} is not a SHA-256", hint=_HINT)
+        raise InputError(f"{source}: {what} {quoted(text)} is not a SHA-256", hint=_HINT)
 
 
 def _check_files(files: Mapping[str, FileRecord], source: str, *, content: bool) -> None:
@@ -282,10 +278,10 @@ def _check_files(files: Mapping[str, FileRecord], source: str, *, content: bool)
         plain = PurePosixPath(path)
         inside = path not in ("", ".") and str(plain) == path and not plain.is_absolute() and ".." not in plain.parts
         if not inside or "\0" in path:
-            raise InputError(f"{source}: {path[:80]!r} is not a plain path inside the artifact", hint=_HINT)
+            raise InputError(f"{source}: {quoted(path)} is not a plain path inside the artifact", hint=_HINT)
         if content != is_content(path) or (not content and path != CARD and not path.startswith((REPORT, PROVENANCE))):
             what = "content" if content else f"a file of evidence ({CARD}, {REPORT}…, {PROVENANCE}…)"
-            raise InputError(f"{source}: {path[:80]!r} cannot be {what}", hint=_HINT)
-        _check_digest(file.sha256, f"{path[:80]}: sha256", source)
+            raise InputError(f"{source}: {quoted(path)} cannot be {what}", hint=_HINT)
+        _check_digest(file.sha256, f"{cut(path)}: sha256", source)
         if type(file.size_bytes) is not int or file.size_bytes < 0:
-            raise InputError(f"{source}: {path[:80]!r} has a size of {str(file.size_bytes)[:40]} bytes", hint=_HINT)
+            raise InputError(f"{source}: {quoted(path)} has a size of {quoted(file.size_bytes)} bytes", hint=_HINT)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from llmforge.base.errors import InputError
+from llmforge.base.wording import cut, shown
 
 D = TypeVar("D")
 
@@ -29,7 +29,7 @@ def read(kind: type[D], data: Any, where: str) -> D:
         raise InputError(f"{where}: {type(data).__name__}; expected an object")
     hints, declared = _fields(kind)  # type: ignore[arg-type]
     if unknown := sorted(data.keys() - declared.keys()):
-        raise InputError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(declared)}")
+        raise InputError(f"{where}: unknown {', '.join(map(cut, unknown))}; known: {', '.join(declared)}")
     if missing := sorted(declared.keys() - data.keys()):
         raise InputError(f"{where}: {', '.join(missing)} missing")
     values = {}
@@ -39,7 +39,7 @@ def read(kind: type[D], data: Any, where: str) -> D:
         except _Misfit:
             choices = typing.get_args(hints[name]) if typing.get_origin(hints[name]) is typing.Literal else ()
             wanted = f"one of {', '.join(choices)}" if choices else annotation
-            raise InputError(f"{where}: {name} is {json.dumps(data[name])}; expected {wanted}") from None
+            raise InputError(f"{where}: {name} is {shown(data[name])}; expected {wanted}") from None
     return kind(**values)
 
 

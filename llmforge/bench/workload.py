@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base import small_file
 from llmforge.base.errors import DataError, UsageError
+from llmforge.base.wording import shown
 from llmforge.checkpoint.documents import read_lines
 
+MOST_TOKENS = 2**24  # of a prompt or an answer: no engine holds more
+LATEST_S = 1e7  # at which a request arrives: four months
 Encode = Callable[[str], list[int]]
 
 
@@ -135,23 +138,20 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
 
 
 def _entry(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+    entry = small_file.parse_json(line, where, error=DataError)
     wanted = 'expected {"at_s": seconds, "prompt_tokens": count or "prompt": text, "output_tokens": count}'
     if not isinstance(entry, dict):
         raise DataError(f"{where}: {type(entry).__name__}; {wanted}")
     if set(entry) not in ({"at_s", "prompt_tokens", "output_tokens"}, {"at_s", "prompt", "output_tokens"}):
         raise DataError(f"{where}: has {', '.join(sorted(entry)) or 'nothing'}; {wanted}")
     at = entry["at_s"]
-    if type(at) not in (int, float) or not math.isfinite(at) or at < 0:
-        raise DataError(f"{where}: at_s is {json.dumps(at)}; expected a finite number of seconds, 0 or more")
+    if type(at) not in (int, float) or not 0 <= at <= LATEST_S:
+        raise DataError(f"{where}: at_s is {shown(at)}; expected a finite number of seconds, from 0 to {LATEST_S:g}")
     if not isinstance(entry.get("prompt", "text"), str) or not entry.get("prompt", "text"):
-        raise DataError(f"{where}: prompt is {json.dumps(entry['prompt'])}; expected a non-empty string")
+        raise DataError(f"{where}: prompt is {shown(entry['prompt'])}; expected a non-empty string")
     for name in ("prompt_tokens", "output_tokens"):
-        if name in entry and (type(entry[name]) is not int or entry[name] < 1):
-            raise DataError(f"{where}: {name} is {json.dumps(entry[name])}; expected a whole number, 1 or more")
+        if name in entry and (type(entry[name]) is not int or not 1 <= entry[name] <= MOST_TOKENS):
+            raise DataError(f"{where}: {name} is {shown(entry[name])}; expected a whole number from 1 to {MOST_TOKENS}")
     return entry
 
 

@@ -55,8 +55,8 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         progress.stage("Build engine")
         shutil.copytree(opened.path / "tokenizer", staging / "tokenizer", copy_function=shutil.copyfile)
         engine = builder.build(waiting.request(opened.path / "engine", staging / "engine", target, progress))
-        serving = ServingSpec.model_validate(manifest.recipe["serving"], strict=False)
-        made_of = {"checkpoint": f"{manifest.recipe['checkpoint']} {manifest.checkpoint}"}
+        serving = ServingSpec.published(manifest.recipe, str(opened.path))
+        made_of = {"checkpoint": f"{manifest.recipe.get('checkpoint')} {manifest.checkpoint}"}
         model = repository.Model(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
         found = measure(waiting, staging, engine, target, recipe, progress)
@@ -67,10 +67,9 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         here = {"machine": machine.describe(), "packages": lock.packages(), "code": lock.code()}
         stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
         locked = locked.model_copy(update={**here, "stages": stages})
-        report = publishing.publish(
+        return publishing.publish(
             staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
         )
-    return BuildResult(out / manifest.name / report.version, report)
 
 
 def check_recipe(recipe: Recipe, opened: Artifact) -> None:

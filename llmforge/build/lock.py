@@ -18,7 +18,7 @@ import onnx_ir as ir
 from pydantic import ConfigDict, Field, ValidationError
 
 from llmforge import __version__, artifact, calibration, native
-from llmforge.base import extras
+from llmforge.base import extras, small_file
 from llmforge.base.errors import InputError
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.evaluation import machine
@@ -170,7 +170,7 @@ def read(opened: artifact.Artifact) -> Lock:
     if not path.is_file():
         raise InputError(f"{opened.path}: has no {artifact.PROVENANCE}{FILE}: it was built without one", hint=hint)
     try:
-        return Lock.model_validate_json(path.read_bytes())
+        return Lock.model_validate_json(small_file.read(path, small_file.SETTINGS_BYTES, hint=hint))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

@@ -73,6 +73,7 @@ def build(
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
     preflight.check(recipe)
+    preflight.check_room(recipe, out)
     with artifact.staging(out, recipe.name) as staging:
         with reuse.opened(cache, staging, progress) as kept, ReadAhead() as ahead, Proofs() as proofs:
             facts, engine, found, locked = make(
@@ -80,10 +81,9 @@ def build(
             )
             reused = kept.record(facts["passes"])
         facts["notes"] += tuple(kept.cache.notes)
-        report = publishing.publish(
+        return publishing.publish(
             staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress, reused=reused
         )
-    return BuildResult(out / recipe.name / report.version, report)
 
 
 def make(

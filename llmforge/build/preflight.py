@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from llmforge.base.errors import UnsupportedError
+import psutil
+
+from llmforge.base import resources
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.build import texts
 from llmforge.checkpoint import CONFIG, CONTEXTS, read_settings
 from llmforge.checkpoint.shards import read_headers, weight_files
+from llmforge.planning import request
 from llmforge.recipe import Recipe
 
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")  # fields of a configuration, of which one is set
@@ -29,6 +35,41 @@ def check(recipe: Recipe) -> None:
     settings = read_settings(recipe.checkpoint.absolute())
     _check_context(recipe, settings.get("text_config", settings))
     read_headers(recipe.checkpoint, weight_files(recipe.checkpoint))
+
+
+def check_room(recipe: Recipe, out: Path) -> list[str]:
+    """Hold what the build is predicted to take against this machine; return what is tight.
+
+    Where the configuration alone does not tell the sizes of the model, nothing is predicted.
+
+    Raises:
+        EnvironmentLacks: it needs more memory than there is, free or not, or more disk than is free at `out`.
+    """
+    predicted = request.build_of(recipe)
+    if predicted is None:
+        return []
+    memory, needed = resources.usable_memory_bytes(), predicted.memory_bytes
+    if needed > memory:
+        raise EnvironmentLacks(
+            f"out of memory: the build is predicted to need {_gb(needed)} of memory, and there are {_gb(memory)}",
+            hint="build on a machine with more memory; see `llmforge plan RECIPE`",
+        )
+    place = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if predicted.disk_bytes > free and not recipe.engine.deferred:
+        raise EnvironmentLacks(
+            f"{out}: the disk is full: the artifact is predicted to take {_gb(predicted.disk_bytes)}, and {_gb(free)} "
+            "are free",
+            hint="free some space, or use --out",
+        )
+    available = psutil.virtual_memory().available
+    if needed <= available:
+        return []
+    return [f"memory is tight: the build is predicted to need {_gb(needed)}, and {_gb(available)} are free"]
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def _check_context(recipe: Recipe, settings: Mapping[str, Any]) -> None:

@@ -44,8 +44,11 @@ def publish(
     clock: Clock,
     progress: Progress,
     reused: ReusedRecord = _NOTHING,
-) -> Report:
+) -> BuildResult:
     """Judge the gates, write the report beside the engine, and publish what `staging` holds.
+
+    This is the one place where a build comes to have succeeded: it has when its folder has got the name of its version,
+    and what this returns is there. Nothing else makes a `BuildResult`.
 
     `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
     version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of,
@@ -82,4 +85,4 @@ def publish(
     render.write(report, staging / artifact.REPORT)
     provenance.write(staging, report, lock.with_engine(manifest.files), manifest)
     published = artifact.publish(staging, manifest, json.loads(report.to_json()))
-    return records.read(published)
+    return BuildResult(published.path, records.read(published))

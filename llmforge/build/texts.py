@@ -6,21 +6,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llmforge.base.errors import DataError
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.documents import Document
 from llmforge.checkpoint.text import Window
+from llmforge.metrics.quality import MOST_DOCUMENTS
 from llmforge.recipe import CalibrationSpec, Recipe
 
 BUDGET_WINDOWS = 24  # windows of text, spread over all documents, that the budget of a lossy pass is measured on
 
 
 def check(recipe: Recipe) -> None:
-    """Read both texts, and refuse evaluation on what calibration has seen."""
+    """Read both texts; refuse evaluation on what calibration has seen, and on too many documents."""
     calibration, quality = recipe.calibration, recipe.validation.quality
-    documents.refuse_overlap(
-        documents.read_documents(calibration.data) if calibration else [],
-        documents.read_documents(quality.data) if quality else [],
-    )
+    measured = documents.read_documents(quality.data) if quality else []
+    if quality and len(measured) > MOST_DOCUMENTS:
+        raise DataError(
+            f"{quality.data}: {len(measured)} documents; quality is measured on at most {MOST_DOCUMENTS}",
+            hint="give fewer of them, or longer ones",
+        )
+    documents.refuse_overlap(documents.read_documents(calibration.data) if calibration else [], measured)
 
 
 def calibration_windows(spec: CalibrationSpec, read: Sequence[Document], checkpoint: Checkpoint) -> list[Window]:

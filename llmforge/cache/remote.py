@@ -27,13 +27,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from llmforge.base import extras
+from llmforge.base import extras, small_file
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cache.store import FORMAT, LOCAL_KINDS, RECORD, Key, RemoteRefused
 
 ANSWER_SECONDS = 20.0  # without an answer, or the next bytes, in which a remote counts as unreachable
 _TYPE = "application/vnd.llmforge.cache-entry+json"
 _RECORD_BYTES = 4 << 20  # the most that a record is read of; large ones have 100 files
+_KEY_BYTES = 1 << 20
 _CHUNK_BYTES = 8 << 20
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # names of files in an entry
 _LOGIN = re.compile(r"(?<=://)[^/@]*@")
@@ -279,10 +280,7 @@ def _private_key(file: Path) -> Any:
 
 
 def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error.strerror}", hint=_MAKE) from error
+    return small_file.read(file, _KEY_BYTES, error=UsageError, hint=_MAKE)
 
 
 def _authenticated(payload: bytes) -> bytes:

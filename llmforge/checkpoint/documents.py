@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmforge.base import small_file
 from llmforge.base.errors import DataError
+from llmforge.base.wording import cut, quoted
 
+MOST_BYTES = 256 << 20  # of a file of text: fifty million tokens
 _WANTED = 'expected a readable JSON Lines file of {"id": …, "text": …}'
 
 
@@ -38,7 +41,7 @@ def read_documents(path: Path) -> list[Document]:
         document = _parse(line, f"{path}:{number}", default_id=f"{path.name}:{number}")
         if document.id in seen:
             raise DataError(
-                f"{document.where}: id {document.id!r} was already used at {seen[document.id].where}",
+                f"{document.where}: id {quoted(document.id)} was already used at {seen[document.id].where}",
                 hint="make each id unique",
             )
         seen[document.id] = document
@@ -68,8 +71,9 @@ def refuse_overlap(calibration: Sequence[Document], evaluation: Sequence[Documen
     twin, document, what = hits[0]
     shared = len({document.where for _, document, _ in hits})
     raise DataError(
-        f"{document.where}: evaluation document {document.id!r} has the {what} of calibration document {twin.id!r} "
-        f"({twin.where}); {shared} of {len(evaluation)} evaluation documents are also in the calibration data",
+        f"{document.where}: evaluation document {quoted(document.id)} has the {what} of calibration document "
+        f"{quoted(twin.id)} ({twin.where}); {shared} of {len(evaluation)} evaluation documents are also in the "
+        "calibration data",
         hint="use different text for evaluation and calibration",
     )
 
@@ -80,26 +84,23 @@ def digest(path: Path) -> str:
     Raises:
         DataError: the file cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}", hint=_WANTED) from error
+    return hashlib.sha256(small_file.read(path, MOST_BYTES, error=DataError, hint=_WANTED)).hexdigest()
 
 
-def read_lines(path: Path, hint: str | None = None) -> list[str]:
-    """Split a text into its lines; `hint` is for a file that is not there.
+def read_lines(path: Path, hint: str | None = None) -> Iterator[str]:
+    """Yield the lines of a text; `hint` is for a file that cannot be read.
 
     Raises:
-        DataError: the file cannot be read, or is not UTF-8.
+        DataError: the file cannot be read, is too large, or is not UTF-8.
     """
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}", hint=hint or _WANTED) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8", hint=_WANTED) from error
-    return content.split("\n")  # not splitlines: a JSON string may hold U+2028 unescaped
+    data = small_file.read(path, MOST_BYTES, error=DataError, hint=hint or _WANTED)
+    start = 0
+    for line in data.split(b"\n"):  # not splitlines: a JSON string may hold U+2028 unescaped
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: byte {start + error.start} is not UTF-8", hint=_WANTED) from error
+        start += len(line) + 1
 
 
 def _parse(line: str, where: str, default_id: str) -> Document:
@@ -107,15 +108,17 @@ def _parse(line: str, where: str, default_id: str) -> Document:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}:{error.colno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; a line of thousands of brackets
+        raise DataError(f"{where}: not usable JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f'{where}: not an object; expected {{"id": …, "text": …}}')
     text = record.get("text")
     if not isinstance(text, str) or not text.strip():
         problem = "no `text`" if "text" not in record else "`text` is empty or not a string"
-        raise DataError(f"{where}: {problem}; its keys: {', '.join(record) or 'none'}")
+        raise DataError(f"{where}: {problem}; its keys: {', '.join(map(cut, record)) or 'none'}")
     identity = record.get("id", default_id)
     if not isinstance(identity, str) or not identity:
-        raise DataError(f"{where}: `id` is not a string: {identity!r}")
+        raise DataError(f"{where}: `id` is not a string: {quoted(identity)}")
     return Document(identity, text, where)
 
 

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from llmforge.base import versions
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
+from llmforge.base.wording import cut, shown
 from llmforge.checkpoint import lengths
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
@@ -49,6 +50,9 @@ CHAT_TEMPLATE = "chat_template.jinja"
 # Besides the weights, what a build can depend on: all of it is in the digest.
 SMALL_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CHAT_TEMPLATE, WEIGHTS_INDEX)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # what chat templates may name
+CONFIG_BYTES = 4 << 20  # of config.json, generation_config.json, tokenizer_config.json: up to some 100 kB
+MOST_LAYERS = 4096  # the deepest that are known have some hundred
+MOST_OF_A_SIZE = 2**53  # where a configuration means "no limit", it writes such numbers
 DIGEST_FORMAT = b"llmforge checkpoint 1\n"
 
 
@@ -320,7 +324,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         if (folder / "adapter_config.json").exists():
             hint = "this is an adapter: merge it into its base model first (peft's merge_and_unload)"
         raise CheckpointError(f"{folder}: not a Hugging Face checkpoint: it has no {CONFIG}", hint=hint)
-    settings = parse_json(read_small(file), file)
+    settings = parse_json(read_small(file, CONFIG_BYTES), file)
+    _check_sizes(file, settings)
     _refuse_remote_code(file, settings)
     quantization = settings.get("quantization_config")
     if quantization is not None:
@@ -332,8 +337,20 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
+def _check_sizes(file: Path, settings: Mapping[str, Any], inside: str = "") -> None:
+    """Refuse sizes of which making a model would take all memory, or hours, before anything is made of them."""
+    for key, value in settings.items():
+        name = f"{inside}{key}"
+        if isinstance(value, dict) and not inside:
+            _check_sizes(file, value, f"{name}.")
+        layers = "layer" in key and key.startswith(("n", "max"))  # num_hidden_layers, n_layer, max_window_layers
+        most = MOST_LAYERS if layers else MOST_OF_A_SIZE
+        if type(value) is int and abs(value) > most and (layers or not key.startswith("max")):
+            raise CheckpointError(f"{file}: {cut(name)} is {shown(value)}; at most {most} is supported", hint=DAMAGED)
+
+
 def _read_optional(file: Path) -> dict[str, Any]:
-    return parse_json(read_small(file), file) if file.exists() or file.is_symlink() else {}
+    return parse_json(read_small(file, CONFIG_BYTES), file) if file.exists() or file.is_symlink() else {}
 
 
 def _refuse_remote_code(file: Path, settings: Mapping[str, Any]) -> None:

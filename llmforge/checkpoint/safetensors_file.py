@@ -9,9 +9,7 @@ the bytes that are there, and what does not hold is a `CheckpointError`.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base import small_file
 from llmforge.base.errors import CheckpointError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 PREFIX_BYTES = 8  # the header's length, uint64
-HEADER_LIMIT_BYTES = 100_000_000  # safetensors' own MAX_HEADER_SIZE
+HEADER_LIMIT_BYTES = 32_000_000  # of 250,000 tensors; safetensors' own MAX_HEADER_SIZE is 100,000,000
+SMALL_BYTES = 64 << 20  # of a file without weights: the largest tokenizers have 35 MB
 RANK_LIMIT = 64  # numpy's NPY_MAXDIMS
 CHUNK_BYTES = 1 << 20  # one read: stays in the L2 cache between hashing and the check of its values
 DAMAGED = "the file is damaged, or was edited: fetch the checkpoint again"
@@ -105,17 +105,14 @@ def listed(names: Sequence[str]) -> str:
     return shown if len(names) <= NAMES_SHOWN else f"{shown} and {len(names) - NAMES_SHOWN} more"
 
 
-def read_small(file: Path) -> bytes:
+def read_small(file: Path, limit_bytes: int = SMALL_BYTES) -> bytes:
     """Read a file that holds no weights: configuration, tokenizer, index.
 
     Raises:
-        CheckpointError: it is missing, no regular file, not readable, or larger than a header may be.
+        CheckpointError: it is missing, no regular file, not readable, or larger than `limit_bytes`.
     """
-    with _open(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > HEADER_LIMIT_BYTES:
-            raise CheckpointError(f"{file}: {size} bytes, at most {HEADER_LIMIT_BYTES} are allowed")
-        data = _read(stream, size, file)
+    _refuse_irregular(file)
+    data = small_file.read(file, limit_bytes, error=CheckpointError, hint=DENIED)
     if data.startswith(LFS_POINTER):
         raise _lfs_pointer(file)
     return data
@@ -127,12 +124,7 @@ def parse_json(data: bytes, where: Path | str, *, unique_keys: bool = False) -> 
     Raises:
         CheckpointError: not UTF-8, not JSON, nested too deeply, not an object, or, with `unique_keys`, a key twice.
     """
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique if unique_keys else None)
-    except RecursionError as error:
-        raise CheckpointError(f"{where}: JSON nested too deeply to be read", hint=DAMAGED) from error
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, an integer of thousands of digits
-        raise CheckpointError(f"{where}: not valid JSON: {error}", hint=DAMAGED) from error
+    value = small_file.parse_json(data, where, error=CheckpointError, hint=DAMAGED, unique_keys=unique_keys)
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: must hold a JSON object, holds {type(value).__name__}", hint=DAMAGED)
     return value
@@ -201,7 +193,7 @@ def same_bytes(left: TensorEntry, right: TensorEntry) -> bool:
         return all(x == y for x, y in pairs)
 
 
-def _open(file: Path) -> FileIO:
+def _refuse_irregular(file: Path) -> None:
     if not file.is_file():  # follows symlinks, which Hub snapshots are made of; a FIFO would block
         if file.exists():
             raise CheckpointError(f"{file}: not a regular file", hint=DAMAGED)
@@ -209,18 +201,14 @@ def _open(file: Path) -> FileIO:
         raise CheckpointError(
             f"{file}: {what}", hint="fetch the checkpoint again; complete files are not downloaded again"
         )
+
+
+def _open(file: Path) -> FileIO:
+    _refuse_irregular(file)
     try:
         return file.open("rb", buffering=0)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}", hint=DENIED) from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {twice!r} appears more than once")
-    return result
 
 
 def _header_length(start: bytes, size: int, file: Path) -> int:

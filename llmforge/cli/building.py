@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import click
 
 from llmforge.base import extras, process
-from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
+from llmforge.base.errors import EnvironmentLacks, GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.caching import connect, remote_option
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
+
+
+@contextmanager
+def _resumable(*, kept: bool) -> Iterator[None]:
+    """Tell of an interruption what it left behind; what a build has published it cannot undo."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        again = (
+            "run the same command to go on from what the cache kept" if kept else "run the same command to start over"
+        )
+        error.add_note(f"nothing was published; {again}")
+        raise
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """Tell where the artifact is even if standard output, which is to say it, is full."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise EnvironmentLacks(
+            f"standard output cannot be written: {error.strerror}", hint=f"the artifact was published: {path}"
+        ) from error
+
 
 _EXAMPLES = """\b
 Examples:
@@ -106,12 +137,17 @@ def build(
                 from llmforge.build import preflight
 
             preflight.check(loaded)
+            for tight in preflight.check_room(loaded, out):
+                console.say(f"note: {tight}")
 
     if pending is None and loaded is None:
         raise UsageError("no recipe given", hint="llmforge build RECIPE")
     if trace is not None:
         output.check_file(trace, ".json")
-    with console.traced("build", quiet=quiet, trace=trace) as progress:
+    with (
+        console.traced("build", quiet=quiet, trace=trace) as progress,
+        _resumable(kept=pending is None and not no_cache),
+    ):
         progress.stage("Load llmforge")
         if pending is not None:
             from llmforge.build import finishing
@@ -125,11 +161,12 @@ def build(
     if is_json_log():
         for note in result.report.notes:
             console.say(note)
-    if as_json:
-        output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
-    else:
-        output.write_summary(result.report)
-        click.echo(str(result.path))
+    with _said(result.path):
+        if as_json:
+            output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
+        else:
+            output.write_summary(result.report)
+            click.echo(str(result.path))
     undecided = [gate.explanation for gate in result.report.gates if gate.verdict is result.report.verdict]
     hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
     if result.report.verdict is Verdict.FAIL:

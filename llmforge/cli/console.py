@@ -176,8 +176,11 @@ def traced(name: str, *, quiet: bool = False, trace: Path | None = None) -> Iter
             yield spans.TracedProgress(shown, tracer)
     finally:
         if trace is not None:
-            with output.writing(trace):
-                trace.write_text(json.dumps(spans.chrome_trace(tracer.spans)) + "\n", encoding="utf-8")
+            try:
+                with output.writing(trace):
+                    trace.write_text(json.dumps(spans.chrome_trace(tracer.spans)) + "\n", encoding="utf-8")
+            except ForgeError as error:  # how the block ended is not for its trace to decide
+                say(f"note: {error.message}")
 
 
 def _ignore(span: spans.Span) -> None:

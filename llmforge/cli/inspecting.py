@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from llmforge.base import extras
-from llmforge.base.errors import UsageError
+from llmforge.base.errors import InputError, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH
 
@@ -21,7 +21,7 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
     """Show the manifest, the evidence and the newest report of ARTIFACT."""
     from llmforge.artifact import Artifact
     from llmforge.cli import describe, provenance
-    from llmforge.report import model
+    from llmforge.report import model, render
 
     opened = Artifact.open(artifact)
     verified = provenance.verified(opened) if verify else []
@@ -34,8 +34,15 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
         digest = {"content_digest": opened.manifest.content_digest, "verdict": opened.verdict, "evidence": evidence}
         output.write_json({**json.loads(opened.manifest.to_json()), **digest})
         return
+    try:
+        summary = render.summary(report)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(  # of figures that no measurement gives
+            f"{artifact}: its newest report cannot be shown: {type(error).__name__}: {error}",
+            hint="run `llmforge verify ARTIFACT`; fetch or build the artifact again",
+        ) from error
     click.echo("\n".join([describe.artifact_text(opened, report.versions), *verified, ""]))
-    output.write_summary(report)
+    output.write(summary, output.SUMMARY_WIDTH)
 
 
 @click.command()

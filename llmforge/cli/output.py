@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge.base.errors import UsageError
+from llmforge.base import resources
+from llmforge.base.errors import EnvironmentLacks, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from llmforge.report.model import Report
 
 _PLAIN_WIDTH = 200  # columns of a table where there is no terminal; rich would break lines at 80
-_SUMMARY_WIDTH = 120  # … of the summary of a report
+SUMMARY_WIDTH = 120  # … of the summary of a report
 
 
 def write_json(value: Any) -> None:
@@ -39,7 +40,7 @@ def write_summary(report: Report) -> None:
     """Write the summary of a report."""
     from llmforge.report.render import summary
 
-    write(summary(report), _SUMMARY_WIDTH)
+    write(summary(report), SUMMARY_WIDTH)
 
 
 def write(content: RenderableType, plain_width: int = _PLAIN_WIDTH) -> None:
@@ -51,12 +52,14 @@ def write(content: RenderableType, plain_width: int = _PLAIN_WIDTH) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what keeps the block from writing the file `path` into a UsageError."""
+    """Turn what keeps the block from writing the file `path` into a UsageError, or a full disk into what it is."""
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be written: {error.strerror}", hint="choose a path that is writable and has free space"
+        kind = EnvironmentLacks if resources.is_full(error) else UsageError
+        raise kind(
+            f"{path}: cannot be written: {error.strerror or error}",
+            hint="choose a path that is writable and has free space",
         ) from error
 
 

@@ -11,12 +11,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from llmforge.base import small_file
 from llmforge.base.errors import UsageError
+from llmforge.base.wording import shown
 
 if TYPE_CHECKING:
     from llmforge.artifact.remote import Url
 
-PATH = click.Path(path_type=Path)
+
+class FilePath(click.Path):
+    """A path that the system can have."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse what is too long, before anything looks at it."""
+        if (why := small_file.why_no_path(value)) is not None:
+            self.fail(f"{shown(str(value))}: {why}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = FilePath()
 NATURAL, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 
 ARTIFACTS = "LLMFORGE_ARTIFACTS"  # environment variable: the folder where artifacts are
@@ -38,6 +54,8 @@ class ArtifactPath(click.ParamType[Path]):
         """Find the folder."""
         from llmforge.artifact import resolve
 
+        if (why := small_file.why_no_path(str(value))) is not None:
+            self.fail(f"{shown(str(value))}: {why}", param, ctx)
         given = None if ctx is None or param is None or param.name == "pending" else ctx.params.get("out")
         return resolve(str(value), given or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER))
 
@@ -92,12 +110,12 @@ class Location(click.ParamType[Any]):
 
         text = str(value)
         if "://" not in text:
-            return Path(text)
+            return PATH.convert(value, param, ctx)  # type: ignore[no-any-return]
         if (lack := extras.trouble("fsspec")) is not None:
             raise lack
         from llmforge.artifact import remote
 
-        return remote.Url(text) if remote.is_url(text) else Path(text)
+        return remote.Url(text) if remote.is_url(text) else PATH.convert(value, param, ctx)
 
 
 LOCATION = Location()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base import admission, extras, process
+from llmforge.base import admission, extras, process, small_file
 from llmforge.base.admission import ALLOWED, LOADED
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
@@ -104,7 +104,7 @@ def sign(artifact: Path, key: Path, certificate: Path | None, chain: tuple[Path,
 
     if chain and certificate is None:
         raise UsageError("--chain requires --certificate")
-    encrypted = certificate is None and key.is_file() and b"ENCRYPTED" in key.read_bytes()
+    encrypted = certificate is None and b"ENCRYPTED" in small_file.read(key, signing.KEY_BYTES, error=UsageError)
     password = click.prompt(f"Password of {key}", hide_input=True, err=True) if encrypted else None
     click.echo(str(signing.sign(Artifact.open(artifact), signing.Signer(key, certificate, chain, password))))
 

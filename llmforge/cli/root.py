@@ -1,6 +1,6 @@
 """The command line: the group of all commands, and how they end. Nothing but this room prints.
 
-Exit codes are those of `_EPILOG`; besides, 130 interrupted, and 141 the reader of standard output went away.
+Exit codes are those of `_EPILOG`, and 141 where the reader of standard output went away (SIGPIPE).
 
 Commands import what they need when they run, so that `llmforge --help` costs no torch.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
-from llmforge.base import extras
+from llmforge.base import extras, resources, signals
 from llmforge.base.errors import ForgeError, UsageError
+from llmforge.base.signals import Interrupted
+from llmforge.base.wording import bounded
 from llmforge.cli import building, caching, inspecting, planning, provenance, registries, running, serving, storing
 from llmforge.cli.parameters import is_json_log, log_format_option
 
@@ -36,26 +38,30 @@ class _Root(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except ForgeError as error:
+            if resources.out_of_memory(error):
+                _end(ctx, resources.explain(error) or error)
             if error.hint is None and type(error) is UsageError:
                 error.hint = f"see `{ctx.info_name} {ctx.invoked_subcommand} --help`"
             _end(ctx, error)
         except click.ClickException as error:  # of the arguments of a command
             if not is_json_log():
-                raise
+                raise _bounded(error) from None
             _end(ctx, UsageError(error.format_message()))  # 2, as click's own
         except (click.exceptions.Exit, click.Abort):
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             from llmforge.cli.console import say
 
-            say("interrupted")
-            ctx.exit(_INTERRUPTED)
+            name, code = (str(error), error.exit_code) if isinstance(error, Interrupted) else ("SIGINT", _INTERRUPTED)
+            say(": ".join([f"interrupted by {name}", *getattr(error, "__notes__", ())]))
+            ctx.exit(code)
         except BrokenPipeError:
-            # Python would complain once more when it flushes standard output at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop(sys.stdout)
             ctx.exit(_PIPE_CLOSED)
         except Exception as error:
             lack = extras.explain(error) if isinstance(error, ImportError | AttributeError) else None
+            if lack is None and isinstance(error, OSError | MemoryError | RuntimeError):
+                lack = resources.explain(error)
             if lack is not None:
                 _end(ctx, lack)
             if not is_json_log():
@@ -67,11 +73,28 @@ class _Root(click.Group):
         return result
 
 
+def _bounded(error: click.ClickException) -> click.ClickException:
+    """Shorten what click says where it repeats a value whole."""
+    message = error.format_message()
+    if (short := bounded(message)) == message:
+        return error
+    return click.UsageError(short, getattr(error, "ctx", None))
+
+
 def _end(ctx: click.Context, error: ForgeError) -> NoReturn:
     from llmforge.cli.console import show_error
 
-    show_error(error)
+    for stream, write in ((sys.stdout, sys.stdout.flush), (sys.stderr, lambda: show_error(error))):
+        try:
+            write()
+        except OSError:  # nobody can be told; the exit code remains
+            _drop(stream)
     ctx.exit(error.exit_code)
+
+
+def _drop(stream: TextIO) -> None:
+    """Send what is left in a stream that cannot be written nowhere; Python would complain of it once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -96,6 +119,7 @@ Exit codes:
   2  wrong usage or recipe        7  a verification failed
   3  a gate failed                8  missing package, tool or device
   4  a gate is inconclusive       9  the engine accepts no requests
+  130, 143  interrupted by SIGINT (Ctrl-C), SIGTERM
 """
 
 
@@ -153,6 +177,7 @@ def main() -> None:
 
     With --log-format json the traceback is a field of an event.
     """
+    signals.install()
     try:
         cli(prog_name="llmforge")  # also where it is run as a module
     except Exception as error:

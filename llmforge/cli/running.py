@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmforge.base import small_file
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE
@@ -17,6 +17,8 @@ from llmforge.cli.provenance import admit, loading_options, signature_options
 if TYPE_CHECKING:
     from llmforge.runtime.sampling.constraints import Constraint
 
+
+_SCHEMA_BYTES = 1 << 20
 
 _EXAMPLES = """\b
 Examples:
@@ -117,12 +119,7 @@ def _constraint(json_schema: Path | None, regex: str | None) -> Constraint | Non
         return Constraint("regex", regex)
     if json_schema is None:
         return None
-    try:
-        schema = json.loads(json_schema.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{json_schema}: {error.strerror}") from error
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise UsageError(f"{json_schema}: not a JSON file: {error}") from error
+    schema = small_file.read_json(json_schema, _SCHEMA_BYTES, error=UsageError)
     if not isinstance(schema, dict):
         raise UsageError(f"{json_schema}: {type(schema).__name__}; expected a JSON schema, an object")
     return Constraint.json_schema(schema)

@@ -17,7 +17,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from llmforge.base.errors import UnsupportedError
+from llmforge.base import small_file
+from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import Engine
 from llmforge.engines.onnxruntime import write_tokenizer
@@ -171,5 +172,5 @@ def _grows(model: ir.Model) -> bool:
 def _generation(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Read the checkpoint's generation_config.json; {} where there is none."""
     path: Path = checkpoint.path / "generation_config.json"
-    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    settings: dict[str, Any] = small_file.read_json(path, error=CheckpointError) if path.exists() else {}
     return settings

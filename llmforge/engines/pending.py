@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmforge.base import strict_json
+from llmforge.base import small_file, strict_json
 from llmforge.base.backends import PENDING_FILE, BackendName
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
@@ -81,10 +81,7 @@ def read(folder: Path) -> Pending:
             else f"{file} is missing: {folder.parent} is not an artifact with a deferred engine",
             hint="--finish takes an artifact of `llmforge build RECIPE --defer`",
         )
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise InputError(f"{file}: not a JSON file: {error}") from error
+    data = small_file.read_json(file)
     found = strict_json.read(Pending, data, str(file))
     if found.format != FORMAT:
         raise InputError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx_ir.serde import SerdeError
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.ir import graph as g
@@ -63,7 +64,7 @@ def load(path: Path) -> ir.Model:
         raise InputError(
             f"{path}: cannot be read: {error.strerror}", hint="check the permissions of the file"
         ) from error
-    except (DecodeError, ValueError) as error:
+    except (DecodeError, SerdeError, ValueError) as error:
         raise InputError(f"{path}: not an ONNX model: {error}", hint=_HINT) from error
     if not model.opset_imports:  # protobuf takes almost any bytes for an empty message
         raise InputError(f"{path}: not an ONNX model: it imports no operators", hint=_HINT)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Figures, Record
@@ -98,7 +98,7 @@ class Latency(Record):
     baseline_load_ms: float | None
     footprint: Footprint
     bandwidth: Bandwidth
-    points: tuple[Point, ...]
+    points: tuple[Point, ...] = Field(max_length=64)  # as many as a recipe may ask for
 
 
 def first_token_ms(durations: Floats) -> float:

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from llmforge.metrics.intervals import Estimate, bootstrap
 from llmforge.metrics.record import Figures
 from llmforge.metrics.tokens import Floats, TokenValue
+
+MOST_DOCUMENTS = 10_000  # of an evaluation; as many bound their figures in 3 s, when `verify` makes them again
 
 TokenScores = Mapping[str, NDArray[Any]]  # of each token of a text [R], by the name of its value
 
@@ -86,7 +88,7 @@ class Quality(Figures):
     windows: int
     tokens: int  # predicted ones
     seed: int  # of the bootstrap
-    per_document: tuple[DocumentSums, ...]
+    per_document: tuple[DocumentSums, ...] = Field(max_length=MOST_DOCUMENTS)
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def shape(name: str, data: Mapping[str, Any]) -> Shape:
     config, traits = Config(data), _FAMILIES[kind]
     hidden, vocabulary = config.size("hidden_size"), config.size("vocab_size")
     dtype = data.get("dtype", data.get("torch_dtype"))
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise Unsaid("dtype")
     tied = config.flag("tie_word_embeddings", traits.tied)
     attend = _latent if kind in _LATENT else _grouped

@@ -8,8 +8,10 @@ from typing import Any, cast
 
 from llmforge import targets
 from llmforge.base.backends import BackendName, Dtype
-from llmforge.base.errors import UsageError
-from llmforge.planning import advice, building, config, deployment, scheme
+from llmforge.base.errors import UnsupportedError, UsageError
+from llmforge.checkpoint import read_settings
+from llmforge.planning import advice, building, config, deployment, families, scheme
+from llmforge.planning.building import Build
 from llmforge.planning.render import Planned
 from llmforge.planning.roofline import Workload
 from llmforge.planning.scheme import Wanted
@@ -58,6 +60,22 @@ def answer(what: Path, asked: Request) -> list[Planned]:
     shape = config.read(folder)
     workload = _workload(shape, asked, intent)
     return [_planned(shape, target, workload, asked, intent) for target in found]
+
+
+def build_of(recipe: Recipe) -> Build | None:
+    """Predict what the build of a recipe takes; None where its configuration alone does not tell, or is not planned.
+
+    Raises:
+        CheckpointError: the configuration is not usable.
+    """
+    settings = read_settings(recipe.checkpoint.absolute())
+    intent, target = _intent(recipe), targets.find(recipe.target)
+    try:
+        shape = families.shape(recipe.checkpoint.name, settings)
+        chosen = scheme.choose(target, recipe.engine.backend, shape.dtype, intent.wanted)
+    except (families.Unsaid, UnsupportedError, UsageError):  # the build itself says better what is wrong
+        return None
+    return building.predict(shape, chosen, recipe.engine.backend, calibration_tokens=intent.calibration_tokens)
 
 
 def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:

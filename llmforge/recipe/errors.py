@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 
 from llmforge.base.errors import RecipeError
 from llmforge.base.located_yaml import Location, Source, dotted, nearest
+from llmforge.base.wording import shown
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,6 @@ def _words(detail: Mapping[str, Any], location: Location, schema: Mapping[str, A
     if kind == "literal_error":
         allowed = str(detail["ctx"]["expected"])
         words = [word.strip("' ") for word in allowed.replace(" or ", ", ").split(",")]
-        return f"must be {allowed}, not {_shown(got)}", meant(got, words) if isinstance(got, str) else None
+        return f"must be {allowed}, not {shown(got)}", meant(got, words) if isinstance(got, str) else None
     message = detail["msg"].removeprefix("Input ").replace("should ", "must ", 1)
-    return f"{message}, not {_shown(got)}", None
-
-
-def _shown(value: object) -> str:
-    """Quote what was written, shortened."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"{message}, not {shown(got)}", None

@@ -10,6 +10,9 @@ from llmforge.base.errors import RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Plain, Source, parse
 from llmforge.recipe import errors
 
+_LONGEST = 120  # characters of an override in a message
+_DEEPEST = 8  # keys inside keys; recipes have four
+
 
 def apply(overrides: Sequence[str], source: Source, schema: Mapping[str, Any]) -> None:
     """Write each override into the data of `source`, in order; `schema` says which keys exist outside of `passes`.
@@ -23,13 +26,20 @@ def apply(overrides: Sequence[str], source: Source, schema: Mapping[str, Any]) -
         key, equals, text = override.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
-            raise UsageError(f"--set {override}: expected KEY.KEY=VALUE", hint="--set engine.max_context=512")
+            raise UsageError(f"--set {_told(override)}: expected KEY.KEY=VALUE", hint="--set engine.max_context=512")
+        if len(path) > _DEEPEST:
+            raise UsageError(f"--set {_told(override)}: {len(path)} keys deep; no recipe has more than {_DEEPEST}")
         value = _value(override, text)
         if path[0] == "passes" and len(path) > 1:
             _set_option(source, path, value, override)
         else:
             _require_known(path, schema, override)
             _assign(source, source.mapping, path, value, override, outer=())
+
+
+def _told(override: str) -> str:
+    """Shorten an override for a message."""
+    return override if len(override) <= _LONGEST else f"{override[:_LONGEST]}..."
 
 
 def _value(override: str, text: str) -> Plain:
@@ -39,7 +49,7 @@ def _value(override: str, text: str) -> Plain:
     try:
         return parse(text, Path("value")).data
     except RecipeError as error:
-        raise UsageError(f"--set {override}: {error.message}") from None
+        raise UsageError(f"--set {_told(override)}: {error.message}") from None
 
 
 def _require_known(path: Sequence[str], schema: Mapping[str, Any], override: str) -> None:
@@ -47,7 +57,7 @@ def _require_known(path: Sequence[str], schema: Mapping[str, Any], override: str
         known = errors.properties(schema, tuple(path[:depth]))
         if known is None or part not in known:
             raise UsageError(
-                f"--set {override}: no key {'.'.join(path[: depth + 1])!r}; "
+                f"--set {_told(override)}: no key {'.'.join(path[: depth + 1])!r}; "
                 + (f"known: {', '.join(known)}" if known else f"{'.'.join(path[:depth])!r} has no keys"),
                 hint=errors.meant(part, known or ()),
             )
@@ -61,13 +71,14 @@ def _set_option(source: Source, path: Sequence[str], value: Plain, override: str
     _, name, *option = path
     if name not in names or not option:
         raise UsageError(
-            f"--set {override}: "
+            f"--set {_told(override)}: "
             + (f"the recipe has no pass {name!r}; " if option else "gives no option; ")
             + f"its passes: {', '.join(names) or 'none'}",
             hint=errors.meant(name, names) if option else f"--set passes.{name}.OPTION=VALUE",
         )
     if names.count(name) > 1:
-        raise UsageError(f"--set {override}: the recipe has pass {name!r} {names.count(name)} times; edit the recipe")
+        times = f"the recipe has pass {name!r} {names.count(name)} times"
+        raise UsageError(f"--set {_told(override)}: {times}; edit the recipe")
     index = names.index(name)
     entry = entries[index]
     if not isinstance(entry, dict) or entry[name] is None:
@@ -79,14 +90,15 @@ def _assign(
     source: Source, data: dict[str, Any], path: Sequence[str], value: Plain, override: str, outer: Location
 ) -> None:
     """Put `value` at `path` below `data`, which stands at `outer`; sections on the way are made where absent."""
+    where = source.where(outer)
     for part in path[:-1]:
         if data.get(part) is None:
             data[part] = {}
         data = data[part]
         if not isinstance(data, dict):
-            raise UsageError(f"--set {override}: {part!r} is not a section in the recipe ({source.where(outer)})")
+            raise UsageError(f"--set {_told(override)}: {part!r} is not a section in the recipe ({where})")
     data[path[-1]] = value
     location = (*outer, *path)
     for place in [known for known in source.places if known[: len(location)] == location]:
         del source.places[place]
-    source.places[location] = f"--set {override}"
+    source.places[location] = f"--set {_told(override)}"

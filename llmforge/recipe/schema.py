@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -27,8 +27,9 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from llmforge import targets
+from llmforge.base import small_file
 from llmforge.base.backends import BackendName
-from llmforge.base.errors import RecipeError, UsageError
+from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
 from llmforge.lowering import options
@@ -40,8 +41,12 @@ from llmforge.recipe.overrides import apply
 
 def _anchor(path: Path, info: ValidationInfo) -> Path:
     """Make a path of the recipe absolute; the validation context is the folder of the recipe's file."""
+    if (why := small_file.why_no_path(path)) is not None:
+        raise ValueError(why)
     return (info.context / path).resolve() if isinstance(info.context, Path) else path
 
+
+MOST_PASSES = 256
 
 RecipePath = Annotated[Path, AfterValidator(_anchor)]
 
@@ -86,10 +91,11 @@ class EngineSpec(_Section):
         ge=2, le=2**24, description="maximum tokens of prompt and answer together; the capacity of the KV cache"
     )
     max_batch: int = Field(default=1, ge=1, le=4096, description="maximum number of concurrent sequences")
-    threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads; default: one per physical core")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads; default: one per physical core")
     tensor_parallel: int = Field(default=1, ge=1, le=64, description="number of GPUs that each layer is split over")
     decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
         default=(),
+        max_length=4096,
         description="batch sizes that decode steps on a GPU are padded to; default: powers of two up to max_batch",
     )
     cuda_graphs: Literal["require", "allow", "off"] = Field(
@@ -115,8 +121,8 @@ class CalibrationSpec(_Section):
     """Text for calibration: a JSON Lines file of `{id, text}`."""
 
     data: RecipePath = Field(description="JSON Lines file of {id, text}; relative to the recipe")
-    samples: int = Field(ge=1, description="number of sequences to run")
-    length: int = Field(ge=2, description="tokens per sequence")
+    samples: int = Field(ge=1, le=2**20, description="number of sequences to run")
+    length: int = Field(ge=2, le=2**24, description="tokens per sequence")
     seed: int = Field(default=0, ge=0, lt=2**32, description="random seed for choosing sequences")
     threads: int = Field(
         default=2, ge=1, le=64, description="threads of every product that decides a code; another number, other bits"
@@ -127,19 +133,19 @@ class QualitySpec(_Section):
     """Measure perplexity, KL divergence and top-1 agreement of the engine against the checkpoint."""
 
     data: RecipePath = Field(description="JSON Lines file of {id, text}; must not overlap the calibration data")
-    context: int = Field(ge=2, description="tokens per window")
+    context: int = Field(ge=2, le=2**24, description="tokens per window")
     max_tokens: int | None = Field(
-        default=None, ge=1, description="maximum tokens to evaluate, spread over all documents; default: all"
+        default=None, ge=1, le=2**40, description="maximum tokens to evaluate, spread over all documents; default: all"
     )
 
 
 class LatencySpec(_Section):
     """Measure TTFT and TPOT of the engine and of the checkpoint, in the same run."""
 
-    prompt_tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        min_length=1, description="prompt lengths to measure"
+    prompt_tokens: tuple[Annotated[int, Field(ge=1, le=2**24)], ...] = Field(
+        min_length=1, max_length=64, description="prompt lengths to measure"
     )
-    output_tokens: int = Field(ge=2, description="tokens to generate after each prompt")
+    output_tokens: int = Field(ge=2, le=2**24, description="tokens to generate after each prompt")
     repetitions: int = Field(
         default=10, ge=1, le=1000, description="runs per length; an interval of the median needs at least 6"
     )
@@ -161,26 +167,29 @@ class TritonSpec(_Section):
     instances: int = Field(
         default=1, ge=1, le=64, description="number of processes, each with its own weights and KV cache"
     )
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="GPU indices, for kind gpu; default: all"
+    gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
+        default=(), max_length=1024, description="GPU indices, for kind gpu; default: all"
     )
-    versions: int | None = Field(default=1, ge=1, description="number of newest versions to serve; null: all")
+    versions: int | None = Field(default=1, ge=1, le=2**20, description="number of newest versions to serve; null: all")
 
 
 class ServingSpec(_Section):
     """Serving options; unset ones take the default of the runtime."""
 
     max_queue: int | None = Field(
-        default=None, ge=0, description="maximum number of waiting requests; further ones are refused"
+        default=None, ge=0, le=2**20, description="maximum number of waiting requests; further ones are refused"
     )
-    step_tokens: int | None = Field(default=None, ge=1, description="maximum tokens per engine step")
+    step_tokens: int | None = Field(default=None, ge=1, le=2**24, description="maximum tokens per engine step")
     prefix_cache_bytes: int | None = Field(
-        default=None, ge=0, description="memory for reusing the KV cache of shared prefixes, in bytes; 0 disables it"
+        default=None,
+        ge=0,
+        le=2**50,
+        description="memory for reusing the KV cache of shared prefixes, in bytes; 0 disables it",
     )
     speculation: Literal["off", "prompt-lookup"] | None = Field(
         default=None, description="speculative decoding with tokens copied from the prompt"
     )
-    timeout_s: float | None = Field(default=None, gt=0, description="default deadline of a request")
+    timeout_s: float | None = Field(default=None, gt=0, le=1e6, description="default deadline of a request")
     triton: TritonSpec = Field(default_factory=TritonSpec)
 
     @model_validator(mode="after")
@@ -188,6 +197,20 @@ class ServingSpec(_Section):
         if self.triton.gpus and self.triton.kind in ("cpu", "model"):
             raise ValueError(f"`gpus` requires kind gpu, not {self.triton.kind}")
         return self
+
+    @classmethod
+    def published(cls, recipe: Mapping[str, Any], where: str) -> ServingSpec:
+        """Read the section of a resolved recipe that stands in an artifact; `where` names that.
+
+        Raises:
+            InputError: there is none, or it is not one of this version.
+        """
+        try:
+            return cls.model_validate_json(json.dumps(recipe.get("serving")))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = dotted(("serving", *first["loc"]))
+            raise InputError(f"{where}: recipe: {key}: {first['msg']}", hint="build the artifact again") from None
 
     def changed(self, overrides: Sequence[str]) -> ServingSpec:
         """Apply overrides, `KEY.KEY=VALUE` with values in YAML.
@@ -241,7 +264,7 @@ class Recipe(_Section):
     )
     engine: EngineSpec
     calibration: CalibrationSpec | None = None
-    passes: tuple[PassSpec, ...] = Field(description="passes to run, in order")
+    passes: tuple[PassSpec, ...] = Field(max_length=MOST_PASSES, description="passes to run, in order")
     validation: ValidationSpec = Field(default_factory=ValidationSpec)
     gates: dict[Annotated[str, AfterValidator(_known_metric)], GateSpec] = Field(
         default_factory=dict, description="limits that the artifact must meet", json_schema_extra=_known_metrics
@@ -429,6 +452,9 @@ def _entries(source: Source) -> list[Any]:
     written = source.mapping["passes"]
     if not isinstance(written, list):
         raise collect([Problem(source.where(("passes",)), "passes", "must be a list of passes")])
+    if len(written) > MOST_PASSES:
+        what = f"{len(written)} passes; at most {MOST_PASSES} are allowed"
+        raise collect([Problem(source.where(("passes",)), "passes", what)])
     entries, problems = [], []
     for index, entry in enumerate(written):
         where = source.where(("passes", index))

@@ -6,20 +6,37 @@ timings, date and machine differ from build to build; it lies outside the conten
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from llmforge.artifact import Artifact, FileRecord, version_of
 from llmforge.artifact import Record as Head
 from llmforge.base import sealed
 from llmforge.base.errors import InputError
+from llmforge.base.wording import quoted
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
+
+
+def _name(text: str) -> str:
+    if not sealed.is_name(text):
+        raise ValueError(f"{quoted(text)} cannot be the name of an artifact or target")
+    return text
+
+
+def _word(text: str) -> str:
+    if not sealed.is_word(text):
+        raise ValueError(f"{quoted(text)} is no package or version")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_name)]
+Word = Annotated[str, AfterValidator(_word)]
 
 
 class CheckpointRecord(Record):
@@ -36,7 +53,7 @@ class CheckpointRecord(Record):
 class TargetRecord(Record):
     """What it was built for."""
 
-    name: str
+    name: Name
     title: str
     kind: Literal["cpu", "gpu"]
 
@@ -144,7 +161,7 @@ class Report(Record):
     created: str  # UTC, ISO 8601
     verdict: Verdict
     files: dict[str, FileRecord] = Field(default_factory=dict)
-    name: str  # of the recipe and the artifact
+    name: Name  # of the recipe and the artifact
     gates: tuple[GateResult, ...]
     quality: Quality | None
     quality_baseline: str | None  # what the quality is held against, in words
@@ -157,7 +174,7 @@ class Report(Record):
     notes: tuple[str, ...]  # every fallback and every thing that a reader might miss
     build: BuildRecord
     machine: Machine
-    versions: dict[str, str]
+    versions: dict[Word, Word]  # of packages, by name
     recipe: dict[str, Any]  # resolved
 
     @property
@@ -174,7 +191,7 @@ def read(opened: Artifact, record: Head | None = None) -> Report:
     """
     file = opened.path / (record or opened.evidence[-1]).path
     try:
-        return Report.model_validate_json(sealed.read_small(file, sealed.LARGEST_RECORD))
+        return Report.model_validate_json(sealed.read_file(file, sealed.LARGEST_RECORD))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

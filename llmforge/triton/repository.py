@@ -145,7 +145,7 @@ def of_artifact(
     return Model(
         name=name or manifest.name,
         kind=targets.load(manifest.target).kind,
-        serving=ServingSpec.model_validate_json(json.dumps(manifest.recipe["serving"])).changed(overrides),
+        serving=ServingSpec.published(manifest.recipe, str(artifact.path)).changed(overrides),
         runtime=runtime,
         made_of={"artifact": f"{manifest.name} {manifest.version}", "content": manifest.content_digest},
         allow=allow,

@@ -292,7 +292,7 @@ class TestOpen:
         [
             (b"", "not valid JSON"),
             (b"{", "not valid JSON"),
-            (b"[" * 100_000, "not valid JSON"),
+            (b"[" * 100_000, "JSON nested too deeply"),
             (b"\xff", "not valid JSON"),
             (b"[]", "list; expected an object"),
             (b"{}", "schema None is not supported"),

@@ -285,7 +285,7 @@ def test_credential_helpers(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "cannot be read"),
+        ("{", "not valid JSON"),
         ("[]", "is not a configuration of Docker"),
         ('{"auths": []}', "is not a configuration of Docker"),
         ('{"auths": {"HOST": {"auth": "%"}}}', "the credentials for HOST cannot be read"),

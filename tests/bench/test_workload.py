@@ -118,5 +118,5 @@ def test_files_that_hold_no_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="byte 0 is not UTF-8"):
         read_trace(tmp_path / "latin.jsonl", encode, PROMPTS)
     (tmp_path / "half.jsonl").write_text('{"at_s": ')
-    with pytest.raises(DataError, match=r"half\.jsonl:1: not JSON"):
+    with pytest.raises(DataError, match=r"half\.jsonl:1: not valid JSON"):
         read_trace(tmp_path / "half.jsonl", encode, PROMPTS)

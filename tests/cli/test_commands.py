@@ -198,7 +198,9 @@ def test_interrupting_is_no_bug(fake: FakePipeline, tmp_path: Path) -> None:
     fake.error = KeyboardInterrupt()
     result = invoke("build", str(FP32), "--out", str(tmp_path), "--quiet")
     assert result.exit_code == 130
-    assert result.stderr == "interrupted\n"
+    assert result.stderr == (
+        "interrupted by SIGINT: nothing was published; run the same command to go on from what the cache kept\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ def test_run_reads_a_json_schema(runner: FakeRunner, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "No such file"), ("{", "not a JSON file"), ("[]", "list; expected a JSON schema, an object")],
+    [(None, "No such file"), ("{", "not valid JSON"), ("[]", "list; expected a JSON schema, an object")],
 )
 def test_run_refuses_a_file_that_is_no_json_schema(
     runner: FakeRunner, tmp_path: Path, text: str | None, message: str
@@ -596,5 +598,5 @@ def test_ctrl_c_ends_with_one_line() -> None:
         assert waiting.stdout.readline() == "ready\n"
         waiting.send_signal(signal.SIGINT)
         assert waiting.stderr is not None
-        assert waiting.stderr.read() == "interrupted\n"
+        assert waiting.stderr.read() == "interrupted by SIGINT\n"
         assert waiting.wait(timeout=60) == 130

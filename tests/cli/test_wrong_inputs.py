@@ -215,7 +215,7 @@ def test_a_report_of_bench_that_turns_out_not_to_be_written(built: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    refused(2, "report.json: cannot be written: No space left on device", "bench", built, "-o", "report.json")
+    refused(8, "report.json: cannot be written: No space left on device", "bench", built, "-o", "report.json")
 
 
 @pytest.mark.parametrize("options", [("--temperature", "nan"), ("--top-p", "2"), ("--json-schema", "absent")])

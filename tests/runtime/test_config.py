@@ -113,7 +113,7 @@ def test_wrong_entries_are_refused(tmp_path, change, message):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{", "not a JSON file"), (b"\xff\xff", "not a JSON file"), (b"[]", "list; expected an object")],
+    [(b"{", "not valid JSON"), (b"\xff\xff", "not valid JSON"), (b"[]", "list; expected an object")],
 )
 def test_what_is_no_object_is_refused(tmp_path, content, message):
     path = tmp_path / "runtime.json"

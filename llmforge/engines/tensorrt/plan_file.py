@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmforge.base import strict_json
+from llmforge.base import small_file, strict_json
 from llmforge.base.backends import PlanModule
 from llmforge.base.errors import InputError
 
@@ -58,12 +58,9 @@ class PlanRecord:
         Raises:
             InputError: it is missing, no record of this format, or its key is not that of its source.
         """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise InputError(f"{path} is missing: the origin of the plan next to it is unknown") from error
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-            raise InputError(f"{path}: not a JSON file: {error}") from error
+        if not path.exists():
+            raise InputError(f"{path} is missing: the origin of the plan next to it is unknown")
+        data = small_file.read_json(path)
         record = strict_json.read(cls, data, str(path))
         if record.format != FORMAT or record.key != record.source.key:
             raise InputError(

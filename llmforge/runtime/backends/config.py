@@ -13,9 +13,10 @@ from typing import Literal
 import onnxruntime
 
 from llmforge import native
-from llmforge.base import backends, strict_json
+from llmforge.base import backends, small_file, strict_json
 from llmforge.base.backends import PENDING_FILE, PROVIDERS, PlanModule, ProviderName
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
+from llmforge.base.wording import quoted, shown
 from llmforge.runtime.backends.session import SessionConfig
 from llmforge.runtime.backends.signature import CacheInput
 
@@ -24,6 +25,10 @@ FILE = "runtime.json"
 DAMAGED = "run `llmforge verify ARTIFACT` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model
+# What a recipe may ask for at most (llmforge.recipe.schema).
+MOST_TOKENS = 2**24
+MOST_ROWS = 4096
+MOST_THREADS = 1024
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
 
 
@@ -130,20 +135,17 @@ class RuntimeConfig:
             InputError: the file is missing, is no JSON, or has unknown, missing or wrong entries.
             EnvironmentLacks: the engine is pending: it is built on another machine.
         """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
+        if not path.exists():
             if (path.parent / PENDING_FILE).is_file():
                 raise EnvironmentLacks(
                     f"{path.parent.parent}: the engine of this artifact is not built yet",
                     hint=f"run `llmforge build --finish {path.parent.parent}` on a host with its GPU",
-                ) from error
-            raise InputError(f"{path} is missing: {path.parent.parent} is not an artifact") from error
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-            raise InputError(f"{path}: not a JSON file: {error}") from error
+                )
+            raise InputError(f"{path} is missing: {path.parent.parent} is not an artifact")
+        data = small_file.read_json(path, hint=DAMAGED)
         if isinstance(data, dict) and data.get("format") != FORMAT:
             raise InputError(
-                f"{path}: format {data.get('format')!r}; this llmforge reads format {FORMAT}",
+                f"{path}: format {quoted(data.get('format'))}; this llmforge reads format {FORMAT}",
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
         config = strict_json.read(cls, data, str(path))
@@ -160,9 +162,31 @@ class RuntimeConfig:
                 raise InputError(f"{where}: {name} {state} where provider is {self.provider}")
         if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
             raise InputError(f"{where}: buckets is {list(self.buckets)}; expected numbers of rows, ascending")
+        for name, (value, most) in self._sizes().items():
+            if value is not None and not 1 <= value <= most:
+                raise InputError(f"{where}: {name} is {shown(value)}; expected 1 to {most}")
+        if self.plan is not None and (Path(self.plan.file).name != self.plan.file or "\0" in self.plan.file):
+            raise InputError(f"{where}: plan.file is {shown(self.plan.file)}; expected the name of a file beside it")
         captures = () if self.graphs is None else self.graphs.captures
         if len({capture.id for capture in captures}) < len(captures) or min((c.id for c in captures), default=1) < 1:
             raise InputError(f"{where}: graphs: expected captures with unique ids, 1 or more")
+
+    def _sizes(self) -> dict[str, tuple[int | None, int]]:
+        """Name the numbers that memory and threads are taken by, and the most that each may be."""
+        captures = () if self.graphs is None else self.graphs.captures
+        profiles = () if self.plan is None else self.plan.profiles
+        return {
+            "max_context": (self.max_context, MOST_TOKENS),
+            "max_batch": (self.max_batch, MOST_ROWS),
+            "vocabulary": (self.vocabulary, MOST_TOKENS),
+            "session.threads": (self.session.threads, MOST_THREADS),
+            "buckets": (max(self.buckets, default=None), MOST_ROWS),
+            "graphs.captures": (max((len(captures), *(c.batch for c in captures))) or None, MOST_ROWS),
+            "graphs.captures.length": (max((c.length for c in captures), default=None), MOST_TOKENS),
+            "plan.profiles": (max((p.max_batch for p in profiles), default=None), MOST_ROWS),
+            "plan.profiles.max_sequence": (max((p.max_sequence for p in profiles), default=None), MOST_TOKENS),
+            "caches": (len(self.caches) or None, MOST_ROWS),
+        }
 
     @property
     def requires(self) -> dict[str, str]:

@@ -12,6 +12,8 @@ from llmforge.runtime.backends.config import DAMAGED, DATA_FILE, FILE, MODEL_FIL
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
 
+GRAPH_BYTES = 128 << 20  # of model.onnx: its weights lie beside it; of the deepest models it has some 10 MB
+
 
 def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Backend[Any]:
     """Open the engine in `folder`, which `config` describes; `device` counts the GPUs, where it runs on one.
@@ -26,8 +28,13 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     config.check_versions()
     wanted = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
     for name in wanted:
-        if not (folder / name).exists():
-            raise InputError(f"{folder / name} is missing", hint=DAMAGED)
+        file = folder / name
+        if not file.is_symlink() and not file.exists():
+            raise InputError(f"{file} is missing", hint=DAMAGED)
+        if file.is_symlink() or not file.is_file():  # a FIFO would block, a link may lead anywhere
+            raise InputError(f"{file}: not a regular file", hint=DAMAGED)
+        if name == MODEL_FILE and file.stat().st_size > GRAPH_BYTES:
+            raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
     session = importlib.import_module(PROVIDERS[config.provider].session)
     opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):

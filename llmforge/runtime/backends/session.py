@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from llmforge import native
-from llmforge.base.errors import InputError, RunFailed, UnsupportedError
+from llmforge.base.errors import EnvironmentLacks, InputError, RunFailed, UnsupportedError
 from llmforge.ir import interface
 from llmforge.runtime.backends.interface import Backend, Counts, Rows, StepInputs
 from llmforge.runtime.backends.signature import CACHE_TYPES, ELEMENTS, Signature
@@ -47,6 +47,12 @@ _FAILURES = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+
+
+_LACKS = (
+    ort_errors.EPFail,
+    ort_errors.NotImplemented,
+)  # the graph is whole, and this ONNX Runtime has no kernel for it
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,8 @@ class Session(Backend[Cache]):
         own_kernels: the graph has nodes that kernels of llmforge's own run.
 
     Raises:
-        InputError: the model cannot be read, or is not a decoder graph.
-        UnsupportedError: ONNX Runtime refuses the graph.
+        InputError: the file of the model cannot be read or is damaged, or the graph is not that of a decoder.
+        UnsupportedError: ONNX Runtime refuses a graph in memory, or has no kernel for a node.
     """
 
     def __init__(
@@ -203,13 +209,19 @@ def session_options(config: SessionConfig) -> ort.SessionOptions:
 
 
 def open_graph(model: Path | bytes, options: ort.SessionOptions, providers: Sequence[Any], where: str) -> Any:
-    """Open an inference session; raises what `Session` raises."""
+    """Open an inference session; raises what `Session` raises.
+
+    A file that does not load was changed since it was published, for it ran then; a graph in memory that does not is
+    one that this ONNX Runtime does not run. It never falls back to another provider by itself.
+    """
+    source = model if isinstance(model, bytes) else str(model)
     try:
-        return ort.InferenceSession(model if isinstance(model, bytes) else str(model), options, providers=providers)
+        return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
     except ort_errors.NoSuchFile as error:
         raise InputError(f"{where}: a file is missing: {error}") from error
-    except _FAILURES as error:
-        raise UnsupportedError(
+    except (UnicodeDecodeError, *_FAILURES) as error:  # the former of a message that quotes bytes of the file
+        damaged = isinstance(model, Path) and not isinstance(error, _LACKS)
+        raise (InputError if damaged else UnsupportedError)(
             f"{where}: ONNX Runtime {ort.__version__} refuses the graph: {error}",
             hint="run `llmforge verify ARTIFACT` to list changed files",
         ) from error
@@ -250,7 +262,13 @@ def _reserve(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     `np.zeros` asks the kernel for huge pages, so that a few tokens of every head would take the memory of many.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise EnvironmentLacks(
+            f"out of memory: a KV cache of {size / 1e9:.1f} GB a layer",
+            hint="build the artifact with a smaller max_context or max_batch",
+        ) from error
     return np.frombuffer(memory, dtype).reshape(shape)
 
 

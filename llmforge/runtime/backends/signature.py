@@ -110,7 +110,8 @@ class Signature:
         states = tuple(_state_input(value, given, where) for value in past if interface.is_state(value.name))
         names = [value.name for value in inputs]
         logits = next((value for value in outputs if value.name == interface.LOGITS), None)
-        if interface.INPUT_IDS not in names or logits is None or not isinstance(logits.shape[-1], int):
+        vocabulary = logits.shape[-1] if logits is not None and len(logits.shape) == 3 else None
+        if interface.INPUT_IDS not in names or logits is None or not isinstance(vocabulary, int):
             raise InputError(
                 f"{where}: not a decoder graph: it needs the input {interface.INPUT_IDS} and the output "
                 f"{interface.LOGITS} [batch, rows, vocabulary] with a fixed vocabulary; inputs {names}, "
@@ -125,7 +126,7 @@ class Signature:
             outputs=tuple(value.name for value in outputs),
             caches=caches,
             states=states,
-            vocabulary=logits.shape[-1],
+            vocabulary=vocabulary,
             growing=_reads_growing_caches(caches, {value.name: value.shape for value in (*inputs, *outputs)}, where),
             declared_rows=logits.shape[1] if isinstance(logits.shape[1], int) else None,
             own_kernels=own_kernels,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from llmforge.base import small_file
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, InputError, UsageError
 from llmforge.runtime.backends.config import DAMAGED, FILE, RuntimeConfig
@@ -28,6 +29,7 @@ from llmforge.runtime.serving.request import Chunk, Request, check_tokens
 from llmforge.runtime.serving.scheduler import Scheduler
 
 # Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
+TOKENIZER_BYTES = 64 << 20  # the largest that are known have 35 MB
 LOGITS_CHUNK = 256
 
 
@@ -208,8 +210,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     if not path.exists():
         raise InputError(f"{path} is missing", hint=DAMAGED)
+    data = small_file.read(path, TOKENIZER_BYTES, hint=DAMAGED)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the class that tokenizers raises
         raise InputError(f"{path}: not a tokenizer: {error}", hint=DAMAGED) from error
     tokenizer.no_truncation()
