@@ -664,7 +664,7 @@ def _own_derived(model: ir.Model) -> None:
 
 
 def _own_array(model: ir.Model) -> None:
-    value = _nodes(model, RMSNormalization)[-1].inputs[1]
+    value = _products(model, "o_proj")[0].inputs[1]
     assert value is not None
     value.const_value = ir.Tensor(graph.tensor(value).numpy().copy(), name=value.name)
 
@@ -699,7 +699,7 @@ def operands_replaced(model: ir.Model) -> list[str] | None:
 
 
 def numbers_overwritten(model: ir.Model) -> list[str] | None:
-    value = _nodes(model, RMSNormalization)[-1].inputs[1]
+    value = _products(model, "o_proj")[0].inputs[1]
     assert value is not None
     graph.tensor(value).numpy()[0] += 1
     return _flip(model)

@@ -43,9 +43,12 @@ def sample() -> Traced:
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "longrope":
-        zoo.save(zoo.transformers.Phi3Config(**{**zoo.BASE, "rope_parameters": LONG_ROPE}), folder)
+        zoo.save(
+            zoo.transformers.Phi3Config(**{**zoo.BASE, "max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
+            folder,
+        )
     else:
-        zoo.write(request.param, folder)
+        zoo.write(request.param, folder, max_position_embeddings=1024)
     return traced(folder)
 
 
