@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from llmforge.base.errors import InputError, RecipeError
+from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.wording import bounded, quoted, shown
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 
-from .. import published
+from .. import published, stored
 
 ROOT = Path(__file__).resolve().parents[2]
 FINDS = sorted((Path(__file__).parent / "finds").iterdir())
@@ -256,3 +256,17 @@ def test_messages_are_bounded_and_plain() -> None:
 def test_values_are_shown_short(value: object) -> None:
     assert len(shown(value)) <= 60
     assert len(quoted(value)) <= 60
+
+
+def test_a_build_publishes_no_record_that_nobody_would_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="at most 16,777,216 are read"):
+        stored.put(tmp_path, notes=("x" * (17 << 20),))
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == [".lock"]
+
+
+def test_quality_is_measured_on_as_many_documents_as_are_read_back(tmp_path: Path) -> None:
+    texts_file = tmp_path / "texts.jsonl"
+    texts_file.write_text("".join(f'{{"id": "{number}", "text": "text {number}"}}\n' for number in range(10_001)))
+    recipe = ROOT / "recipes" / "quickstart.yaml"
+    result = invoke("build", recipe, "--out", tmp_path, "--set", f"validation.quality.data={texts_file}")
+    assert (result.exit_code, "10001 documents; quality is measured on at most 10000" in result.stderr) == (5, True)
