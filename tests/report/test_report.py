@@ -114,7 +114,7 @@ def test_page_stands_alone() -> None:
 def test_page_is_accessible() -> None:
     page = Page(render.to_html(reports.make()))
     svgs = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(svgs) == 4 + 1 + 8 + 8 + 4  # gates, histogram, latency, passes, stages
+    assert len(svgs) == 4 + 1 + 1 + 8 + 8 + 4  # gates, histogram, curve, latency, passes, stages
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in svgs)
     assert [tag for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)][:2] == ["h1", "h2"]
     assert ("html", {"lang": "en"}) in page.tags
