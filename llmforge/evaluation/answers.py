@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -76,6 +75,7 @@ def _ended(ids: Iterable[int], ends: Sequence[int]) -> list[int]:
 
 
 def _sample(document: str, prompt: str, baseline: str, artifact: str) -> Sample:
-    shared = os.path.commonprefix([baseline, artifact])
+    differs = (at for at, (ours, theirs) in enumerate(zip(artifact, baseline, strict=False)) if ours != theirs)
+    shared = baseline[: next(differs, min(len(artifact), len(baseline)))]
     rest = baseline[len(shared) :], artifact[len(shared) :]
     return Sample(document=document, prompt=prompt, shared=shared, baseline=rest[0], artifact=rest[1])

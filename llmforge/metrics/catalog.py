@@ -257,7 +257,8 @@ ALL: tuple[Metric, ...] = (
     ),
     QualityMetric(
         "top5_agreement", f"Top-{TOP} agreement", SHARE, "higher", OfSums((SHARED_TOP,), _mean),
-        meaning=f"share of the {TOP} most likely tokens that is the same, in any order", row=("Top-5 agreement", "mean"),
+        meaning=f"share of the {TOP} most likely tokens that is the same, in any order",
+        row=(f"Top-{TOP} agreement", "mean"),
     ),
     QualityMetric(
         "delta_p_mean", "Δp of the true token, mean", SHIFT, "higher", OfSums((DELTA_P,), _mean),

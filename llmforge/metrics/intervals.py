@@ -122,7 +122,7 @@ def bootstrap_quantiles(
     order = np.argsort(values, kind="stable")
     ordered, owners = values[order], documents[order]
     tokens = np.bincount(documents, minlength=count).astype(np.float64)
-    drawn = np.concatenate([each.astype(np.uint8) for each in resample(count, seed=seed)])  # a count is far below 255
+    parts = [drawn.astype(np.uint8) for drawn in resample(count, seed=seed)]  # a count is far below 255
     tail = _expanded_tail(count)
     q = np.repeat(np.asarray(quantiles, np.float64), 2)
     wanted = np.tile((tail, 1 - tail), len(quantiles))
@@ -132,7 +132,7 @@ def bootstrap_quantiles(
         up_to = np.stack([np.bincount(owners[:rank], minlength=count) for rank in middle], 1)  # [D, bounds]
         beyond = up_to - tokens[:, None] * q
         # Whole numbers less multiples of q: what is nearer to 0 than this is 0, on every processor.
-        reached = np.concatenate([part @ beyond > -1e-6 for part in np.array_split(drawn, 10)]).mean(0) >= wanted
+        reached = np.concatenate([part.astype(float) @ beyond > -1e-6 for part in parts]).mean(0) >= wanted
         low, high = np.where(reached, low, middle + 1), np.where(reached, middle, high)
     bounds = ordered[low - 1].reshape(-1, 2)
     found = []

@@ -44,7 +44,7 @@ class DocumentTokens(Figures):
     __pydantic_extra__: dict[str, str]
 
     document: str
-    windows: tuple[tuple[Count, Count], ...]  # tokens of context before the first predicted one, and how many are predicted
+    windows: tuple[tuple[Count, Count], ...]  # context before the first predicted token, and predicted tokens
 
     @property
     def tokens(self) -> int:

@@ -364,7 +364,7 @@ class Recipe(_Section):
             yield self._problem(
                 ("validation", "quality", "context"), f"{quality.context} is above engine.max_context, {longest}"
             )
-        if quality is not None and quality.samples is not None and PROMPT_TOKENS + ANSWER_TOKENS > longest:
+        if quality is not None and quality.samples is not None and longest < PROMPT_TOKENS + ANSWER_TOKENS:
             yield self._problem(
                 ("validation", "quality", "samples"),
                 f"{PROMPT_TOKENS} tokens of each document and {ANSWER_TOKENS} after them exceed engine.max_context, "
@@ -385,13 +385,12 @@ class Recipe(_Section):
                     "it would not be measured",
                     f"add `validation: {{{section}: …}}`, or remove the gate",
                 )
-            elif isinstance(measured, catalog.QualityMetric) and measured.source != "text" and quality is not None:
-                if getattr(quality, measured.source) is None:
-                    yield self._problem(
-                        ("gates", metric),
-                        "it would not be measured",
-                        f"set `validation.quality.{measured.source}`, or remove the gate",
-                    )
+            elif isinstance(measured, catalog.QualityMetric) and getattr(quality, measured.source, 0) is None:
+                yield self._problem(
+                    ("gates", metric),
+                    "it would not be measured",
+                    f"set `validation.quality.{measured.source}`, or remove the gate",
+                )
 
     def _target_file(self, path: Path) -> Iterator[Problem]:
         """Find what is wrong with the file of a target; an engine is built for one that is known everywhere."""
