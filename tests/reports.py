@@ -82,6 +82,13 @@ QUALITY = Quality(
     kld_decode=Estimate(value=0.0218, low=0.0201, high=0.0236, samples=12),
     kld_decode_prefill=Estimate(value=0.0209, low=0.0193, high=0.0224, samples=12),
     kld_decode_added=Estimate(value=0.0009, low=0.0006, high=0.0012, samples=12),
+    delta_p_p01=Estimate(value=-0.0871, low=-0.0915, high=-0.0832, samples=56),
+    delta_p_p05=Estimate(value=-0.0402, low=-0.0425, high=-0.0381, samples=56),
+    delta_p_median=Estimate(value=-0.00001, low=-0.00002, high=0.0, samples=56),
+    delta_p_p95=Estimate(value=0.0388, low=0.0361, high=0.0411, samples=56),
+    delta_p_p99=Estimate(value=0.0855, low=0.0812, high=0.0907, samples=56),
+    greedy_same_128=Estimate(value=0.5, low=0.2109, high=0.7891, samples=12, of="answers"),
+    greedy_first_difference=Estimate(value=104, low=31, high=128, samples=12, of="answers"),
     greedy_same_32=Estimate(value=0.75, low=0.4281, high=0.9451, samples=12, of="answers"),
     samples=(
         Sample(document="guide-0", prompt="A gate passes if", shared=" the whole interval ",

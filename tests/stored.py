@@ -48,10 +48,11 @@ def quality(kld: float = 0.021) -> Quality:
     forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
     scores = {}
     for i, factor in enumerate(rng.normal(1, 0.1, 40)):
+        uniform = rng.uniform(0.95, 1.05, 50)
         made = {
             "baseline_nll": np.full(50, 3.8),
             "nll": np.full(50, 3.8 + 0.01 * factor),
-            "kld": kld * factor * (uniform := rng.uniform(0.95, 1.05, 50)),
+            "kld": kld * factor * uniform / uniform.mean(),
             "same_top": uniform > 0.955,
             "shared_top": np.full(50, 0.9),
             "delta_p": 0.01 * (uniform - 1),

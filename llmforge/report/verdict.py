@@ -18,6 +18,7 @@ from llmforge.metrics.catalog import Measured, QualityMetric
 from llmforge.metrics.latency import Latency, Point
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
+from llmforge.metrics.token_records import KEPT_TOKENS
 from llmforge.recipe import GateSpec
 from llmforge.report import model
 from llmforge.report.model import EngineRecord, Report
@@ -100,11 +101,11 @@ def _figures(report: Report) -> Iterator[str]:
         if not quality.per_document:
             yield "quality: no documents"
             return
+        yield from _sums(quality)
         known = (metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures)
         forms = {metric.name: metric.form for metric in known}
         made = quality.make(forms)
         yield from (name for name in forms if name not in made or not _close(quality.figures[name], made[name]))
-        yield from _sums(quality)
         counted = quality.documents, quality.tokens
         if counted != (len(quality.per_document), sum(each.tokens for each in quality.per_document)):
             yield "quality: documents or tokens"
@@ -124,6 +125,9 @@ def _figures(report: Report) -> Iterator[str]:
 def _sums(quality: Quality) -> Iterator[str]:
     """Name the documents whose sums are not those of their tokens, where all of these were kept."""
     sums = {each.document: each for each in quality.per_document}
+    kept_once = len({document.document for document in quality.per_token}) == len(quality.per_token)
+    if not kept_once or (quality.kept_tokens < quality.tokens <= KEPT_TOKENS):
+        yield "quality: tokens of some documents"
     for document in quality.per_token:
         of_document = sums.get(document.document)
         if of_document is None or document.tokens > of_document.tokens:

@@ -103,6 +103,8 @@ class TestVerify:
             (lambda r: r["quality"].update(answers=[]), "greedy_same_32"),
             (lambda r: r["quality"].update(per_token=[]), "kld_p99"),
             (lambda r: r["quality"]["per_token"].pop(), "kld_median"),
+            (lambda r: r["quality"]["per_token"].append(r["quality"]["per_token"][0]), "tokens of some documents"),
+            (lambda r: r["quality"]["per_token"].pop(), "tokens of some documents"),
             (lambda r: r["quality"]["per_token"][0].update(kld="AAAA"), "raw values"),
             (lambda r: r["quality"]["per_token"][0].update(kld=r["quality"]["per_token"][1]["kld"]), "kld of guide-0"),
             (lambda r: r["quality"]["per_token"][0].update(kld="?"), "raw values"),

@@ -282,7 +282,7 @@ def test_the_summary_has_tails_positions_steps_and_answers() -> None:
                  "Top-5 agreement       mean 93.1 %",
                  "KLD by position       0.0188 at 1–15 tokens, 0.0257 at 384–511 tokens",
                  "Decode steps          KLD 0.0218; in prefill 0.0209; added 0.000900",
-                 "Greedy answers        same first 32 tokens 75.0 %"):  # fmt: skip
+                 "Greedy answers        same first 32 tokens 75.0 %; same first 128 tokens 50.0 %"):  # fmt: skip
         assert line in text
 
 
