@@ -11,7 +11,7 @@ from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Bandwidth, Footprint, Latency, Point, Spread, Timing
-from llmforge.metrics.quality import DocumentSums, Quality
+from llmforge.metrics.quality import Answer, DocumentSums, Quality, Sample, Segment
 from llmforge.recipe import GateSpec
 from llmforge.report.model import (
     BuildRecord,
@@ -59,19 +59,51 @@ QUALITY = Quality(
     perplexity=45.604,
     perplexity_ratio=Estimate(value=1.01077, low=1.0089, high=1.0126, samples=56),
     kld_mean=Estimate(value=0.02104, low=0.01998, high=0.02215, samples=56),
-    kld_median=0.0114,
-    kld_p95=0.0713,
-    kld_p99=0.1187,
+    kld_median=Estimate(value=0.0114, low=0.0109, high=0.0118, samples=56),
+    kld_p90=Estimate(value=0.0498, low=0.0471, high=0.0523, samples=56),
+    kld_p95=Estimate(value=0.0713, low=0.0688, high=0.0741, samples=56),
+    kld_p99=Estimate(value=0.1187, low=0.1125, high=0.1274, samples=56),
+    kld_p999=Estimate(value=0.412, low=0.371, high=math.inf, samples=56),
     kld_max=1.872,
     kld_histogram=(0, 0, 0, 0, 2, 3, 9, 21, 48, 112, 260, 571, 1204, 2240, 3930, 6120,
                    8377, 9966, 10873, 9541, 6503, 3671, 1544, 623, 201, 58, 14, 2, 0, 0, 0, 0, 0, 0, 0, 0),
     top1_agreement=Estimate(value=0.8993, low=0.8961, high=0.9024, samples=56),
+    top5_agreement=Estimate(value=0.9312, low=0.9288, high=0.9335, samples=56),
+    delta_p_mean=Estimate(value=-0.00021, low=-0.0005, high=0.0001, samples=56),
     delta_p_rms=0.0312,
+    kld_by_position=tuple(
+        Segment(first=first, last=last, tokens=tokens,
+                figure=Estimate(value=kld, low=low, high=high, samples=samples))
+        for first, last, tokens, kld, low, high, samples in (
+            (1, 15, 2295, 0.0188, 0.0171, 0.0204, 56), (16, 23, 1224, 0.0193, 0.0177, 0.0212, 56),
+            (24, 31, 1224, 0.0199, 0.0182, 0.0218, 56), (384, 511, 19_000, 0.0257, None, None, 5),
+        )
+    ),
+    kld_decode=Estimate(value=0.0218, low=0.0201, high=0.0236, samples=12),
+    kld_decode_prefill=Estimate(value=0.0209, low=0.0193, high=0.0224, samples=12),
+    kld_decode_added=Estimate(value=0.0009, low=0.0006, high=0.0012, samples=12),
+    delta_p_p01=Estimate(value=-0.0871, low=-0.0915, high=-0.0832, samples=56),
+    delta_p_p05=Estimate(value=-0.0402, low=-0.0425, high=-0.0381, samples=56),
+    delta_p_median=Estimate(value=-0.00001, low=-0.00002, high=0.0, samples=56),
+    delta_p_p95=Estimate(value=0.0388, low=0.0361, high=0.0411, samples=56),
+    delta_p_p99=Estimate(value=0.0855, low=0.0812, high=0.0907, samples=56),
+    greedy_same_128=Estimate(value=0.5, low=0.2109, high=0.7891, samples=12, of="answers"),
+    greedy_first_difference=Estimate(value=104, low=31, high=128, samples=12, of="answers"),
+    greedy_same_32=Estimate(value=0.75, low=0.4281, high=0.9451, samples=12, of="answers"),
+    samples=(
+        Sample(document="guide-0", prompt="A gate passes if", shared=" the whole interval ",
+               baseline="lies within its limit.", artifact="is inside of it."),
+        Sample(document="guide-1", prompt="Every", shared=" build is the same.", baseline="", artifact=""),
+    ),
+    answers=(
+        Answer(document="guide-0", prompt_tokens=32, tokens=128, first_difference=4),
+        Answer(document="guide-1", prompt_tokens=32, tokens=90, first_difference=None),
+    ),
     per_document=(
         DocumentSums(document="guide-0", tokens=40_000, baseline_nll=152_000.5, nll=152_400.25, kld=840.5,
-                     same_top=36_000, delta_p_squared=38.5),
+                     same_top=36_000, shared_top=37_250.5, delta_p=-8.5, delta_p_squared=38.5),
         DocumentSums(document="guide-1", tokens=25_893, baseline_nll=99_000.25, nll=99_300.5, kld=545.875,
-                     same_top=23_258, delta_p_squared=25.625),
+                     same_top=23_258, shared_top=24_110.25, delta_p=-5.25, delta_p_squared=25.625),
     ),
 )  # fmt: skip
 

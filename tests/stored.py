@@ -21,7 +21,8 @@ from llmforge.evaluation.gates import overall
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.latency import Latency
-from llmforge.metrics.quality import DocumentSums, OfSums, Quality, estimates
+from llmforge.metrics.quality import Answer, Quality, summarize
+from llmforge.metrics.token_records import WindowScores
 from llmforge.recipe import GateSpec
 from llmforge.report import verdict
 from llmforge.report.model import EngineFile, EngineRecord, Report
@@ -42,20 +43,31 @@ CHECKPOINT = "c" * 64
 
 @cache
 def quality(kld: float = 0.021) -> Quality:
-    """Make up the quality of 40 documents, with a mean KLD of about `kld`."""
-    noise = np.random.default_rng(0).normal(1, 0.1, 40)
-    documents = tuple(
-        DocumentSums(
-            document=f"guide-{i}", tokens=1000, baseline_nll=3800.0, nll=3800.0 + 10 * factor, kld=1000 * kld * factor,
-            same_top=900, delta_p_squared=factor,
-        )
-        for i, factor in enumerate(noise)
-    )  # fmt: skip
+    """Make up the quality of 40 documents of 50 tokens, with a mean KLD of about `kld`."""
+    rng = np.random.default_rng(0)
     forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
-    of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums)}
-    figures: dict[str, Any] = {**dict.fromkeys(forms, 0.01), "kld_histogram": (0, 40_000)}
-    figures |= estimates(of_sums, documents, 0)
-    return Quality(context=512, documents=40, windows=80, tokens=40_000, seed=0, per_document=documents, **figures)
+    scores = {}
+    for i, factor in enumerate(rng.normal(1, 0.1, 40)):
+        uniform = rng.uniform(0.95, 1.05, 50)
+        made = {
+            "baseline_nll": np.full(50, 3.8),
+            "nll": np.full(50, 3.8 + 0.01 * factor),
+            "kld": kld * factor * uniform / uniform.mean(),
+            "same_top": uniform > 0.955,
+            "shared_top": np.full(50, 0.9),
+            "delta_p": 0.01 * (uniform - 1),
+            "delta_p_squared": 1e-4 * (uniform - 1) ** 2,
+        }
+        scores[f"guide-{i}"] = [WindowScores(1, made)]
+    decoded = {
+        name: [WindowScores(1, {"kld": 1.1 * window.values["kld"], "prefill_kld": window.values["kld"]})]
+        for name, (window,) in list(scores.items())[:10]
+    }
+    answers = [
+        Answer(document=f"guide-{i}", prompt_tokens=32, tokens=128, first_difference=None if i % 3 else 10 * i)
+        for i in range(12)
+    ]
+    return summarize(forms, scores, context=51, seed=0, decoded=decoded, answers=answers)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,17 +14,17 @@ from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
-from llmforge.evaluation import gates, latency, machine, quality
+from llmforge.evaluation import answers, gates, latency, machine, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.quality import Logits
 from llmforge.metrics.latency import Latency
-from llmforge.metrics.quality import Quality
-from llmforge.recipe import GateSpec, ValidationSpec
+from llmforge.metrics.quality import Answer, Quality, Sample
+from llmforge.recipe import GateSpec, QualitySpec, ValidationSpec
 from llmforge.report import model as records
 from llmforge.report import verdict
-from llmforge.runtime import Runner
+from llmforge.runtime import Runner, Sampling
 from llmforge.runtime import load as load_runner
 from llmforge.targets import Target
 
@@ -141,9 +141,7 @@ def measure(
     baseline = Baseline(checkpoint, threads=threads)
     moved = timed = None
     if spec.quality is not None:
-        expected = keep(baseline.logits)
-        progress.stage("Measure quality")
-        moved = quality.compare(windows, expected, lambda ids: runner.logits(ids.tolist()), progress=progress.advance)
+        moved = _quality(spec.quality, runner, baseline, windows, progress, keep)
     if spec.latency is not None:
         progress.stage("Measure latency")
         timed = latency.measure(
@@ -158,6 +156,49 @@ def measure(
             progress=progress.advance,
         )
     return Evidence(moved, timed, baseline.description)
+
+
+def _quality(
+    spec: QualitySpec,
+    runner: Runner,
+    baseline: Baseline,
+    windows: Sequence[Window],
+    progress: Progress,
+    keep: Callable[[Logits], Logits],
+) -> Quality:
+    """Compare both on the text and, where `spec` asks for it, through decode steps and by their greedy answers."""
+    said: tuple[tuple[Answer, ...], tuple[Sample, ...]] = (), ()
+    if spec.samples is not None:
+        progress.stage("Compare answers")
+        said = answers.compare(
+            windows,
+            spec.samples,
+            artifact=lambda ids, tokens: _greedy(runner, ids.tolist(), tokens),
+            baseline=baseline.logits,
+            go_on=baseline.generate,
+            ends=runner.config.eos_token_ids,
+            decode=lambda ids: runner.tokenizer.decode(list(ids), skip_special_tokens=False),
+            progress=progress.advance,
+        )
+    expected = keep(baseline.logits)
+    progress.stage("Measure quality")
+    return quality.compare(
+        windows,
+        expected,
+        lambda ids: runner.logits(ids.tolist()),
+        half_of=spec.context if spec.scored == "second-half" else None,
+        decode=lambda ids: runner.logits(ids.tolist(), step_tokens=1),
+        decode_tokens=spec.decode_tokens or 0,
+        answers=said[0],
+        samples=said[1],
+        progress=progress.advance,
+    )
+
+
+def _greedy(runner: Runner, ids: Sequence[int], tokens: int) -> Iterator[int]:
+    for chunk in runner.generate(ids, Sampling(max_tokens=tokens, ignore_eos=True)):
+        if chunk.token_id is not None:
+            yield chunk.token_id
 
 
 def _describe(runner: Runner, threads: int) -> str:

@@ -8,11 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
+from llmforge.checkpoint import text
 from llmforge.checkpoint.text import Window
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import QualityMetric
-from llmforge.metrics.quality import Quality, TokenScores, summarize, values
-from llmforge.metrics.tokens import require_finite, score
+from llmforge.metrics.catalog import PREFILL_KLD, QualityMetric
+from llmforge.metrics.quality import Answer, Quality, Sample, summarize, values
+from llmforge.metrics.token_records import WindowScores
+from llmforge.metrics.tokens import KLD, require_finite, score
 
 BLOCK_BYTES = 128 << 20  # of the baseline's logits, which wait for the artifact's
 Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # ids [S] -> logits [S, V]
@@ -24,6 +26,11 @@ def compare(
     artifact: Logits,
     *,
     seed: int = 0,
+    half_of: int | None = None,
+    decode: Logits | None = None,
+    decode_tokens: int = 0,
+    answers: Sequence[Answer] = (),
+    samples: Sequence[Sample] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Quality:
     """Run every window through `baseline` and `artifact` and compare them on each next token.
@@ -32,6 +39,10 @@ def compare(
     from the other side. Logits of one block are in memory, log-probabilities never; kept are a few numbers a token.
     `progress` is told the windows done and their total.
 
+    `half_of`, the length of a full window, scores the second half of full windows alone, as llama.cpp does
+    (tools/perplexity/perplexity.cpp: rows n_ctx / 2 … n_ctx - 2 of each chunk). `decode` gives the logits of the
+    artifact through decode steps; about `decode_tokens` tokens, spread over all documents, are read by it as well.
+
     Raises:
         DataError: there is nothing to predict.
         VerificationError: a logit of either side is NaN or infinite; the message names the window.
@@ -39,9 +50,19 @@ def compare(
     windows = [window for window in windows if len(window.ids) > 1]
     if not windows:
         raise DataError("the evaluation text has no tokens to predict", hint="use documents of 2 tokens or more")
+    first = 0
+    if half_of is not None:
+        first, windows = half_of // 2, [window for window in windows if len(window.ids) == half_of]
+        if not windows or first > half_of - 2:
+            raise DataError(
+                f"the evaluation text has no window of {half_of} tokens to score the second half of",
+                hint="use longer documents, a smaller `context`, or `scored: all`",
+            )
+    again = {id(window) for window in text.spread(windows, decode_tokens)} if decode and decode_tokens else set()
     forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
     of_tokens = values(tuple(forms.values()))
-    scores: dict[str, list[TokenScores]] = {}
+    scores: dict[str, list[WindowScores]] = {}
+    decoded: dict[str, list[WindowScores]] = {}
     done = 0
     progress(done, len(windows))
     while done < len(windows):
@@ -49,13 +70,27 @@ def compare(
         while done + len(expected) < len(windows) and sum(logits.nbytes for logits in expected) < BLOCK_BYTES:
             expected.append(_finite("baseline", baseline, windows, done + len(expected)))
         for theirs in expected:
-            ours = _finite("artifact", artifact, windows, done)
+            window = windows[done]
             # Nothing follows the last token, and nothing predicts the first.
-            found = score(theirs[:-1], ours[:-1], np.asarray(windows[done].ids[1:]), of_tokens)
-            scores.setdefault(windows[done].document, []).append(found)
+            rows, targets = slice(first, -1), np.asarray(window.ids[first + 1 :])
+            found = score(theirs[rows], _finite("artifact", artifact, windows, done)[rows], targets, of_tokens)
+            scores.setdefault(window.document, []).append(WindowScores(first + 1, found))
+            if decode is not None and id(window) in again:
+                stepped = score(theirs[rows], _finite("artifact", decode, windows, done)[rows], targets, (KLD,))
+                both = {**stepped, PREFILL_KLD.name: found[KLD.name]}
+                decoded.setdefault(window.document, []).append(WindowScores(first + 1, both))
             done += 1
             progress(done, len(windows))
-    return summarize(forms, scores, context=max(len(window.ids) for window in windows), seed=seed)
+    return summarize(
+        forms,
+        scores,
+        context=max(len(window.ids) for window in windows),
+        seed=seed,
+        scored="all" if half_of is None else "second-half",
+        decoded=decoded,
+        answers=answers,
+        samples=samples,
+    )
 
 
 def _finite(side: str, logits: Logits, windows: Sequence[Window], number: int) -> NDArray[np.float32]:

@@ -17,8 +17,33 @@ import numpy as np
 from llmforge.metrics import latency, units
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Bandwidth, Footprint, Generations, Latency, Point, Spread, Timing, Trial
-from llmforge.metrics.quality import Form, Histogram, OfSums, OfTokens, Quality, exp
-from llmforge.metrics.tokens import DELTA_P_SQUARED, KLD, NLL, REFERENCE_NLL, SAME_TOP, Floats
+from llmforge.metrics.quality import (
+    ANSWER_TOKENS,
+    ByPosition,
+    Form,
+    Histogram,
+    OfAnswers,
+    OfSums,
+    OfTokens,
+    Quality,
+    Quantile,
+    Source,
+    Summed,
+    exp,
+    median_difference,
+    share_same,
+)
+from llmforge.metrics.tokens import (
+    DELTA_P,
+    DELTA_P_SQUARED,
+    KLD,
+    NLL,
+    REFERENCE_NLL,
+    SAME_TOP,
+    SHARED_TOP,
+    TOP,
+    Floats,
+)
 from llmforge.metrics.units import (
     BYTES,
     MILLISECONDS,
@@ -27,7 +52,9 @@ from llmforge.metrics.units import (
     PER_SECOND,
     RATIO,
     SHARE,
+    SHIFT,
     SPEEDUP,
+    TEXT,
     TOKENS,
     Unit,
 )
@@ -66,11 +93,17 @@ class QualityMetric(Metric):
 
     form: Form  # from which values of tokens it is made, and how
     note: Callable[[Quality], str] | None = None  # beside the key figure; None: its unit
+    row: tuple[str, str] | None = None  # of the summary: its title, which several figures share, and the figure's own
 
     @property
     def decides(self) -> bool:
         """Whether it has an interval, so that a gate can decide on it."""
-        return isinstance(self.form, OfSums) and self.form.bounded
+        return self.form.decides
+
+    @property
+    def source(self) -> Source:
+        """What it is made of; all but the text has to be asked for in a recipe, under this name."""
+        return self.form.source
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
@@ -171,6 +204,13 @@ def _speed(speedup: Estimate | None) -> tuple[str, ...]:
     return () if speedup is None else (f"{units.times(speedup.value)} baseline speed",)
 
 
+def _added(tokens: Floats, kld: Floats, prefill: Floats) -> Floats:
+    return (kld - prefill) / tokens
+
+
+PREFILL_KLD = Summed("prefill_kld")  # of a token that was read by a decode step as well
+
+
 # fmt: off
 KLD_MEAN = QualityMetric(
     "kld_mean", "Mean KLD", NATS_A_TOKEN, "lower", OfSums((KLD,), _mean), key=1,
@@ -198,10 +238,12 @@ ALL: tuple[Metric, ...] = (
         meaning="artifact / baseline; 1 means no loss", key=2, note=_perplexities,
     ),
     KLD_MEAN,
-    QualityMetric("kld_median", "KLD, median", NATS, "lower", OfTokens(KLD, np.median)),
-    QualityMetric("kld_p95", "KLD, 95 %", NATS, "lower", OfTokens(KLD, partial(np.quantile, q=0.95))),
-    QualityMetric("kld_p99", "KLD, 99 %", NATS, "lower", OfTokens(KLD, partial(np.quantile, q=0.99))),
-    QualityMetric("kld_max", "KLD, largest", NATS, "lower", OfTokens(KLD, np.max)),
+    QualityMetric("kld_median", "KLD, median", NATS, "lower", Quantile(KLD, 0.5), row=("KLD of tokens", "median")),
+    QualityMetric("kld_p90", "KLD, 90 %", NATS, "lower", Quantile(KLD, 0.9), row=("KLD of tokens", "90 %")),
+    QualityMetric("kld_p95", "KLD, 95 %", NATS, "lower", Quantile(KLD, 0.95), row=("KLD of tokens", "95 %")),
+    QualityMetric("kld_p99", "KLD, 99 %", NATS, "lower", Quantile(KLD, 0.99), row=("KLD of tokens", "99 %")),
+    QualityMetric("kld_p999", "KLD, 99.9 %", NATS, "lower", Quantile(KLD, 0.999), row=("KLD of tokens", "99.9 %")),
+    QualityMetric("kld_max", "KLD, largest", NATS, "lower", OfTokens(KLD, np.max), row=("KLD of tokens", "largest")),
     QualityMetric(
         "kld_histogram", "KLD per token (nats, log scale)", NATS, "lower",
         # Below is rounding noise of fp32 logits; above no softmax gets.
@@ -214,8 +256,61 @@ ALL: tuple[Metric, ...] = (
         key=3, note=lambda quality: f"of {units.count(quality.tokens)} tokens",
     ),
     QualityMetric(
+        "top5_agreement", f"Top-{TOP} agreement", SHARE, "higher", OfSums((SHARED_TOP,), _mean),
+        meaning=f"share of the {TOP} most likely tokens that is the same, in any order",
+        row=(f"Top-{TOP} agreement", "mean"),
+    ),
+    QualityMetric(
+        "delta_p_mean", "Δp of the true token, mean", SHIFT, "higher", OfSums((DELTA_P,), _mean),
+        meaning="probability of the true token, artifact less baseline", row=("Δp of the true token", "mean"),
+    ),
+    *(
+        QualityMetric(
+            f"delta_p_{name}", f"Δp of the true token, {label}", SHIFT, "higher", Quantile(DELTA_P, share),
+            row=("Δp of the true token", label),
+        )
+        for name, label, share in (
+            ("p01", "1 %", 0.01), ("p05", "5 %", 0.05), ("median", "median", 0.5), ("p95", "95 %", 0.95),
+            ("p99", "99 %", 0.99),
+        )
+    ),
+    QualityMetric(
         "delta_p_rms", "RMS Δp of the true token", SHARE, "lower",
         OfSums((DELTA_P_SQUARED,), _mean, math.sqrt, bounded=False),
+    ),
+    QualityMetric(
+        "kld_by_position", "Mean KLD by position", NATS_A_TOKEN, "lower", ByPosition(KLD),
+        meaning="by tokens of context", row=("KLD by position", ""),
+    ),
+    QualityMetric(
+        "top1_by_position", "Top-1 agreement by position", SHARE, "higher", ByPosition(SAME_TOP),
+        meaning="by tokens of context",
+    ),
+    QualityMetric(
+        "kld_decode", "Mean KLD through decode steps", NATS_A_TOKEN, "lower",
+        OfSums((KLD,), _mean, source="decode_tokens"),
+        meaning="text read token by token through the KV cache", row=("Decode steps", "KLD"),
+    ),
+    QualityMetric(
+        "kld_decode_prefill", "Mean KLD of the same tokens in prefill", NATS_A_TOKEN, "lower",
+        OfSums((PREFILL_KLD,), _mean, source="decode_tokens"), row=("Decode steps", "in prefill"),
+    ),
+    QualityMetric(
+        "kld_decode_added", "Mean KLD that decode steps add", NATS_A_TOKEN, "lower",
+        OfSums((KLD, PREFILL_KLD), _added, source="decode_tokens"),
+        meaning="through decode steps less in prefill, on the same tokens", row=("Decode steps", "added"),
+    ),
+    *(
+        QualityMetric(
+            f"greedy_same_{tokens}", f"Greedy answers with the same first {tokens} tokens", SHARE, "higher",
+            OfAnswers(partial(share_same, tokens=tokens)), row=("Greedy answers", f"same first {tokens} tokens"),
+        )
+        for tokens in (32, ANSWER_TOKENS)
+    ),
+    QualityMetric(
+        "greedy_first_difference", "Equal tokens of greedy answers, median", TEXT, "higher",
+        OfAnswers(median_difference), meaning=f"before the first difference; at most {ANSWER_TOKENS}",
+        row=("Greedy answers", "equal tokens, median"),
     ),
     TTFT,
     TPOT,

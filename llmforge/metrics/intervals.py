@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -14,6 +14,7 @@ from llmforge.metrics.record import Record
 CONFIDENCE = 0.95  # two-sided, for every interval of a report; a one-sided decision on a bound errs at most 2.5 %
 RESAMPLES = 10_000  # as in the metric that the published figures of peers were made with
 SMALLEST_SAMPLE = 8  # fewer documents than this get no interval: a bootstrap of them is far too narrow
+FEWEST_BEYOND = 10  # tokens beyond a quantile; with fewer, a resample cannot show how far it may lie
 
 
 class Estimate(Record):
@@ -65,15 +66,107 @@ def bootstrap(
     documents = len(sums)
     if documents < SMALLEST_SAMPLE:
         return None
-    rng = np.random.default_rng(seed)
-    chunk = max(1, 2**20 // documents)  # about a million draws at once: bounded memory, and the seed's order is kept
-    figures = []
-    for low in range(0, resamples, chunk):
-        draws = rng.integers(0, documents, (min(chunk, resamples - low), documents))
-        figures.append(statistic(sums[draws].sum(1)))
+    figures = [statistic(drawn @ sums) for drawn in resample(documents, seed=seed, resamples=resamples)]
     tail = _expanded_tail(documents)
     bounds: NDArray[np.float64] = np.quantile(np.concatenate(figures), (tail, 1 - tail), axis=0).T
     return bounds
+
+
+def resample(documents: int, *, seed: int, resamples: int = RESAMPLES) -> Iterator[NDArray[np.float64]]:
+    """Draw as many documents as there are, with replacement, `resamples` times: how often each was drawn [r, D]."""
+    rng = np.random.default_rng(seed)
+    chunk = max(1, 2**20 // documents)  # about a million draws at once: bounded memory, and the seed's order is kept
+    for low in range(0, resamples, chunk):
+        rows = min(chunk, resamples - low)
+        draws = rng.integers(0, documents, (rows, documents)) + documents * np.arange(rows)[:, None]
+        yield np.bincount(draws.ravel(), minlength=rows * documents).reshape(rows, documents).astype(np.float64)
+
+
+def bootstrap_means(
+    sums: NDArray[np.float64], counts: NDArray[np.float64], *, seed: int
+) -> list[tuple[float, float] | None]:
+    """Bound K means, each of its own tokens: `sums` and `counts` of every document are [D, K].
+
+    As `bootstrap`. None for a mean that fewer than `SMALLEST_SAMPLE` documents have tokens of.
+    """
+    documents, means = np.count_nonzero(counts, 0), []
+    if not (documents >= SMALLEST_SAMPLE).any():
+        return [None] * len(documents)
+    for drawn in resample(len(sums), seed=seed):
+        with np.errstate(invalid="ignore"):  # 0/0, where none of its documents was drawn
+            means.append(drawn @ sums / (drawn @ counts))
+    found: list[tuple[float, float] | None] = []
+    for column, of in zip(np.concatenate(means).T, documents.tolist(), strict=True):
+        if of < SMALLEST_SAMPLE:
+            found.append(None)
+            continue
+        tail = _expanded_tail(of)
+        low, high = np.quantile(column[~np.isnan(column)], (tail, 1 - tail)).tolist()
+        found.append((low, high))
+    return found
+
+
+def bootstrap_quantiles(
+    values: NDArray[np.float64], documents: NDArray[np.int64], quantiles: Sequence[float], *, seed: int
+) -> list[tuple[float, float]] | None:
+    """Bound quantiles of the tokens `values` [N], of the documents 0 … D-1 given by `documents` [N], as `bootstrap`.
+
+    With the draws of `bootstrap`, and no quantile made of any of them: the quantile of a resample is at most x where
+    the share of its tokens up to x is at least q. So each bound is the smallest token for which that share of the
+    resamples says so, found by bisection over all tokens. Returns bounds for each quantile, None below
+    `SMALLEST_SAMPLE` documents. A bound with fewer than `FEWEST_BEYOND` tokens beyond the quantile is infinite.
+    """
+    count = int(documents.max()) + 1
+    if count < SMALLEST_SAMPLE:
+        return None
+    order = np.argsort(values, kind="stable")
+    ordered, owners = values[order], documents[order]
+    tokens = np.bincount(documents, minlength=count).astype(np.float64)
+    parts = [drawn.astype(np.uint8) for drawn in resample(count, seed=seed)]  # a count is far below 255
+    tail = _expanded_tail(count)
+    q = np.repeat(np.asarray(quantiles, np.float64), 2)
+    wanted = np.tile((tail, 1 - tail), len(quantiles))
+    low, high = np.ones(len(q), np.int64), np.full(len(q), len(ordered), np.int64)  # ranks, from 1
+    while (low < high).any():
+        middle = (low + high) // 2
+        up_to = np.stack([np.bincount(owners[:rank], minlength=count) for rank in middle], 1)  # [D, bounds]
+        beyond = up_to - tokens[:, None] * q
+        # Whole numbers less multiples of q: what is nearer to 0 than this is 0, on every processor.
+        reached = np.concatenate([part.astype(float) @ beyond > -1e-6 for part in parts]).mean(0) >= wanted
+        low, high = np.where(reached, low, middle + 1), np.where(reached, middle, high)
+    bounds = ordered[low - 1].reshape(-1, 2)
+    found = []
+    for of, (lower, upper) in zip(quantiles, bounds.tolist(), strict=True):
+        few_below, few_above = (len(ordered) * share < FEWEST_BEYOND for share in (of, 1 - of))
+        found.append((-math.inf if few_below else lower, math.inf if few_above else upper))
+    return found
+
+
+def share_interval(found: int, samples: int) -> tuple[float, float]:
+    """Bound the share of which `found` of `samples` independent samples are: Clopper and Pearson (1934), exact.
+
+    Never too narrow, also where none or all are: no resample of equal samples would differ.
+    """
+    tail = (1 - CONFIDENCE) / 2
+
+    def at_most(count: int, share: float) -> float:  # P(binomial(samples, share) <= count)
+        terms = (
+            math.lgamma(samples + 1) - math.lgamma(k + 1) - math.lgamma(samples - k + 1)
+            + k * math.log(share) + (samples - k) * math.log1p(-share)
+            for k in range(count + 1)
+        )  # fmt: skip
+        return math.fsum(map(math.exp, terms))
+
+    def solve(is_below: Callable[[float], bool]) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(52):  # bits of the result
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_below(middle) else (low, middle)
+        return (low + high) / 2
+
+    lower = 0.0 if found == 0 else solve(lambda share: 1 - at_most(found - 1, share) < tail)
+    upper = 1.0 if found == samples else solve(lambda share: at_most(found, share) > tail)
+    return lower, upper
 
 
 def quantile_interval(samples: NDArray[np.float64], quantile: float) -> tuple[float, float] | None:

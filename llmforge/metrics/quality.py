@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import median
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from llmforge.metrics.intervals import Estimate, bootstrap
-from llmforge.metrics.record import Figures
+from llmforge.metrics.intervals import (
+    Estimate,
+    bootstrap,
+    bootstrap_means,
+    bootstrap_quantiles,
+    quantile_interval,
+    share_interval,
+)
+from llmforge.metrics.record import Figures, Record
+from llmforge.metrics.token_records import DocumentTokens, WindowScores, keep
 from llmforge.metrics.tokens import Floats, TokenValue
 
 MOST_DOCUMENTS = 10_000  # of an evaluation; as many bound their figures in 3 s, when `verify` makes them again
+PROMPT_TOKENS, ANSWER_TOKENS = 32, 128  # of answers that are compared: of a document, and after it at most
 
-TokenScores = Mapping[str, NDArray[Any]]  # of each token of a text [R], by the name of its value
+# What is measured: each token of the text; some of them again, read one by one, as a decode step does; greedy answers.
+Source = Literal["text", "decode_tokens", "samples"]  # the latter two as a recipe asks for them
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A value of each token that is no comparison of two logits; a report keeps its sum under `name`."""
+
+    name: str
 
 
 @dataclass(frozen=True)
 class OfSums:
     """A figure that sums over tokens are enough for, of all documents, of one, or of a resample."""
 
-    values: tuple[TokenValue, ...]
+    values: tuple[TokenValue | Summed, ...]
     figure: Callable[..., Floats]  # makes figures [r] of the number of tokens [r] and the sum of each value [r]
     finish: Callable[[float], float] = float  # monotone; applied to a figure and to its bounds
     bounded: bool = True  # with an interval, so that a gate can decide on it
+    source: Source = "text"
+
+    @property
+    def decides(self) -> bool:
+        """Whether a gate can decide on it."""
+        return self.bounded
 
     def of(self, sums: DocumentSums) -> float:
         """Make the figure of one document."""
@@ -40,6 +63,9 @@ class OfSums:
 class OfTokens:
     """A figure of a value of all tokens [N], with no interval."""
 
+    decides: ClassVar[bool] = False
+    source: ClassVar[Source] = "text"
+
     value: TokenValue
     figure: Callable[[Floats], float]
 
@@ -49,8 +75,42 @@ class OfTokens:
 
 
 @dataclass(frozen=True)
+class Quantile:
+    """The value that so large a share of all tokens does not exceed; between two tokens linearly, as numpy has it."""
+
+    decides: ClassVar[bool] = True
+    source: ClassVar[Source] = "text"
+
+    value: TokenValue
+    share: float
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """The mean of a value over tokens with about as much context before them: a curve."""
+
+    decides: ClassVar[bool] = False
+    source: ClassVar[Source] = "text"
+
+    value: TokenValue
+
+
+@dataclass(frozen=True)
+class OfAnswers:
+    """A figure of greedy answers, each of another document."""
+
+    decides: ClassVar[bool] = True
+    source: ClassVar[Source] = "samples"
+
+    figure: Callable[[Sequence[Answer]], Estimate]
+
+
+@dataclass(frozen=True)
 class Histogram:
     """Tokens by the logarithm of a value. What lies beyond the ends, and rounding below 0, goes to the end bins."""
+
+    decides: ClassVar[bool] = False
+    source: ClassVar[Source] = "text"
 
     value: TokenValue
     decades: tuple[int, int]  # log10 of both ends
@@ -66,7 +126,7 @@ class Histogram:
         return tuple(int(tokens) for tokens in np.bincount(at, minlength=bins))
 
 
-Form = OfSums | OfTokens | Histogram
+Form = OfSums | OfTokens | Quantile | ByPosition | OfAnswers | Histogram
 
 
 class DocumentSums(Figures):
@@ -78,63 +138,213 @@ class DocumentSums(Figures):
     tokens: int
 
 
+class Segment(Record):
+    """A stretch of a curve."""
+
+    first: int  # tokens of context, the fewest and the most
+    last: int
+    tokens: int  # predicted there
+    figure: Estimate
+
+
+class Answer(Record):
+    """The greedy continuation of the beginning of one document, by the artifact, against the baseline's."""
+
+    document: str
+    prompt_tokens: int
+    tokens: int  # of the artifact's answer, the end of the text included
+    first_difference: int | None  # equal tokens before it; None: the answers are the same
+
+    def same(self, tokens: int) -> bool:
+        """Say if the first so many tokens are the same, as far as the answers go."""
+        return self.first_difference is None or self.first_difference >= tokens
+
+
+class Sample(Record):
+    """Both answers to one prompt, as text."""
+
+    document: str
+    prompt: str
+    shared: str  # how both begin
+    baseline: str  # how each goes on; "" for both: they are the same
+    artifact: str
+
+
 class Quality(Figures):
     """How far the artifact is from the baseline, over all predicted tokens; intervals are over documents."""
 
-    __pydantic_extra__: dict[str, Estimate | float | tuple[int, ...]]
+    __pydantic_extra__: dict[str, Estimate | float | tuple[Segment, ...] | tuple[int, ...]]
 
     context: int  # tokens of the longest window, BOS included
+    scored: Literal["all", "second-half"] = "all"  # of the tokens of each window; see `QualitySpec`
     documents: int
     windows: int
     tokens: int  # predicted ones
     seed: int  # of the bootstrap
+    samples: tuple[Sample, ...] = ()
     per_document: tuple[DocumentSums, ...] = Field(max_length=MOST_DOCUMENTS)
+    per_token: tuple[DocumentTokens, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # of as many as are kept
+    per_document_decoded: tuple[DocumentSums, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # read one by one too
+    answers: tuple[Answer, ...] = Field(default=(), max_length=MOST_DOCUMENTS)
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Write what is long behind the figures."""
         fields: dict[str, Any] = write(self)
-        fields["per_document"] = fields.pop("per_document")
+        for name in ("samples", "answers", "per_document", "per_document_decoded", "per_token"):
+            fields[name] = fields.pop(name)
         return fields
+
+    @property
+    def kept_tokens(self) -> int:
+        """Of how many tokens quantiles and curves are made."""
+        return sum(document.tokens for document in self.per_token)
+
+    def make(self, forms: Mapping[str, Form]) -> dict[str, Any]:
+        """Make the figures of `forms`, by name, of the raw values; what was not asked for is not there.
+
+        Raises:
+            ValueError, LookupError, ArithmeticError: the raw values are none that a measurement gives.
+        """
+        raw = {"text": self.per_document, "decode_tokens": self.per_document_decoded}
+        made: dict[str, Any] = {}
+        for source, sums in raw.items():
+            of_sums = {n: form for n, form in forms.items() if isinstance(form, OfSums) and form.source == source}
+            if of_sums and sums:
+                made |= estimates(of_sums, sums, self.seed)
+        made |= _of_tokens(forms, self.per_token, self.seed)
+        if self.answers:
+            made |= {name: form.figure(self.answers) for name, form in forms.items() if isinstance(form, OfAnswers)}
+        return {name: made[name] for name in forms if name in made}
 
 
 def values(forms: Sequence[Form]) -> tuple[TokenValue, ...]:
-    """List what has to be known of each token, every value once."""
-    found = (form.values if isinstance(form, OfSums) else (form.value,) for form in forms)
-    return tuple({value.name: value for group in found for value in group}.values())
+    """List what has to be known of each token of the text, every value once."""
+    return tuple({value.name: value for form in forms for value in _values(form)}.values())
+
+
+def _values(form: Form) -> Iterator[TokenValue]:
+    if isinstance(form, OfSums):
+        yield from (value for value in form.values if isinstance(value, TokenValue))
+    elif not isinstance(form, OfAnswers):
+        yield form.value
 
 
 def summarize(
-    forms: Mapping[str, Form], scores: Mapping[str, Sequence[TokenScores]], *, context: int, seed: int
+    forms: Mapping[str, Form],
+    scores: Mapping[str, Sequence[WindowScores]],
+    *,
+    context: int,
+    seed: int,
+    scored: Literal["all", "second-half"] = "all",
+    decoded: Mapping[str, Sequence[WindowScores]] | None = None,
+    answers: Sequence[Answer] = (),
+    samples: Sequence[Sample] = (),
 ) -> Quality:
-    """Make the figures of `forms`, by name, with their bounds, from the scores of each document's windows."""
-    of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums)}
-    per_document = tuple(_sums(document, parts, _summed(of_sums)) for document, parts in scores.items())
-    figures: dict[str, Any] = {**estimates(of_sums, per_document, seed)}
-    for name, form in forms.items():
-        if not isinstance(form, OfSums):
-            parts = [part[form.value.name] for windows in scores.values() for part in windows]
-            figures[name] = form.of(np.concatenate(parts))
-    return Quality(
+    """Make the figures of `forms`, by name, with their bounds, from the scores of each document's windows.
+
+    Quantiles and curves are of values as a record keeps them, fp32, so that they can be made again of it.
+    """
+    summed = [form for form in forms.values() if isinstance(form, OfSums)]
+    of_text = [form for form in summed if form.source == "text"]
+    again = [form for form in summed if form.source == "decode_tokens"]
+    per_document = tuple(_sums(document, parts, _summed(of_text)) for document, parts in scores.items())
+    kept = [form for form in forms.values() if not isinstance(form, OfSums)]
+    nothing: dict[str, Any] = {}
+    raw = Quality(
         context=context,
+        scored=scored,
         documents=len(per_document),
         windows=sum(len(windows) for windows in scores.values()),
         tokens=sum(sums.tokens for sums in per_document),
         seed=seed,
         per_document=per_document,
-        **{name: figures[name] for name in forms},
+        per_token=keep(scores, [value.name for value in values(kept)]) if values(kept) else (),
+        per_document_decoded=tuple(_sums(name, parts, _summed(again)) for name, parts in (decoded or {}).items()),
+        answers=tuple(answers),
+        samples=tuple(samples),
+        **nothing,
+    )
+    return Quality(**dict(raw), **raw.make(forms))
+
+
+def _summed(forms: Sequence[OfSums]) -> list[str]:
+    return list(dict.fromkeys(value.name for form in forms for value in form.values))
+
+
+def _of_tokens(forms: Mapping[str, Form], per_token: Sequence[DocumentTokens], seed: int) -> dict[str, Any]:
+    """Make the figures that need the value of every token."""
+    of_tokens = {name: form for name, form in forms.items() if not isinstance(form, OfSums | OfAnswers)}
+    if not of_tokens or not per_token:
+        return {}
+    made: dict[str, Any] = {}
+    for value in values(list(of_tokens.values())):
+        mine = {name: form for name, form in of_tokens.items() if form.value == value}
+        read = [document.values(value.name) for document in per_token]
+        of_all, owners = np.concatenate(read), np.repeat(np.arange(len(read)), [len(each) for each in read])
+        shares = [form.share for form in mine.values() if isinstance(form, Quantile)]
+        bounds = iter(bootstrap_quantiles(of_all, owners, shares, seed=seed) or [] if shares else [])
+        for name, form in mine.items():
+            if isinstance(form, Quantile):
+                made[name] = _within(float(np.quantile(of_all, form.share)), next(bounds, None), len(per_token))
+            elif isinstance(form, ByPosition):
+                made[name] = _curve(of_all, per_token, seed)
+            else:
+                made[name] = form.of(of_all)
+    return made
+
+
+def _curve(of_all: Floats, per_token: Sequence[DocumentTokens], seed: int) -> tuple[Segment, ...]:
+    """Cut a value of all tokens by the context before them, finer at the beginning: 16, 24, 32, 48, 64, 96, …"""
+    context = [document.context for document in per_token]
+    most = max(int(each.max()) for each in context)
+    edges = [1, *sorted(16 * 2**octave * half // 2 for octave in range(most.bit_length()) for half in (2, 3))]
+    edges = [edge for edge in edges if edge <= most]
+    ends = np.cumsum([len(each) for each in context])[:-1]
+    sums, counts = np.zeros((2, len(context), len(edges)))
+    for number, (places, mine) in enumerate(zip(context, np.split(of_all, ends), strict=True)):
+        at = np.searchsorted(edges, places, side="right") - 1
+        sums[number], counts[number] = (np.bincount(at, weights, len(edges)) for weights in (mine, None))
+    bounds = bootstrap_means(sums, counts, seed=seed)
+    return tuple(
+        Segment(
+            first=edge,
+            last=last - 1,
+            tokens=int(counts[:, i].sum()),
+            figure=_within(
+                float(sums[:, i].sum() / counts[:, i].sum()), bounds[i], int(np.count_nonzero(counts[:, i]))
+            ),
+        )
+        for i, (edge, last) in enumerate(zip(edges, [*edges[1:], most + 1], strict=True))
+        if counts[:, i].any()
     )
 
 
-def _summed(forms: Mapping[str, OfSums]) -> list[str]:
-    return [value.name for value in values(list(forms.values()))]
+def _within(value: float, bounds: tuple[float, float] | None, samples: int, of: str = "documents") -> Estimate:
+    """Make an estimate whose bounds hold the figure."""
+    if bounds is None:
+        return Estimate(value=value, low=None, high=None, samples=samples, of=of)
+    return Estimate(value=value, low=min(value, bounds[0]), high=max(value, bounds[1]), samples=samples, of=of)
+
+
+def share_same(answers: Sequence[Answer], tokens: int) -> Estimate:
+    """Estimate how many of the answers have the same first `tokens` tokens."""
+    same = sum(answer.same(tokens) for answer in answers)
+    return _within(same / len(answers), share_interval(same, len(answers)), len(answers), "answers")
+
+
+def median_difference(answers: Sequence[Answer]) -> Estimate:
+    """Estimate the median of how many tokens are the same; of answers that do not differ, all that were asked for."""
+    same = [ANSWER_TOKENS if answer.first_difference is None else answer.first_difference for answer in answers]
+    bounds = quantile_interval(np.array(same, np.float64), 0.5)
+    return _within(float(median(same)), bounds, len(answers), "answers")
 
 
 def estimates(
     forms: Mapping[str, OfSums], per_document: Sequence[DocumentSums], seed: int
 ) -> dict[str, Estimate | float]:
     """Make figures of the sums of each document, and bound them."""
-    names = _summed(forms)
+    names = _summed(list(forms.values()))
     sums = np.array([(d.tokens, *(d.figures[name] for name in names)) for d in per_document], np.float64)
 
     def make(totals: Floats) -> Floats:  # [r, M] to [r, K]
@@ -157,11 +367,11 @@ def exp(nats: float) -> float:
     return math.exp(nats) if nats < math.log(sys.float_info.max) else math.inf
 
 
-def _sums(document: str, parts: Sequence[TokenScores], names: Sequence[str]) -> DocumentSums:
+def _sums(document: str, parts: Sequence[WindowScores], names: Sequence[str]) -> DocumentSums:
     """Sum the values `names` over the windows of a document: floats, or how many are true."""
-    tokens = sum(len(part[names[0]]) for part in parts)
+    tokens = sum(part.tokens for part in parts)
     sums: dict[str, Any] = {}
     for name in names:
-        totals = [part[name].sum().item() for part in parts]
+        totals = [part.values[name].sum().item() for part in parts]
         sums[name] = sum(totals) if isinstance(totals[0], int) else math.fsum(totals)
     return DocumentSums(document=document, tokens=tokens, **sums)

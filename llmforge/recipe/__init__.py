@@ -4,10 +4,20 @@ from llmforge.recipe.schema import (
     CalibrationSpec,
     EngineSpec,
     GateSpec,
+    QualitySpec,
     Recipe,
     ServingSpec,
     ValidationSpec,
     json_schema,
 )
 
-__all__ = ["CalibrationSpec", "EngineSpec", "GateSpec", "Recipe", "ServingSpec", "ValidationSpec", "json_schema"]
+__all__ = [
+    "CalibrationSpec",
+    "EngineSpec",
+    "GateSpec",
+    "QualitySpec",
+    "Recipe",
+    "ServingSpec",
+    "ValidationSpec",
+    "json_schema",
+]

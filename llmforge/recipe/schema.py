@@ -35,6 +35,7 @@ from llmforge.checkpoint import documents
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.metrics import catalog
+from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
 
@@ -130,12 +131,28 @@ class CalibrationSpec(_Section):
 
 
 class QualitySpec(_Section):
-    """Measure perplexity, KL divergence and top-1 agreement of the engine against the checkpoint."""
+    """Measure perplexity, KL divergence, and agreement of the engine with the checkpoint, by document and position."""
 
     data: RecipePath = Field(description="JSON Lines file of {id, text}; must not overlap the calibration data")
     context: int = Field(ge=2, le=2**24, description="tokens per window")
     max_tokens: int | None = Field(
         default=None, ge=1, le=2**40, description="maximum tokens to evaluate, spread over all documents; default: all"
+    )
+    scored: Literal["all", "second-half"] = Field(
+        default="all",
+        description="tokens of each window that count; second-half: as llama.cpp, and full windows alone",
+    )
+    decode_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens, in whole windows, to read one by one as well, through the KV cache; default: none",
+    )
+    samples: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description=f"documents whose first {PROMPT_TOKENS} tokens both models continue by {ANSWER_TOKENS}, greedily; "
+        "default: none",
     )
 
 
@@ -370,6 +387,12 @@ class Recipe(_Section):
             yield self._problem(
                 ("validation", "quality", "context"), f"{quality.context} is above engine.max_context, {longest}"
             )
+        if quality is not None and quality.samples is not None and longest < PROMPT_TOKENS + ANSWER_TOKENS:
+            yield self._problem(
+                ("validation", "quality", "samples"),
+                f"{PROMPT_TOKENS} tokens of each document and {ANSWER_TOKENS} after them exceed engine.max_context, "
+                f"{longest}",
+            )
         if latency is not None and max(latency.prompt_tokens) + latency.output_tokens > longest:
             yield self._problem(
                 ("validation", "latency", "prompt_tokens"),
@@ -377,12 +400,19 @@ class Recipe(_Section):
                 f"engine.max_context, {longest}",
             )
         for metric in self.gates:
-            section = catalog.deciding()[metric].section
+            measured = catalog.deciding()[metric]
+            section = measured.section
             if section is not None and getattr(self.validation, section) is None:
                 yield self._problem(
                     ("gates", metric),
                     "it would not be measured",
                     f"add `validation: {{{section}: …}}`, or remove the gate",
+                )
+            elif isinstance(measured, catalog.QualityMetric) and getattr(quality, measured.source, 0) is None:
+                yield self._problem(
+                    ("gates", metric),
+                    "it would not be measured",
+                    f"set `validation.quality.{measured.source}`, or remove the gate",
                 )
 
     def _target_file(self, path: Path) -> Iterator[Problem]:

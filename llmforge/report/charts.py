@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from llmforge.evaluation.gates import GateResult
-from llmforge.metrics import catalog
+from llmforge.metrics import catalog, units
 from llmforge.metrics.catalog import QualityMetric, TimingMetric
 from llmforge.metrics.latency import Latency, Spread
+from llmforge.metrics.quality import ByPosition, Quality, Segment
 from llmforge.metrics.quality import Histogram as LogHistogram
-from llmforge.metrics.quality import Quality
 from llmforge.report import view
 from llmforge.report.model import BuildRecord, PassRecord, StageRecord
 
@@ -126,6 +126,78 @@ def _histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> H
             for decade in range(low, min(high, last) + 1)
         ),
         marks=tuple(Mark(min(at(value), 100), label) for label, value in marks.items()),
+    )
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One stretch of a curve: left edge and width in percent; figure and bounds as shares of the height."""
+
+    left: float
+    width: float
+    value: float
+    low: float | None
+    high: float | None
+    title: str
+
+    @property
+    def middle(self) -> float:
+        """Where its figure is drawn, in percent."""
+        return self.left + self.width / 2
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure by tokens of context; stretches are of equal width, so that the axis is about logarithmic."""
+
+    title: str
+    description: str
+    bottom: str  # of the vertical axis, as written
+    top: str
+    stretches: tuple[Stretch, ...]
+    ticks: tuple[Mark, ...]
+
+
+def curves(quality: Quality) -> list[Curve]:
+    """Lay out every figure of the catalog that goes by position."""
+    found = [metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures]
+    return [_curve(m, quality.figures[m.name]) for m in found if isinstance(m.form, ByPosition)]
+
+
+def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Curve:
+    figures = [segment.figure for segment in segments]
+    drawn = [bound for figure in figures for bound in (figure.value, figure.low, figure.high) if bound is not None]
+    finite = [bound for bound in drawn if math.isfinite(bound)] or [0.0]
+    # What is better when lower is drawn from 0, so that heights are true to scale; a share would be flat there.
+    bottom, top = (min(0.0, *finite), max(finite)) if metric.better == "lower" else (min(finite), max(finite))
+    span, width = (top - bottom) or 1.0, 100 / len(segments)
+
+    def at(value: float) -> float:
+        return min(max((value - bottom) / span, 0.0), 1.0) if not math.isnan(value) else 0.0
+
+    write = metric.unit.write
+    stretches = tuple(
+        Stretch(
+            left=i * width,
+            width=width,
+            value=at(segment.figure.value),
+            low=None if segment.figure.low is None else at(segment.figure.low),
+            high=None if segment.figure.high is None else at(segment.figure.high),
+            title=f"{write(segment.figure.value)} ({units.interval(segment.figure, write)}) at {segment.first:,} to "
+            f"{segment.last:,} tokens of context, {segment.tokens:,} tokens",
+        )
+        for i, segment in enumerate(segments)
+    )
+    every = math.ceil(len(segments) / 7)  # as many labels as a narrow window has room for
+    first, last = segments[0], segments[-1]
+    return Curve(
+        title=f"{metric.title}, {metric.meaning}",
+        description=f"{metric.title}: {write(first.figure.value)} at {first.first} to {first.last} tokens of context, "
+        f"{write(last.figure.value)} at {last.first} to {last.last}",
+        bottom=write(bottom),
+        top=write(top),
+        stretches=stretches,
+        ticks=tuple(Mark(i * width, f"{segments[i].first:,}") for i in range(0, len(segments), every)),
     )
 
 

@@ -59,6 +59,9 @@ def summary(report: Report) -> RenderableType:
     key = Table.grid(padding=(0, 2))
     for figure in view.key_figures(report):
         key.add_row(Text(figure.title, "dim"), Text(figure.value, "bold"), Text("; ".join(figure.notes)))
+    quality = Table.grid(padding=(0, 2))
+    for title, figures in () if report.quality is None else view.summary_rows(report.quality):
+        quality.add_row(Text(title, "dim"), Text(figures))
     gates = Table.grid(padding=(0, 2))
     for result in report.gates:
         gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.explanation))
@@ -67,7 +70,7 @@ def summary(report: Report) -> RenderableType:
     notes = (*labels, *(Text(f"note: {note}", "dim") for note in report.notes))
     reused = view.reused(report.build)
     cached = (Text(f"reused from the build cache: {reused}", "dim"),) if reused else ()
-    return Group(head, key, *((gates,) if report.gates else ()), *cached, *notes)
+    return Group(head, key, quality, *((gates,) if report.gates else ()), *cached, *notes)
 
 
 def _render(

@@ -14,11 +14,11 @@ from llmforge.base.errors import InputError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
 from llmforge.metrics import catalog
-from llmforge.metrics import quality as qualities
 from llmforge.metrics.catalog import Measured, QualityMetric
 from llmforge.metrics.latency import Latency, Point
-from llmforge.metrics.quality import OfSums, Quality
+from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
+from llmforge.metrics.token_records import KEPT_TOKENS
 from llmforge.recipe import GateSpec
 from llmforge.report import model
 from llmforge.report.model import EngineRecord, Report
@@ -36,9 +36,10 @@ def judge(
 
 
 def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
-    """Make every figure that has an interval, and every verdict, again, in all records of `artifact`.
+    """Make every figure, and every verdict, again, in all records of `artifact`.
 
-    Quality is made of the sums over each document, latency of the time of each token, size of the manifest.
+    Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
+    latency of the time of each token, size of the manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
 
     Raises:
@@ -97,13 +98,14 @@ def _misnamed(artifact: Artifact, report: Report) -> Iterator[str]:
 def _figures(report: Report) -> Iterator[str]:
     """Name the figures of a report that its raw values do not give."""
     if (quality := report.quality) is not None:
-        forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
-        of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums) and name in quality.figures}
         if not quality.per_document:
             yield "quality: no documents"
             return
-        made = qualities.estimates(of_sums, quality.per_document, quality.seed)
-        yield from (name for name, figure in made.items() if not _close(quality.figures[name], figure))
+        yield from _sums(quality)
+        known = (metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures)
+        forms = {metric.name: metric.form for metric in known}
+        made = quality.make(forms)
+        yield from (name for name in forms if name not in made or not _close(quality.figures[name], made[name]))
         counted = quality.documents, quality.tokens
         if counted != (len(quality.per_document), sum(each.tokens for each in quality.per_document)):
             yield "quality: documents or tokens"
@@ -120,6 +122,24 @@ def _figures(report: Report) -> Iterator[str]:
         yield from (f"{what} of latency point {number}" for what in _differing(point, again))
 
 
+def _sums(quality: Quality) -> Iterator[str]:
+    """Name the documents whose sums are not those of their tokens, where all of these were kept."""
+    sums = {each.document: each for each in quality.per_document}
+    kept_once = len({document.document for document in quality.per_token}) == len(quality.per_token)
+    if not kept_once or (quality.kept_tokens < quality.tokens <= KEPT_TOKENS):
+        yield "quality: tokens of some documents"
+    for document in quality.per_token:
+        of_document = sums.get(document.document)
+        if of_document is None or document.tokens > of_document.tokens:
+            yield f"quality: tokens of {document.document[:40]}"
+        elif document.tokens == of_document.tokens:
+            for name in sorted(document.figures.keys() & of_document.figures.keys()):
+                kept = document.values(name)
+                # Each was rounded to fp32, which is within 2⁻²⁴ of it.
+                if abs(kept.sum() - of_document.figures[name]) > 2**-23 * np.abs(kept).sum() + 1e-9:
+                    yield f"quality: {name} of {document.document[:40]}"
+
+
 def _differing(said: Point, made: Point) -> Iterator[str]:
     sides: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(said.figures, made.figures)]
     sides += [(side.figures, made.sides[name].figures) for name, side in said.sides.items()]
@@ -133,6 +153,8 @@ def _close(said: Any, made: Any) -> bool:
         return said.model_fields_set >= made.model_fields_set and all(
             _close(getattr(said, name), getattr(made, name)) for name in type(made).model_fields
         )
+    if isinstance(said, tuple) and isinstance(made, tuple):
+        return len(said) == len(made) and all(map(_close, said, made))
     if isinstance(said, int | float) and isinstance(made, int | float):
         return (math.isnan(said) and math.isnan(made)) or math.isclose(said, made, rel_tol=CLOSE, abs_tol=1e-12)
     return type(said) is type(made) and bool(said == made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Rewritten, Skipped
@@ -11,7 +12,7 @@ from llmforge.metrics import catalog, units
 from llmforge.metrics.catalog import Metric, PointMetric, QualityMetric, TimingMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Latency, Spread
-from llmforge.metrics.quality import OfSums, Quality
+from llmforge.metrics.quality import ByPosition, OfSums, Quality
 from llmforge.report.model import BuildRecord, Report
 
 
@@ -89,10 +90,57 @@ def quality_rows(quality: Quality) -> list[tuple[str, str, str]]:
     return rows
 
 
+def summary_rows(quality: Quality) -> list[tuple[str, str]]:
+    """Write what the summary says of quality beyond the key figures: a title, and its figures in one line."""
+    rows: dict[str, list[str]] = {}
+    for metric in catalog.of_kind(QualityMetric):
+        if metric.row is not None and metric.name in quality.figures:
+            title, label = metric.row
+            rows.setdefault(title, []).append(f"{label} {_brief(metric, quality.figures[metric.name])}".strip())
+    return [(title, "; ".join(parts)) for title, parts in rows.items()]
+
+
+def _brief(metric: QualityMetric, figure: Any) -> str:
+    """Write a figure, or how a curve begins, where it is highest, and how it ends."""
+    write = metric.unit.write
+    if not isinstance(metric.form, ByPosition):
+        return write(value(figure))
+    places = sorted({0, max(range(len(figure)), key=lambda i: figure[i].figure.value), len(figure) - 1})
+    return ", ".join(f"{write(figure[i].figure.value)} at {figure[i].first}–{figure[i].last} tokens" for i in places)
+
+
+def curve_rows(quality: Quality) -> list[tuple[str, str]]:
+    """Write every curve: its title, and the figure of each stretch."""
+    rows = []
+    for metric in catalog.of_kind(QualityMetric):
+        if isinstance(metric.form, ByPosition) and metric.name in quality.figures:
+            parts = (f"{s.first}–{s.last} {metric.unit.write(s.figure.value)}" for s in quality.figures[metric.name])
+            rows.append((f"{metric.title} ({metric.meaning})", ", ".join(parts)))
+    return rows
+
+
+def kept(quality: Quality) -> str:
+    """Say of how many tokens quantiles and curves are made, where that is not all."""
+    if quality.kept_tokens in (0, quality.tokens):
+        return ""
+    return (
+        f"Quantiles, distributions and curves by position: from {units.count(quality.kept_tokens)} of the "
+        f"{units.count(quality.tokens)} tokens, spread over all documents."
+    )
+
+
+def scored(quality: Quality) -> str:
+    """Say which tokens count, where not all do."""
+    if quality.scored == "all":
+        return ""
+    return "Only the second half of each window is scored, as llama.cpp does, and only full windows."
+
+
 def moved_most(quality: Quality, count: int = 5) -> Table:
     """Write what moved the most of documents, in that order: their tokens, how far they moved, and other figures."""
     metrics = [metric for metric in catalog.of_kind(QualityMetric) if metric.decides and metric.name in quality.figures]
-    shown = [(metric, metric.form) for metric in metrics if isinstance(metric.form, OfSums)]
+    of_text = [metric for metric in metrics if metric.source == "text"]
+    shown = [(metric, metric.form) for metric in of_text if isinstance(metric.form, OfSums)]
     shown.sort(key=lambda pair: pair[0] is not catalog.MOVED)
     most = sorted(quality.per_document, key=lambda sums: -shown[0][1].of(sums))[:count]
     rows = [

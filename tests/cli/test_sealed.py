@@ -91,6 +91,26 @@ class TestVerify:
             (lambda r: r["quality"]["per_document"][0].pop("kld"), "raw values"),
             (lambda r: r["quality"]["per_document"][0].update(tokens=0, delta_p_squared=-1e9), "raw values"),
             (lambda r: r["quality"].update(per_document=[]), "no documents"),
+            (lambda r: r["quality"]["kld_p99"].update(value=0.01), "kld_p99"),
+            (lambda r: r["quality"]["kld_p99"].update(high=0.02), "kld_p99"),
+            (lambda r: r["quality"].update(kld_max=0.01), "kld_max"),
+            (lambda r: r["quality"]["kld_histogram"].reverse(), "kld_histogram"),
+            (lambda r: r["quality"]["kld_by_position"][-1]["figure"].update(value=0.01), "kld_by_position"),
+            (lambda r: r["quality"]["kld_by_position"].pop(), "kld_by_position"),
+            (lambda r: r["quality"]["kld_decode"].update(value=0.01), "kld_decode"),
+            (lambda r: r["quality"]["greedy_same_32"].update(low=0.9), "greedy_same_32"),
+            (lambda r: r["quality"]["answers"][0].update(first_difference=99), "greedy_same_32"),
+            (lambda r: r["quality"].update(answers=[]), "greedy_same_32"),
+            (lambda r: r["quality"].update(per_token=[]), "kld_p99"),
+            (lambda r: r["quality"]["per_token"].pop(), "kld_median"),
+            (lambda r: r["quality"]["per_token"].append(r["quality"]["per_token"][0]), "tokens of some documents"),
+            (lambda r: r["quality"]["per_token"].pop(), "tokens of some documents"),
+            (lambda r: r["quality"]["per_token"][0].update(kld="AAAA"), "raw values"),
+            (lambda r: r["quality"]["per_token"][0].update(kld=r["quality"]["per_token"][1]["kld"]), "kld of guide-0"),
+            (lambda r: r["quality"]["per_token"][0].update(kld="?"), "raw values"),
+            (lambda r: r["quality"]["per_token"][0].update(windows=[[1, 10**9]]), "raw values"),
+            (lambda r: r["quality"]["per_token"][0].update(windows=[[10**9, 50]]), "kld_by_position"),
+            (lambda r: r["quality"]["per_token"][0].update(document="other"), "tokens of other"),
             (lambda r: r["latency"]["points"][0]["tpot_speedup"].update(value=99.0), "tpot_speedup"),
             (lambda r: r["gates"].pop(), "gates"),
             (lambda r: r["gates"][0].update(limit=9.0), "gates"),
@@ -110,6 +130,14 @@ class TestVerify:
         text = " ".join(done.stderr.split())
         assert "does not follow from what was measured" in text
         assert said in text
+
+    @pytest.mark.parametrize("windows", [[[1, 10**12]], [[10**18, 50]], [[-60, 50]], [[1, 0]]])
+    def test_places_of_tokens_that_no_text_has(self, tmp_path: Path, windows: list[list[int]]) -> None:
+        made = put(tmp_path).path
+        rewrite_record(made, lambda r: r["quality"]["per_token"][0].update(windows=windows))
+        done = call("verify", made)
+        assert done.exit_code == 5
+        assert "not a report of this version: quality.per_token.0.windows" in " ".join(done.stderr.split())
 
     @pytest.mark.parametrize("field", ["created", "versions", "machine", "target", "notes"])
     def test_edited_words_change_the_name_of_the_record(self, tmp_path: Path, field: str) -> None:

@@ -137,6 +137,14 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("kld_mean: {max: 0.03}", "kld_mean: {max: .inf}", "15:19", "'.inf' is not a finite number", None),
     ("quality: {data: evaluation.jsonl, context: 128}\n  ", "", "14:3", "gates.kld_mean: it would not be measured",
      "add `validation: {quality: …}`, or remove the gate"),
+    ("kld_mean: {max: 0.03}", "kld_decode_added: {max: 0.01}", "15:3", "gates.kld_decode_added: it would not be "
+     "measured", "set `validation.quality.decode_tokens`, or remove the gate"),
+    ("kld_mean: {max: 0.03}", "greedy_same_32: {min: 0.5}", "15:3", "gates.greedy_same_32: it would not be measured",
+     "set `validation.quality.samples`, or remove the gate"),
+    ("context: 128", "context: 128, samples: 0", "12:51", "validation.quality.samples: must be greater than or equal "
+     "to 1, not 0", None),
+    ("context: 128", "context: 128, scored: half", "12:51", "validation.quality.scored: must be 'all' or "
+     "'second-half', not \"half\"", "did you mean 'all'?"),
     ("kld_mean: {max: 0.03}", "top1_agrement: {min: 0.9}", "15:3", "gates.top1_agrement", "did you mean "
      "'top1_agreement'?"),
     ("prompt_tokens: [32, 128]", "prompt_tokens: [32, 250]", "13:13", "validation.latency.prompt_tokens: 250 "
@@ -169,6 +177,13 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("  - lay-ground\n", "", "9:5", "passes.squeeze-weights: requires 'ground', which no earlier pass "
      "provides", "put lay-ground before it"),
 ]  # fmt: skip
+
+
+def test_answers_need_room_in_the_context(tmp_path: Path) -> None:
+    path = write(tmp_path, VALID.replace("context: 128", "context: 128, samples: 5"))
+    assert Recipe.load(path).validation.quality.samples == 5  # type: ignore[union-attr]
+    with pytest.raises(RecipeError, match=r"samples: 32 tokens of each document and 128 after them exceed .* 159"):
+        Recipe.load(path, ["engine.max_context=159", "validation.latency.prompt_tokens=[32]"])
 
 
 @pytest.mark.parametrize(("old", "new", "place", "says", "hint"), WRONG, ids=[new for _, new, *_ in WRONG])
@@ -300,7 +315,7 @@ def test_a_wrong_value_of_an_override_is_placed_at_the_override(tmp_path: Path) 
     [
         ("engine.max_contxt=5", "no key 'engine.max_contxt'; known: backend", "did you mean 'max_context'?"),
         ("engin.max_context=5", "no key 'engin'; known: schema", "did you mean 'engine'?"),
-        ("gates.kld.max=1", "no key 'gates.kld'; known: perplexity_ratio", "did you mean 'kld_mean'?"),
+        ("gates.kldmean.max=1", "no key 'gates.kldmean'; known: perplexity_ratio", "did you mean 'kld_mean'?"),
         ("validation.quality.contxt=1", "no key 'validation.quality.contxt'", "did you mean 'context'?"),
         ("name.first=x", "'name' has no keys", None),
         ("passes.squeeze.bits=4", "no pass 'squeeze'; its passes: tidy-up", "did you mean 'squeeze-weights'?"),

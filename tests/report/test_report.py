@@ -14,6 +14,8 @@ from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.quality import Sample
+from llmforge.metrics.token_records import DocumentTokens
 from llmforge.recipe import GateSpec
 from llmforge.report import charts, render, view
 from llmforge.report.model import Report, ReusedRecord
@@ -114,7 +116,7 @@ def test_page_stands_alone() -> None:
 def test_page_is_accessible() -> None:
     page = Page(render.to_html(reports.make()))
     svgs = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(svgs) == 4 + 1 + 8 + 8 + 4  # gates, histogram, latency, passes, stages
+    assert len(svgs) == 4 + 1 + 1 + 8 + 8 + 4  # gates, histogram, curve, latency, passes, stages
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in svgs)
     assert [tag for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)][:2] == ["h1", "h2"]
     assert ("html", {"lang": "en"}) in page.tags
@@ -139,7 +141,12 @@ def hostile() -> Report:
         notes=(HOSTILE,),
         recipe={HOSTILE: HOSTILE},
         quality=reports.QUALITY.model_copy(
-            update={"per_document": (reports.QUALITY.per_document[0].model_copy(update={"document": HOSTILE}),)}
+            update={
+                "per_document": (reports.QUALITY.per_document[0].model_copy(update={"document": HOSTILE}),),
+                "samples": (
+                    Sample(document=HOSTILE, prompt=HOSTILE, shared=HOSTILE, baseline=HOSTILE, artifact=HOSTILE),
+                ),
+            }
         ),
     )
 
@@ -147,7 +154,7 @@ def hostile() -> Report:
 def test_hostile_names_stay_text_in_html() -> None:
     page = Page(render.to_html(hostile()))
     assert "script" not in {tag for tag, _ in page.tags}
-    assert page.text.count("<script>alert(1)</script>") >= 8
+    assert page.text.count("<script>alert(1)</script>") >= 14
 
 
 def test_hostile_names_stay_text_in_markdown() -> None:
@@ -254,6 +261,49 @@ def test_histogram_shows_all_tokens_at_their_place() -> None:
     assert ticks["1e-3"] < tallest.left < ticks["0.01"]
     marks = {mark.label: mark.at for mark in plot.marks}
     assert ticks["0.01"] < marks["median"] < marks["mean"] < ticks["0.1"] < marks["99 %"] < ticks["1"]
+
+
+def test_a_curve_shows_every_stretch_at_its_height() -> None:
+    (plot,) = charts.curves(reports.QUALITY)
+    assert [tick.label for tick in plot.ticks] == ["1", "16", "24", "384"]
+    assert [stretch.left for stretch in plot.stretches] == [0, 25, 50, 75]
+    heights = [stretch.value for stretch in plot.stretches]
+    assert heights == pytest.approx([0.0188 / 0.0257, 0.0193 / 0.0257, 0.0199 / 0.0257, 1])  # from 0
+    assert plot.stretches[0].low == pytest.approx(0.0171 / 0.0257)
+    assert plot.stretches[-1].low is None
+    assert (plot.bottom, plot.top) == ("0", "0.0257")
+    text = Page(render.to_html(reports.make())).text
+    assert "Mean KLD by position, by tokens of context" in text
+
+
+def test_the_summary_has_tails_positions_steps_and_answers() -> None:
+    text = shown(reports.make())
+    for line in ("KLD of tokens         median 0.0114; 90 % 0.0498; 95 % 0.0713; 99 % 0.119; 99.9 % 0.412; largest",
+                 "Top-5 agreement       mean 93.1 %",
+                 "KLD by position       0.0188 at 1–15 tokens, 0.0257 at 384–511 tokens",
+                 "Decode steps          KLD 0.0218; in prefill 0.0209; added 0.000900",
+                 "Greedy answers        same first 32 tokens 75.0 %; same first 128 tokens 50.0 %"):  # fmt: skip
+        assert line in text
+
+
+def test_answers_stand_side_by_side_with_their_difference_marked() -> None:
+    page = render.to_html(reports.make())
+    assert "<p> the whole interval <mark>lies within its limit.</mark></p>" in page
+    assert "<p> the whole interval <mark>is inside of it.</mark></p>" in page
+    assert "<strong>guide-0</strong>: differs after 20 characters" in page
+    assert "<strong>guide-1</strong>: the same" in page
+    markdown = render.to_markdown(reports.make())
+    assert "- artifact goes on: is inside of it." in markdown
+
+
+def test_what_was_scored_and_kept_is_said() -> None:
+    tokens = DocumentTokens(document="guide-0", windows=((1, 300), (1, 200)))  # type: ignore[call-arg]
+    update = {"scored": "second-half", "per_token": (tokens,)}
+    report = reports.make(quality=reports.QUALITY.model_copy(update=update))
+    for text in (Page(render.to_html(report)).text, render.to_markdown(report)):
+        assert "Only the second half of each window is scored, as llama.cpp does" in text
+        assert "from 500 of the 65,893 tokens" in text
+    assert "second half" not in render.to_markdown(reports.make())
 
 
 def test_equal_reasons_are_told_once() -> None:

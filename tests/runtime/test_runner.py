@@ -95,14 +95,14 @@ def test_a_long_prompt_in_chunks_gives_the_same_tokens(loaded, monkeypatch):
     assert tokens(list(loaded.generate(ids, options))) == whole == greedy_by_definition(loaded, ids, 10)
 
 
-def test_logits_of_a_text_come_in_chunks(loaded, monkeypatch):
+def test_logits_of_a_text_come_in_chunks(loaded):
     ids = prompt(30, seed=2)
     whole = loaded.logits(ids)
     assert whole.shape == (30, VOCABULARY)
-    monkeypatch.setattr(runner, "LOGITS_CHUNK", 8)
-    pieces = list(loaded.logits_chunks(ids))
+    pieces = list(loaded.logits_chunks(ids, step_tokens=8))
     assert [piece.shape[0] for piece in pieces] == [8, 8, 8, 6]
     np.testing.assert_allclose(np.concatenate(pieces), whole, atol=1e-4)
+    np.testing.assert_allclose(loaded.logits(ids, step_tokens=1), whole, atol=1e-4)
     assert tokens(list(loaded.generate(ids, Sampling(max_tokens=1, ignore_eos=True)))) == [whole[-1].argmax()]
     np.testing.assert_array_equal(loaded.logits(prompt(SPEC.max_context)).shape, (SPEC.max_context, VOCABULARY))
 

@@ -109,16 +109,21 @@ class Runner:
             raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings")
         return self._steps([tuple(prompt) for prompt in prompts], samplings)
 
-    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Give the logits after every token of `ids`, fp32 [S, V]."""
-        return np.concatenate(list(self.logits_chunks(ids)))
+    def logits(self, ids: Sequence[int], step_tokens: int | None = None) -> NDArray[np.float32]:
+        """Give the logits after every token of `ids`, fp32 [S, V], reading at most `step_tokens` a step.
 
-    def logits_chunks(self, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Give the logits after every token of `ids` in chunks of at most `LOGITS_CHUNK` rows: fp32 [rows, V]."""
+        None: `LOGITS_CHUNK`. With 1 every token but the first is read by a decode step, which finds all before it in
+        the KV cache.
+        """
+        return np.concatenate(list(self.logits_chunks(ids, step_tokens)))
+
+    def logits_chunks(self, ids: Sequence[int], step_tokens: int | None = None) -> Iterator[NDArray[np.float32]]:
+        """Give the logits after every token of `ids` in chunks of at most `step_tokens` rows: fp32 [rows, V]."""
         check_tokens(ids, self.config.max_context, self.config.vocabulary)
         with self._lease(1) as cache:
             tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
-            size = min(LOGITS_CHUNK, self.session.longest_step or LOGITS_CHUNK)
+            wanted = step_tokens or LOGITS_CHUNK
+            size = min(wanted, self.session.longest_step or wanted)
             for start in range(0, len(ids), size):
                 chunk, past = tokens[:, start : start + size], np.array([start], np.int32)
                 yield self.session.step(chunk, past, cache, np.arange(chunk.shape[1]), text_lengths=whole)[0]
