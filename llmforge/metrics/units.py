@@ -78,12 +78,13 @@ class Unit:
 
     name: str
     write: Callable[[float], str]
+    highest: float = math.inf  # that such a figure can be; the lowest is 0
 
 
 TOKENS = Unit("tokens to choose from", lambda value: f"{value:.3f}")
 RATIO = Unit("ratio", lambda value: f"{value:.4f}")
 SPEEDUP = Unit("ratio", times)
-SHARE = Unit("share, 0 to 1", percent)
+SHARE = Unit("share, 0 to 1", percent, highest=1.0)
 NATS = Unit("nats", significant)
 NATS_A_TOKEN = Unit("nats per token", significant)
 MILLISECONDS = Unit("ms", ms)

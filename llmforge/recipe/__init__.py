@@ -8,6 +8,16 @@ from llmforge.recipe.schema import (
     ServingSpec,
     ValidationSpec,
     json_schema,
+    misdirected,
 )
 
-__all__ = ["CalibrationSpec", "EngineSpec", "GateSpec", "Recipe", "ServingSpec", "ValidationSpec", "json_schema"]
+__all__ = [
+    "CalibrationSpec",
+    "EngineSpec",
+    "GateSpec",
+    "Recipe",
+    "ServingSpec",
+    "ValidationSpec",
+    "json_schema",
+    "misdirected",
+]
