@@ -16,7 +16,7 @@ import numpy as np
 
 from llmforge.metrics.intervals import RESAMPLES, SMALLEST_SAMPLE
 from llmforge.metrics.quality import DocumentSums, OfSums
-from llmforge.metrics.tokens import Floats
+from llmforge.metrics.tokens import REFERENCE_NLL, Floats
 
 SAME_BASELINE = 1e-4  # relative; the baseline's fp32 logits differ by less between processors
 _CHUNK = 2**20  # draws at once: 8 MB of indices, and the order of the seed is kept
@@ -130,7 +130,7 @@ def _same(ours: DocumentSums, theirs: DocumentSums | None) -> bool:
         return False
     # The same text in another cut, or beside another checkpoint, has another likelihood.
     sums: list[Mapping[str, float]] = [ours.figures, theirs.figures]
-    here, there = (each.get("baseline_nll", math.nan) for each in sums)
+    here, there = (each.get(REFERENCE_NLL.name, math.nan) for each in sums)
     return math.isclose(here, there, rel_tol=SAME_BASELINE)
 
 

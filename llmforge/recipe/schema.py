@@ -182,7 +182,9 @@ class ServingSpec(_Section):
     speculation: Literal["off", "prompt-lookup"] | None = Field(
         default=None, description="speculative decoding with tokens copied from the prompt"
     )
-    timeout_s: float | None = Field(default=None, gt=0, description="default deadline of a request")
+    timeout_s: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="default deadline of a request"
+    )
     triton: TritonSpec = Field(default_factory=TritonSpec)
 
     @model_validator(mode="after")
@@ -208,13 +210,19 @@ class ServingSpec(_Section):
 class GateSpec(_Section):
     """Limits of a metric, and of what it may lose against an earlier artifact (`llmforge gate --against`)."""
 
-    min: float | None = Field(default=None, description="minimum value to pass")
-    max: float | None = Field(default=None, description="maximum value to pass")
+    min: float | None = Field(default=None, allow_inf_nan=False, description="minimum value to pass")
+    max: float | None = Field(default=None, allow_inf_nan=False, description="maximum value to pass")
     drop_max: float | None = Field(
-        default=None, gt=0, description="maximum drop against an earlier artifact; of a metric whose better is higher"
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="maximum drop against an earlier artifact; of a metric whose better is higher",
     )
     rise_max: float | None = Field(
-        default=None, gt=0, description="maximum rise against an earlier artifact; of a metric whose better is lower"
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="maximum rise against an earlier artifact; of a metric whose better is lower",
     )
 
     @model_validator(mode="after")
