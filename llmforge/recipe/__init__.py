@@ -3,6 +3,7 @@
 from llmforge.recipe.schema import (
     CalibrationSpec,
     EngineSpec,
+    GatesFile,
     GateSpec,
     Recipe,
     ServingSpec,
@@ -15,6 +16,7 @@ __all__ = [
     "CalibrationSpec",
     "EngineSpec",
     "GateSpec",
+    "GatesFile",
     "Recipe",
     "ServingSpec",
     "ValidationSpec",

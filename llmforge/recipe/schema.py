@@ -255,6 +255,37 @@ def misdirected(metric: str, gate: GateSpec) -> tuple[str, str] | None:
     return f"`{wrong}` would limit an improvement: {better} is better", f"use `{right}`"
 
 
+class GatesFile(_Section):
+    """Gates of a release, beside or in place of those of a recipe; a YAML file."""
+
+    baseline: str | None = Field(
+        default=None, description="artifact that the release is held against, or `latest-passed`, as --against"
+    )
+    gates: dict[Annotated[str, AfterValidator(_known_metric)], GateSpec] = Field(
+        description="limits that the release must meet", json_schema_extra=_known_metrics
+    )
+
+    @classmethod
+    def load(cls, path: Path) -> GatesFile:
+        """Read the file at `path`.
+
+        Raises:
+            RecipeError: it does not validate; the message names file, line, column and key of each problem.
+        """
+        source = read(path)
+        schema = cls.model_json_schema()
+        try:
+            found = cls.model_validate_json(json.dumps(source.data))
+        except ValidationError as error:
+            raise collect(describe(error, source, schema)) from None
+        wrong = [(metric, misdirected(metric, gate)) for metric, gate in found.gates.items()]
+        if problems := [
+            Problem(source.where(("gates", metric)), f"gates.{metric}", *why) for metric, why in wrong if why
+        ]:
+            raise collect(problems)
+        return found
+
+
 class PassSpec(_Section):
     """One entry of `passes`, as written: a bare name, or a name with options."""
 
