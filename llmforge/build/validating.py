@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
-from llmforge.evaluation.gates import ALPHA, Verdict
+from llmforge.evaluation.gates import Verdict
 from llmforge.metrics.quality import DocumentSums
 from llmforge.recipe import GateSpec, Recipe
 from llmforge.report import model as records
@@ -34,8 +34,6 @@ from llmforge.report import release, render
 from llmforge.report.release import Judgement, Look, Pairs, Subject
 from llmforge.runtime import load as load_runner
 from llmforge.runtime.backends.config import FILE, RuntimeConfig, physical_cores
-
-GROWTH = 2  # times as many documents at each look: few looks, and at most twice as many documents as were needed
 
 
 def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> BuildResult:
@@ -159,7 +157,7 @@ def decide(
         )
     baseline = Baseline(checkpoint, threads=recipe.engine.threads or physical_cores())
     looks: list[Look] = []
-    for size, alpha in schedule(len(ours), total):
+    for size, alpha in gates.schedule(len(ours), total):
         progress.stage(f"Measure up to {size} documents")
         while len(ours) < size:
             progress.advance(len(ours), size)
@@ -172,17 +170,6 @@ def decide(
         if judged.verdict is not Verdict.INCONCLUSIVE:
             break
     return judged.model_copy(update={"looks": tuple(looks)})
-
-
-def schedule(first: int, total: int) -> Iterator[tuple[int, float]]:
-    """Say at how many documents to look, and at what alpha: their sum is `ALPHA`."""
-    size, before = max(first, 1), 0
-    while True:
-        size = min(size, total)
-        yield size, ALPHA * (size - before) / total
-        if size == total:
-            return
-        size, before = size * GROWTH, size
 
 
 def _recorded(ours: Subject, against: Subject | None) -> Pairs:

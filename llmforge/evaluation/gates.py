@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal
@@ -22,6 +22,8 @@ from llmforge.recipe import GateSpec
 
 ALPHA = (1 - CONFIDENCE) / 2  # one-sided: how often a gate passes wrongly, at most, where the true figure is at it
 POWER = 0.8  # how likely the named sample size is to decide, if the figure stays where it is
+
+GROWTH = 2  # times as many documents at each look: few looks, and at most twice as many documents as were needed
 
 
 Bound = Literal["min", "max", "drop_max", "rise_max"]
@@ -126,6 +128,17 @@ def overall(results: Sequence[GateResult]) -> Verdict:
     return next((v for v in (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS) if v in verdicts), Verdict.NONE)
 
 
+def schedule(first: int, total: int) -> Iterator[tuple[int, float]]:
+    """Say at how many documents to look, and at what alpha: their sum is `ALPHA`. Too few to decide are no look."""
+    size, before = max(first, SMALLEST_SAMPLE), 0
+    while True:
+        size = min(size, total)
+        yield size, ALPHA * (size - before) / total
+        if size == total:
+            return
+        size, before = size * GROWTH, size
+
+
 @dataclass(frozen=True)
 class _Trial:
     """One limit, and the figure that it is held against."""
@@ -210,6 +223,8 @@ class _Trial:
         if inside and self.p_within <= self.alpha * (1 + 1e-9):
             return self._result(Verdict.PASS, None, f"{interval} is {self._wanted}", **facts)
         if outside and fails:
+            if self.against is not None:
+                return self._result(Verdict.FAIL, None, f"{interval}; allowed is {self._wanted}", **facts)
             side = "above" if self.upper else "below"
             return self._result(Verdict.FAIL, None, f"{interval} is {side} {_number(self.edge)}", **facts)
         needed = self._needed(found, low, high)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -166,9 +167,14 @@ def resampled(
 
 def _wider(studentized: Floats, freedom: int) -> Floats:
     """Move ascending values [R] out to the quantiles of Student's t, where these lie further from 0."""
-    levels = (np.arange(len(studentized)) + 0.5) / len(studentized)
-    student = student_quantiles(levels, freedom)
-    return np.where(levels < 0.5, np.minimum(studentized, student), np.maximum(studentized, student))
+    student = _student(len(studentized), freedom)
+    return np.where(student < 0, np.minimum(studentized, student), np.maximum(studentized, student))
+
+
+@lru_cache(maxsize=8)
+def _student(count: int, freedom: int) -> Floats:
+    """`count` evenly spread quantiles of Student's t, ascending."""
+    return student_quantiles((np.arange(count) + 0.5) / count, freedom)
 
 
 def student_quantiles(levels: Floats, freedom: int) -> Floats:
