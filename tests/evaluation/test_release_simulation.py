@@ -19,7 +19,7 @@ from .. import releases
 
 RELEASES = 2000
 ERROR = 3 * math.sqrt(ALPHA * (1 - ALPHA) / RELEASES)  # Monte Carlo
-RESAMPLES = 999
+RESAMPLES = 499
 
 
 class Population:
@@ -55,7 +55,7 @@ def test_a_release_at_the_margin_passes_and_fails_by_chance_alone(name: str, bou
     population = Population(name)
     gates = {name: GateSpec.model_validate({bound: abs(population.truth)})}
     verdicts = [
-        passes(gates, {name: population.of(places, seed)}) for seed, places in enumerate(releases.drawn(RELEASES, 56))
+        passes(gates, {name: population.of(places, seed)}) for seed, places in enumerate(releases.drawn(RELEASES, 40))
     ]
     assert 0 < verdicts.count(Verdict.PASS) / RELEASES <= ALPHA + ERROR
     assert 0 < verdicts.count(Verdict.FAIL) / RELEASES <= ALPHA + ERROR
@@ -76,7 +76,7 @@ def test_five_gates_pass_wrongly_no_more_often_than_one_and_fail_no_more_often()
         "top1_agreement": GateSpec(drop_max=at["top1_agreement"]),
     }
     passed, failed = 0, 0
-    for seed, places in enumerate(releases.drawn(RELEASES, 56)):
+    for seed, places in enumerate(releases.drawn(RELEASES, 40)):
         differences = {name: population.of(places, seed) for name, population in moved.items()}
         resampled = {name: population.of(places, seed) for name, population in alone.items()}
         passed += passes(wide, differences, resampled=resampled) is Verdict.PASS
@@ -88,11 +88,11 @@ def test_five_gates_pass_wrongly_no_more_often_than_one_and_fail_no_more_often()
 def test_looking_again_and_again_costs_no_validity() -> None:
     population = Population("kld_mean")
     gates = {"kld_mean": GateSpec(rise_max=population.truth)}
-    looks = list(schedule(12, 96))
-    assert [size for size, _ in looks] == [12, 24, 48, 96]
+    looks = list(schedule(10, 80))
+    assert [size for size, _ in looks] == [10, 20, 40, 80]
     assert sum(alpha for _, alpha in looks) == pytest.approx(ALPHA)
     passed = naive = 0
-    for seed, places in enumerate(releases.drawn(RELEASES, 96)):
+    for seed, places in enumerate(releases.drawn(RELEASES, 80)):
         found = [(population.of(places[:size], seed), alpha) for size, alpha in looks]
         ends = (
             overall(judge(gates, {}, earlier=Earlier("tiny/0", {"kld_mean": each}, {}), alpha=alpha))
@@ -114,9 +114,9 @@ def test_power_without_a_difference_is_what_the_report_says() -> None:
     truth = Population("kld_mean").truth
     population = Population("kld_mean", shift=-truth)
     assert population.truth == pytest.approx(0, abs=1e-12)
-    margin = population.of(np.arange(56), 0).detectable(ALPHA, 0.8)
+    margin = population.of(np.arange(56), 0).detectable(ALPHA, 0.8) * math.sqrt(56 / 40)
     said, passed = [], 0
-    for seed, places in enumerate(releases.drawn(RELEASES, 56)):
+    for seed, places in enumerate(releases.drawn(RELEASES, 40)):
         (result,) = judge(
             {"kld_mean": GateSpec(rise_max=margin)},
             {},
@@ -131,29 +131,34 @@ def test_power_without_a_difference_is_what_the_report_says() -> None:
 
 def test_an_unpaired_test_needs_several_times_the_documents() -> None:
     """Each side on documents of its own: the variances add up, and what documents share is not cancelled."""
-    truth = Population("kld_mean").truth
-    paired = Population("kld_mean", shift=-truth)
-    width = paired.sums.shape[1] // 2
-    rng = np.random.default_rng(0)
+    left, right = (
+        np.array([(each.tokens, each.figures["nll"]) for each in releases.documents(side)]) for side in ("rtn", "gptq")
+    )
+    left[:, 1] -= left[:, 0] * (left[:, 1].sum() - right[:, 1].sum()) / left[:, 0].sum()  # no difference
 
-    def unpaired(places: np.ndarray, seed: int) -> Resampled:
-        others = rng.permutation(places)
-        return resampling.resampled(
-            np.concatenate([paired.sums[places][:, :width], paired.sums[others][:, width:]], 1),
-            paired.statistic, seed=seed, resamples=RESAMPLES,
-        )  # fmt: skip
+    def statistic(totals: Floats) -> Floats:
+        return totals[:, 1] / totals[:, 0] - totals[:, 3] / totals[:, 2]
 
-    documents, count = 28, 400
-    margin = paired.of(np.arange(56), 0).detectable(ALPHA, 0.8) * math.sqrt(56 / documents)
+    def measure(ours: np.ndarray, theirs: np.ndarray, seed: int) -> Resampled:
+        sums = np.concatenate([left[ours], right[theirs]], 1)
+        return resampling.resampled(sums, statistic, seed=seed, resamples=RESAMPLES)
 
-    def power(size: int, measure: Callable[[np.ndarray, int], Resampled]) -> float:
-        drawn = enumerate(releases.drawn(count, size))
-        return sum(measure(places, seed).p_below(margin) <= ALPHA for seed, places in drawn) / count
+    everything = np.arange(56)
+    margin = measure(everything, everything, 0).detectable(ALPHA, 0.8)
+    rng, count = np.random.default_rng(1), 200
 
-    assert power(documents, paired.of) > 0.65
-    assert power(documents, unpaired) < 0.5
-    assert power(2 * documents, unpaired) < power(documents, paired.of)
-    # Of likelihoods, where documents differ the most, a hundred times as many.
-    nll = {side: np.array([d.figures["nll"] / d.tokens for d in releases.documents(side)]) for side in ("rtn", "gptq")}
-    apart = nll["rtn"].var() + nll["gptq"].var()
-    assert apart / (nll["rtn"] - nll["gptq"]).var() > 100
+    def power(size: int, *, paired: bool) -> float:
+        found = [
+            measure(places, places if paired else rng.integers(0, 56, size), seed)
+            for seed, places in enumerate(releases.drawn(count, size))
+        ]
+        return sum(each.p_below(margin) <= ALPHA for each in found) / count
+
+    assert power(56, paired=True) > 0.7
+    assert power(8 * 56, paired=False) < 0.2
+    # Of KLD, which each side has of the same baseline already, two to three times as many.
+    kld = catalog.deciding()["kld_mean"].form  # type: ignore[union-attr]
+    assert isinstance(kld, OfSums)
+    sides = [releases.documents(side) for side in ("rtn", "gptq")]
+    apart = sum(resampling.figure(kld, side, seed=0).error ** 2 for side in sides)
+    assert 2 < apart / resampling.difference(kld, *sides, seed=0).error ** 2 < 3
