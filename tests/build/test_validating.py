@@ -34,6 +34,7 @@ def test_measured_again_and_until_it_is_decided(
     file.write_text(json.dumps(recipe))
     built = invoke("build", file, "--quiet")
     assert built.exit_code == 4, built.output  # three documents
+    assert "decided by `llmforge gate`, not by this build" in " ".join(built.stdout.split())
     path = Path(built.stdout.splitlines()[-1])
     reference = f"tiny/{path.name}"
 
