@@ -30,14 +30,14 @@ pytestmark = pytest.mark.xdist_group("environments")  # they are made once
 # The commands that do not work there, and the extras that they name.
 LACKING = {
     "plain": {
-        **dict.fromkeys(("build", "reproduce", "trace", "diff-graph", "passes", "schema"), "build,cpu"),
+        **dict.fromkeys(("build", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build,cpu"),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
     "serving": {
-        **dict.fromkeys(("build", "reproduce", "trace", "diff-graph", "passes", "schema"), "build"),
+        **dict.fromkeys(("build", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build"),
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
@@ -150,10 +150,13 @@ ARGUMENTS: dict[str, Sequence[str]] = {
               "--output-tokens", "4", "-o", "bench.json"],
     "build": ["recipe.yaml", "--out", "built"],
     "cache": ["ls"],
+    "diff": ["artifact", "artifact"],
     "diff-graph": ["a.onnx", "b.onnx"],
     "doctor": [],
     "export": ["only/{only}", "-o", "exported.tar"],
+    "gate": ["only/{only}"],
     "gc": ["--dry-run"],
+    "history": ["only"],
     "import": ["artifact.tar", "--out", "imported"],
     "inspect": ["artifact", "--verify"],
     "ls": ["only"],
@@ -172,6 +175,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "targets": ["l4"],
     "trace": ["checkpoint", "-o", "traced.onnx"],
     "triton": ["artifact", "-o", "repository"],
+    "validate": ["artifact", "--recipe", "recipe.yaml"],
     "verify": ["artifact"],
 }  # fmt: skip
 
@@ -203,6 +207,10 @@ def judge(environment: Environment, command: str, done: subprocess.CompletedProc
     if named is None and command == "reproduce":  # all packages are there; this artifact was made without a build
         assert done.returncode == 5
         assert "built without one" in done.stderr
+        return
+    if named is None and command == "validate":  # … and by another recipe
+        assert done.returncode == 2
+        assert "does not match" in done.stderr
         return
     if named is None:
         assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@
     │   └── RecipeError             2   a recipe does not validate
     ├── GateFailed                  3   built, and a gate failed
     ├── GateInconclusive            4   built, and the data cannot decide a gate
+    ├── EnginePending              10   the engine is not built yet, and so its gates are not decided
     ├── Unavailable                 9   the engine cannot take a request now: full, or shutting down
     ├── InputError                  5   checkpoint or data cannot be used
     │   ├── CheckpointError         5
@@ -67,6 +68,12 @@ class GateInconclusive(ForgeError):
     """The artifact was built and its data cannot decide a gate."""
 
     exit_code = 4
+
+
+class EnginePending(ForgeError):
+    """The engine of the artifact is not built yet: `llmforge build --finish` builds it on the target."""
+
+    exit_code = 10
 
 
 class Unavailable(ForgeError):

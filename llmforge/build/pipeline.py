@@ -32,7 +32,7 @@ from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
-from llmforge.evaluation import footprint
+from llmforge.evaluation import footprint, gates
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.scratch import Scratch
@@ -163,6 +163,8 @@ def make(
         )
     if recipe.validation.quality is None and recipe.validation.latency is None:
         said = (*said, "nothing was measured: the recipe asks for no validation")
+    if any(limit in gate.limits for gate in recipe.gates.values() for limit in gates.RELATIVE):
+        said = (*said, "limits against an earlier artifact are decided by `llmforge gate`, not by this build")
     resolved = recipe.resolved(steps)
     facts = {
         "name": recipe.name,

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from llmforge.base import extras, process
-from llmforge.base.errors import EnvironmentLacks, GateFailed, GateInconclusive, UsageError
+from llmforge.base.errors import EnginePending, EnvironmentLacks, GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.caching import connect, remote_option
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
@@ -171,5 +171,8 @@ def build(
     hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
     if result.report.verdict is Verdict.FAIL:
         raise GateFailed("\n".join(["a gate failed", *undecided]), hint=hint)
+    if result.report.verdict is Verdict.INCONCLUSIVE and result.report.engine.pending:
+        hint = f"on the target: llmforge build --finish {result.path}"
+        raise EnginePending("\n".join(["the engine is not built yet", *undecided]), hint=hint)
     if result.report.verdict is Verdict.INCONCLUSIVE:
         raise GateInconclusive("\n".join(["a gate is inconclusive", *undecided]), hint=hint)

@@ -17,7 +17,18 @@ from llmforge.base import extras, resources, signals
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.base.signals import Interrupted
 from llmforge.base.wording import bounded
-from llmforge.cli import building, caching, inspecting, planning, provenance, registries, running, serving, storing
+from llmforge.cli import (
+    building,
+    caching,
+    inspecting,
+    judging,
+    planning,
+    provenance,
+    registries,
+    running,
+    serving,
+    storing,
+)
 from llmforge.cli.parameters import is_json_log, log_format_option
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
@@ -119,6 +130,7 @@ Exit codes:
   2  wrong usage or recipe        7  a verification failed
   3  a gate failed                8  missing package, tool or device
   4  a gate is inconclusive       9  the engine accepts no requests
+                                 10  the engine is not built yet
   130, 143  interrupted by SIGINT (Ctrl-C), SIGTERM
 """
 
@@ -147,6 +159,10 @@ Exit codes:
         provenance.verify,
         provenance.sign,
         provenance.reproduce,
+        judging.gate,
+        judging.validate,
+        judging.diff,
+        judging.history,
         inspecting.trace,
         inspecting.diff_graph,
         inspecting.passes,

@@ -1,21 +1,35 @@
-"""Decide the gates of a recipe on the bounds of what was measured, never on the point alone."""
+"""Decide gates on the bounds of what was measured, never on the point alone.
+
+All gates together pass where each passes at `ALPHA`: to pass wrongly, the one gate that should have stopped the release
+must pass wrongly (an intersection-union test; Berger 1982), so that many gates need no correction there. A FAIL is
+declared with Holm's correction (1979): of many gates that hold one would else soon seem broken.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
+from llmforge.metrics import catalog
 from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, Estimate
 from llmforge.metrics.record import Record
+from llmforge.metrics.resampling import Resampled
 from llmforge.recipe import GateSpec
 
+ALPHA = (1 - CONFIDENCE) / 2  # one-sided: how often a gate passes wrongly, at most, where the true figure is at it
 POWER = 0.8  # how likely the named sample size is to decide, if the figure stays where it is
 
+GROWTH = 2  # times as many documents at each look: few looks, and at most twice as many documents as were needed
 
-Bound = Literal["min", "max"]
+
+Bound = Literal["min", "max", "drop_max", "rise_max"]
+RELATIVE: tuple[Bound, ...] = ("drop_max", "rise_max")  # to an earlier artifact
+
+Figure = Estimate | Resampled
 
 
 class Verdict(enum.Enum):
@@ -28,44 +42,84 @@ class Verdict(enum.Enum):
 
 
 class GateResult(Record):
-    """One limit of the recipe against what was measured."""
+    """One limit against what was measured, or against how far that moved from an earlier artifact."""
 
     metric: str
     bound: Bound
     limit: float
-    measured: Estimate | None  # None: not measured
+    measured: Estimate | None  # of `drop_max` and `rise_max`, the difference to the earlier one; None: not measured
     verdict: Verdict
     samples_needed: int | None  # INCONCLUSIVE only: how many would decide with 80 % probability; None: cannot be told
     explanation: str  # one line that begins with the metric
+    detectable: float | None = None  # smallest difference that this sample shows with 80 % probability
+    power: float | None = None  # of `drop_max` and `rise_max`: how likely one that did not change passes
+    underpowered: bool = False  # the sample is so small that the gate could not fail
+    post_hoc: bool = False  # its limit is another than was sealed before it was measured
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The artifact that a release is held against: ours less theirs, by metric, or why that cannot be told."""
+
+    name: str
+    differences: Mapping[str, Figure | str]
+    values: Mapping[str, float]  # of its own figures
 
 
 def judge(
-    gates: Mapping[str, GateSpec], measured: Mapping[str, Estimate], *, unmeasured: str | None = None
+    gates: Mapping[str, GateSpec],
+    measured: Mapping[str, Estimate],
+    *,
+    unmeasured: str | None = None,
+    earlier: Earlier | None = None,
+    resampled: Mapping[str, Resampled] | None = None,
+    alpha: float = ALPHA,
 ) -> tuple[GateResult, ...]:
-    """Decide every limit; a gate with `min` and `max` gives two results.
+    """Decide every limit; a gate with several limits gives a result for each.
 
     A figure that is missing or NaN fails, but where nothing could be measured: `unmeasured` says why, and leaves what
-    is missing undecided.
+    is missing undecided. Limits that are relative to an `earlier` artifact are left out without one. `resampled` are
+    figures to be decided at another `alpha` than that of their intervals.
     """
-    results: list[GateResult] = []
+    trials = []
     for metric, gate in gates.items():
-        found = measured.get(metric)
-        limits: dict[Bound, float | None] = {"min": gate.min, "max": gate.max}
-        for bound, limit in limits.items():
-            if limit is not None:
-                verdict, needed, why = _verdict(bound, limit, found, unmeasured)
-                results.append(
-                    GateResult(
-                        metric=metric,
-                        bound=bound,
-                        limit=limit,
-                        measured=found,
-                        verdict=verdict,
-                        samples_needed=needed,
-                        explanation=f"{metric}: {why}",
+        highest = catalog.deciding()[metric].unit.highest
+        for bound, limit in gate.limits.items():
+            if bound == "max":
+                trials.append(
+                    _Trial(
+                        metric,
+                        "max",
+                        limit,
+                        (resampled or {}).get(metric) or measured.get(metric),
+                        unmeasured,
+                        highest - limit,
+                        alpha,
                     )
                 )
-    return tuple(results)
+            elif bound == "min":
+                trials.append(
+                    _Trial(
+                        metric,
+                        "min",
+                        limit,
+                        (resampled or {}).get(metric) or measured.get(metric),
+                        unmeasured,
+                        limit,
+                        alpha,
+                    )
+                )
+            elif earlier is not None:
+                was = earlier.values.get(metric, 0.0 if bound == "rise_max" else math.inf)
+                room = (highest - was if bound == "rise_max" else was) - limit
+                relative: Bound = "rise_max" if bound == "rise_max" else "drop_max"
+                trials.append(
+                    _Trial(
+                        metric, relative, limit, earlier.differences.get(metric), unmeasured, room, alpha, earlier.name
+                    )
+                )
+    failing = _holm([trial.p_beyond for trial in trials], alpha)
+    return tuple(trial.result(fails) for trial, fails in zip(trials, failing, strict=True))
 
 
 def overall(results: Sequence[GateResult]) -> Verdict:
@@ -74,41 +128,221 @@ def overall(results: Sequence[GateResult]) -> Verdict:
     return next((v for v in (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS) if v in verdicts), Verdict.NONE)
 
 
-def _verdict(
-    bound: Bound, limit: float, measured: Estimate | None, unmeasured: str | None
-) -> tuple[Verdict, int | None, str]:
-    """Decide one limit: verdict, sample size that would decide, and why."""
-    wanted = f"at {'most' if bound == 'max' else 'least'} {_number(limit)}"
-    if measured is None and unmeasured is not None:
-        return Verdict.INCONCLUSIVE, None, f"not measured: {unmeasured}; limit: {wanted}"
-    if measured is None:
-        return Verdict.FAIL, None, f"not measured, limit: {wanted}"
-    value, low, high = measured.value, measured.low, measured.high
-    if not math.isfinite(value):
-        return Verdict.FAIL, None, f"{value} is not finite, limit: {wanted}"
-    if measured.is_exact:
-        passed = value <= limit if bound == "max" else value >= limit
-        return Verdict.PASS if passed else Verdict.FAIL, None, f"{_number(value)} (exact), limit: {wanted}"
-    if low is None or high is None:
-        return (
-            Verdict.INCONCLUSIVE,
-            SMALLEST_SAMPLE,
-            f"{_number(value)} from only {measured.samples} {measured.of}; an interval needs {SMALLEST_SAMPLE}",
+def schedule(first: int, total: int) -> Iterator[tuple[int, float]]:
+    """Say at how many documents to look, and at what alpha: their sum is `ALPHA`. Too few to decide are no look."""
+    size, before = max(first, SMALLEST_SAMPLE), 0
+    while True:
+        size = min(size, total)
+        yield size, ALPHA * (size - before) / total
+        if size == total:
+            return
+        size, before = size * GROWTH, size
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One limit, and the figure that it is held against."""
+
+    metric: str
+    bound: Bound
+    limit: float
+    found: Figure | str | None  # a string says why it cannot be told
+    unmeasured: str | None
+    room: float  # how far beyond the limit such a figure can be
+    alpha: float
+    against: str | None = None
+
+    @property
+    def upper(self) -> bool:
+        """Whether the figure must be at most at the edge."""
+        return self.bound in ("max", "rise_max")
+
+    @property
+    def edge(self) -> float:
+        """The limit of the figure, or of the difference."""
+        return -self.limit if self.bound == "drop_max" else self.limit
+
+    @property
+    def p_beyond(self) -> float | None:
+        """How likely the figure would seem so bad if it were at the edge; None: chance has no part in it."""
+        found = self.found
+        if found is None or isinstance(found, str) or not _has_bounds(found) or not math.isfinite(found.value):
+            return None
+        if isinstance(found, Resampled):
+            return found.p_above(self.edge) if self.upper else found.p_below(self.edge)
+        return None if found.is_exact else _tail(found, self.edge, above=self.upper)
+
+    @property
+    def p_within(self) -> float:
+        """How likely the figure would seem so good if it were at the edge."""
+        assert self.found is not None
+        assert not isinstance(self.found, str)
+        if isinstance(self.found, Resampled):
+            return self.found.p_below(self.edge) if self.upper else self.found.p_above(self.edge)
+        return _tail(self.found, self.edge, above=not self.upper)
+
+    def result(self, fails: bool) -> GateResult:
+        """Decide it; `fails` says if it fails beside the other gates."""
+        found = self.found
+        if isinstance(found, str):
+            return self._result(Verdict.INCONCLUSIVE, None, f"not compared with {self.against}: {found}")
+        if found is None and self.unmeasured is not None:
+            return self._result(Verdict.INCONCLUSIVE, None, f"not measured: {self.unmeasured}; limit: {self._wanted}")
+        if found is None:
+            return self._result(Verdict.FAIL, None, f"not measured, limit: {self._wanted}")
+        if not math.isfinite(found.value):
+            return self._result(Verdict.FAIL, None, f"{found.value} is not finite, limit: {self._wanted}")
+        if isinstance(found, Estimate) and found.is_exact:
+            passed = found.value <= self.edge if self.upper else found.value >= self.edge
+            verdict = Verdict.PASS if passed else Verdict.FAIL
+            return self._result(verdict, None, f"{self._value} (exact), limit: {self._wanted}")
+        if not _has_bounds(found):
+            needed = found.documents_needed(self.edge, self.alpha, POWER) if isinstance(found, Resampled) else None
+            needed = max(SMALLEST_SAMPLE, needed or 0)
+            what = f"an interval needs {SMALLEST_SAMPLE}"
+            if needed > SMALLEST_SAMPLE:
+                what += f", and about {needed} would decide"
+            return self._result(
+                Verdict.INCONCLUSIVE, needed, f"{self._value} from only {self._samples}; {what}", underpowered=True
+            )
+        return self._decided(found, fails)
+
+    def _decided(self, found: Figure, fails: bool) -> GateResult:
+        low, high = _bounds(found, self.alpha)
+        interval = f"{self._value} ({100 * (1 - 2 * self.alpha):.3g}% interval {_number(low)} to {_number(high)})"
+        detectable = self._detectable(found)
+        power = found.power(self.limit, self.alpha) if isinstance(found, Resampled) and self.against else None
+        facts: dict[str, Any] = {"detectable": detectable, "power": power}
+        inside, outside = (high <= self.edge, low > self.edge) if self.upper else (low >= self.edge, high < self.edge)
+        if self.room <= detectable:
+            return self._result(
+                Verdict.INCONCLUSIVE, None,
+                f"{interval}: underpowered, for a figure so bad that it fails cannot be told from the limit, "
+                f"{self._wanted}, by {self._samples}", underpowered=True, **facts,
+            )  # fmt: skip
+        if inside and self.p_within <= self.alpha * (1 + 1e-9):
+            return self._result(Verdict.PASS, None, f"{interval} is {self._wanted}", **facts)
+        if outside and fails:
+            if self.against is not None:
+                return self._result(Verdict.FAIL, None, f"{interval}; allowed is {self._wanted}", **facts)
+            side = "above" if self.upper else "below"
+            return self._result(Verdict.FAIL, None, f"{interval} is {side} {_number(self.edge)}", **facts)
+        needed = self._needed(found, low, high)
+        advice = (
+            "too close to the limit to estimate how much data would decide"
+            if needed is None
+            else f"about {needed} {_of(found)} needed to decide (now {_count(found)})"
         )
-    interval = f"{_number(value)} ({CONFIDENCE:.0%} interval {_number(low)} to {_number(high)})"
-    within, beyond = (high <= limit, low > limit) if bound == "max" else (low >= limit, high < limit)
-    if within:
-        return Verdict.PASS, None, f"{interval} is {wanted}"
-    if beyond:
-        side = "above" if bound == "max" else "below"
-        return Verdict.FAIL, None, f"{interval} is {side} {_number(limit)}"
-    needed = samples_needed(measured.samples, value, low, high, limit)
-    advice = (
-        "too close to the limit to estimate how much data would decide"
-        if needed is None
-        else f"about {needed} {measured.of} needed to decide (now {measured.samples})"
-    )
-    return Verdict.INCONCLUSIVE, needed, f"{interval} includes the limit {_number(limit)}; {advice}"
+        relation = "is beyond" if outside else "includes"
+        chance = ", but of so many gates one may be by chance" if outside else ""
+        return self._result(
+            Verdict.INCONCLUSIVE, needed, f"{interval} {relation} the limit {_number(self.edge)}{chance}; {advice}",
+            **facts,
+        )  # fmt: skip
+
+    def _needed(self, found: Figure, low: float, high: float) -> int | None:
+        if isinstance(found, Resampled):
+            return found.documents_needed(self.edge, self.alpha, POWER)
+        return samples_needed(found.samples, found.value, low, high, self.edge)
+
+    def _detectable(self, found: Figure) -> float:
+        if isinstance(found, Resampled):
+            return found.detectable(self.alpha, POWER)
+        low, high = _bounds(found, self.alpha)
+        half = found.value - low if self.upper else high - found.value
+        return half * (1 + NormalDist().inv_cdf(POWER) / -NormalDist().inv_cdf(self.alpha))
+
+    def _result(
+        self,
+        verdict: Verdict,
+        needed: int | None,
+        why: str,
+        *,
+        detectable: float | None = None,
+        power: float | None = None,
+        underpowered: bool = False,
+    ) -> GateResult:
+        found = None if isinstance(self.found, str) else self.found
+        if isinstance(found, Resampled):
+            low, high = _bounds(found, self.alpha) if found.decides else (None, None)
+            found = Estimate(value=found.value, low=low, high=high, samples=found.documents)
+        return GateResult(
+            metric=self.metric,
+            bound=self.bound,
+            limit=self.limit,
+            measured=found,
+            verdict=verdict,
+            samples_needed=needed,
+            explanation=f"{self.metric}: {why}",
+            detectable=detectable,
+            power=power,
+            underpowered=underpowered,
+        )
+
+    @property
+    def _wanted(self) -> str:
+        if self.against is None:
+            return f"at {'most' if self.upper else 'least'} {_number(self.limit)}"
+        return f"a {'rise' if self.upper else 'drop'} of at most {_number(self.limit)} against {self.against}"
+
+    @property
+    def _value(self) -> str:
+        assert self.found is not None
+        assert not isinstance(self.found, str)
+        return _number(self.found.value) if self.against is None else f"change {_signed(self.found.value)}"
+
+    @property
+    def _samples(self) -> str:
+        assert self.found is not None
+        assert not isinstance(self.found, str)
+        return f"{_count(self.found)} {_of(self.found)}"
+
+
+def _holm(p_values: Sequence[float | None], alpha: float) -> list[bool]:
+    """Say of which the null hypothesis is rejected, so that one is wrongly with probability `alpha` at most."""
+    order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    rejected = [False] * len(p_values)
+    for rank, (p, i) in enumerate(order):
+        if p > alpha / (len(order) - rank) * (1 + 1e-9):
+            break
+        rejected[i] = True
+    return rejected
+
+
+def _tail(found: Estimate, edge: float, *, above: bool) -> float:
+    """Probability of a figure so far above (or below) `edge`, by half of its interval, which is 1.96 errors long."""
+    assert found.low is not None
+    assert found.high is not None
+    half = found.value - found.low if above else found.high - found.value
+    moved = found.value - edge if above else edge - found.value
+    if half <= 0:
+        return 0.0 if moved > 0 else 1.0
+    normal = NormalDist()
+    return normal.cdf(normal.inv_cdf(ALPHA) * moved / half)
+
+
+def _bounds(found: Figure, alpha: float) -> tuple[float, float]:
+    """Bounds of a figure that is beyond each of them with probability `alpha`."""
+    if isinstance(found, Resampled):
+        return found.interval(alpha)
+    assert found.low is not None
+    assert found.high is not None
+    wider = NormalDist().inv_cdf(alpha) / NormalDist().inv_cdf(ALPHA) if alpha != ALPHA else 1.0
+    return found.value - wider * (found.value - found.low), found.value + wider * (found.high - found.value)
+
+
+def _has_bounds(found: Figure) -> bool:
+    if isinstance(found, Resampled):
+        return found.decides
+    return found.low is not None and found.high is not None
+
+
+def _count(found: Figure) -> int:
+    return found.documents if isinstance(found, Resampled) else found.samples
+
+
+def _of(found: Figure) -> str:
+    return "documents" if isinstance(found, Resampled) else found.of
 
 
 def samples_needed(samples: int, value: float, low: float, high: float, limit: float) -> int | None:
@@ -131,3 +365,8 @@ def samples_needed(samples: int, value: float, low: float, high: float, limit: f
 def _number(value: float) -> str:
     """Write whole numbers in full and others with five significant digits."""
     return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.5g}"
+
+
+def _signed(value: float) -> str:
+    """Write a change with its sign."""
+    return _number(value) if value <= 0 else f"+{_number(value)}"

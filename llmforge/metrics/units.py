@@ -78,12 +78,13 @@ class Unit:
 
     name: str
     write: Callable[[float], str]
+    highest: float = math.inf  # that such a figure can be; the lowest is 0
 
 
 TOKENS = Unit("tokens to choose from", lambda value: f"{value:.3f}")
 RATIO = Unit("ratio", lambda value: f"{value:.4f}")
 SPEEDUP = Unit("ratio", times)
-SHARE = Unit("share, 0 to 1", percent)
+SHARE = Unit("share, 0 to 1", percent, highest=1.0)
 SHIFT = Unit("share, -1 to 1", lambda value: f"{100 * value:+.3f} %")
 TEXT = Unit("tokens", lambda value: f"{value:.0f}")
 NATS = Unit("nats", significant)

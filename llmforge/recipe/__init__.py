@@ -3,21 +3,25 @@
 from llmforge.recipe.schema import (
     CalibrationSpec,
     EngineSpec,
+    GatesFile,
     GateSpec,
     QualitySpec,
     Recipe,
     ServingSpec,
     ValidationSpec,
     json_schema,
+    misdirected,
 )
 
 __all__ = [
     "CalibrationSpec",
     "EngineSpec",
     "GateSpec",
+    "GatesFile",
     "QualitySpec",
     "Recipe",
     "ServingSpec",
     "ValidationSpec",
     "json_schema",
+    "misdirected",
 ]

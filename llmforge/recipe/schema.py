@@ -20,8 +20,10 @@ from pydantic import (
     Field,
     JsonValue,
     PrivateAttr,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticKnownError
@@ -244,18 +246,82 @@ class ServingSpec(_Section):
 
 
 class GateSpec(_Section):
-    """Limits of a metric: `min`, `max` or both."""
+    """Limits of a metric, and of what it may lose against an earlier artifact (`llmforge gate --against`)."""
 
-    min: float | None = Field(default=None, description="minimum value to pass")
-    max: float | None = Field(default=None, description="maximum value to pass")
+    min: float | None = Field(default=None, allow_inf_nan=False, description="minimum value to pass")
+    max: float | None = Field(default=None, allow_inf_nan=False, description="maximum value to pass")
+    drop_max: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="maximum drop against an earlier artifact; of a metric whose better is higher",
+    )
+    rise_max: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="maximum rise against an earlier artifact; of a metric whose better is lower",
+    )
 
     @model_validator(mode="after")
     def _has_bounds(self) -> Self:
-        if self.min is None and self.max is None:
-            raise ValueError("a gate needs `min`, `max` or both")
+        if not self.limits:
+            raise ValueError("a gate needs `min`, `max`, `drop_max` or `rise_max`")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min {self.min} is above max {self.max}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _written_ones(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is against an earlier artifact where it is not set: versions of older recipes stay."""
+        fields: dict[str, Any] = write(self)
+        return {name: limit for name, limit in fields.items() if limit is not None or name in ("min", "max")}
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by their names."""
+        found = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: limit for name, limit in found.items() if limit is not None}
+
+
+def misdirected(metric: str, gate: GateSpec) -> tuple[str, str] | None:
+    """Say what is wrong with a gate that watches the better direction, and a hint; None: nothing is."""
+    better = catalog.deciding()[metric].better
+    wrong, right = ("drop_max", "rise_max") if better == "lower" else ("rise_max", "drop_max")
+    if wrong not in gate.limits:
+        return None
+    return f"`{wrong}` would limit an improvement: {better} is better", f"use `{right}`"
+
+
+class GatesFile(_Section):
+    """Gates of a release, beside or in place of those of a recipe; a YAML file."""
+
+    baseline: str | None = Field(
+        default=None, description="artifact that the release is held against, or `latest-passed`, as --against"
+    )
+    gates: dict[Annotated[str, AfterValidator(_known_metric)], GateSpec] = Field(
+        description="limits that the release must meet", json_schema_extra=_known_metrics
+    )
+
+    @classmethod
+    def load(cls, path: Path) -> GatesFile:
+        """Read the file at `path`.
+
+        Raises:
+            RecipeError: it does not validate; the message names file, line, column and key of each problem.
+        """
+        source = read(path)
+        schema = cls.model_json_schema()
+        try:
+            found = cls.model_validate_json(json.dumps(source.data))
+        except ValidationError as error:
+            raise collect(describe(error, source, schema)) from None
+        wrong = [(metric, misdirected(metric, gate)) for metric, gate in found.gates.items()]
+        if problems := [
+            Problem(source.where(("gates", metric)), f"gates.{metric}", *why) for metric, why in wrong if why
+        ]:
+            raise collect(problems)
+        return found
 
 
 class PassSpec(_Section):
@@ -399,7 +465,9 @@ class Recipe(_Section):
                 f"{max(latency.prompt_tokens)} prompt tokens and {latency.output_tokens} output tokens exceed "
                 f"engine.max_context, {longest}",
             )
-        for metric in self.gates:
+        for metric, gate in self.gates.items():
+            if (wrong := misdirected(metric, gate)) is not None:
+                yield self._problem(("gates", metric), *wrong)
             measured = catalog.deciding()[metric]
             section = measured.section
             if section is not None and getattr(self.validation, section) is None:

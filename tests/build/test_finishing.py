@@ -108,7 +108,8 @@ def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> Non
 def test_a_deferred_engine_is_finished_beside_it(recipe: Write, tmp_path: Path) -> None:
     file = recipe()
     first = build(file, "--defer")
-    assert first.exit_code == 4, first.output
+    assert first.exit_code == 10, first.output
+    assert "the engine is not built yet" in first.stderr
     pending, report = built(first)
     assert {path for path in pending.manifest.files if path.startswith("engine/")} == {
         "engine/model.onnx",

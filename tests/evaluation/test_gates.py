@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from llmforge.evaluation.gates import GateResult, Verdict, judge, overall, samples_needed
+from llmforge.evaluation.gates import Earlier, GateResult, Verdict, judge, overall, samples_needed
 from llmforge.metrics import catalog, intervals
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.intervals import Estimate
@@ -114,3 +114,36 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
     assert found["size_bytes"] == Estimate.exact(5_087_122)
     assert found["tpot_p50_ms"].value == 0.611  # the slowest prompt length
     assert set(catalog.estimates(Measured(size_bytes=5))) == {"size_bytes"}
+
+
+def test_a_failure_among_many_gates_needs_more_than_one_alone() -> None:
+    """Half an interval is 1.96 errors: 2.1 errors above the limit fail alone (p 0.018), not beside others (Holm)."""
+    barely, clearly = (estimate(1 + errors / 1.96, errors / 1.96, errors / 1.96 + 2.0) for errors in (2.1, 3.0))
+    gates = {"kld_mean": GateSpec(max=1), "perplexity_ratio": GateSpec(max=1), "top1_agreement": GateSpec(min=0.3)}
+    held = dict.fromkeys(gates, estimate(0.5, 0.4, 0.6))
+    assert decide(GateSpec(max=1), barely).verdict is Verdict.FAIL
+    beside = judge(gates, {**held, "kld_mean": barely})
+    assert [each.verdict for each in beside] == [Verdict.INCONCLUSIVE, Verdict.PASS, Verdict.PASS]
+    assert "of so many gates one may be by chance" in beside[0].explanation
+    assert judge(gates, {**held, "kld_mean": clearly})[0].verdict is Verdict.FAIL
+
+
+def test_a_limit_that_no_figure_can_break_is_underpowered() -> None:
+    (result,) = judge({"top1_agreement": GateSpec(min=0.01)}, {"top1_agreement": estimate(0.9, 0.85, 0.95)})
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.underpowered
+    (result,) = judge({"top1_agreement": GateSpec(min=0.8)}, {"top1_agreement": estimate(0.9, 0.85, 0.95)})
+    assert result.verdict is Verdict.PASS
+    assert result.detectable == pytest.approx(0.05 * (1 + 0.8416 / 1.96), rel=1e-3)
+
+
+def test_limits_against_an_earlier_artifact_wait_for_one() -> None:
+    spec = {"kld_mean": GateSpec(rise_max=0.1)}
+    assert judge(spec, {"kld_mean": estimate(1, 0.9, 1.1)}) == ()
+    (missing,) = judge(spec, {}, earlier=Earlier("tiny/0", {}, {}))
+    assert missing.verdict is Verdict.FAIL
+    (told,) = judge(spec, {}, earlier=Earlier("tiny/0", {"kld_mean": "another text"}, {}))
+    assert told.verdict is Verdict.INCONCLUSIVE
+    assert told.explanation == "kld_mean: not compared with tiny/0: another text"
+    (better,) = judge(spec, {}, earlier=Earlier("tiny/0", {"kld_mean": estimate(-0.2, -0.3, -0.1)}, {"kld_mean": 1}))
+    assert better.verdict is Verdict.PASS

@@ -128,7 +128,8 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
      "did you mean 'cpu-avx2'?"),
     ("kld_mean: {max: 0.03}", "kld_meen: {max: 0.03}", "15:3", "gates.kld_meen: must be 'perplexity_ratio', "
      "'kld_mean'", "did you mean 'kld_mean'?"),
-    ("kld_mean: {max: 0.03}", "kld_mean: {}", "15:3", "gates.kld_mean: a gate needs `min`, `max` or both", None),
+    ("kld_mean: {max: 0.03}", "kld_mean: {}", "15:3",
+     "gates.kld_mean: a gate needs `min`, `max`, `drop_max` or `rise_max`", None),
     ("kld_mean: {max: 0.03}", "kld_mean: {max: 0.03, mix: 1}", "15:25", "gates.kld_mean.mix: unknown key; allowed: "
      "min, max", "did you mean 'min'?"),
     ("kld_mean: {max: 0.03}", "kld_mean: {max: 0.03, min: 0.1}", "15:3", "min 0.1 is above max 0.03",

@@ -1,0 +1,155 @@
+"""Two artifacts beside each other, and all versions of a name one after another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llmforge.artifact import Artifact
+from llmforge.evaluation.gates import ALPHA, Figure
+from llmforge.metrics import catalog, units
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.record import Record
+from llmforge.metrics.resampling import Resampled
+from llmforge.report import release
+from llmforge.report.release import Side, Subject
+
+
+class Change(Record):
+    """A metric of two artifacts."""
+
+    metric: str
+    a: Estimate | None  # None: not measured
+    b: Estimate | None
+    difference: Estimate | None  # b - a, paired where the metric is of documents; None: it cannot be told
+    why_not: str | None = None  # it cannot
+    worse: bool = False  # it is a regression: the whole interval is on the worse side of 0
+
+
+class Comparison(Record):
+    """What differs between two artifacts."""
+
+    a: Side
+    b: Side
+    verdicts: tuple[str, str]
+    recipe: dict[str, tuple[Any, Any]]  # by key, what A and B have
+    size_bytes: tuple[int, int]  # of all files of the engine
+    paired_documents: int
+    metrics: tuple[Change, ...]
+
+
+class Entry(Record):
+    """A version in the history of a name."""
+
+    side: Side
+    verdict: str
+    metrics: tuple[Change, ...]  # `a` is the version before; `b` this one
+
+
+def compare(a: Artifact, b: Artifact) -> Comparison:
+    """Compare what is recorded of two artifacts; differences are of B less A."""
+    before, after = Subject.of(a), Subject.of(b)
+    left, _ = release.pairs(after, before)
+    return Comparison(
+        a=before.side,
+        b=after.side,
+        verdicts=(a.verdict, b.verdict),
+        recipe=dict(_differing(a.manifest.recipe, b.manifest.recipe)),
+        size_bytes=(before.report.engine.size_bytes, after.report.engine.size_bytes),
+        paired_documents=len(left),
+        metrics=changes(before, after, tuple(catalog.deciding())),
+    )
+
+
+def changes(before: Subject | None, after: Subject, metrics: Sequence[str]) -> tuple[Change, ...]:
+    """Take the difference of each of `metrics` from `before` to `after`."""
+    there = {} if before is None else catalog.estimates(before.measured)
+    here = catalog.estimates(after.measured)
+    differences: Mapping[str, Figure | str] = {}
+    if before is not None:
+        differences = release.compare(after, before, *release.pairs(after, before), metrics, {}).differences
+    return tuple(_change(name, there.get(name), here.get(name), differences.get(name)) for name in metrics)
+
+
+def text(found: Comparison) -> list[str]:
+    """Write a comparison for people."""
+    lines = [f"A {found.a.reference} ({found.verdicts[0]})", f"B {found.b.reference} ({found.verdicts[1]})"]
+    lines += [f"recipe: {key}: {_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()] or ["recipe: same"]
+    a, b = found.size_bytes
+    share = f" ({100 * (b - a) / a:+.1f} %)" if a else ""
+    lines.append(f"size: {units.size(a)} → {units.size(b)}{share}")
+    lines.append(f"documents measured of both: {found.paired_documents}")
+    for change in found.metrics:
+        write = catalog.deciding()[change.metric].unit.write
+        if change.a is None and change.b is None:
+            continue
+        sides = " → ".join("–" if side is None else write(side.value) for side in (change.a, change.b))
+        lines.append(f"{change.metric}: {sides}{_difference(change)}")
+    return lines
+
+
+def history(versions: Sequence[Artifact], metrics: Sequence[str]) -> list[Entry]:
+    """Follow `metrics` over versions, the oldest first; each is held against the one before."""
+    subjects = [Subject.of(version) for version in versions]
+    return [
+        Entry(side=after.side, verdict=after.opened.verdict, metrics=changes(before, after, metrics))
+        for before, after in zip([None, *subjects], subjects, strict=False)
+    ]
+
+
+def history_rows(entries: Sequence[Entry], metrics: Sequence[str]) -> list[tuple[str, ...]]:
+    """Write a history as rows: a regression has a `▼`."""
+    shown = [
+        name for i, name in enumerate(metrics) if any(entry.metrics[i].b is not None for entry in entries)
+    ]  # what was never measured has no column
+    rows = [("VERSION", "MEASURED (UTC)", "GATES", *(name.upper() for name in shown))]
+    for entry in entries:
+        cells = []
+        for change in entry.metrics:
+            if change.metric in shown:
+                write = catalog.deciding()[change.metric].unit.write
+                cells.append("–" if change.b is None else write(change.b.value) + (" ▼" if change.worse else ""))
+        rows.append((entry.side.version, entry.side.created[:16].replace("T", " "), entry.verdict, *cells))
+    return rows
+
+
+def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figure | str | None) -> Change:
+    if difference is None or isinstance(difference, str):
+        return Change(metric=name, a=a, b=b, difference=None, why_not=difference)
+    if isinstance(difference, Resampled):
+        low, high = difference.interval(ALPHA) if difference.decides else (None, None)
+        difference = Estimate(value=difference.value, low=low, high=high, samples=difference.documents)
+    lower = catalog.deciding()[name].better == "lower"
+    bound = difference.low if lower else difference.high
+    worse = bound is not None and (bound > 0 if lower else bound < 0)
+    return Change(metric=name, a=a, b=b, difference=difference, worse=worse)
+
+
+def _difference(change: Change) -> str:
+    found = change.difference
+    if found is None:
+        return "" if change.why_not is None else f" (not compared: {change.why_not})"
+    mark = "; worse" if change.worse else ""
+    if found.is_exact:
+        return f" (change {found.value:+.5g}{mark})"
+    if found.low is None or found.high is None:
+        return f" (change {found.value:+.5g}, no interval: only {found.samples} {found.of})"
+    return f" (change {found.value:+.5g}, 95% interval {found.low:.5g} to {found.high:.5g}{mark})"
+
+
+def _differing(a: Any, b: Any, place: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Walk down two recipes to what differs."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys([*a, *b]):
+            yield from _differing(a.get(key), b.get(key), f"{place}.{key}" if place else str(key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for number, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _differing(left, right, f"{place}.{number}")
+    elif a != b:
+        yield place, (a, b)
+
+
+def _short(value: Any) -> str:
+    written = json.dumps(value, ensure_ascii=False)
+    return written if len(written) <= 80 else f"{written[:77]}…"

@@ -1,0 +1,263 @@
+"""The verdict on a release: gates over the evidence of an artifact, alone and against an earlier one.
+
+Nothing is measured here. Figures that two artifacts have of the same documents are compared document by document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from llmforge.artifact import Artifact
+from llmforge.artifact import Record as Head
+from llmforge.base.errors import InputError, UsageError
+from llmforge.evaluation import gates
+from llmforge.evaluation.gates import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
+from llmforge.metrics import catalog, resampling
+from llmforge.metrics.catalog import Measured, QualityMetric, SizeMetric
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.quality import DocumentSums, OfSums
+from llmforge.metrics.record import Record
+from llmforge.recipe import GateSpec, misdirected
+from llmforge.report import model
+from llmforge.report.model import Report
+
+NOT_IN_TURNS = "durations of two runs are not comparable: both must run in turns on one device"
+Pairs = tuple[list[DocumentSums], list[DocumentSums]]  # ours and theirs, of the same documents
+_SPECS = TypeAdapter(dict[str, GateSpec])
+
+
+class Side(Record):
+    """An artifact, and the record of its evidence that was read."""
+
+    name: str
+    version: str
+    content: str
+    evidence: str  # SHA-256 of the record
+    created: str  # when it was measured
+    documents: int  # that its quality was measured on
+
+    @property
+    def reference(self) -> str:
+        """NAME/VERSION."""
+        return f"{self.name}/{self.version}"
+
+
+class Look(Record):
+    """One look at growing evidence, and what it may spend of the error."""
+
+    documents: int
+    alpha: float
+    verdict: Verdict
+
+
+class Judgement(Record):
+    """What `llmforge gate` found."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    artifact: Side
+    against: Side | None
+    verdict: Verdict
+    pending: bool  # the engine is not built yet
+    post_hoc: bool  # a limit is another than was sealed before measuring
+    alpha: float
+    paired_documents: int | None  # measured of both; None: there is no earlier artifact
+    gates: tuple[GateResult, ...]
+    looks: tuple[Look, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Subject:
+    """An artifact and what was measured of it, as its newest record with a measurement says."""
+
+    def __init__(self, opened: Artifact, report: Report, head: Head) -> None:
+        self.opened = opened
+        self.report = report
+        self.head = head
+
+    @classmethod
+    def of(cls, opened: Artifact) -> Subject:
+        """Read the newest record that measured something, or the newest where none did.
+
+        Raises:
+            InputError: a record is damaged.
+        """
+        for head in reversed(opened.evidence):
+            report = model.read(opened, head)
+            if report.quality is not None or report.latency is not None:
+                return cls(opened, report, head)
+        head = opened.evidence[-1]
+        return cls(opened, model.read(opened, head), head)
+
+    @property
+    def side(self) -> Side:
+        """Name it."""
+        quality = self.report.quality
+        return Side(
+            name=self.report.name,
+            version=self.report.version,
+            content=self.report.content,
+            evidence=self.head.digest,
+            created=self.report.created,
+            documents=0 if quality is None else len(quality.per_document),
+        )
+
+    @property
+    def measured(self) -> Measured:
+        """All that a gate can decide on."""
+        engine = self.report.engine
+        return Measured(self.report.quality, self.report.latency, None if engine.pending else engine.size_bytes)
+
+    @property
+    def sealed_limits(self) -> dict[str, GateSpec]:
+        """The limits of the recipe that it was built by: they are content, and older than any measurement."""
+        return parse(self.opened.manifest.recipe.get("gates", {}), str(self.opened.path))
+
+
+def parse(written: object, source: str) -> dict[str, GateSpec]:
+    """Read limits by metric.
+
+    Raises:
+        InputError: they are none.
+    """
+    try:
+        return _SPECS.validate_python(written)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{source}: gates: {where}: {first['msg']}") from error
+
+
+def check(specs: Mapping[str, GateSpec], source: str) -> None:
+    """Refuse limits of metrics that no gate decides on, and those that would limit an improvement.
+
+    Raises:
+        UsageError: one of them is such.
+    """
+    known = catalog.deciding()
+    for metric, gate in specs.items():
+        if metric not in known:
+            raise UsageError(f"{source}: no gate decides on {metric!r}; known: {', '.join(known)}")
+        if (wrong := misdirected(metric, gate)) is not None:
+            raise UsageError(f"{source}: {metric}: {wrong[0]}", hint=wrong[1])
+
+
+def is_relative(specs: Mapping[str, GateSpec]) -> bool:
+    """Say if a limit needs an earlier artifact."""
+    return any(bound in gate.limits for gate in specs.values() for bound in RELATIVE)
+
+
+def judge(
+    release: Subject,
+    specs: Mapping[str, GateSpec],
+    against: Subject | None = None,
+    *,
+    in_turns: Mapping[str, Figure | str] | None = None,
+    documents: Pairs | None = None,
+    alpha: float = ALPHA,
+    notes: Sequence[str] = (),
+) -> Judgement:
+    """Decide `specs` on what was measured of `release`, and on how far that is from `against`.
+
+    `in_turns` are differences of durations, measured in one run. `documents` of both sides stand in for the recorded
+    ones; then figures of documents are decided by their resamples, at any `alpha`.
+    """
+    resampled = None
+    if documents is not None:
+        resampled = {name: resampling.figure(form, documents[0], seed=0) for name, form in _summed(specs)}
+    earlier, paired = None, None
+    if against is not None:
+        left, right = documents or pairs(release, against)
+        earlier, paired = compare(release, against, left, right, [*specs], in_turns or {}), len(left)
+    measured = catalog.estimates(release.measured)
+    results = gates.judge(
+        specs, measured, unmeasured=release.report.engine.unmeasured, earlier=earlier, resampled=resampled, alpha=alpha
+    )
+    sealed = release.sealed_limits
+    results = tuple(
+        result.model_copy(update={"post_hoc": _sealed(sealed, result) != result.limit}) for result in results
+    )
+    return Judgement(
+        artifact=release.side,
+        against=None if against is None else against.side,
+        verdict=gates.overall(results),
+        pending=release.report.engine.pending,
+        post_hoc=any(result.post_hoc for result in results),
+        alpha=alpha,
+        paired_documents=paired,
+        gates=results,
+        notes=tuple(notes),
+    )
+
+
+def pairs(release: Subject, against: Subject) -> Pairs:
+    """Find the documents that were measured of both."""
+    ours, theirs = release.report.quality, against.report.quality
+    if ours is None or theirs is None:
+        return [], []
+    return resampling.paired(ours.per_document, theirs.per_document)
+
+
+def compare(
+    release: Subject,
+    against: Subject,
+    left: Sequence[DocumentSums],
+    right: Sequence[DocumentSums],
+    metrics: Sequence[str],
+    in_turns: Mapping[str, Figure | str],
+) -> Earlier:
+    """Take differences of `metrics`, ours less theirs; `left` and `right` are of the same documents."""
+    here, there = catalog.estimates(release.measured), catalog.estimates(against.measured)
+    known, found = catalog.deciding(), dict[str, Figure | str]()
+    for name in metrics:
+        metric = known[name]
+        if name not in here:
+            continue  # missing: it fails, or `unmeasured` says why not
+        if name not in there:
+            found[name] = f"{name} was not measured of it"
+        elif isinstance(metric, SizeMetric):
+            found[name] = Estimate.exact(here[name].value - there[name].value)
+        elif isinstance(metric, QualityMetric) and isinstance(metric.form, OfSums):
+            if release.report.checkpoint.digest != against.report.checkpoint.digest:
+                found[name] = "it was built from another checkpoint, and so held against another"
+            elif not left:
+                found[name] = "no document was measured of both in the same windows, beside the same baseline"
+            elif not math.isfinite(here[name].value) or not math.isfinite(there[name].value):
+                found[name] = Estimate(value=math.nan, low=None, high=None, samples=len(left))
+            else:
+                found[name] = resampling.difference(metric.form, left, right, seed=0)
+        elif isinstance(metric, QualityMetric):
+            found[name] = unpaired(here[name], there[name])
+        else:
+            found[name] = in_turns.get(name, NOT_IN_TURNS)
+    values = {name: figure.value for name, figure in there.items()}
+    return Earlier(against.side.reference, found, values)
+
+
+def unpaired(ours: Estimate, theirs: Estimate) -> Estimate:
+    """Bound ours - theirs by the bounds of both alone: wider than a paired difference of the same documents.
+
+    Each side's distance to its bound is added in squares (MOVER; Zou and Donner 2008).
+    """
+    value, few = ours.value - theirs.value, min(ours.samples, theirs.samples)
+    if ours.low is None or ours.high is None or theirs.low is None or theirs.high is None:
+        return Estimate(value=value, low=None, high=None, samples=few, of=ours.of)
+    low = value - math.hypot(ours.value - ours.low, theirs.high - theirs.value)
+    high = value + math.hypot(ours.high - ours.value, theirs.value - theirs.low)
+    return Estimate(value=value, low=low, high=high, samples=few, of=ours.of)
+
+
+def _summed(specs: Mapping[str, GateSpec]) -> list[tuple[str, OfSums]]:
+    known = catalog.deciding()
+    pairs: list[tuple[str, Any]] = [(name, getattr(known[name], "form", None)) for name in specs]
+    return [(name, form) for name, form in pairs if isinstance(form, OfSums)]
+
+
+def _sealed(sealed: Mapping[str, GateSpec], result: GateResult) -> float | None:
+    gate = sealed.get(result.metric)
+    return None if gate is None else gate.limits.get(result.bound)

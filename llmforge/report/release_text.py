@@ -1,0 +1,132 @@
+"""A verdict on a release in the forms that pipelines read: text, Markdown for a pull request, JUnit XML."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+from llmforge.evaluation.gates import GateResult, Verdict
+from llmforge.metrics import catalog
+from llmforge.report.release import Judgement
+
+# What XML 1.0 does not allow, section 2.2.
+_ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def headline(judgement: Judgement) -> str:
+    """Say how it ended, in one line."""
+    of = len(judgement.gates)
+    ended = {verdict: sum(gate.verdict is verdict for gate in judgement.gates) for verdict in Verdict}
+    verdict = judgement.verdict
+    said = {
+        Verdict.PASS: f"all {of} gates passed" if of > 1 else "the gate passed",
+        Verdict.FAIL: f"{ended[Verdict.FAIL]} of {of} gates failed",
+        Verdict.INCONCLUSIVE: f"{ended[Verdict.INCONCLUSIVE]} of {of} gates inconclusive",
+        Verdict.NONE: "no gates",
+    }[verdict]
+    against = "" if judgement.against is None else f" against {judgement.against.reference}"
+    return f"{verdict.value.upper()}: {judgement.artifact.reference}{against}: {said}{_marks(judgement)}"
+
+
+def text(judgement: Judgement) -> list[str]:
+    """Write it for a terminal."""
+    lines = [headline(judgement)]
+    for gate in judgement.gates:
+        lines.append(f"{gate.verdict.value.upper()}  {gate.explanation}{_post_hoc(gate)}")
+        if (could := sensitivity(gate)) is not None:
+            lines.append(f"      {could}")
+    for look in judgement.looks:
+        lines.append(f"look at {look.documents} documents, at α {look.alpha:.3g}: {look.verdict.value}")
+    return [*lines, *(f"note: {note}" for note in judgement.notes)]
+
+
+def sensitivity(gate: GateResult) -> str | None:
+    """Say what the sample of a gate could have shown; None: chance has no part in it."""
+    if gate.detectable is None:
+        return None
+    unit = catalog.deciding()[gate.metric].unit
+    said = f"a difference of {unit.write(gate.detectable)} would have shown with 80 % probability"
+    return said if gate.power is None else f"{said}; one that did not change passes with {100 * gate.power:.0f} %"
+
+
+def markdown(judgement: Judgement) -> str:
+    """Write it for a pull request."""
+    icons = {Verdict.PASS: "✅", Verdict.FAIL: "❌", Verdict.INCONCLUSIVE: "❔", Verdict.NONE: "–"}
+    lines = [
+        f"### {icons[judgement.verdict]} {_cell(headline(judgement))}",
+        "",
+        "| gate | verdict | measured | limit | could have shown |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for gate in judgement.gates:
+        write = catalog.deciding()[gate.metric].unit.write
+        found = "–" if gate.measured is None else _measured(gate, write(gate.measured.value), write)
+        could = "–" if gate.detectable is None else write(gate.detectable)
+        cells = (f"`{gate.metric}` {gate.bound}{_post_hoc(gate)}", f"{icons[gate.verdict]} {gate.verdict.value}", found)
+        lines.append(f"| {' | '.join(map(_cell, (*cells, write(gate.limit), could)))} |")
+    undecided = [gate for gate in judgement.gates if gate.verdict is not Verdict.PASS]
+    lines += ["", *(f"- {_cell(gate.explanation)}" for gate in undecided)] if undecided else []
+    paired = "" if judgement.paired_documents is None else f"; {judgement.paired_documents} documents paired"
+    lines += ["", f"α {judgement.alpha:g} a gate{paired}; measured {judgement.artifact.created}"]
+    return "\n".join([*lines, *(f"Note: {_cell(note)}" for note in judgement.notes), ""])
+
+
+def junit(judgement: Judgement) -> str:
+    """Write it as JUnit XML: a gate is a test case, a failed one a failure, an undecided one an error."""
+    failures = sum(gate.verdict is Verdict.FAIL for gate in judgement.gates)
+    errors = sum(gate.verdict is Verdict.INCONCLUSIVE for gate in judgement.gates)
+    counts = {"tests": str(len(judgement.gates)), "failures": str(failures), "errors": str(errors)}
+    root = ElementTree.Element("testsuites", {"name": "llmforge gate", **counts})
+    reference = _legal(judgement.artifact.reference)
+    suite = ElementTree.SubElement(root, "testsuite", {"name": f"gates of {reference}", **counts, "skipped": "0"})
+    properties = ElementTree.SubElement(suite, "properties")
+    facts = {
+        "content": judgement.artifact.content,
+        "evidence": judgement.artifact.evidence,
+        "against": "" if judgement.against is None else judgement.against.reference,
+        "alpha": f"{judgement.alpha:g}",
+        "verdict": judgement.verdict.value,
+        "post_hoc": str(judgement.post_hoc).lower(),
+        "pending": str(judgement.pending).lower(),
+    }
+    for name, value in facts.items():
+        ElementTree.SubElement(properties, "property", {"name": name, "value": _legal(value)})
+    for gate in judgement.gates:
+        name = f"{gate.metric} {gate.bound} {gate.limit:g}{_post_hoc(gate)}"
+        case = ElementTree.SubElement(suite, "testcase", {"classname": reference, "name": name, "time": "0"})
+        said = _legal(gate.explanation)
+        if gate.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE):
+            kind = "failure" if gate.verdict is Verdict.FAIL else "error"
+            ElementTree.SubElement(case, kind, {"type": gate.verdict.value, "message": said}).text = said
+        ElementTree.SubElement(case, "system-out").text = "\n".join(filter(None, (said, sensitivity(gate))))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _measured(gate: GateResult, value: str, write: object) -> str:
+    assert gate.measured is not None
+    assert callable(write)
+    low, high = gate.measured.low, gate.measured.high
+    if low is None or high is None or gate.measured.is_exact:
+        return value
+    return f"{value} ({write(low)} – {write(high)})"
+
+
+def _marks(judgement: Judgement) -> str:
+    marks = [
+        mark for mark, holds in (("engine not built yet", judgement.pending), ("post hoc", judgement.post_hoc)) if holds
+    ]
+    return f" ({', '.join(marks)})" if marks else ""
+
+
+def _post_hoc(gate: GateResult) -> str:
+    return " (post hoc)" if gate.post_hoc else ""
+
+
+def _cell(text: str) -> str:
+    """Keep a text in its cell of a Markdown table, without markup of its own."""
+    return re.sub(r"([|<>\\])", r"\\\1", " ".join(text.split()))
+
+
+def _legal(text: str) -> str:
+    return _ILLEGAL.sub("\ufffd", text)

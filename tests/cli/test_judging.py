@@ -1,0 +1,277 @@
+"""The commands that judge releases, through the runner: verdicts, exit codes, and the forms that pipelines read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import onnx_ir as ir
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge.artifact import Artifact
+from llmforge.cli import cli
+from llmforge.metrics import catalog
+from llmforge.metrics.catalog import QualityMetric
+from llmforge.metrics.quality import DocumentSums, OfSums, Quality, estimates
+from llmforge.report.model import EngineFile, EngineRecord
+
+from .. import releases, stored
+from ..stored import put
+
+MARGIN = {"kld_mean": {"max": 0.05, "rise_max": 0.005}}
+
+
+@pytest.fixture(autouse=True)
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLMFORGE_ARTIFACTS", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+def invoke(*args: object) -> Result:
+    result = CliRunner().invoke(cli, [str(word) for word in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def quality(documents: list[DocumentSums]) -> Quality:
+    """The quality of real documents; what is no sum over documents is made up."""
+    fixed = stored.quality()
+    forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
+    of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums)}
+    counts: dict[str, Any] = {"documents": len(documents), "tokens": sum(each.tokens for each in documents)}
+    figures = {**fixed.figures, **estimates(of_sums, documents, 0)}
+    fields = {name: getattr(fixed, name) for name in ("context", "windows", "seed")}
+    return Quality(**{**fields, **counts, **figures, "per_document": tuple(documents)})
+
+
+def worse(by: float, count: int = 56) -> list[DocumentSums]:
+    """Documents that moved by so many nats a token more, give or take a third."""
+    made = []
+    for i, each in enumerate(releases.documents("gptq")[:count]):
+        moved = by * each.tokens * (1 + math.sin(i) / 3)
+        made.append(each.model_copy(update={"kld": each.figures["kld"] + moved}))
+    return [DocumentSums.model_validate({**each.model_dump(), **each.__dict__}) for each in made]
+
+
+def pair(out: Path, by: float, count: int = 56, gates: dict[str, Any] = MARGIN, **changes: Any) -> tuple[str, str]:
+    """Publish yesterday's artifact and today's, which is worse `by` so much."""
+    old = put(out, "old", gates=gates, quality=quality(releases.documents("gptq")[:count]))
+    new = put(out, "new", gates=gates, days=1, **{"quality": quality(worse(by, count)), **changes})
+    return f"tiny/{old.path.name}", f"tiny/{new.path.name}"
+
+
+def test_a_planted_regression_fails(out: Path) -> None:
+    old, new = pair(out, 0.01)
+    done = invoke("gate", new, "--against", old)
+    assert done.exit_code == 3
+    assert f"FAIL: {new} against {old}: 1 of 2 gates failed\n" in done.stdout
+    assert "FAIL  kld_mean: change +0.01" in done.stdout
+    assert "allowed is a rise of at most 0.005" in done.stdout
+    assert "one that did not change passes with 100 %" in done.stdout
+    assert "post hoc" not in done.stdout
+
+
+def test_equal_artifacts_pass(out: Path) -> None:
+    old, new = pair(out, 0.0)
+    done = invoke("gate", new, "--against", old)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"PASS: {new} against {old}: all 2 gates passed\n")
+
+
+def test_three_documents_are_inconclusive_and_the_number_named_decides(out: Path) -> None:
+    old, new = pair(out, 0.01, count=3)
+    done = invoke("gate", new, "--against", old, "--json")
+    assert done.exit_code == 4
+    (relative,) = [gate for gate in json.loads(done.stdout)["gates"] if gate["bound"] == "rise_max"]
+    assert relative["verdict"] == "inconclusive"
+    assert relative["underpowered"]
+    needed = relative["samples_needed"]
+    assert 8 <= needed <= 56
+    for artifact in (old, new):
+        assert invoke("rm", artifact).exit_code == 0
+    assert invoke("gate", (again := pair(out, 0.01, count=needed))[1], "--against", again[0]).exit_code == 3
+
+
+def test_a_changed_limit_is_judged_again_and_said_to_be_post_hoc(out: Path, tmp_path: Path) -> None:
+    old, new = pair(out, 0.01)
+    file = tmp_path / "gates.yaml"
+    file.write_text(f"baseline: {old}\ngates: {{kld_mean: {{max: 0.05, rise_max: 0.02}}}}\n")
+    done = invoke("gate", new, "--gates", file, "--json")
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    assert found["post_hoc"]
+    assert {gate["bound"]: gate["post_hoc"] for gate in found["gates"]} == {"max": False, "rise_max": True}
+    assert "(post hoc)" in invoke("gate", new, "--gates", file).stdout
+
+
+def test_latest_passed_is_the_newest_earlier_one_that_passed(out: Path) -> None:
+    old, new = pair(out, 0.0)
+    put(out, "failed", gates={"kld_mean": {"max": 0.001, "rise_max": 1}}, quality=quality(worse(0)))  # same day as old
+    put(out, "later", gates=MARGIN, days=2, quality=quality(worse(0.02)))
+    for options in ((), ("--against", "latest-passed")):
+        done = invoke("gate", new, *options, "--json")
+        assert done.exit_code == 0
+        against = json.loads(done.stdout)["against"]
+        assert f"{against['name']}/{against['version']}" == old
+    first = invoke("gate", old)
+    assert first.exit_code == 2
+    assert "no earlier version of tiny" in first.stderr
+    assert "--against none" in first.stderr
+    done = invoke("gate", old, "--against", "none")
+    assert done.exit_code == 0
+    assert "note: limits against an earlier artifact were left out" in done.stdout
+
+
+def test_documents_that_are_not_the_same_are_not_compared(out: Path) -> None:
+    renamed = [each.model_copy(update={"document": f"other-{i}"}) for i, each in enumerate(worse(0.0))]
+    old, new = pair(out, 0.0, quality=quality(renamed))
+    done = invoke("gate", new, "--against", old)
+    assert done.exit_code == 4
+    assert "no document was measured of both" in done.stdout
+
+
+def test_what_is_missing_fails(out: Path) -> None:
+    old, new = pair(out, 0.0, quality=None)
+    done = invoke("gate", new, "--against", old)
+    assert done.exit_code == 3
+    assert "kld_mean: not measured, limit: a rise of at most 0.005" in done.stdout
+
+
+def test_latency_of_two_runs_is_not_compared(out: Path) -> None:
+    old, new = pair(out, 0.0, gates={"tpot_p50_ms": {"max": 5, "rise_max": 1}})
+    done = invoke("gate", new, "--against", old)
+    assert done.exit_code == 4
+    assert "not compared with tiny/" in done.stdout
+    assert "in turns" in done.stdout
+
+
+def test_an_engine_that_is_not_built_has_an_exit_code_of_its_own(out: Path) -> None:
+    engine = EngineRecord(
+        backend="onnxruntime", files=(EngineFile(name="model.onnx", size_bytes=5),
+        EngineFile(name="model.onnx.data", size_bytes=1280)), session={}, pending=True, unmeasured="not built yet",
+    )  # fmt: skip
+    made = put(out, "graph", quality=None, latency=None, engine=engine)
+    done = invoke("gate", f"tiny/{made.path.name}")
+    assert done.exit_code == 10
+    assert "engine not built yet" in done.stdout
+    assert "llmforge build --finish" in done.stderr
+    assert invoke("validate", f"tiny/{made.path.name}", "--recipe", "none.yaml").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("gates: {kld_mean: {drop_max: 0.1}}", "would limit an improvement"),
+        ("gates: {kld_mean: {rise_max: 0}}", "gates.kld_mean.rise_max"),
+        ("gates: {kld_mean: {rise_max: .nan}}", "not a finite number"),
+        ("gates: {kld_maen: {max: 1}}", "kld_maen"),
+        ("gates: {}", "has no gates"),
+        ("limits: {}", "limits"),
+    ],
+)
+def test_a_file_of_gates_that_is_wrong(out: Path, tmp_path: Path, written: str, message: str) -> None:
+    file = tmp_path / "gates.yaml"
+    file.write_text(written)
+    done = invoke("gate", f"tiny/{put(out).path.name}", "--gates", file)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_a_gate_that_could_not_fail_is_underpowered(out: Path, tmp_path: Path) -> None:
+    old, new = pair(out, 0.0)
+    file = tmp_path / "gates.yaml"
+    file.write_text("gates: {top1_agreement: {drop_max: 0.95}}")
+    done = invoke("gate", new, "--against", old, "--gates", file)
+    assert done.exit_code == 4
+    assert "underpowered" in done.stdout
+
+
+def test_options_that_say_nothing_alone(out: Path) -> None:
+    made = f"tiny/{put(out).path.name}"
+    for options in (("--max-documents", 9), ("--text", "a"), ("--recipe", "r"), ("--until-decided",)):
+        done = invoke("gate", made, *options)
+        assert done.exit_code == 2
+        assert "--until-decided" in done.stderr
+
+
+def test_junit_validates_and_tells_what_failed(out: Path, tmp_path: Path, data: Path) -> None:
+    xmlschema = pytest.importorskip("xmlschema")
+    old, new = pair(out, 0.01)
+    schema = xmlschema.XMLSchema(str(data / "junit.xsd"))
+    for artifact, ends in ((new, (3, 1, 0)), (old, (0, 0, 0))):
+        file = tmp_path / "gates.xml"
+        done = invoke("gate", artifact, "--against", old, "--junit", file)
+        schema.validate(str(file))
+        suite = ElementTree.parse(file).getroot()[0]
+        assert (done.exit_code, int(suite.attrib["failures"]), int(suite.attrib["errors"])) == ends
+        assert len(suite.findall("testcase")) == int(suite.attrib["tests"]) == 2
+        assert len(suite.findall("testcase/failure")) == ends[1]
+    broken = file.read_text().replace('tests="2"', "")
+    with pytest.raises(xmlschema.XMLSchemaException):
+        schema.validate(broken)
+
+
+def test_markdown_for_a_pull_request(out: Path, tmp_path: Path) -> None:
+    old, new = pair(out, 0.01)
+    file = tmp_path / "gates.md"
+    assert invoke("gate", new, "--against", old, "--markdown", file).exit_code == 3
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == f"### ❌ FAIL: {new} against {old}: 1 of 2 gates failed"
+    assert all(line.count("|") == 6 for line in lines if line.startswith("|"))
+    assert any(line.startswith("| `kld_mean` rise_max | ❌ fail |") for line in lines)
+    assert "56 documents paired" in lines[-1]
+
+
+def graph(operator: str) -> dict[str, bytes]:
+    """The file of a graph of one node."""
+    text = f'<ir_version: 10, opset_import: ["" : 24]> g (float[2] x) => (float[2] y) {{ y = {operator} (x) }}'
+    return {"engine/model.onnx": ir.to_proto(ir.from_onnx_text(text)).SerializeToString()}
+
+
+def test_diff(out: Path) -> None:
+    kept = {"gates": MARGIN, "days": 0}
+    old = f"tiny/{put(out, quality=quality(worse(0)), files=graph('Neg'), **kept).path.name}"
+    new = f"tiny/{put(out, quality=quality(worse(0.01)), files=graph('Exp'), **kept).path.name}"
+    done = invoke("diff", old, new)
+    assert done.exit_code == 0
+    assert "recipe: same" in done.stdout
+    assert "documents measured of both: 56" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("kld_mean:")]
+    assert "0.0107 → 0.0208 (change +0.01009" in line
+    assert line.endswith("; worse)")
+    assert "graph: ~ Neg: 1 → 0 nodes\n" in done.stdout
+    found = json.loads(invoke("diff", new, old, "--json").stdout)
+    (change,) = [each for each in found["metrics"] if each["metric"] == "kld_mean"]
+    assert change["difference"]["high"] < 0
+    assert not change["worse"]
+    other = put(out, gates={}, quality=quality(worse(0.0)), files=graph("Neg"))
+    assert "recipe: gates.kld_mean" in invoke("diff", old, f"tiny/{other.path.name}").stdout
+
+
+def test_history_marks_regressions(out: Path) -> None:
+    old, new = pair(out, 0.01)
+    again = put(out, "again", gates=MARGIN, days=2, quality=quality(worse(0.0)))
+    done = invoke("history", "tiny", "--metric", "kld_mean")
+    head, *rows = done.stdout.splitlines()
+    assert head.split() == ["VERSION", "MEASURED", "(UTC)", "GATES", "KLD_MEAN"]
+    assert [row.split()[0] for row in rows] == [old[5:], new[5:], again.path.name]
+    assert ["▼" in row for row in rows] == [False, True, False]
+    found = json.loads(invoke("history", "tiny", "--json").stdout)
+    assert [len(entry["metrics"]) for entry in found] == [len(catalog.deciding())] * 3
+    assert invoke("history", "none").exit_code == 2
+    assert invoke("history", "tiny", "--metric", "kld").exit_code == 2
+
+
+def test_evidence_that_was_edited_is_not_judged(out: Path) -> None:
+    made = put(out)
+    (record,) = (made.path / "evidence").glob("*.json")
+    record.chmod(0o644)
+    record.write_bytes(record.read_bytes().replace(b'"kld_mean"', b'"kld_maen"', 1))
+    done = invoke("gate", f"tiny/{made.path.name}")
+    assert done.exit_code == 5
+    assert Artifact.open(made.path).path == made.path
