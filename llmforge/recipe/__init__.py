@@ -4,10 +4,22 @@ from llmforge.recipe.schema import (
     CalibrationSpec,
     EngineSpec,
     GateSpec,
+    LatencySpec,
     Recipe,
     ServingSpec,
     ValidationSpec,
+    WorkloadsSpec,
     json_schema,
 )
 
-__all__ = ["CalibrationSpec", "EngineSpec", "GateSpec", "Recipe", "ServingSpec", "ValidationSpec", "json_schema"]
+__all__ = [
+    "CalibrationSpec",
+    "EngineSpec",
+    "GateSpec",
+    "LatencySpec",
+    "Recipe",
+    "ServingSpec",
+    "ValidationSpec",
+    "WorkloadsSpec",
+    "json_schema",
+]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.evaluation import footprint, latency, machine
-from llmforge.evaluation.latency import Subject
+from llmforge.evaluation.latency import Load, Subject
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Footprint
@@ -34,11 +34,11 @@ class Fake:
     calls: int = field(default=0)
 
     def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
-        self.log.append((self.name, len(ids), ids.tobytes()))
+        self.log.append((self.name, ids.shape[1], ids.tobytes()))
         slow = 10 if self.calls < 2 else 1 + self.calls / 1000  # both warm-ups; then a slow drift
         self.calls += 1
         for i in range(tokens - self.short_by):
-            self.clock[0] += slow * (self.ttft_ms * len(ids) if i == 0 else self.tpot_ms) / 1e3
+            self.clock[0] += slow * (self.ttft_ms * ids.size if i == 0 else self.tpot_ms) / 1e3
             yield i
 
     @property
@@ -64,12 +64,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def run(artifact: Fake, baseline: Fake | None, **changes: object) -> latency.Latency:
-    options = {"prompt_tokens": (4, 16), "output_tokens": 5, "repetitions": 7, "vocabulary": 100, "threads": 1}
+    repetitions = changes.pop("repetitions", 7)
+    loads = changes.pop("loads", [Load(1, prompt, 5, repetitions) for prompt in (4, 16)])
     return latency.measure(
         artifact.subject,
         None if baseline is None else baseline.subject,
         FOOTPRINT,
-        **{**options, **changes},  # type: ignore[arg-type]
+        loads,
+        **{"vocabulary": 100, "threads": 1, **changes},  # type: ignore[arg-type]
     )
 
 
@@ -79,7 +81,7 @@ def test_durations_are_those_of_the_clock_and_warm_up_does_not_count(bench: Benc
     # Calls 0 and 1 warm up (ten times as slow); repetitions are calls 2, 4 … 14 of the first length: median 8.
     assert first.artifact.ttft_ms.p50.value == pytest.approx(4 * 1.008)
     assert first.artifact.tpot_ms.p50.value == pytest.approx(2 * 1.008)
-    assert first.artifact.tpot_ms.p95 == pytest.approx(2 * np.quantile(1 + np.arange(2, 15, 2) / 1000, 0.95))
+    assert first.artifact.tpot_ms.p95.value == pytest.approx(2 * np.quantile(1 + np.arange(2, 15, 2) / 1000, 0.95))
     assert first.artifact.tokens_per_second == pytest.approx(1000 / 2.016)
     assert second.artifact.ttft_ms.p50.value == pytest.approx(16 * 1.009)
     assert first.baseline is not None
@@ -88,7 +90,7 @@ def test_durations_are_those_of_the_clock_and_warm_up_does_not_count(bench: Benc
     assert first.tpot_speedup is not None
     assert first.ttft_speedup.value == pytest.approx(3)
     assert first.tpot_speedup.value == pytest.approx(4)
-    assert first.artifact.itl_p99_ms == pytest.approx(2 * 1.014)  # the 4 slowest of 28
+    assert first.artifact.itl_ms.p99.value == pytest.approx(2 * 1.014)  # the 4 slowest of 28
     assert (got.artifact_load_ms, got.baseline_load_ms) == (250, 250)
 
 
@@ -143,10 +145,12 @@ def test_a_side_that_stops_early_fails(bench: Bench) -> None:
         run(bench.fake("A", 1.0, 2.0), bench.fake("B", 1.0, 2.0, short_by=1))
 
 
-@pytest.mark.parametrize("wrong", [{"output_tokens": 1}, {"repetitions": 0}, {"prompt_tokens": ()}])
-def test_nothing_to_measure_is_refused(bench: Bench, wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize("wrong", [(1, 4, 1, 7), (1, 4, 5, 0), (1, 0, 5, 7), (0, 4, 5, 7)])
+def test_nothing_to_measure_is_refused(bench: Bench, wrong: tuple[int, int, int, int]) -> None:
     with pytest.raises(UsageError, match="expected 1 repetition or more"):
-        run(bench.fake("A", 1.0, 2.0), None, **wrong)
+        Load(*wrong)
+    with pytest.raises(UsageError, match="latency of no load"):
+        run(bench.fake("A", 1.0, 2.0), None, loads=[])
 
 
 def test_progress_counts_generations(bench: Bench) -> None:
@@ -169,7 +173,7 @@ def test_runner_is_asked_for_greedy_tokens_past_eos() -> None:
         yield StepOutput((8,), ("length",))
 
     subject = Subject.of_runner(SimpleNamespace(generate_batch=generate_batch), description="r", load_seconds=1.0)
-    assert list(subject.generate(np.array([1, 2]), 2)) == [7, 8]
+    assert list(subject.generate(np.array([[1, 2]]), 2)) == [(7,), (8,)]
     assert asked == [([[1, 2]], [Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)])]
 
 

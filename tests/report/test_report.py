@@ -114,7 +114,7 @@ def test_page_stands_alone() -> None:
 def test_page_is_accessible() -> None:
     page = Page(render.to_html(reports.make()))
     svgs = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(svgs) == 4 + 1 + 8 + 8 + 4  # gates, histogram, latency, passes, stages
+    assert len(svgs) == 4 + 1 + 8 + 1 + 8 + 4  # gates, histogram, latency, curves, passes, stages
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in svgs)
     assert [tag for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)][:2] == ["h1", "h2"]
     assert ("html", {"lang": "en"}) in page.tags
@@ -173,7 +173,7 @@ def test_summary_tells_the_verdict_first_and_everything_that_counts() -> None:
     lines = shown(reports.make()).splitlines()
     assert lines[0].split() == ["FAIL", "1", "of", "4", "gates", "failed", "docs-llama-int4", "3f9a1c0b7d2e"]
     text = "\n".join(lines)
-    for fact in ("5.09 MB", "0.0210", "1.0108", "89.9 %", "0.482 ms", "31.7 ms", "INCONCLUSIVE", "note: The embedding"):
+    for fact in ("5.09 MB", "0.0210", "1.0108", "89.9 %", "0.611 ms", "31.7 ms", "INCONCLUSIVE", "note: The embedding"):
         assert fact in text
 
 
