@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -160,10 +161,9 @@ def loads(spec: LatencySpec) -> list[Load]:
         for prompt in spec.prompt_tokens
     }
     if (surface := spec.surface) is not None:
-        for batch in surface.batches:
-            for prompt in surface.prompt_tokens:
-                for output in surface.output_tokens:
-                    made.setdefault((batch, prompt, output), Load(batch, prompt, output, surface.repetitions))
+        for at in itertools.product(surface.batches, surface.prompt_tokens, surface.output_tokens):
+            made.setdefault(at, Load(*at, surface.repetitions))
+        return [made[at] for at in sorted(made)]
     return list(made.values())
 
 

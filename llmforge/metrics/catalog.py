@@ -161,6 +161,7 @@ class WorkloadMetric(Metric):
     section = "latency"
 
     figure: Callable[[Figures, Latency], Distribution | Estimate | float | None]
+    spread: bool = False  # whether `figure` is percentiles
 
 
 @dataclass(frozen=True)
@@ -385,10 +386,10 @@ ALL: tuple[Metric, ...] = (
         meaning="used on the device by a process of its own, at the largest load",
     ),
     NOISE,
-    WorkloadMetric("workload_ttft_ms", "TTFT", MILLISECONDS, "lower", lambda made, found: made.ttft_ms),
-    WorkloadMetric("workload_tpot_ms", "TPOT", MILLISECONDS, "lower", lambda made, found: made.tpot_ms),
-    WorkloadMetric("workload_itl_ms", "ITL", MILLISECONDS, "lower", lambda made, found: made.itl_ms),
-    WorkloadMetric("workload_e2e_ms", "end to end", MILLISECONDS, "lower", lambda made, found: made.latency_ms),
+    WorkloadMetric("workload_ttft_ms", "TTFT", MILLISECONDS, "lower", lambda made, found: made.ttft_ms, True),
+    WorkloadMetric("workload_tpot_ms", "TPOT", MILLISECONDS, "lower", lambda made, found: made.tpot_ms, True),
+    WorkloadMetric("workload_itl_ms", "ITL", MILLISECONDS, "lower", lambda made, found: made.itl_ms, True),
+    WorkloadMetric("workload_e2e_ms", "end to end", MILLISECONDS, "lower", lambda made, found: made.latency_ms, True),
     WorkloadMetric(
         "workload_output_tokens_per_second", "output tokens/s", PER_SECOND, "higher",
         lambda made, found: made.output_tokens_per_second,

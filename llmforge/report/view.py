@@ -134,56 +134,56 @@ def loads(latency: Latency) -> Table:
     return Table((), rows, lead)
 
 
-def latency_table(latency: Latency, *, charts: bool) -> Table:
-    """Write every figure of each side at each load; those that have a chart, if wanted."""
+def timing_table(latency: Latency, *, charts: bool) -> Table:
+    """Write every duration and rate of each side at each load; those that have a chart, if wanted."""
     timed = [metric for metric in catalog.of_kind(TimingMetric) if charts or not metric.chart]
-    points = catalog.of_kind(PointMetric)
     head = [title for m in timed for title in ((f"{m.title} p50", "p95", "p99") if m.spread else (m.title,))]
     rows, named = [], loads(latency)
     for point, load in zip(latency.points, named.rows, strict=True):
         for side, timing in point.sides.items():
             cells = [cell for metric in timed for cell in _cells(metric, timing.figures.get(metric.name))]
-            for metric in points:
-                cells += _cells(metric, point.figures.get(metric.name)) if side == "artifact" else [""]
             rows.append((*load, side, *cells))
-    return Table((*head, *(metric.title for metric in points)), rows, (*named.lead, "side")).without_empty()
+    return Table(tuple(head), rows, (*named.lead, "side")).without_empty()
 
 
-def workload_table(latency: Latency) -> Table:
-    """Write every figure of each workload."""
+def point_table(latency: Latency) -> Table:
+    """Write every other figure of the artifact at each load."""
+    metrics, named = catalog.of_kind(PointMetric), loads(latency)
+    rows = [
+        (*load, *(cell for metric in metrics for cell in _cells(metric, point.figures.get(metric.name))))
+        for point, load in zip(latency.points, named.rows, strict=True)
+    ]
+    return Table(tuple(metric.title for metric in metrics), rows, named.lead).without_empty()
+
+
+def workload_tables(latency: Latency) -> tuple[Table, Table]:
+    """Write the durations of each workload, and its rates and shares."""
     metrics = catalog.of_kind(WorkloadMetric)
-    head: list[str] = []
-    rows: list[tuple[str, ...]] = []
+    timed, rated = [m for m in metrics if m.spread], [m for m in metrics if not m.spread]
+    durations, rates = [], []
     for workload in latency.workloads:
-        cells: list[str] = []
-        head = []
-        for metric in metrics:
-            figure, write = metric.figure(workload.figures, latency), metric.unit.write
-            if isinstance(figure, Distribution):
-                head += [f"{metric.title} p50", "p95", "p99"]
-                cells += [write(figure.p50.value), write(figure.p95), write(figure.p99)]
-            else:
-                width = 3 if metric.name in _DURATIONS else 1  # a workload of one token each has no TPOT
-                head += [f"{metric.title} p50", "p95", "p99"] if width == 3 else [metric.title]
-                cells += ["–"] * width if figure is None else [write(value(figure))]
+        name, made = workload.name.replace("_", " "), workload.figures
+        found = [metric.figure(made, latency) for metric in timed]
+        spreads = zip(timed, found, strict=True)
+        durations.append((name, *(cell for metric, figure in spreads for cell in _percentiles(metric, figure))))
+        cells = [cell for metric in rated for cell in _cells(metric, metric.figure(made, latency))]
         reused = workload.prefix_hit_share
-        rows.append(
-            (
-                workload.name.replace("_", " "),
-                *cells,
-                "–" if reused is None else units.percent(reused),
-                str(workload.figures.failed),
-            )
-        )
-    return Table((*head, "prefix reused", "failed"), rows, ("workload",)).without_empty()
+        rates.append((name, *cells, "–" if reused is None else units.percent(reused), str(made.failed)))
+    head = tuple(title for m in timed for title in (f"{m.title} p50", "p95", "p99"))
+    rest = (*(metric.title for metric in rated), "prefix reused", "failed")
+    lead = ("workload",)
+    return Table(head, durations, lead).without_empty(), Table(rest, rates, lead).without_empty()
 
 
-_DURATIONS = ("workload_ttft_ms", "workload_tpot_ms", "workload_itl_ms", "workload_e2e_ms")
+def _percentiles(metric: Metric, figure: Distribution | Estimate | float | None) -> list[str]:
+    if not isinstance(figure, Distribution):  # answers of one token each have no time per later token
+        return ["–"] * 3
+    return [metric.unit.write(each) for each in (figure.p50.value, figure.p95, figure.p99)]
 
 
-def _cells(metric: Metric, figure: Spread | Estimate | float | None) -> list[str]:
+def _cells(metric: Metric, figure: Spread | Distribution | Estimate | float | None) -> list[str]:
     """Write a figure; of a spread its percentiles."""
-    if figure is None:
+    if figure is None or isinstance(figure, Distribution):
         return ["–"]
     figures = (figure.p50, figure.p95, figure.p99) if isinstance(figure, Spread) else (figure,)
     return [metric.unit.write(value(each)) for each in figures]
@@ -196,7 +196,7 @@ def how_measured(latency: Latency) -> str:
     counts = sorted({len(point.artifact.generations_ms) for point in latency.points})
     outputs = sorted({point.output_tokens for point in latency.points})
     parts = [
-        "one sequence at a time" + (f" and {several} loads of several" if several else ""),
+        f"{len(single)} loads of one sequence, {several} of several" if several else "one sequence at a time",
         f"{_range(outputs)} output tokens",
         f"{_range(counts)} repetitions" + ("" if latency.baseline is None else " in turns with the baseline"),
         f"{latency.threads} threads",
@@ -228,7 +228,9 @@ def latency_facts(latency: Latency) -> list[tuple[str, str]]:
     if (compute := latency.compute) is not None and compute.operations_per_second:
         rates = [f"{dtype} {_rate(rate)}" for dtype, rate in compute.operations_per_second.items()]
         counted = "" if footprint.multiply_adds_per_token is not None else "; not counted: older build"
-        found.append(("MFU is relative to", f"{compute.dtype} of {', '.join(rates)} ({compute.probe}){counted}"))
+        found.append(
+            ("MFU is relative to", f"{compute.dtype}; measured: {', '.join(rates)} ({compute.probe}){counted}")
+        )
     if (sheet := latency.data_sheet) is not None:
         parts = [] if sheet.bytes_per_second is None else [f"{units.size(sheet.bytes_per_second)}/s"]
         parts += [f"{dtype} {_rate(rate)}" for dtype, rate in sheet.operations_per_second.items()]
