@@ -148,6 +148,7 @@ class RunMetric(Metric):
     decides = True
 
     figure: Callable[[Latency], Estimate | None]
+    needs: Literal["slo", "starts"] | None = None  # what a recipe's `validation.latency` must ask for
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
@@ -368,21 +369,21 @@ ALL: tuple[Metric, ...] = (
         meaning=f"{COST.meaning}, at the load where they cost least",
     ),
     RunMetric(
-        "goodput_share", "Requests that meet the SLO", SHARE, "higher", _worst_share,
+        "goodput_share", "Requests that meet the SLO", SHARE, "higher", _worst_share, "slo",
         meaning="share of them, at the load or workload with the smallest",
     ),
     RunMetric(
-        "load_ms", "Load time", MILLISECONDS, "lower", partial(_of_starts, lambda start: start.load_ms),
+        "load_ms", "Load time", MILLISECONDS, "lower", partial(_of_starts, lambda start: start.load_ms), "starts",
         meaning="until the engine takes requests, in a process of its own; its files were read before",
     ),
     RunMetric(
         "peak_host_bytes", "Peak memory, host", BYTES, "lower",
-        partial(_of_starts, lambda start: start.peak_host_bytes),
+        partial(_of_starts, lambda start: start.peak_host_bytes), "starts",
         meaning="resident, with mapped files, in a process of its own at the largest load",
     ),
     RunMetric(
         "peak_device_bytes", "Peak memory, device", BYTES, "lower",
-        partial(_of_starts, lambda start: start.peak_device_bytes),
+        partial(_of_starts, lambda start: start.peak_device_bytes), "starts",
         meaning="used on the device by a process of its own, at the largest load",
     ),
     NOISE,
@@ -418,6 +419,12 @@ def deciding() -> dict[str, Deciding]:
     """Give the metrics that a gate can decide on, by name: one figure of an artifact, exact or with bounds."""
     found = (metric for metric in ALL if isinstance(metric, Deciding))
     return {metric.name: metric for metric in found if metric.decides}
+
+
+def needed(name: str) -> str | None:
+    """Name what a recipe's `validation.latency` must ask for, so that a metric is measured; None: nothing."""
+    metric = deciding()[name]
+    return metric.needs if isinstance(metric, RunMetric) else None
 
 
 def estimates(measured: Measured) -> dict[str, Estimate]:

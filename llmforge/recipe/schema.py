@@ -452,12 +452,18 @@ class Recipe(_Section):
         if latency is not None:
             yield from self._loads_that_do_not_fit(latency)
         for metric in self.gates:
-            section = catalog.deciding()[metric].section
+            section, needs = catalog.deciding()[metric].section, catalog.needed(metric)
             if section is not None and getattr(self.validation, section) is None:
                 yield self._problem(
                     ("gates", metric),
                     "it would not be measured",
                     f"add `validation: {{{section}: …}}`, or remove the gate",
+                )
+            elif latency is not None and needs is not None and not getattr(latency, needs):
+                yield self._problem(
+                    ("gates", metric),
+                    "it would not be measured",
+                    f"add `validation: {{latency: {{{needs}: …}}}}`, or remove the gate",
                 )
 
     def _loads_that_do_not_fit(self, latency: LatencySpec) -> Iterator[Problem]:
