@@ -29,17 +29,18 @@ from llmforge.report.model import (
 
 
 def spread(p50: float) -> Spread:
-    return Spread(
-        p50=Estimate(value=p50, low=p50 * 0.98, high=p50 * 1.03, samples=20, of="repetitions"), p95=p50 * 1.18
-    )
+    def estimate(factor: float, **bounds: float | None) -> Estimate:
+        return Estimate(value=p50 * factor, samples=20, of="repetitions", **{"low": None, "high": None, **bounds})
+
+    return Spread(p50=estimate(1, low=p50 * 0.98, high=p50 * 1.03), p95=estimate(1.18), p99=estimate(1.31))
 
 
 def timing(ttft_ms: float, tpot_ms: float) -> Timing:
     return Timing(
         ttft_ms=spread(ttft_ms),
         tpot_ms=spread(tpot_ms),
-        itl_p95_ms=tpot_ms * 1.2,
-        itl_p99_ms=tpot_ms * 1.6,
+        itl_ms=spread(tpot_ms * 1.02),
+        e2e_ms=spread(ttft_ms + 63 * tpot_ms),
         tokens_per_second=1e3 / tpot_ms,
         generations_ms=((ttft_ms, tpot_ms), (ttft_ms, tpot_ms)),
     )
@@ -47,6 +48,10 @@ def timing(ttft_ms: float, tpot_ms: float) -> Timing:
 
 def speedup(value: float) -> Estimate:
     return Estimate(value=value, low=value * 0.96, high=value * 1.05, samples=20, of="repetitions")
+
+
+def rate(value: float) -> Estimate:
+    return Estimate(value=value, low=value * 0.97, high=value * 1.02, samples=20, of="repetitions")
 
 
 QUALITY = Quality(
@@ -125,9 +130,11 @@ LATENCY = Latency(
     ),
     points=(
         Point(prompt_tokens=32, artifact=timing(2.31, 0.482), baseline=timing(9.8, 5.71), ttft_speedup=speedup(4.24),
-              tpot_speedup=speedup(11.8), bytes_read_per_token=3_894_560, bandwidth_utilization=0.098),
+              tpot_speedup=speedup(11.8), output_tokens_per_second=rate(1960),
+              bytes_read_per_token=3_894_560, bandwidth_utilization=0.098),
         Point(prompt_tokens=512, artifact=timing(31.7, 0.611), baseline=timing(58.2, 6.02), ttft_speedup=speedup(1.84),
-              tpot_speedup=speedup(9.85), bytes_read_per_token=4_677_920, bandwidth_utilization=0.0929),
+              tpot_speedup=speedup(9.85), output_tokens_per_second=rate(913),
+              bytes_read_per_token=4_677_920, bandwidth_utilization=0.0929),
     ),
 )  # fmt: skip
 

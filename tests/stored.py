@@ -20,7 +20,7 @@ from llmforge.base import hashed_files, sealed
 from llmforge.evaluation.gates import overall
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
-from llmforge.metrics.latency import Latency
+from llmforge.metrics.latency import Latency, Side
 from llmforge.metrics.quality import Answer, Quality, summarize
 from llmforge.metrics.token_records import WindowScores
 from llmforge.recipe import GateSpec
@@ -76,7 +76,7 @@ def latency(tpot_ms: float = 0.5) -> Latency:
     jitter = np.random.default_rng(1).normal(1, 0.02, (20, 4))
     ours = list(np.round(np.array([2.0, tpot_ms, tpot_ms, tpot_ms]) * jitter, 5))
     fixed = reports.LATENCY
-    point = catalog.point(32, ours, [10 * each for each in ours], fixed.footprint, fixed.bandwidth)
+    point = catalog.point(32, Side(ours), Side([10 * each for each in ours]), fixed)
     return fixed.model_copy(update={"points": (point,), "output_tokens": 4})
 
 

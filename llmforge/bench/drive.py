@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.bench.figures import Outcome
 from llmforge.bench.workload import LoadRequest
+from llmforge.metrics.serving import Outcome
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.serving.engine import Engine
 from llmforge.runtime.serving.request import Chunk, Request
@@ -43,6 +43,7 @@ class InProcess:
     def answer(self, request: LoadRequest, due_s: float) -> Outcome:
         """Answer greedily, beyond the end of sequence, until all tokens that were asked for are there."""
         tokens: list[float] = []
+        ids: list[int] = []
         ended = threading.Event()
         errors: list[str] = []
 
@@ -51,6 +52,7 @@ class InProcess:
                 errors.append(item.message)
             elif item.token_id is not None:
                 tokens.append(time.perf_counter())
+                ids.append(item.token_id)
             elif item.finish_reason != "length":
                 errors.append(f"ended with {item.finish_reason}")
             if isinstance(item, ForgeError) or item.finish_reason is not None:
@@ -69,6 +71,7 @@ class InProcess:
             prompt_tokens=len(request.prompt),
             output_tokens=len(tokens),
             error=errors[0] if errors else None,
+            token_ids=tuple(ids),
         )
 
 
@@ -85,6 +88,35 @@ def closed_loop(
     with ThreadPoolExecutor(concurrency, "bench") as pool:
         futures = [pool.submit(lambda each: subject.answer(each, time.perf_counter()), each) for each in load]
         return _gather(futures, done)
+
+
+def conversations(subject: Subject, sessions: Sequence[Sequence[LoadRequest]], concurrency: int) -> list[Outcome]:
+    """Hold `concurrency` conversations at once; return the outcomes of all turns, one conversation behind another.
+
+    The prompt of a turn is that of the turn before, its answer, and what the turn adds. A turn that fails ends its
+    conversation: those that would follow are failures, too, with no time of their own.
+
+    Raises:
+        UsageError: fewer than one conversation at once.
+    """
+    if concurrency < 1:
+        raise UsageError(f"{concurrency} conversations at once: expected 1 or more")
+
+    def hold(turns: Sequence[LoadRequest]) -> list[Outcome]:
+        said: tuple[int, ...] = ()
+        outcomes: list[Outcome] = []
+        for turn in turns:
+            if outcomes and outcomes[-1].error is not None:
+                now = time.perf_counter()
+                outcomes.append(Outcome(now, (), now, 0, 0, error="the turn before it failed"))
+                continue
+            request = replace(turn, prompt=said + turn.prompt)
+            outcomes.append(subject.answer(request, time.perf_counter()))
+            said = request.prompt + outcomes[-1].token_ids
+        return outcomes
+
+    with ThreadPoolExecutor(concurrency, "bench") as pool:
+        return [outcome for held in pool.map(hold, sessions) for outcome in held]
 
 
 def open_loop(subject: Subject, load: Sequence[LoadRequest], done: Done = lambda count: None) -> list[Outcome]:

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
-from llmforge.bench.figures import Outcome
 from llmforge.bench.workload import LoadRequest
+from llmforge.metrics.serving import Outcome
 
 TIMEOUT_S = 600.0  # for a byte to arrive
 

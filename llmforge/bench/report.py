@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from llmforge.bench.figures import Distribution, Figures
 from llmforge.evaluation.machine import Machine
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Record
+from llmforge.metrics.serving import Distribution, Figures
 
 
 class Utilization(Record):

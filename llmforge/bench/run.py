@@ -24,6 +24,7 @@ from llmforge.runtime.serving.runner import read_tokenizer
 from llmforge.runtime.serving.stats import EngineStats
 
 NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
+ON_A_DEVICE = "MBU: not known, because the bandwidth of a GPU is not measured here; the artifact's report may tell it"
 SEVERAL_A_STEP = "MBU: not known, because speculation gives several tokens a step"
 
 
@@ -118,6 +119,8 @@ def run(
         record, notes = _record(stats, config.session.resolve(local.threads).threads), stats.notes
         if local.footprint is None:
             notes = (*notes, NO_FOOTPRINT)
+        elif config.device is not None:
+            notes = (*notes, ON_A_DEVICE)
         elif record.drafted_tokens:
             notes = (*notes, SEVERAL_A_STEP)
         else:

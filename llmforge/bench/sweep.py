@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from llmforge.bench.drive import Subject, closed_loop, open_loop
-from llmforge.bench.figures import Objective, Outcome, figures
 from llmforge.bench.report import Point, Utilization
 from llmforge.bench.workload import LoadRequest, Prompts, make_load
 from llmforge.evaluation.latency import DRAM_PROBE_BYTES
 from llmforge.evaluation.machine import read_bandwidth
 from llmforge.metrics.latency import Footprint
+from llmforge.metrics.serving import Objective, Outcome, figures
 
 Progress = Callable[[int, int], None]  # is told how many requests are done, and how many there are
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from llmforge import engines
 from llmforge.base import spans
 from llmforge.base.progress import Progress
+from llmforge.build.latency import Measuring
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
-from llmforge.evaluation import answers, gates, latency, machine, quality
+from llmforge.evaluation import answers, gates, machine, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
@@ -40,6 +41,7 @@ class Evidence:
     latency: Latency | None
     baseline: str | None  # what it was held against, in words
     unmeasured: str | None = None  # why the engine could not be run; None: it could
+    notes: tuple[str, ...] = ()  # what else was not measured, and why
 
     def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
@@ -123,13 +125,14 @@ def measure(
     windows: Sequence[Window],
     threads: int,
     progress: Progress,
+    ranks: int = 1,
     keep: Callable[[Logits], Logits] = lambda logits: logits,
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
     `read` is what a decode step reads, `windows` the text for its quality. `keep` may take the logits of the baseline
     on them from where they were kept. An engine that is not built yet (None), or that this machine does not run, is not
-    measured.
+    measured; `ranks` devices share one.
     """
     reason = PENDING if engine is None else engines.why_not_run(target)
     if engine is None or reason is not None or (spec.quality is None and spec.latency is None):
@@ -140,22 +143,17 @@ def measure(
     load_seconds = time.perf_counter() - began
     baseline = Baseline(checkpoint, threads=threads)
     moved = timed = None
+    notes: tuple[str, ...] = ()
     if spec.quality is not None:
         moved = _quality(spec.quality, runner, baseline, windows, progress, keep)
     if spec.latency is not None:
         progress.stage("Measure latency")
-        timed = latency.measure(
-            Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds),
-            Subject(baseline.description, baseline.generate, baseline.load_seconds),
-            read.footprint(engine.size_bytes),
-            prompt_tokens=spec.latency.prompt_tokens,
-            output_tokens=spec.latency.output_tokens,
-            repetitions=spec.latency.repetitions,
-            vocabulary=runner.config.vocabulary,
-            threads=threads,
-            progress=progress.advance,
-        )
-    return Evidence(moved, timed, baseline.description)
+        ours = Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds)
+        theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
+        measuring = Measuring(artifact, runner, spec.latency, target, read, threads, ranks)
+        timed = measuring.run(ours, theirs, engine.size_bytes, progress.advance)
+        notes = tuple(measuring.notes)
+    return Evidence(moved, timed, baseline.description, notes=notes)
 
 
 def _quality(
@@ -175,7 +173,7 @@ def _quality(
             spec.samples,
             artifact=lambda ids, tokens: _greedy(runner, ids.tolist(), tokens),
             baseline=baseline.logits,
-            go_on=baseline.generate,
+            go_on=lambda ids, tokens: (step[0] for step in baseline.generate(ids[None], tokens)),
             ends=runner.config.eos_token_ids,
             decode=lambda ids: runner.tokenizer.decode(list(ids), skip_special_tokens=False),
             progress=progress.advance,

@@ -62,7 +62,10 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened)
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
-        facts = {**dict(before), "notes": (*before.notes, built_from, *engine.notes)}  # passes and calibration stay
+        facts = {
+            **dict(before),
+            "notes": (*before.notes, built_from, *engine.notes, *found.notes),
+        }  # passes and calibration stay
         locked = lock.read(opened)
         here = {"machine": machine.describe(), "packages": lock.packages(), "code": lock.code()}
         stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
@@ -98,11 +101,12 @@ def measure(
     return evidence.measure(
         staging,
         engine,
-        BytesRead(waiting.weight_bytes_per_token, waiting.kv_bytes_per_token),
+        BytesRead(waiting.weight_bytes_per_token, waiting.kv_bytes_per_token, waiting.multiply_adds_per_token),
         spec=recipe.validation,
         target=target,
         checkpoint=checkpoint,
         windows=texts.evaluation_windows(recipe, checkpoint),
         threads=physical_cores(),
+        ranks=waiting.spec.tensor_parallel,
         progress=progress,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def make(
     notes = check_context(recipe, checkpoint, model)
     progress.stage("Read checkpoint")
     ahead.finish(progress)
-    traced = model.clone()
+    traced, multiply_adds = model.clone(), footprint.multiply_adds(model)
     of_trace = kept.trace_proof(
         checkpoint, traced, progress, proofs, lambda: verify_trace(checkpoint, traced, threads=threads).note()
     )
@@ -143,7 +143,7 @@ def make(
         done.append((record, proof))
         stages.graph(step.name, model)
         of_passes += noted
-    read = footprint.count(model)
+    read = replace(footprint.count(model), multiply_adds=multiply_adds)
     engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
     proofs.finish(progress)
     notes += [of_trace.result(), *of_passes]
@@ -158,6 +158,7 @@ def make(
             checkpoint=checkpoint,
             windows=windows,
             threads=threads,
+            ranks=recipe.engine.tensor_parallel,
             progress=progress,
             keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
         )
@@ -172,7 +173,7 @@ def make(
         "target": records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
         "passes": tuple(record(verification=proof.result()) for record, proof in done),
         "calibration": seen,
-        "notes": (*notes, *said),
+        "notes": (*notes, *said, *found.notes),
         "recipe": resolved,
     }
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
@@ -377,7 +378,12 @@ def build_engine(
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress)
     if recipe.engine.deferred:
-        pending.write(request, weight_bytes_per_token=read.weights, kv_bytes_per_token=read.kv)
+        pending.write(
+            request,
+            weight_bytes_per_token=read.weights,
+            kv_bytes_per_token=read.kv,
+            multiply_adds_per_token=read.multiply_adds,
+        )
         return None, tuple(notes)
     engine = builder.build(request)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]

@@ -163,6 +163,9 @@ def _earlier(
     return release.Subject.of(opened)
 
 
+_NO_TAIL = "both run in turns, where medians alone can be compared: hold a tail to a `max`"
+
+
 def _in_turns(ours: Subject, theirs: Subject, specs: dict[str, GateSpec]) -> dict[str, Figure | str]:
     """Time both artifacts in turns, where a gate limits how durations change; else say why that cannot be done."""
     from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
@@ -183,6 +186,7 @@ def _in_turns(ours: Subject, theirs: Subject, specs: dict[str, GateSpec]) -> dic
         return dict.fromkeys(wanted, "both must run in turns, and an engine is not built yet or was never timed")
     from llmforge import runtime
     from llmforge.evaluation import turns
+    from llmforge.evaluation.latency import Load
     from llmforge.evaluation.latency import Subject as Timed
 
     try:
@@ -192,16 +196,14 @@ def _in_turns(ours: Subject, theirs: Subject, specs: dict[str, GateSpec]) -> dic
             runners.append(runtime.load(side.opened.path, threads=latency.threads))
     except (EnvironmentLacks, UnsupportedError, InputError) as error:
         return dict.fromkeys(wanted, f"both must run in turns on one device: {error.message}")
-    left, right = (Timed.of_runner(runner, description="", load_seconds=0.0) for runner in runners)
-    found = turns.differences(
-        left,
-        right,
-        prompt_tokens=[point.prompt_tokens for point in latency.points],
-        output_tokens=latency.output_tokens,
-        repetitions=max(turns.REPETITIONS, latency.repetitions),
-        vocabulary=min(runner.config.vocabulary for runner in runners),
+    left, right = (
+        Timed.of_runner(runner, description=str(side.opened.path), load_seconds=0.0)
+        for runner, side in zip(runners, (ours, theirs), strict=True)
     )
-    return {name: found[name] for name in wanted}
+    repetitions = max(turns.REPETITIONS, latency.repetitions)
+    loads = [Load(p.batch, p.prompt_tokens, p.output_tokens, repetitions) for p in latency.single]
+    found = turns.differences(left, right, loads, vocabulary=min(runner.config.vocabulary for runner in runners))
+    return {**dict.fromkeys(wanted, _NO_TAIL), **{name: found[name] for name in wanted if name in found}}
 
 
 _VALIDATE = """\b

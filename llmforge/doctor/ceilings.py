@@ -78,13 +78,31 @@ def measure(threads: int, told: Callable[[str], None]) -> Ceilings:
     return Ceilings(bandwidth, rates, kernels, quantized, threads)
 
 
+def products(threads: int) -> tuple[dict[str, float], str]:
+    """Measure products of a prompt's rows in fp32 and int8, in less than a second: operations a second, and whose."""
+    rates = {"fp32": _rate(_dense(ir.DataType.FLOAT, ROWS, INNER, COLUMNS), threads)}
+    libraries: tuple[Library, ...] = ("onnxruntime",) if native.library() is None else ("onnxruntime", "llmforge")
+    found = {library: _rate(_many(library, 8), threads) for library in libraries}
+    fastest = max(found, key=lambda each: found[each])
+    return {**rates, "int8": found[fastest]}, f"fp32: ONNX Runtime's MatMul; int8: {_NAMES[fastest]}"
+
+
 def _layers(library: Library, bits: int, threads: int) -> QuantizedLayers:
     """Time a layer with many rows, and one beyond the caches with a single row."""
-    few, many = _quantized(1, LAYER_BYTES * 8 // bits // INNER, bits), _quantized(ROWS, COLUMNS, bits)
+    few = _lowered(library, _quantized(1, LAYER_BYTES * 8 // bits // INNER, bits))
+    return QuantizedLayers(_rate(_many(library, bits), threads), LAYER_BYTES / _seconds(few, 1, threads))
+
+
+def _many(library: Library, bits: int) -> ir.Model:
+    """Make a layer that a prompt's rows go through."""
+    return _lowered(library, _quantized(ROWS, COLUMNS, bits))
+
+
+def _lowered(library: Library, layer: ir.Model) -> ir.Model:
+    """Let `library` compute `layer`."""
     if library == "llmforge":
-        for layer in (few, many):
-            CpuKernels(budget=Budget(kld_mean=1.0)).run(layer, Context(local(), None))
-    return QuantizedLayers(_rate(many, threads), LAYER_BYTES / _seconds(few, 1, threads))
+        CpuKernels(budget=Budget(kld_mean=1.0)).run(layer, Context(local(), None))
+    return layer
 
 
 def cuda_product(size: int) -> Callable[[str, Mapping[str, Any]], float]:

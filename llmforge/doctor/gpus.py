@@ -56,6 +56,18 @@ def find() -> list[Gpu]:
     return _bound() if importlib.util.find_spec("cuda") is not None else []
 
 
+def first() -> Gpu:
+    """Return the GPU that engines run on where nobody chose another.
+
+    Raises:
+        EnvironmentLacks: there is none, or the driver does not describe it.
+    """
+    found = find()
+    if not found:
+        raise EnvironmentLacks("no NVIDIA GPU was found by nvidia-smi or cuda.bindings")
+    return found[0]
+
+
 def parse(listing: str) -> list[Gpu]:
     """Read what `nvidia-smi --query-gpu=name,compute_cap,memory.total --format=csv,noheader,nounits` prints.
 

@@ -36,6 +36,7 @@ class Pending:
     bos_token_id: int | None
     weight_bytes_per_token: int  # read by a decode step at batch 1: the lowered graph does not tell experts apart
     kv_bytes_per_token: int
+    multiply_adds_per_token: int | None = None  # of the weights; None: an older build did not count them
 
     @property
     def spec(self) -> EngineSpec:
@@ -48,7 +49,9 @@ class Pending:
         return BuildRequest(model, folder, self.spec, target, self.eos_token_ids, self.bos_token_id, progress)
 
 
-def write(request: BuildRequest, *, weight_bytes_per_token: int, kv_bytes_per_token: int) -> None:
+def write(
+    request: BuildRequest, *, weight_bytes_per_token: int, kv_bytes_per_token: int, multiply_adds_per_token: int | None
+) -> None:
     """Write what a later build takes into the folder of `request` (created); see `Pending`."""
     pending = Pending(
         format=FORMAT,
@@ -60,6 +63,7 @@ def write(request: BuildRequest, *, weight_bytes_per_token: int, kv_bytes_per_to
         bos_token_id=request.bos_token_id,
         weight_bytes_per_token=weight_bytes_per_token,
         kv_bytes_per_token=kv_bytes_per_token,
+        multiply_adds_per_token=multiply_adds_per_token,
     )
     request.folder.mkdir(parents=True, exist_ok=True)
     onnx_file.write(request.model, request.folder, request.progress)
@@ -82,6 +86,8 @@ def read(folder: Path) -> Pending:
             hint="--finish takes an artifact of `llmforge build RECIPE --defer`",
         )
     data = small_file.read_json(file)
+    if isinstance(data, dict):
+        data.setdefault("multiply_adds_per_token", None)  # an older build did not count them
     found = strict_json.read(Pending, data, str(file))
     if found.format != FORMAT:
         raise InputError(

@@ -57,17 +57,17 @@ class Baseline:
         logits: NDArray[np.float32] = output.logits[0].numpy()
         return logits
 
-    def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
-        """Yield `tokens` greedy tokens after the prompt `ids` [S]; EOS does not end it."""
+    def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[list[int]]:
+        """Yield the next greedy token after each of the prompts `ids` [B, S], `tokens` times; EOS does not end it."""
         import torch
         from transformers import DynamicCache
 
         from llmforge.trace.hooks import internals
 
         cache = DynamicCache(config=self._model.config)
-        step = torch.from_numpy(np.array(ids, np.int64))[None]
+        step = torch.from_numpy(np.array(ids, np.int64))
         for _ in range(tokens):
             with torch.inference_mode(), internals.torch_threads(self._threads):
                 output = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 step = output.logits[:, -1].argmax(-1, keepdim=True)
-            yield int(step)
+            yield step[:, 0].tolist()

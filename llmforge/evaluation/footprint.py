@@ -18,10 +18,16 @@ class BytesRead:
 
     weights: int
     kv: int  # for each token of context
+    multiply_adds: int | None = None  # of the weights, for each token; see `multiply_adds`
 
     def footprint(self, artifact_bytes: int) -> Footprint:
         """Put it beside the size of the artifact's engine."""
-        return Footprint(artifact_bytes=artifact_bytes, weight_bytes_per_token=self.weights, kv_bytes_per_token=self.kv)
+        return Footprint(
+            artifact_bytes=artifact_bytes,
+            weight_bytes_per_token=self.weights,
+            kv_bytes_per_token=self.kv,
+            multiply_adds_per_token=self.multiply_adds,
+        )
 
 
 def count(model: ir.Model) -> BytesRead:
@@ -46,6 +52,19 @@ def count(model: ir.Model) -> BytesRead:
                 raise ValueError(f"cache input {value.name} has no shape or dtype")
             kv += _bytes(value.dtype, [value.shape[axis] for axis in (1, 3)])
     return BytesRead(weights, kv)
+
+
+def multiply_adds(model: ir.Model) -> int:
+    """Count the multiply-adds of weights that one token takes: an element of a matrix each, of experts the chosen ones.
+
+    For a graph as it was traced, whose weights have an element for each parameter. Attention's products of queries,
+    keys and values are not among them: they grow with the context. Tables and vectors multiply nothing.
+    """
+    return sum(
+        math.ceil(share_read(value) * tensor.size)
+        for value in model.graph.initializers.values()
+        if (tensor := value.const_value) is not None and len(tensor.shape) >= 2 and not _only_looked_up(value)
+    )
 
 
 def _only_looked_up(value: ir.Value) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,25 +13,43 @@ from numpy.typing import NDArray
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.evaluation.machine import read_bandwidth
 from llmforge.metrics import catalog
-from llmforge.metrics.latency import Bandwidth, Footprint, Latency
+from llmforge.metrics import latency as figures
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.latency import (
+    Bandwidth,
+    Compute,
+    Conditions,
+    DataSheet,
+    Footprint,
+    Latency,
+    Noise,
+    Price,
+    Side,
+    Start,
+)
+from llmforge.metrics.tokens import Floats
+from llmforge.metrics.workload import Slo, Workload
 
 if TYPE_CHECKING:
     from llmforge.runtime import Runner
 
 _DECIMALS = 5  # of milliseconds: 10 ns
 DRAM_PROBE_BYTES = 2**28  # 256 MB: several times the last-level cache of most machines
+MOST_REPETITIONS = 1000  # of one load
+# Of all loads and sides together: at 11 bytes of JSON a time, a record of evidence stays below 4 MB for them.
+MOST_TIMES = 300_000
 
 
 @dataclass(frozen=True)
 class Subject:
     """Something that generates: the artifact or the baseline.
 
-    `generate(ids [S] int64, tokens)` yields `tokens` greedy tokens one by one, each as soon as it is known, reusing
-    nothing of earlier calls and ignoring EOS.
+    `generate(ids [B, S] int64, tokens)` yields `tokens` times, as soon as each of the B sequences has its next greedy
+    token, reusing nothing of earlier calls and ignoring EOS.
     """
 
     description: str
-    generate: Callable[[NDArray[np.int64], int], Iterator[int]]
+    generate: Callable[[NDArray[np.int64], int], Iterator[object]]
     load_seconds: float
 
     @classmethod
@@ -39,88 +57,248 @@ class Subject:
         """Time the shipped engine: its tokens, without turning them into text, as on the baseline's side."""
         from llmforge.runtime import Sampling  # brings ONNX Runtime, which who only reads reports does not need
 
-        def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+        def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[object]:
             sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-            for step in runner.generate_batch([ids.tolist()], [sampling]):
-                yield from (token for token in step.token_ids if token is not None)
+            for step in runner.generate_batch(ids.tolist(), [sampling] * len(ids)):
+                if None not in step.token_ids:
+                    yield step.token_ids
 
         return cls(description, generate, load_seconds)
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many prompts of one length at once, so many tokens after each, and how often at least."""
+
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    repetitions: int
+
+    def __post_init__(self) -> None:
+        if self.output_tokens < 2 or min(self.repetitions, self.prompt_tokens, self.batch) < 1:
+            raise UsageError(
+                f"latency of {self.repetitions} repetitions, {self.batch} prompts of {self.prompt_tokens} tokens, "
+                f"{self.output_tokens} output tokens: expected 1 repetition or more, prompts of 1 token or more, and 2 "
+                "output tokens or more"
+            )
+
+
+@dataclass(frozen=True)
+class Until:
+    """Go on until the intervals of the artifact's median TTFT and TPOT are narrow at every load, or time is up."""
+
+    precision: float  # half of an interval at most, relative to its median
+    budget_s: float  # for all loads, counted from the first warm-up
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What a run reads off the machine beside the clock; each may be absent."""
+
+    bandwidth: Callable[[Footprint, int, int], Bandwidth | None] | None = (
+        None  # (footprint, context, threads); None: numpy's
+    )
+    compute: Callable[[], Compute] | None = None
+    energy_j: Callable[[], float] | None = None  # that the device has taken since some moment
+    noise: Callable[[], NoiseMeter] | None = None
+
+
+class NoiseMeter(Protocol):
+    """Records what else the machine does from when it was made; see `llmforge.metrics.latency.Noise`."""
+
+    def probe(self) -> None:
+        """Time the same small computation once more."""
+        ...
+
+    def read(self) -> Noise:
+        """Tell what was found."""
+        ...
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the target, and what the recipe promises."""
+
+    data_sheet: DataSheet | None = None
+    price: Price | None = None
+    slo: Slo | None = None
+
+
+@dataclass
+class _Timed:
+    """What was timed of one side at one load."""
+
+    generations: list[Floats] = field(default_factory=list)
+    energy_j: list[float] = field(default_factory=list)
+
+    def side(self, batch: int) -> Side:
+        return Side(self.generations, batch, self.energy_j or None)
 
 
 def measure(
     artifact: Subject,
     baseline: Subject | None,
     footprint: Footprint,
+    loads: Sequence[Load],
     *,
-    prompt_tokens: Sequence[int],
-    output_tokens: int,
-    repetitions: int,
     vocabulary: int,
     threads: int,
     seed: int = 0,
+    until: Until | None = None,
+    facts: Facts = Facts(),
+    instruments: Instruments = Instruments(),
+    starts: Sequence[Start] = (),
+    workloads: Sequence[Workload] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Latency:
     """Time both sides in turn (A B A B …), so that a machine that slows down slows both.
 
-    Every repetition has a new random prompt, the same for both sides, so that no prefix can be reused. One generation
-    of each side and length runs before the clock counts. `progress` is told generations done and their total.
+    Every repetition has new random prompts, the same for both sides, so that no prefix can be reused. One generation
+    of each side and load runs before the clock counts. Every load gets its `repetitions`; with `until`, loads whose
+    intervals are not narrow yet go on in turn, up to `MOST_REPETITIONS` of each and `MOST_TIMES` recorded times.
+    `progress` is told generations done and their total, without what `until` adds.
 
     Raises:
-        UsageError: fewer than 2 output tokens, no prompt length, or no repetition.
+        UsageError: no load.
         VerificationError: a side yields another number of tokens than it was asked for.
     """
-    if output_tokens < 2 or repetitions < 1 or not prompt_tokens or min(prompt_tokens) < 1:
-        raise UsageError(
-            f"latency of {repetitions} repetitions, prompts {list(prompt_tokens)}, {output_tokens} output tokens: "
-            "expected 1 repetition or more, prompts of 1 token or more, and 2 output tokens or more"
+    if not loads:
+        raise UsageError("latency of no load: expected 1 or more")
+    run = _Run(
+        (artifact,) if baseline is None else (artifact, baseline), loads, vocabulary, seed, instruments, progress
+    )
+    stopped = run.go(until)
+    smallest = min(loads, key=lambda load: load.batch * (load.prompt_tokens + load.output_tokens))
+    context = smallest.batch * (smallest.prompt_tokens + smallest.output_tokens // 2)
+    conditions = Conditions(
+        footprint=footprint,
+        bandwidth=(instruments.bandwidth or host_bandwidth)(footprint, context, threads),
+        compute=None if instruments.compute is None else instruments.compute(),
+        data_sheet=facts.data_sheet,
+        price=facts.price,
+        slo=facts.slo,
+    )
+    points = tuple(
+        catalog.point(
+            load.prompt_tokens,
+            run.timed[at][0].side(load.batch),
+            None if baseline is None else run.timed[at][1].side(load.batch),
+            conditions,
         )
-    rng = np.random.default_rng(seed)
-    subjects = (artifact,) if baseline is None else (artifact, baseline)
-    times: dict[tuple[int, int], list[NDArray[np.float64]]] = {}
-    done, total = 0, len(subjects) * len(prompt_tokens) * (repetitions + 1)
-    for repetition in range(-1, repetitions):  # -1 warms up
-        for length in prompt_tokens:
-            ids = rng.integers(0, vocabulary, length, np.int64)
-            for side, subject in enumerate(subjects):
-                progress(done, total)
-                durations = _timed(subject, ids, output_tokens)
-                if repetition >= 0:
-                    times.setdefault((length, side), []).append(durations)
-                done += 1
-    progress(total, total)
-    bandwidth = _bandwidth(footprint, min(prompt_tokens) + output_tokens // 2, threads)
+        for at, load in enumerate(loads)
+    )
     return Latency(
-        repetitions=repetitions,
-        output_tokens=output_tokens,
+        **dict(conditions),
+        repetitions=min(load.repetitions for load in loads),
+        output_tokens=loads[0].output_tokens,
         threads=threads,
         seed=seed,
         artifact=artifact.description,
         baseline=None if baseline is None else baseline.description,
         artifact_load_ms=artifact.load_seconds * 1e3,
         baseline_load_ms=None if baseline is None else baseline.load_seconds * 1e3,
-        footprint=footprint,
-        bandwidth=bandwidth,
-        points=tuple(
-            catalog.point(length, times[length, 0], times.get((length, 1)), footprint, bandwidth)
-            for length in prompt_tokens
-        ),
+        stopped=stopped,
+        noise=None if run.meter is None else run.meter.read(),
+        starts=tuple(starts),
+        points=points,
+        workloads=tuple(workloads),
     )
 
 
-def _timed(subject: Subject, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:
+class _Run:
+    """Times loads in turn."""
+
+    def __init__(
+        self,
+        subjects: Sequence[Subject],
+        loads: Sequence[Load],
+        vocabulary: int,
+        seed: int,
+        instruments: Instruments,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._subjects, self._loads, self._vocabulary = subjects, loads, vocabulary
+        self._rng = np.random.default_rng(seed)
+        self._energy_j, self._progress = instruments.energy_j, progress
+        self.meter = None if instruments.noise is None else instruments.noise()
+        self.timed = [[_Timed() for _ in subjects] for _ in loads]
+        self._done, self._total = 0, len(subjects) * sum(load.repetitions + 1 for load in loads)
+
+    def go(self, until: Until | None) -> str:
+        """Time all loads; say why it ended, where `until` decides that."""
+        began = time.perf_counter()
+        self._round(range(len(self._loads)), keep=False)  # warms up
+        most = max(load.repetitions for load in self._loads)
+        for repetition in range(most):
+            self._round([at for at, load in enumerate(self._loads) if repetition < load.repetitions])
+        self._progress(self._total, self._total)
+        if until is None:
+            return ""
+        while True:
+            wide = [at for at in range(len(self._loads)) if not self._narrow(at, until.precision)]
+            if not wide:
+                return f"every interval is within ± {until.precision:.1%}"
+            wide = [at for at in wide if len(self.timed[at][0].generations) < MOST_REPETITIONS]
+            if not wide:
+                return f"{MOST_REPETITIONS} repetitions were made"
+            if self._times_after(wide) > MOST_TIMES:
+                return f"{MOST_TIMES:,} times are recorded"
+            if time.perf_counter() - began >= until.budget_s:
+                return f"the budget of {until.budget_s:g} s ended"
+            self._round(wide)
+
+    def _round(self, chosen: Sequence[int], *, keep: bool = True) -> None:
+        if self.meter is not None and keep:
+            self.meter.probe()
+        for at in chosen:
+            load = self._loads[at]
+            ids = self._rng.integers(0, self._vocabulary, (load.batch, load.prompt_tokens), np.int64)
+            for subject, timed in zip(self._subjects, self.timed[at], strict=True):
+                self._progress(min(self._done, self._total), self._total)
+                before = 0.0 if self._energy_j is None else self._energy_j()
+                durations = timed_generation(subject, ids, load.output_tokens)
+                if keep:
+                    timed.generations.append(durations)
+                    if self._energy_j is not None:
+                        timed.energy_j.append(self._energy_j() - before)
+                self._done += 1
+
+    def _narrow(self, at: int, precision: float) -> bool:
+        generations = self.timed[at][0].generations
+        for duration in (figures.first_token_ms, figures.later_token_ms):
+            median = Estimate.median([duration(each) for each in generations], of="repetitions")
+            if median.low is None or median.high is None:
+                return False
+            if max(median.high - median.value, median.value - median.low) > precision * median.value:
+                return False
+        return True
+
+    def _times_after(self, chosen: Sequence[int]) -> int:
+        """Count the times that are recorded after one more round."""
+        sides = len(self._subjects)
+        held = sum(
+            len(each[0].generations) * load.output_tokens for each, load in zip(self.timed, self._loads, strict=True)
+        )
+        return sides * (held + sum(self._loads[at].output_tokens for at in chosen))
+
+
+def timed_generation(subject: Subject, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:
     """Generate once and return the milliseconds that each token took [tokens]; the first is the TTFT."""
     stamps = [time.perf_counter()]
     stamps.extend(time.perf_counter() for _ in subject.generate(ids, tokens))
     if len(stamps) != tokens + 1:
         raise VerificationError(
-            f"{subject.description} yielded {len(stamps) - 1} tokens after a prompt of {len(ids)}; expected {tokens}",
+            f"{subject.description} yielded {len(stamps) - 1} tokens after a prompt of {ids.shape[1]}; expected "
+            f"{tokens}",
             hint="timed generation ignores EOS and stop strings; check that the prompt fits the context",
         )
     # Rounded to what the clock tells, so that figures can be made again of what a report says.
     return np.round(np.diff(stamps) * 1e3, _DECIMALS)
 
 
-def _bandwidth(footprint: Footprint, context: int, threads: int) -> Bandwidth:
+def host_bandwidth(footprint: Footprint, context: int, threads: int) -> Bandwidth:
+    """Measure how fast the host reads its memory; `context` tokens of cache are read beside the weights."""
     working_set = footprint.weight_bytes_per_token + context * footprint.kv_bytes_per_token
     return Bandwidth(
         threads=threads,

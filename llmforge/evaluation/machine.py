@@ -13,7 +13,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from llmforge.metrics.latency import Noise
 from llmforge.metrics.record import Record
+
+_PROBE_WORDS = 1 << 17  # 1 MiB, which the cache of one core holds; sorting it takes about a millisecond
 
 # Linux's names of the instruction sets that a kernel of ONNX Runtime or torch is chosen by.
 _ISA = (
@@ -101,6 +104,49 @@ def reset_peak_resident_bytes() -> bool:
     except OSError:
         return False
     return True
+
+
+class NoiseProbe:
+    """Records what else the machine does, from when it was made."""
+
+    def __init__(self) -> None:
+        self._words = np.random.default_rng(0).integers(0, 2**62, _PROBE_WORDS)
+        self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        self._stolen, self._waits = _stolen_ticks(), _waits()
+        self._probe_ms: list[float] = []
+        np.sort(self._words)  # warms up
+
+    def probe(self) -> None:
+        """Time the same small computation once more, on one core."""
+        began = time.perf_counter()
+        np.sort(self._words)
+        self._probe_ms.append(round((time.perf_counter() - began) * 1e3, 5))
+
+    def read(self) -> Noise:
+        """Tell what was found."""
+        stolen = None
+        if (now := _stolen_ticks()) is not None and self._stolen is not None and now[1] > self._stolen[1]:
+            stolen = (now[0] - self._stolen[0]) / (now[1] - self._stolen[1])
+        return Noise(
+            probe_ms=tuple(self._probe_ms),
+            stolen_share=stolen,
+            waits=_waits() - self._waits,
+            load_average=self._load,
+        )
+
+
+def _waits() -> int:
+    """Count how often this process had to leave a core to another one."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def _stolen_ticks() -> tuple[int, int] | None:
+    """Read the CPU time that other virtual machines took, and all CPU time (proc(5), /proc/stat); None: not told."""
+    path = Path("/proc/stat")
+    if not path.is_file():
+        return None
+    ticks = [int(each) for each in path.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+    return (ticks[7], sum(ticks)) if len(ticks) == 8 else None
 
 
 def _cpuinfo() -> dict[str, str]:

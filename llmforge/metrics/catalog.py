@@ -16,7 +16,7 @@ import numpy as np
 
 from llmforge.metrics import latency, units
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Bandwidth, Footprint, Generations, Latency, Point, Spread, Timing, Trial
+from llmforge.metrics.latency import Conditions, Latency, Point, Side, Spread, Timing, Trial
 from llmforge.metrics.quality import (
     ANSWER_TOKENS,
     ByPosition,
@@ -33,6 +33,7 @@ from llmforge.metrics.quality import (
     median_difference,
     share_same,
 )
+from llmforge.metrics.serving import Distribution, Figures
 from llmforge.metrics.tokens import (
     DELTA_P,
     DELTA_P_SQUARED,
@@ -46,6 +47,7 @@ from llmforge.metrics.tokens import (
 )
 from llmforge.metrics.units import (
     BYTES,
+    JOULES,
     MILLISECONDS,
     NATS,
     NATS_A_TOKEN,
@@ -56,6 +58,7 @@ from llmforge.metrics.units import (
     SPEEDUP,
     TEXT,
     TOKENS,
+    USD,
     Unit,
 )
 
@@ -112,19 +115,19 @@ class QualityMetric(Metric):
 
 @dataclass(frozen=True)
 class TimingMetric(Metric):
-    """A figure of each side, at each prompt length."""
+    """A figure of each side, at each load."""
 
     section = "latency"
 
-    figure: Callable[[Generations], Spread | float]
-    spread: bool = False  # whether `figure` is percentiles over the repetitions, which have a chart
-    key_at: Literal["shortest", "longest"] = "shortest"  # prompt, where the key figure is read
+    figure: Callable[[Side], Spread | Estimate | float | None]
+    spread: bool = False  # whether `figure` is percentiles
+    chart: bool = False  # whether percentiles are drawn
     notes: Callable[[Point], tuple[str, ...]] = lambda point: ()  # beside the key figure
 
 
 @dataclass(frozen=True)
 class PointMetric(Metric):
-    """A figure of the artifact, at each prompt length."""
+    """A figure of the artifact, at each load."""
 
     section = "latency"
 
@@ -133,18 +136,66 @@ class PointMetric(Metric):
 
 @dataclass(frozen=True)
 class SlowestMetric(Metric):
-    """The median of a duration of the artifact, at the prompt length where it is largest."""
+    """A percentile of a duration of the artifact, one sequence at a time, at the length where it is largest."""
 
     section = "latency"
     decides = True
 
     of: TimingMetric
+    at: Literal["p50", "p95", "p99"] = "p50"
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
-        points = () if measured.latency is None else measured.latency.points
-        medians = (point.artifact.figures[self.of.name].p50 for point in points)
-        return max(medians, key=lambda median: float(median.value), default=None)
+        points = () if measured.latency is None else measured.latency.single
+        spreads = [point.artifact.figures[self.of.name] for point in points if self.of.name in point.artifact.figures]
+        found = (getattr(spread, self.at) for spread in spreads)
+        return max(found, key=lambda percentile: float(percentile.value), default=None)
+
+
+@dataclass(frozen=True)
+class BestMetric(Metric):
+    """A figure of the artifact at each load and of each workload, where it is best: what a well-filled engine gives."""
+
+    section = "latency"
+    decides = True
+
+    of: PointMetric
+    of_workload: Callable[[Figures, Latency], Estimate | None]
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        if (found := measured.latency) is None:
+            return None
+        figures = [point.figures.get(self.of.name) for point in found.points]
+        figures += [self.of_workload(workload.figures, found) for workload in found.workloads]
+        best = min if self.better == "lower" else max
+        known = [figure for figure in figures if isinstance(figure, Estimate)]
+        return best(known, key=lambda figure: figure.value, default=None)
+
+
+@dataclass(frozen=True)
+class RunMetric(Metric):
+    """A figure of the whole run."""
+
+    section = "latency"
+    decides = True
+
+    figure: Callable[[Latency], Estimate | None]
+    needs: Literal["slo", "starts"] | None = None  # what a recipe's `validation.latency` must ask for
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        return None if measured.latency is None else self.figure(measured.latency)
+
+
+@dataclass(frozen=True)
+class WorkloadMetric(Metric):
+    """A figure of each workload."""
+
+    section = "latency"
+
+    figure: Callable[[Figures, Latency], Distribution | Estimate | float | None]
+    spread: bool = False  # whether `figure` is percentiles
 
 
 @dataclass(frozen=True)
@@ -158,29 +209,26 @@ class SizeMetric(Metric):
         return None if measured.size_bytes is None else Estimate.exact(measured.size_bytes)
 
 
-def point(
-    prompt_tokens: int,
-    artifact: Generations,
-    baseline: Generations | None,
-    footprint: Footprint,
-    bandwidth: Bandwidth,
-) -> Point:
-    """Make every figure of one prompt length of what was timed."""
-    output_tokens = len(artifact[0])
-    bytes_read = footprint.weight_bytes_per_token + footprint.kv_bytes_per_token * (prompt_tokens + output_tokens // 2)
-    trial = Trial(artifact, baseline, bytes_read, bandwidth.working_set_bytes_per_second)
+def point(prompt_tokens: int, artifact: Side, baseline: Side | None, conditions: Conditions) -> Point:
+    """Make every figure of one load of what was timed."""
+    trial = Trial(prompt_tokens, artifact, baseline, conditions)
     figures: dict[str, Any] = {metric.name: metric.figure(trial) for metric in of_kind(PointMetric)}
     return Point(
         prompt_tokens=prompt_tokens,
+        batch=artifact.batch,
         artifact=_timing(artifact),
         baseline=None if baseline is None else _timing(baseline),
         **figures,
     )
 
 
-def _timing(generations: Generations) -> Timing:
-    figures: dict[str, Any] = {metric.name: metric.figure(generations) for metric in of_kind(TimingMetric)}
-    return Timing(generations_ms=tuple(tuple(durations.tolist()) for durations in generations), **figures)
+def _timing(side: Side) -> Timing:
+    figures: dict[str, Any] = {metric.name: metric.figure(side) for metric in of_kind(TimingMetric)}
+    return Timing(
+        generations_ms=tuple(tuple(durations.tolist()) for durations in side.generations),
+        energy_j=None if side.energy_j is None else tuple(side.energy_j),
+        **{name: figure for name, figure in figures.items() if figure is not None},
+    )
 
 
 def _mean(tokens: Floats, total: Floats) -> Floats:
@@ -193,11 +241,16 @@ def _perplexities(quality: Quality) -> str:
 
 def _decoding(point: Point) -> tuple[str, ...]:
     rate = units.significant(point.artifact.figures["tokens_per_second"])
-    return f"{rate} tokens/s, {point.prompt_tokens}-token prompt", *_speed(point.figures["tpot_speedup"])
+    return f"{_lengths(point)}: {rate} tokens/s", *_speed(point.figures["tpot_speedup"])
 
 
 def _prefilling(point: Point) -> tuple[str, ...]:
-    return f"{point.prompt_tokens}-token prompt", *_speed(point.figures["ttft_speedup"])
+    return _lengths(point), *_speed(point.figures["ttft_speedup"])
+
+
+def _lengths(point: Point) -> str:
+    several = f"{point.batch} sequences, " if point.batch > 1 else ""
+    return f"{several}{point.prompt_tokens}-token prompt"
 
 
 def _speed(speedup: Estimate | None) -> tuple[str, ...]:
@@ -211,18 +264,77 @@ def _added(tokens: Floats, kld: Floats, prefill: Floats) -> Floats:
 PREFILL_KLD = Summed("prefill_kld")  # of a token that was read by a decode step as well
 
 
+def _worst_share(found: Latency) -> Estimate | None:
+    """Give the smallest share of good requests, over loads of one sequence and workloads."""
+    shares = [point.figures.get("good_share") for point in found.single]
+    for workload in found.workloads:
+        figures = workload.figures
+        if figures.good_share is not None:
+            sent = figures.completed + figures.failed
+            shares.append(Estimate.share(round(figures.good_share * sent), sent, of="requests"))
+    return min((each for each in shares if isinstance(each, Estimate)), key=lambda share: share.value, default=None)
+
+
+def _cost(figures: Figures, found: Latency) -> Estimate | None:
+    if found.price is None:
+        return None
+    return figures.output_tokens_per_second.inverted(found.price.usd_per_hour / 3600 * 1e6)
+
+
+def _of_starts(read: Callable[[latency.Start], float | None], found: Latency) -> Estimate | None:
+    """Estimate the median over the starts of the engine."""
+    values = [value for start in found.starts if (value := read(start)) is not None]
+    return Estimate.median(values, of="starts") if values else None
+
+
+def _noise(found: Latency) -> Estimate | None:
+    """Estimate by how much the slow times of the same small computation exceed its median."""
+    if found.noise is None or len(found.noise.probe_ms) < 2:
+        return None
+    middle = float(np.median(found.noise.probe_ms))
+    slow = Estimate.quantile(found.noise.probe_ms, 0.95, of="rounds")
+    excess = {name: None if each is None else each / middle - 1 for name, each in _bounds(slow).items()}
+    return slow.model_copy(update=excess)
+
+
+def _bounds(estimate: Estimate) -> dict[str, float | None]:
+    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+
+
+_PERCENTILES: dict[Literal["p50", "p95", "p99"], str] = {"p50": "median", "p95": "95 %", "p99": "99 %"}
 # fmt: off
 KLD_MEAN = QualityMetric(
     "kld_mean", "Mean KLD", NATS_A_TOKEN, "lower", OfSums((KLD,), _mean), key=1,
     meaning="KL(baseline ‖ artifact), nats per token; 0 means no loss",
 )
 TTFT = TimingMetric(
-    "ttft_ms", "TTFT", MILLISECONDS, "lower", partial(latency.spread, latency.first_token_ms), spread=True,
-    meaning="time to the first token", key=5, key_at="longest", notes=_prefilling,
+    "ttft_ms", "TTFT", MILLISECONDS, "lower", partial(latency.spread, latency.first_token_ms), spread=True, chart=True,
+    meaning="time to the first token", key=5, notes=_prefilling,
 )
 TPOT = TimingMetric(
-    "tpot_ms", "TPOT", MILLISECONDS, "lower", partial(latency.spread, latency.later_token_ms), spread=True,
+    "tpot_ms", "TPOT", MILLISECONDS, "lower", partial(latency.spread, latency.later_token_ms), spread=True, chart=True,
     meaning="time per output token after the first", key=4, notes=_decoding,
+)
+ITL = TimingMetric(
+    "itl_ms", "ITL", MILLISECONDS, "lower", latency.between_tokens, spread=True,
+    meaning="time between two tokens of one sequence",
+)
+END_TO_END = TimingMetric(
+    "e2e_ms", "end to end", MILLISECONDS, "lower", partial(latency.spread, latency.whole_ms), spread=True,
+    meaning="time from the prompt to the last token",
+)
+OUTPUT_RATE = PointMetric(
+    "output_tokens_per_second", "output tokens/s", PER_SECOND, "higher",
+    lambda trial: latency.throughput(trial.artifact),
+    meaning="tokens given per second, the time of their prompts included",
+)
+COST = PointMetric(
+    "usd_per_million", "USD per million tokens", USD, "lower", latency.usd_per_million_tokens,
+    meaning="price of the target for the time of a million output tokens",
+)
+NOISE = RunMetric(
+    "machine_noise", "Machine noise", SHARE, "lower", _noise,
+    meaning="by how much 5 % of the times of one small computation exceed their median, at least",
 )
 SIZE = SizeMetric("size_bytes", "Size", BYTES, "lower", meaning="all files of the engine")
 
@@ -314,21 +426,76 @@ ALL: tuple[Metric, ...] = (
     ),
     TTFT,
     TPOT,
-    TimingMetric("itl_p95_ms", "ITL p95", MILLISECONDS, "lower", partial(latency.between_tokens_ms, 0.95)),
-    TimingMetric("itl_p99_ms", "ITL p99", MILLISECONDS, "lower", partial(latency.between_tokens_ms, 0.99)),
+    ITL,
+    END_TO_END,
     TimingMetric("tokens_per_second", "tokens/s", PER_SECOND, "higher", latency.tokens_per_second),
+    TimingMetric("joules_per_token", "energy per token", JOULES, "lower", latency.joules_per_token),
     PointMetric("ttft_speedup", "TTFT speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.first_token_ms)),
     PointMetric("tpot_speedup", "TPOT speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.later_token_ms)),
-    PointMetric("bytes_read_per_token", "read per token", BYTES, "lower", lambda trial: trial.bytes_read_per_token),
+    OUTPUT_RATE,
+    PointMetric("bytes_read_per_token", "read per step", BYTES, "lower", lambda trial: trial.bytes_read),
     PointMetric("bandwidth_utilization", "MBU", SHARE, "higher", latency.bandwidth_utilization),
-    SlowestMetric(
-        "ttft_p50_ms", "TTFT, median", MILLISECONDS, "lower", TTFT,
-        meaning=f"{TTFT.meaning}, at the slowest prompt length",
+    PointMetric(
+        "data_sheet_bandwidth_utilization", "MBU, data sheet", SHARE, "higher",
+        latency.data_sheet_bandwidth_utilization,
     ),
-    SlowestMetric(
-        "tpot_p50_ms", "TPOT, median", MILLISECONDS, "lower", TPOT,
-        meaning=f"{TPOT.meaning}, at the slowest prompt length",
+    PointMetric("compute_utilization", "MFU", SHARE, "higher", latency.compute_utilization),
+    PointMetric(
+        "data_sheet_compute_utilization", "MFU, data sheet", SHARE, "higher", latency.data_sheet_compute_utilization
     ),
+    PointMetric("good_share", "meets the SLO", SHARE, "higher", latency.good_share),
+    PointMetric("goodput_rps", "goodput/s", PER_SECOND, "higher", latency.goodput),
+    COST,
+    *(
+        SlowestMetric(
+            f"{of.name.removesuffix('_ms')}_{at}_ms", f"{of.title}, {said}", MILLISECONDS, "lower", of, at,
+            meaning=f"{of.meaning}, at the slowest prompt length",
+        )
+        for of in (TTFT, TPOT, ITL, END_TO_END)
+        for at, said in _PERCENTILES.items()
+    ),
+    BestMetric(
+        "throughput_tokens_per_second", "Throughput", PER_SECOND, "higher", OUTPUT_RATE,
+        lambda figures, found: figures.output_tokens_per_second,
+        meaning="output tokens per second, at the load that gives most",
+    ),
+    BestMetric(
+        "usd_per_million_tokens", "Cost of a million tokens", USD, "lower", COST, _cost,
+        meaning=f"{COST.meaning}, at the load where they cost least",
+    ),
+    RunMetric(
+        "goodput_share", "Requests that meet the SLO", SHARE, "higher", _worst_share, "slo",
+        meaning="share of them, at the load or workload with the smallest",
+    ),
+    RunMetric(
+        "load_ms", "Load time", MILLISECONDS, "lower", partial(_of_starts, lambda start: start.load_ms), "starts",
+        meaning="until the engine takes requests, in a process of its own; its files were read before",
+    ),
+    RunMetric(
+        "peak_host_bytes", "Peak memory, host", BYTES, "lower",
+        partial(_of_starts, lambda start: start.peak_host_bytes), "starts",
+        meaning="resident, with mapped files, in a process of its own at the largest load",
+    ),
+    RunMetric(
+        "peak_device_bytes", "Peak memory, device", BYTES, "lower",
+        partial(_of_starts, lambda start: start.peak_device_bytes), "starts",
+        meaning="used on the device by a process of its own, at the largest load",
+    ),
+    NOISE,
+    WorkloadMetric("workload_ttft_ms", "TTFT", MILLISECONDS, "lower", lambda made, found: made.ttft_ms, True),
+    WorkloadMetric("workload_tpot_ms", "TPOT", MILLISECONDS, "lower", lambda made, found: made.tpot_ms, True),
+    WorkloadMetric("workload_itl_ms", "ITL", MILLISECONDS, "lower", lambda made, found: made.itl_ms, True),
+    WorkloadMetric("workload_e2e_ms", "end to end", MILLISECONDS, "lower", lambda made, found: made.latency_ms, True),
+    WorkloadMetric(
+        "workload_output_tokens_per_second", "output tokens/s", PER_SECOND, "higher",
+        lambda made, found: made.output_tokens_per_second,
+    ),
+    WorkloadMetric(
+        "workload_requests_per_second", "requests/s", PER_SECOND, "higher", lambda made, found: made.requests_per_second
+    ),
+    WorkloadMetric("workload_goodput_rps", "goodput/s", PER_SECOND, "higher", lambda made, found: made.goodput_rps),
+    WorkloadMetric("workload_good_share", "meets the SLO", SHARE, "higher", lambda made, found: made.good_share),
+    WorkloadMetric("workload_usd_per_million", "USD per million tokens", USD, "lower", _cost),
     SIZE,
 )
 # fmt: on
@@ -340,10 +507,19 @@ def of_kind(kind: type[Kind]) -> tuple[Kind, ...]:
     return tuple(metric for metric in ALL if isinstance(metric, kind))
 
 
-def deciding() -> dict[str, QualityMetric | SlowestMetric | SizeMetric]:
+Deciding = QualityMetric | SlowestMetric | BestMetric | RunMetric | SizeMetric
+
+
+def deciding() -> dict[str, Deciding]:
     """Give the metrics that a gate can decide on, by name: one figure of an artifact, exact or with bounds."""
-    found = (metric for metric in ALL if isinstance(metric, QualityMetric | SlowestMetric | SizeMetric))
+    found = (metric for metric in ALL if isinstance(metric, Deciding))
     return {metric.name: metric for metric in found if metric.decides}
+
+
+def needed(name: str) -> str | None:
+    """Name what a recipe's `validation.latency` must ask for, so that a metric is measured; None: nothing."""
+    metric = deciding()[name]
+    return metric.needs if isinstance(metric, RunMetric) else None
 
 
 def estimates(measured: Measured) -> dict[str, Estimate]:

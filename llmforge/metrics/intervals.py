@@ -38,8 +38,45 @@ class Estimate(Record):
     @classmethod
     def median(cls, values: Sequence[float], of: str) -> Estimate:
         """Estimate the median of independent `values`; it has bounds from 6 of them on. `of` says what they are."""
-        low, high = quantile_interval(np.asarray(values, np.float64), 0.5) or (None, None)
-        return cls(value=float(np.median(values)), low=low, high=high, samples=len(values), of=of)
+        return cls.quantile(values, 0.5, of)
+
+    @classmethod
+    def quantile(cls, values: Sequence[float], quantile: float, of: str) -> Estimate:
+        """Estimate a quantile of independent `values`; it has bounds where `quantile_interval` finds some."""
+        low, high = quantile_interval(np.asarray(values, np.float64), quantile) or (None, None)
+        return cls(value=float(np.quantile(values, quantile)), low=low, high=high, samples=len(values), of=of)
+
+    @classmethod
+    def clustered_quantile(cls, clusters: Sequence[NDArray[np.float64]], quantile: float, of: str) -> Estimate:
+        """Estimate a quantile of the values of all `clusters` together; `of` says what a cluster is."""
+        low, high = clustered_quantile_interval(clusters, quantile) or (None, None)
+        value = float(np.quantile(np.concatenate(clusters), quantile))
+        return cls(value=value, low=low, high=high, samples=len(clusters), of=of)
+
+    @classmethod
+    def share(cls, hits: int, samples: int, of: str) -> Estimate:
+        """Estimate a share of independent `samples`, with Wilson's score interval; none below `SMALLEST_SAMPLE`."""
+        value = hits / samples
+        if samples < SMALLEST_SAMPLE:
+            return cls(value=value, low=None, high=None, samples=samples, of=of)
+        z2 = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2) ** 2
+        centre = (hits + z2 / 2) / (samples + z2)
+        half = math.sqrt(z2 * (hits * (samples - hits) / samples + z2 / 4)) / (samples + z2)
+        low, high = min(value, max(0.0, centre - half)), max(value, min(1.0, centre + half))
+        return cls(value=value, low=low, high=high, samples=samples, of=of)
+
+    def scaled(self, factor: float) -> Estimate:
+        """Multiply by an exact positive number."""
+        low, high = (None if bound is None else bound * factor for bound in (self.low, self.high))
+        return self.model_copy(update={"value": self.value * factor, "low": low, "high": high})
+
+    def inverted(self, numerator: float) -> Estimate:
+        """Divide an exact positive number by it; a figure that is not above 0 gives infinity."""
+        value, low, high = (
+            None if each is None else numerator / each if each > 0 else math.inf
+            for each in (self.value, self.high, self.low)
+        )
+        return self.model_copy(update={"value": value, "low": low, "high": high})
 
     @property
     def is_exact(self) -> bool:
@@ -188,12 +225,39 @@ def quantile_interval(samples: NDArray[np.float64], quantile: float) -> tuple[fl
     return float(ordered[lowest - 1]), float(ordered[highest - 1])
 
 
+def clustered_quantile_interval(clusters: Sequence[NDArray[np.float64]], quantile: float) -> tuple[float, float] | None:
+    """Bound a quantile of values that come in clusters, such as the tokens of one generation: not independent.
+
+    Woodruff's interval (Confidence Intervals for Medians and Other Position Measures, 1952): the share of values below
+    the quantile has a standard error over clusters, or that of independent values if it is larger; its t interval is
+    carried over to the values. None below `SMALLEST_SAMPLE` clusters, or where it reaches beyond the values.
+    """
+    count = len(clusters)
+    if count < SMALLEST_SAMPLE:
+        return None
+    values = np.concatenate(clusters)
+    at = np.quantile(values, quantile)
+    below = np.array([(cluster <= at).sum() for cluster in clusters], np.float64)
+    sizes = np.array([len(cluster) for cluster in clusters], np.float64)
+    spread = below - below.sum() / sizes.sum() * sizes
+    between = math.sqrt(count / (count - 1) * float(spread @ spread)) / len(values)
+    half = _student_t(count - 1) * max(between, math.sqrt(quantile * (1 - quantile) / len(values)))
+    if quantile - half <= 0 or quantile + half >= 1:
+        return None
+    low, high = np.quantile(values, (quantile - half, quantile + half))
+    return float(low), float(high)
+
+
 def _expanded_tail(documents: int) -> float:
     """Level of the lower bootstrap percentile that covers like a t interval of `documents` samples would."""
-    normal = NormalDist()
-    freedom = documents - 1
-    z = normal.inv_cdf(1 - (1 - CONFIDENCE) / 2)
-    # Quantile of Student's t from the normal one: Abramowitz and Stegun 26.7.5; within 0.001 from 7 degrees on.
+    return NormalDist().cdf(-_student_t(documents - 1) * math.sqrt(documents / (documents - 1)))
+
+
+def _student_t(freedom: int) -> float:
+    """Quantile of Student's t at `CONFIDENCE`, two-sided, from the normal one.
+
+    Abramowitz and Stegun 26.7.5; within 0.001 from 7 degrees of freedom on.
+    """
+    z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2)
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    return normal.cdf(-t * math.sqrt(documents / freedom))
+    return t + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)

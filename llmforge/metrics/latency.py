@@ -1,4 +1,4 @@
-"""Figures of latency: made from the time of each token of each generation, at each length of prompt."""
+"""Figures of latency: made from the time of each token of each generation, at each load."""
 
 from __future__ import annotations
 
@@ -12,38 +12,68 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Figures, Record
 from llmforge.metrics.tokens import Floats
+from llmforge.metrics.workload import Slo, Workload
 
 Generations = Sequence[Floats]  # of each repetition, the milliseconds that each token took [tokens]; first the TTFT
+
+MOST_LENGTHS = 64  # prompt lengths that a recipe may ask for
+MOST_OF_SURFACE = 16  # values of each of the three axes of a surface
+MOST_LOADS = MOST_LENGTHS + MOST_OF_SURFACE**3
+MOST_STARTS = 100
+MOST_WORKLOADS = 16  # kinds of them; each is measured once
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """What was timed of the artifact or of its baseline, at one load."""
+
+    generations: Generations
+    batch: int = 1  # sequences that run together; each step gives each of them a token
+    energy_j: Sequence[float] | None = None  # that the device took for each generation; None: not measured
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one generation gives, of all its sequences."""
+        return self.batch * len(self.generations[0])
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was timed at one prompt length, and what it is held against."""
+    """What was timed at one load, and what it is held against."""
 
-    artifact: Generations
-    baseline: Generations | None
-    bytes_read_per_token: int  # weights, and the cache at the middle of the generation
-    bandwidth: float  # bytes a second that this machine reads of a working set that large
+    prompt_tokens: int
+    artifact: Side
+    baseline: Side | None
+    conditions: Conditions
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that a decode step reads: weights, and of each sequence the cache at the middle of its generation."""
+        context = self.prompt_tokens + len(self.artifact.generations[0]) // 2
+        footprint = self.conditions.footprint
+        return footprint.weight_bytes_per_token + self.artifact.batch * context * footprint.kv_bytes_per_token
 
 
 class Spread(Record):
-    """Percentiles of a duration over the repetitions, in milliseconds."""
+    """Percentiles of a duration, in milliseconds; bounds where there are enough repetitions."""
 
     p50: Estimate
-    p95: float
+    p95: Estimate
+    p99: Estimate
 
 
 class Timing(Figures):
-    """One side at one prompt length: what was timed, and the figures that are made of it."""
+    """One side at one load: what was timed, and the figures that are made of it."""
 
-    __pydantic_extra__: dict[str, Spread | float]
+    __pydantic_extra__: dict[str, Spread | Estimate | float]
 
+    energy_j: tuple[float, ...] | None = None  # of each repetition
     generations_ms: tuple[tuple[float, ...], ...]  # of each repetition, what each token took; first the TTFT
 
-    @property
-    def generations(self) -> Generations:
+    def side(self, batch: int) -> Side:
         """What was timed, as figures are made of it."""
-        return [np.asarray(durations, np.float64) for durations in self.generations_ms]
+        return Side([np.asarray(each, np.float64) for each in self.generations_ms], batch, self.energy_j)
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -54,11 +84,12 @@ class Timing(Figures):
 
 
 class Point(Figures):
-    """Both sides at one prompt length, one sequence at a time."""
+    """Both sides at one load: `batch` prompts of one length, together."""
 
     __pydantic_extra__: dict[str, Estimate | int | float | None]
 
     prompt_tokens: int
+    batch: int = 1
     artifact: Timing
     baseline: Timing | None
 
@@ -67,28 +98,93 @@ class Point(Figures):
         """What was timed, by name."""
         return {"artifact": self.artifact, **({} if self.baseline is None else {"baseline": self.baseline})}
 
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that each sequence got."""
+        return len(self.artifact.generations_ms[0])
+
 
 class Footprint(Record):
-    """What an artifact weighs, on disk and on the memory bus."""
+    """What an artifact weighs, on disk and on the memory bus, and what it computes."""
 
     artifact_bytes: int  # all files of the engine
     weight_bytes_per_token: int  # that one decode step reads: initializers but tables and experts it does not choose
     kv_bytes_per_token: int  # of cache, for each token of context, all layers
+    multiply_adds_per_token: int | None = None  # of the weights, attention's own left out; None: not counted
 
 
 class Bandwidth(Record):
-    """What this machine reads, measured in the same run by a numpy probe (llmforge.evaluation.machine)."""
+    """What memory this machine reads, measured in the same run: the device's own, where the engine runs on one."""
 
     threads: int
     dram_bytes_per_second: float  # a working set that no cache holds
-    working_set_bytes: int  # what one decode step reads at the shortest prompt
+    working_set_bytes: int  # what one decode step reads at the smallest load
     working_set_bytes_per_second: float  # the same probe on that much; far above DRAM where a cache holds it
+    probe: str = "loads of host memory"  # in words
 
 
-class Latency(Record):
+class Compute(Record):
+    """What this device computes, measured in the same run."""
+
+    dtype: str  # of the engine's products, as far as it is known: what MFU is relative to
+    operations_per_second: dict[str, float]  # by dtype; a multiplication and an addition are two
+    probe: str  # in words
+
+    @property
+    def rate(self) -> float | None:
+        """Operations a second in the engine's dtype; None: not measured."""
+        return self.operations_per_second.get(self.dtype)
+
+
+class DataSheet(Record):
+    """What the target's file says of the device."""
+
+    target: str
+    bytes_per_second: float | None
+    operations_per_second: dict[str, float]  # by dtype; none where the target has none
+    source: str
+
+
+class Price(Record):
+    """What an hour of the target costs."""
+
+    usd_per_hour: float
+    source: str
+    date: str
+
+
+class Conditions(Record):
+    """What timings are held against."""
+
+    footprint: Footprint
+    bandwidth: Bandwidth | None
+    compute: Compute | None = None
+    data_sheet: DataSheet | None = None
+    price: Price | None = None  # of all devices that the engine runs on
+    slo: Slo | None = None
+
+
+class Noise(Record):
+    """What else the machine did meanwhile, as far as it shows."""
+
+    probe_ms: tuple[float, ...]  # the same small computation, before each round of measurements
+    stolen_share: float | None  # of CPU time, taken by other virtual machines; None: the system does not tell
+    waits: int | None  # of this process, for a core that another one had (involuntary context switches)
+    load_average: float | None  # of the last minute, when the measurements began
+
+
+class Start(Record):
+    """One start of the engine in a process of its own: load, then one generation at the largest load."""
+
+    load_ms: float
+    peak_host_bytes: int  # resident, with mapped files
+    peak_device_bytes: int | None  # None: there is no device, or it does not tell
+
+
+class Latency(Conditions):
     """All timings of one run."""
 
-    repetitions: int
+    repetitions: int  # of each load at least
     output_tokens: int
     threads: int
     seed: int
@@ -96,13 +192,20 @@ class Latency(Record):
     baseline: str | None
     artifact_load_ms: float
     baseline_load_ms: float | None
-    footprint: Footprint
-    bandwidth: Bandwidth
-    points: tuple[Point, ...] = Field(max_length=64)  # as many as a recipe may ask for
+    stopped: str = ""  # why no more repetitions were made, where they did not have a fixed number
+    noise: Noise | None = None
+    starts: tuple[Start, ...] = Field(default=(), max_length=MOST_STARTS)
+    points: tuple[Point, ...] = Field(max_length=MOST_LOADS)
+    workloads: tuple[Workload, ...] = Field(default=(), max_length=MOST_WORKLOADS)
+
+    @property
+    def single(self) -> tuple[Point, ...]:
+        """The loads of one sequence; all of them, where there is none."""
+        return tuple(point for point in self.points if point.batch == 1) or self.points
 
 
 def first_token_ms(durations: Floats) -> float:
-    """Time of a generation from handing over the prompt to the first token."""
+    """Time of a generation from handing over the prompts to the first token of each."""
     return float(durations[0])
 
 
@@ -111,31 +214,118 @@ def later_token_ms(durations: Floats) -> float:
     return float(durations[1:].mean())
 
 
-def spread(duration: Callable[[Floats], float], generations: Generations) -> Spread:
+def whole_ms(durations: Floats) -> float:
+    """Time of a generation from handing over the prompts to the last token."""
+    return float(durations.sum())
+
+
+def spread(duration: Callable[[Floats], float], side: Side) -> Spread:
     """Summarize a duration of each generation."""
-    found = [duration(durations) for durations in generations]
-    return Spread(p50=Estimate.median(found, of="repetitions"), p95=float(np.quantile(found, 0.95)))
+    found = [duration(durations) for durations in side.generations]
+    p50, p95, p99 = (Estimate.quantile(found, quantile, of="repetitions") for quantile in (0.5, 0.95, 0.99))
+    return Spread(p50=p50, p95=p95, p99=p99)
 
 
-def between_tokens_ms(quantile: float, generations: Generations) -> float:
-    """Find a quantile of the time between two tokens, over all generations together."""
-    return float(np.quantile(np.concatenate([durations[1:] for durations in generations]), quantile))
+def between_tokens(side: Side) -> Spread:
+    """Summarize the time between two tokens, over all generations together."""
+    gaps = [durations[1:] for durations in side.generations]
+    p50, p95, p99 = (Estimate.clustered_quantile(gaps, quantile, of="repetitions") for quantile in (0.5, 0.95, 0.99))
+    return Spread(p50=p50, p95=p95, p99=p99)
 
 
-def tokens_per_second(generations: Generations) -> float:
-    """Rate of decoding, 1000 / median time of each later token in ms."""
-    return 1e3 / spread(later_token_ms, generations).p50.value
+def tokens_per_second(side: Side) -> float:
+    """Rate of decoding, of all sequences: 1000 · batch / median time of each later token in ms."""
+    return 1e3 * side.batch / float(np.median([later_token_ms(durations) for durations in side.generations]))
+
+
+def throughput(side: Side) -> Estimate:
+    """Tokens given per second, the time of their prompts included."""
+    return Estimate.median([whole_ms(each) for each in side.generations], of="repetitions").inverted(1e3 * side.tokens)
+
+
+def joules_per_token(side: Side) -> Estimate | None:
+    """Energy of the device for each token given, that of the prompts included; None: not measured."""
+    if side.energy_j is None:
+        return None
+    return Estimate.median(side.energy_j, of="repetitions").scaled(1 / side.tokens)
 
 
 def speedup(duration: Callable[[Floats], float], trial: Trial) -> Estimate | None:
     """Estimate the median over the repetitions of baseline / artifact; None without a baseline."""
     if trial.baseline is None:
         return None
-    pairs = zip(trial.baseline, trial.artifact, strict=True)
+    pairs = zip(trial.baseline.generations, trial.artifact.generations, strict=True)
     return Estimate.median([duration(theirs) / duration(ours) for theirs, ours in pairs], of="repetitions")
 
 
-def bandwidth_utilization(trial: Trial) -> float:
-    """Share of the memory bandwidth that decoding uses (MBU): bytes read per token / median TPOT / bandwidth."""
-    tpot_ms = spread(later_token_ms, trial.artifact).p50.value
-    return trial.bytes_read_per_token / (tpot_ms / 1e3) / trial.bandwidth
+def bandwidth_utilization(trial: Trial) -> float | None:
+    """Share of the measured bandwidth that decoding uses (MBU): bytes read per step / median TPOT / bandwidth.
+
+    None: it was not measured.
+    """
+    bandwidth = trial.conditions.bandwidth
+    return None if bandwidth is None else _read_per_second(trial) / bandwidth.working_set_bytes_per_second
+
+
+def data_sheet_bandwidth_utilization(trial: Trial) -> float | None:
+    """The same share of what the data sheet says; None: it says nothing."""
+    sheet = trial.conditions.data_sheet
+    if sheet is None or sheet.bytes_per_second is None:
+        return None
+    return _read_per_second(trial) / sheet.bytes_per_second
+
+
+def _read_per_second(trial: Trial) -> float:
+    return trial.bytes_read / (_median_ms(later_token_ms, trial) / 1e3)
+
+
+def compute_utilization(trial: Trial) -> float | None:
+    """Share of the measured rate that prompts use (MFU): 2 · multiply-adds · tokens / median TTFT / rate."""
+    compute = trial.conditions.compute
+    return None if compute is None else _share_of_rate(trial, compute.rate)
+
+
+def data_sheet_compute_utilization(trial: Trial) -> float | None:
+    """The same share of what the data sheet says; None: it says nothing of the dtype."""
+    compute, sheet = trial.conditions.compute, trial.conditions.data_sheet
+    if compute is None or sheet is None:
+        return None
+    return _share_of_rate(trial, sheet.operations_per_second.get(compute.dtype))
+
+
+def _share_of_rate(trial: Trial, rate: float | None) -> float | None:
+    each = trial.conditions.footprint.multiply_adds_per_token
+    if each is None or rate is None:
+        return None
+    operations = 2 * each * trial.artifact.batch * trial.prompt_tokens
+    return operations / (_median_ms(first_token_ms, trial) / 1e3) / rate
+
+
+def _median_ms(duration: Callable[[Floats], float], trial: Trial) -> float:
+    return float(np.median([duration(durations) for durations in trial.artifact.generations]))
+
+
+def usd_per_million_tokens(trial: Trial) -> Estimate | None:
+    """Cost of a million tokens given at this load, all the time; None: the target has no price."""
+    price = trial.conditions.price
+    if price is None:
+        return None
+    return throughput(trial.artifact).inverted(price.usd_per_hour / _HOUR_S * 1e6)
+
+
+def good_share(trial: Trial) -> Estimate | None:
+    """Share of generations that meet the objective; None without one."""
+    slo = trial.conditions.slo
+    if slo is None:
+        return None
+    generations = trial.artifact.generations
+    met = [slo.meets(first_token_ms(each), later_token_ms(each), whole_ms(each)) for each in generations]
+    return Estimate.share(sum(met), len(met), of="repetitions")
+
+
+def goodput(trial: Trial) -> float | None:
+    """Requests a second that meet the objective, at this load; None without one."""
+    share = good_share(trial)
+    if share is None:
+        return None
+    return share.value * throughput(trial.artifact).value / len(trial.artifact.generations[0])

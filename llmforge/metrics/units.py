@@ -92,6 +92,8 @@ NATS_A_TOKEN = Unit("nats per token", significant)
 MILLISECONDS = Unit("ms", ms)
 PER_SECOND = Unit("per second", significant)
 BYTES = Unit("bytes", size)
+JOULES = Unit("J", lambda value: f"{significant(value)} J")
+USD = Unit("USD", lambda value: f"${significant(value)}")
 
 
 def interval(estimate: Estimate, write: Callable[[float], str]) -> str:

@@ -37,7 +37,9 @@ from llmforge.checkpoint import documents
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.metrics import catalog
+from llmforge.metrics.latency import MOST_LENGTHS, MOST_OF_SURFACE, MOST_STARTS
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
+from llmforge.metrics.workload import MOST_RUNS
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
 
@@ -158,16 +160,115 @@ class QualitySpec(_Section):
     )
 
 
+class SloSpec(_Section):
+    """A service level objective: a request is good if it meets all of these bounds."""
+
+    ttft_ms: float | None = Field(default=None, gt=0, le=1e9, description="maximum time to the first token")
+    tpot_ms: float | None = Field(default=None, gt=0, le=1e9, description="maximum mean time per later token")
+    latency_ms: float | None = Field(default=None, gt=0, le=1e9, description="maximum time to the last token")
+
+    @model_validator(mode="after")
+    def _has_bounds(self) -> Self:
+        if self.ttft_ms is None and self.tpot_ms is None and self.latency_ms is None:
+            raise ValueError("an SLO needs `ttft_ms`, `tpot_ms` or `latency_ms`")
+        return self
+
+
+class SurfaceSpec(_Section):
+    """Measure every combination of batch size, prompt length and output length."""
+
+    batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
+        default=(1,), min_length=1, max_length=MOST_OF_SURFACE, description="numbers of sequences at once"
+    )
+    prompt_tokens: tuple[Annotated[int, Field(ge=1, le=2**24)], ...] = Field(
+        min_length=1, max_length=MOST_OF_SURFACE, description="prompt lengths"
+    )
+    output_tokens: tuple[Annotated[int, Field(ge=2, le=2**24)], ...] = Field(
+        min_length=1, max_length=MOST_OF_SURFACE, description="output lengths"
+    )
+    repetitions: int = Field(default=6, ge=1, le=1000, description="runs per combination; an interval needs at least 6")
+
+
+class WorkloadSpec(_Section):
+    """Requests as users send them."""
+
+    requests: int = Field(default=32, ge=1, le=1000, description="number of requests, or of sessions")
+    prompt_tokens: int = Field(default=128, ge=1, le=2**24, description="tokens of a prompt, or that a turn adds")
+    output_tokens: int = Field(default=64, ge=2, le=2**24, description="tokens of an answer")
+    runs: int = Field(
+        default=1, ge=1, le=MOST_RUNS, description="times the load is sent; intervals of rates need at least 6"
+    )
+
+
+class ChatSpec(WorkloadSpec):
+    """Single requests that arrive at random."""
+
+    rate: float = Field(default=1.0, gt=0, le=1e6, description="mean arrivals per second (Poisson)")
+
+
+class SessionsSpec(WorkloadSpec):
+    """Conversations: each turn repeats what was said before and adds a prompt."""
+
+    requests: int = Field(default=8, ge=1, le=1000, description="number of sessions")
+    turns: int = Field(default=3, ge=2, le=100, description="requests of a session, one after the other")
+    concurrency: int = Field(default=2, ge=1, le=256, description="sessions at once")
+
+
+class SharedPrefixSpec(WorkloadSpec):
+    """Long prompts that begin with the same text, as in retrieval."""
+
+    prefix_tokens: int = Field(default=512, ge=1, le=2**24, description="tokens that all prompts begin with")
+    concurrency: int = Field(default=2, ge=1, le=256, description="requests at once")
+
+
+class OfflineSpec(WorkloadSpec):
+    """All requests at once: how many tokens per second the engine gives."""
+
+
+class TraceSpec(_Section):
+    """Replay a file of arrivals: JSON Lines of `{at_s, prompt_tokens or prompt, output_tokens}`."""
+
+    data: RecipePath = Field(description="JSON Lines file; relative to the recipe")
+
+
+class WorkloadsSpec(_Section):
+    """Loads to send to the engine as it serves."""
+
+    chat: ChatSpec | None = None
+    sessions: SessionsSpec | None = None
+    shared_prefix: SharedPrefixSpec | None = None
+    offline: OfflineSpec | None = None
+    trace: TraceSpec | None = None
+
+
 class LatencySpec(_Section):
     """Measure TTFT and TPOT of the engine and of the checkpoint, in the same run."""
 
     prompt_tokens: tuple[Annotated[int, Field(ge=1, le=2**24)], ...] = Field(
-        min_length=1, max_length=64, description="prompt lengths to measure"
+        min_length=1, max_length=MOST_LENGTHS, description="prompt lengths to measure"
     )
     output_tokens: int = Field(ge=2, le=2**24, description="tokens to generate after each prompt")
     repetitions: int = Field(
         default=10, ge=1, le=1000, description="runs per length; an interval of the median needs at least 6"
     )
+    surface: SurfaceSpec | None = None
+    workloads: WorkloadsSpec | None = None
+    slo: SloSpec | None = None
+    precision: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="repeat until half the interval of the median TTFT and TPOT is at most this share of it",
+    )
+    budget_s: float = Field(default=120.0, gt=0, le=86400, description="with precision: when to stop, in seconds")
+    starts: int = Field(
+        default=0, ge=0, le=MOST_STARTS, description="starts in a process of its own, for load time and peak memory"
+    )
+
+    @property
+    def trace(self) -> TraceSpec | None:
+        """The arrivals to replay, if there are some."""
+        return None if self.workloads is None else self.workloads.trace
 
 
 class ValidationSpec(_Section):
@@ -434,6 +535,8 @@ class Recipe(_Section):
             plain["calibration"]["data"] = _content(self.calibration.data)
         if self.validation.quality is not None:
             plain["validation"]["quality"]["data"] = _content(self.validation.quality.data)
+        if (latency := self.validation.latency) is not None and latency.trace is not None:
+            plain["validation"]["latency"]["workloads"]["trace"]["data"] = _content(latency.trace.data)
         plain["passes"] = [{instance.name: options.values(instance)} for instance in passes] or [
             {spec.name: spec.options} for spec in self.passes
         ]
@@ -465,10 +568,12 @@ class Recipe(_Section):
                 f"{max(latency.prompt_tokens)} prompt tokens and {latency.output_tokens} output tokens exceed "
                 f"engine.max_context, {longest}",
             )
+        if latency is not None:
+            yield from self._loads_that_do_not_fit(latency)
         for metric, gate in self.gates.items():
             if (wrong := misdirected(metric, gate)) is not None:
                 yield self._problem(("gates", metric), *wrong)
-            measured = catalog.deciding()[metric]
+            measured, needs = catalog.deciding()[metric], catalog.needed(metric)
             section = measured.section
             if section is not None and getattr(self.validation, section) is None:
                 yield self._problem(
@@ -482,6 +587,39 @@ class Recipe(_Section):
                     "it would not be measured",
                     f"set `validation.quality.{measured.source}`, or remove the gate",
                 )
+            elif latency is not None and needs is not None and not getattr(latency, needs):
+                yield self._problem(
+                    ("gates", metric),
+                    "it would not be measured",
+                    f"add `validation: {{latency: {{{needs}: …}}}}`, or remove the gate",
+                )
+
+    def _loads_that_do_not_fit(self, latency: LatencySpec) -> Iterator[Problem]:
+        """Find loads beyond the largest request, or the largest batch, that the engine serves."""
+        where, longest, surface = ("validation", "latency"), self.engine.max_context, latency.surface
+        if surface is not None:
+            if max(surface.batches) > self.engine.max_batch:
+                yield self._problem(
+                    (*where, "surface", "batches"),
+                    f"{max(surface.batches)} sequences exceed engine.max_batch, {self.engine.max_batch}",
+                )
+            if max(surface.prompt_tokens) + max(surface.output_tokens) > longest:
+                yield self._problem(
+                    (*where, "surface", "prompt_tokens"),
+                    f"{max(surface.prompt_tokens)} prompt tokens and {max(surface.output_tokens)} output tokens exceed "
+                    f"engine.max_context, {longest}",
+                )
+        for name, load in () if latency.workloads is None else latency.workloads:
+            if isinstance(load, WorkloadSpec):
+                turns = load.turns if isinstance(load, SessionsSpec) else 1
+                prefix = load.prefix_tokens if isinstance(load, SharedPrefixSpec) else 0
+                tokens = prefix + turns * (load.prompt_tokens + load.output_tokens)
+                if tokens > longest:
+                    yield self._problem(
+                        (*where, "workloads", name),
+                        f"its longest request has {tokens} tokens of prompt and answer, more than engine.max_context, "
+                        f"{longest}",
+                    )
 
     def _target_file(self, path: Path) -> Iterator[Problem]:
         """Find what is wrong with the file of a target; an engine is built for one that is known everywhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from llmforge.evaluation.gates import GateResult
 from llmforge.metrics import catalog, units
@@ -158,7 +158,7 @@ class Curve:
     ticks: tuple[Mark, ...]
 
 
-def curves(quality: Quality) -> list[Curve]:
+def by_position(quality: Quality) -> list[Curve]:
     """Lay out every figure of the catalog that goes by position."""
     found = [metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures]
     return [_curve(m, quality.figures[m.name]) for m in found if isinstance(m.form, ByPosition)]
@@ -201,26 +201,137 @@ def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Curve:
     )
 
 
-def latency(measured: Latency) -> dict[str, list[tuple[int, str, Spread, float, float]]]:
-    """Lay out every duration of the catalog that has a spread, by its title.
+@dataclass(frozen=True)
+class LatencyBar:
+    """One side at one load; p50 and p95 in percent of the largest of the chart."""
 
-    A row is one side at one length of prompt: the length, the side, what was measured, and p50 and p95 in percent of
-    the largest.
-    """
-    charts = {}
+    load: tuple[str, ...]
+    side: str
+    spread: Spread
+    percent: float
+    tail_percent: float
+
+
+def latency(measured: Latency) -> dict[str, list[LatencyBar]]:
+    """Lay out every duration of the catalog that has a chart, by its title."""
+    found = {}
     for metric in catalog.of_kind(TimingMetric):
-        if metric.spread:
-            found: list[tuple[int, str, Spread]] = [
-                (point.prompt_tokens, side, timing.figures[metric.name])
-                for point in measured.points
+        if metric.chart:
+            spreads: list[tuple[tuple[str, ...], str, Spread]] = [
+                (load, side, timing.figures[metric.name])
+                for point, load in zip(measured.points, view.loads(measured).rows, strict=True)
                 for side, timing in point.sides.items()
             ]
-            longest = max(max(spread.p50.value, spread.p95) for _, _, spread in found)
-            charts[f"{metric.title}: {metric.meaning}"] = [
-                (tokens, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95 / longest)
-                for tokens, side, spread in found
+            longest = max(max(spread.p50.value, spread.p95.value) for _, _, spread in spreads)
+            found[f"{metric.title}: {metric.meaning}"] = [
+                LatencyBar(load, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95.value / longest)
+                for load, side, spread in spreads
             ]
-    return charts
+    return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a diagram: its places in percent of the width and shares of the height, each with what it says."""
+
+    label: str
+    style: int  # a color; a line and its bound share one
+    bound: bool  # drawn as what cannot be passed
+    places: tuple[tuple[float, float, str], ...]
+
+    @property
+    def segments(self) -> list[tuple[tuple[float, float, str], tuple[float, float, str]]]:
+        """Pairs of neighbouring places."""
+        return list(pairwise(self.places))
+
+
+@dataclass(frozen=True)
+class Diagram:
+    """Lines over an axis with one place for each value that was measured."""
+
+    title: str
+    description: str
+    top: str  # what the height is
+    axis: str
+    ticks: tuple[Mark, ...]
+    lines: tuple[Line, ...]
+
+
+_MOST_LINES = 4  # that can be told apart; a table beside the diagram has all
+
+
+def over_load(measured: Latency) -> list[Diagram]:
+    """Lay out the time per token over the length of the prompt, above what the bandwidth allows; and rates over batch.
+
+    Only what was measured at several lengths, or several batch sizes, has a diagram. Answers of the longest length
+    stand for all.
+    """
+    output = max(point.output_tokens for point in measured.points)
+    points = [point for point in measured.points if point.output_tokens == output]
+    batches, prompts = (
+        sorted({point.batch for point in points}),
+        sorted({point.prompt_tokens for point in points}),
+    )
+    found: list[Diagram] = []
+    if len(prompts) > 1:
+        lines = []
+        for style, batch in enumerate(_spread_out(batches)):
+            own = sorted((p for p in points if p.batch == batch), key=lambda p: p.prompt_tokens)
+            label = "1 sequence" if batch == 1 else f"{batch} sequences"
+            lines.append(
+                (label, style, False, [(p.prompt_tokens, p.artifact.figures["tpot_ms"].p50.value) for p in own])
+            )
+            if (bandwidth := measured.bandwidth) is not None:
+                floor = 1e3 / bandwidth.working_set_bytes_per_second
+                at = [(p.prompt_tokens, p.figures["bytes_read_per_token"] * floor) for p in own]
+                lines.append((f"{label}: limit of the bandwidth", style, True, at))
+        found.append(_diagram("Time per output token (TPOT), median", "ms", "prompt tokens", prompts, lines))
+    if len(batches) > 1:
+        rates = []
+        for style, prompt in enumerate(_spread_out(prompts)):
+            own = sorted((p for p in points if p.prompt_tokens == prompt), key=lambda p: p.batch)
+            at = [(p.batch, p.figures["output_tokens_per_second"].value) for p in own]
+            rates.append((f"{prompt}-token prompts", style, False, at))
+        found.append(_diagram("Output tokens per second", "tokens/s", "sequences at once", batches, rates))
+    return found
+
+
+def _spread_out(values: Sequence[int]) -> list[int]:
+    """Choose some of ascending values: the first, the last, and what lies evenly between."""
+    if len(values) <= _MOST_LINES:
+        return list(values)
+    return [values[round(at * (len(values) - 1) / (_MOST_LINES - 1))] for at in range(_MOST_LINES)]
+
+
+def _diagram(
+    title: str,
+    unit: str,
+    axis: str,
+    at: Sequence[int],
+    lines: Sequence[tuple[str, int, bool, Sequence[tuple[int, float]]]],
+) -> Diagram:
+    """Lay out lines of (place on the axis, value); places are evenly spaced, whatever lies between them."""
+    top = max(value for *_, line in lines for _, value in line) or 1.0
+    across = {place: 4 + 92 * number / (len(at) - 1) for number, place in enumerate(at)}
+    made = tuple(
+        Line(
+            label,
+            style,
+            bound,
+            tuple(
+                (across[x], value / top, f"{label}, {x} {axis}: {units.significant(value)} {unit}") for x, value in line
+            ),
+        )
+        for label, style, bound, line in lines
+    )
+    return Diagram(
+        title=title,
+        description=f"{title}, by {axis}: " + "; ".join(line.places[-1][2] for line in made if line.places),
+        top=f"{units.significant(top)} {unit}",
+        axis=axis,
+        ticks=tuple(Mark(across[place], str(place)) for place in at),
+        lines=made,
+    )
 
 
 def passes(records: Sequence[PassRecord]) -> list[tuple[PassRecord, float, float]]:

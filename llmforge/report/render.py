@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from rich.text import Text
 
 from llmforge.evaluation.gates import Verdict
 from llmforge.metrics import catalog, units
+from llmforge.metrics.catalog import Measured
+from llmforge.metrics.latency import Latency
 from llmforge.report import charts, view
 from llmforge.report.model import Report
 
@@ -24,6 +26,8 @@ _STYLES = {
     Verdict.INCONCLUSIVE: "bold yellow",
     Verdict.NONE: "bold",
 }
+_LOADS_AT_THE_TOP = 2  # that a summary has no table for: its key figures have the one, and the report has the other
+_NOISY = 0.25  # of a median: above, a summary says so
 _NAMED = 4  # nodes that Markdown names of those that a pass says the same of; HTML and JSON have all
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]|<>])")
 
@@ -70,7 +74,49 @@ def summary(report: Report) -> RenderableType:
     notes = (*labels, *(Text(f"note: {note}", "dim") for note in report.notes))
     reused = view.reused(report.build)
     cached = (Text(f"reused from the build cache: {reused}", "dim"),) if reused else ()
-    return Group(head, key, quality, *((gates,) if report.gates else ()), *cached, *notes)
+    tables = (quality, *_latency(report.latency), *((gates,) if report.gates else ()))
+    return Group(head, key, *tables, *cached, *notes)
+
+
+def _latency(measured: Latency | None) -> Iterator[RenderableType]:
+    """Show more than two loads, and workloads, as tables; what the key figures say already is not repeated."""
+    if measured is None:
+        return
+    if len(measured.points) > _LOADS_AT_THE_TOP:
+        loads = view.loads(measured)
+        shown = Table(*loads.lead, "TTFT", "p95", "TPOT", "p95", "tokens/s", "MBU", box=None, pad_edge=False)
+        for point, load in zip(measured.points, loads.rows, strict=True):
+            figures = point.artifact.figures
+            durations = [figures[name] for name in (catalog.TTFT.name, catalog.TPOT.name)]
+            mbu = point.figures["bandwidth_utilization"]
+            shown.add_row(
+                *load,
+                *(units.ms(each.value) for duration in durations for each in (duration.p50, duration.p95)),
+                units.significant(point.figures[catalog.OUTPUT_RATE.name].value),
+                "–" if mbu is None else units.percent(mbu),
+            )
+        for column in shown.columns:
+            column.justify = "right"
+        yield shown
+    for workload in measured.workloads:
+        made = workload.figures
+        parts = [
+            f"{name} {units.ms(each.p50.value)} (p95 {units.ms(each.p95)})"
+            for name, each in (("TTFT", made.ttft_ms), ("TPOT", made.tpot_ms))
+            if each is not None
+        ]
+        parts.append(f"{units.significant(made.output_tokens_per_second.value)} tokens/s")
+        if made.good_share is not None:
+            parts.append(f"{units.percent(made.good_share)} meet the SLO")
+        if made.failed:
+            parts.append(f"{made.failed} failed")
+        yield Text.assemble((f"{workload.name.replace('_', ' ')}: ", "dim"), ", ".join(parts))
+    noise = catalog.NOISE.estimate(Measured(latency=measured))
+    if noise is not None and noise.value > _NOISY:
+        told = (
+            f"note: the machine was noisy: the slowest 5 % of one computation took {noise.value:.0%} longer than usual"
+        )
+        yield Text(told, "yellow")
 
 
 def _render(
@@ -98,6 +144,7 @@ def _render(
         "unmeasured": report.engine.unmeasured or "the recipe does not ask for it",
         "metrics": catalog.deciding(),
         "charts": charts,
+        "ms": units.ms,
         "view": view,
         "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),
     }

@@ -10,10 +10,11 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from llmforge.artifact import Artifact
-from llmforge.base.errors import InputError
+from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
 from llmforge.metrics import catalog
+from llmforge.metrics import workload as workloads
 from llmforge.metrics.catalog import Measured, QualityMetric
 from llmforge.metrics.latency import Latency, Point
 from llmforge.metrics.quality import Quality
@@ -52,7 +53,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
         try:
             with np.errstate(all="ignore"):
                 wrong += _figures(report)
-        except (ValueError, ArithmeticError, LookupError) as error:  # raw values that no measurement gives
+        except (ValueError, ArithmeticError, LookupError, UsageError) as error:  # raw values that no measurement gives
             wrong.append(f"raw values: {str(error)[:80]}")
         try:
             specs = _SPECS.validate_python(artifact.manifest.recipe.get("gates", {}))
@@ -109,17 +110,19 @@ def _figures(report: Report) -> Iterator[str]:
         counted = quality.documents, quality.tokens
         if counted != (len(quality.per_document), sum(each.tokens for each in quality.per_document)):
             yield "quality: documents or tokens"
-    for number, point in enumerate(() if report.latency is None else report.latency.points):
-        assert report.latency is not None
-        baseline = None if point.baseline is None else point.baseline.generations
-        again = catalog.point(
-            point.prompt_tokens,
-            point.artifact.generations,
-            baseline,
-            report.latency.footprint,
-            report.latency.bandwidth,
-        )
+    if (found := report.latency) is not None:
+        yield from _timings(found)
+
+
+def _timings(found: Latency) -> Iterator[str]:
+    """Name the figures of latency that the time of each token does not give."""
+    for number, point in enumerate(found.points):
+        baseline = None if point.baseline is None else point.baseline.side(point.batch)
+        again = catalog.point(point.prompt_tokens, point.artifact.side(point.batch), baseline, found)
         yield from (f"{what} of latency point {number}" for what in _differing(point, again))
+    for workload in found.workloads:
+        if not _close(workload.figures, workloads.made_of(workload.runs, found.slo)):
+            yield f"workload {workload.name}"
 
 
 def _sums(quality: Quality) -> Iterator[str]:

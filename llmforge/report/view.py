@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import catalog, units
-from llmforge.metrics.catalog import Metric, PointMetric, QualityMetric, TimingMetric
+from llmforge.metrics.catalog import (
+    BestMetric,
+    Measured,
+    Metric,
+    PointMetric,
+    QualityMetric,
+    RunMetric,
+    TimingMetric,
+    WorkloadMetric,
+)
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Latency, Spread
+from llmforge.metrics.latency import Latency, Noise, Spread
 from llmforge.metrics.quality import ByPosition, OfSums, Quality
+from llmforge.metrics.serving import Distribution
 from llmforge.report.model import BuildRecord, Report
 
 
@@ -63,9 +74,9 @@ def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:
                 notes = (note, units.interval(estimate, write))
                 yield metric.key, KeyFigure(metric.title, write(estimate.value), notes)
     if report.latency is not None:
-        points = sorted(report.latency.points, key=lambda point: point.prompt_tokens)
+        # All of them at one load, the longest prompt of one sequence: figures that stand side by side belong together.
+        point = max(report.latency.single, key=lambda point: (point.prompt_tokens, point.output_tokens))
         for timed in catalog.of_kind(TimingMetric):
-            point = points[0 if timed.key_at == "shortest" else -1]
             if timed.key is not None and timed.name in point.artifact.figures:
                 spread: Spread = point.artifact.figures[timed.name]
                 yield timed.key, KeyFigure(timed.title, timed.unit.write(spread.p50.value), timed.notes(point))
@@ -77,6 +88,14 @@ class Table:
 
     head: tuple[str, ...]  # titles of the figures
     rows: list[tuple[str, ...]]
+    lead: tuple[str, ...] = ()  # titles of what stands before the figures in a row
+
+    def without_empty(self) -> Table:
+        """Leave out figures that no row has."""
+        first = len(self.lead)
+        kept = [at for at in range(len(self.head)) if any(row[first + at] not in ("", "–") for row in self.rows)]
+        rows = [(*row[:first], *(row[first + at] for at in kept)) for row in self.rows]
+        return Table(tuple(self.head[at] for at in kept), rows, self.lead)
 
 
 def quality_rows(quality: Quality) -> list[tuple[str, str, str]]:
@@ -150,27 +169,164 @@ def moved_most(quality: Quality, count: int = 5) -> Table:
     return Table(tuple(metric.title for metric, _ in shown), rows)
 
 
-def latency_table(latency: Latency, *, spreads: bool) -> Table:
-    """Write every figure of each side at each prompt length; those of `spreads`, which have a chart, if wanted."""
-    timed = [metric for metric in catalog.of_kind(TimingMetric) if spreads or not metric.spread]
-    points = catalog.of_kind(PointMetric)
-    head = [title for m in timed for title in ((f"{m.title} p50", "p95") if m.spread else (m.title,))]
-    rows = []
-    for point in latency.points:
+def loads(latency: Latency) -> Table:
+    """Name every load by what sets it apart: prompt tokens, and where they differ sequences and output tokens."""
+    points = latency.points
+    columns = {
+        "sequences": [point.batch for point in points],
+        "prompt tokens": [point.prompt_tokens for point in points],
+        "output tokens": [point.output_tokens for point in points],
+    }
+    lead = tuple(title for title, values in columns.items() if title == "prompt tokens" or len(set(values)) > 1)
+    rows = [tuple(str(columns[title][at]) for title in lead) for at in range(len(points))]
+    return Table((), rows, lead)
+
+
+def timing_table(latency: Latency, *, charts: bool) -> Table:
+    """Write every duration and rate of each side at each load; those that have a chart, if wanted."""
+    timed = [metric for metric in catalog.of_kind(TimingMetric) if charts or not metric.chart]
+    head = [title for m in timed for title in ((f"{m.title} p50", "p95", "p99") if m.spread else (m.title,))]
+    rows, named = [], loads(latency)
+    for point, load in zip(latency.points, named.rows, strict=True):
         for side, timing in point.sides.items():
-            cells = [cell for metric in timed for cell in _cells(metric, timing.figures[metric.name])]
-            for metric in points:
-                cells += _cells(metric, point.figures[metric.name]) if side == "artifact" else [""]
-            rows.append((str(point.prompt_tokens), side, *cells))
-    return Table((*head, *(metric.title for metric in points)), rows)
+            cells = [cell for metric in timed for cell in _cells(metric, timing.figures.get(metric.name))]
+            rows.append((*load, side, *cells))
+    return Table(tuple(head), rows, (*named.lead, "side")).without_empty()
 
 
-def _cells(metric: Metric, figure: Spread | Estimate | float | None) -> list[str]:
-    """Write a figure; of a spread median and p95."""
-    if figure is None:
+def point_table(latency: Latency) -> Table:
+    """Write every other figure of the artifact at each load."""
+    metrics, named = catalog.of_kind(PointMetric), loads(latency)
+    rows = [
+        (*load, *(cell for metric in metrics for cell in _cells(metric, point.figures.get(metric.name))))
+        for point, load in zip(latency.points, named.rows, strict=True)
+    ]
+    return Table(tuple(metric.title for metric in metrics), rows, named.lead).without_empty()
+
+
+def workload_tables(latency: Latency) -> tuple[Table, Table]:
+    """Write the durations of each workload, and its rates and shares."""
+    metrics = catalog.of_kind(WorkloadMetric)
+    timed, rated = [m for m in metrics if m.spread], [m for m in metrics if not m.spread]
+    durations, rates = [], []
+    for workload in latency.workloads:
+        name, made = workload.name.replace("_", " "), workload.figures
+        found = [metric.figure(made, latency) for metric in timed]
+        spreads = zip(timed, found, strict=True)
+        durations.append((name, *(cell for metric, figure in spreads for cell in _percentiles(metric, figure))))
+        cells = [cell for metric in rated for cell in _cells(metric, metric.figure(made, latency))]
+        reused = workload.prefix_hit_share
+        rates.append((name, *cells, "–" if reused is None else units.percent(reused), str(made.failed)))
+    head = tuple(title for m in timed for title in (f"{m.title} p50", "p95", "p99"))
+    rest = (*(metric.title for metric in rated), "prefix reused", "failed")
+    lead = ("workload",)
+    return Table(head, durations, lead).without_empty(), Table(rest, rates, lead).without_empty()
+
+
+def _percentiles(metric: Metric, figure: Distribution | Estimate | float | None) -> list[str]:
+    if not isinstance(figure, Distribution):  # answers of one token each have no time per later token
+        return ["–"] * 3
+    return [metric.unit.write(each) for each in (figure.p50.value, figure.p95, figure.p99)]
+
+
+def _cells(metric: Metric, figure: Spread | Distribution | Estimate | float | None) -> list[str]:
+    """Write a figure; of a spread its percentiles."""
+    if figure is None or isinstance(figure, Distribution):
         return ["–"]
-    figures = (figure.p50.value, figure.p95) if isinstance(figure, Spread) else (value(figure),)
-    return [metric.unit.write(each) for each in figures]
+    figures = (figure.p50, figure.p95, figure.p99) if isinstance(figure, Spread) else (figure,)
+    return [metric.unit.write(value(each)) for each in figures]
+
+
+def how_measured(latency: Latency) -> str:
+    """Say in a line what was timed, and how often."""
+    single = latency.single
+    several = len(latency.points) - len(single)
+    counts = sorted({len(point.artifact.generations_ms) for point in latency.points})
+    outputs = sorted({point.output_tokens for point in latency.points})
+    parts = [
+        f"{len(single)} loads of one sequence, {several} of several" if several else "one sequence at a time",
+        f"{_range(outputs)} output tokens",
+        f"{_range(counts)} repetitions" + ("" if latency.baseline is None else " in turns with the baseline"),
+        f"{latency.threads} threads",
+    ]
+    said = ", ".join(parts) + "."
+    stopped = f" Repeated until {latency.stopped}." if latency.stopped else ""
+    return said[0].upper() + said[1:] + stopped
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def latency_facts(latency: Latency) -> list[tuple[str, str]]:
+    """List what timings are held against and what was measured beside them: title and text."""
+    footprint, found = latency.footprint, []
+    text = (
+        f"{units.size(footprint.weight_bytes_per_token)} of weights, and {units.size(footprint.kv_bytes_per_token)} of "
+        "KV cache for each sequence and token of context"
+    )
+    found.append(("a decode step reads", text))
+    if (bandwidth := latency.bandwidth) is not None:
+        text = (
+            f"{units.size(bandwidth.working_set_bytes_per_second)}/s ({bandwidth.probe}, {bandwidth.threads} threads, "
+            f"a working set of {units.size(bandwidth.working_set_bytes)}; beyond all caches "
+            f"{units.size(bandwidth.dram_bytes_per_second)}/s)"
+        )
+        found.append(("MBU is relative to", text))
+    if (compute := latency.compute) is not None and compute.operations_per_second:
+        rates = [f"{dtype} {_rate(rate)}" for dtype, rate in compute.operations_per_second.items()]
+        counted = "" if footprint.multiply_adds_per_token is not None else "; not counted: older build"
+        found.append(
+            ("MFU is relative to", f"{compute.dtype}; measured: {', '.join(rates)} ({compute.probe}){counted}")
+        )
+    if (sheet := latency.data_sheet) is not None:
+        parts = [] if sheet.bytes_per_second is None else [f"{units.size(sheet.bytes_per_second)}/s"]
+        parts += [f"{dtype} {_rate(rate)}" for dtype, rate in sheet.operations_per_second.items()]
+        found.append(("data sheet", f"{sheet.target}: {', '.join(parts)} ({sheet.source})"))
+    if latency.slo is not None:
+        bounds = {"TTFT": latency.slo.ttft_ms, "TPOT": latency.slo.tpot_ms, "end to end": latency.slo.latency_ms}
+        found.append(("SLO", ", ".join(f"{name} ≤ {bound:g} ms" for name, bound in bounds.items() if bound)))
+    if latency.price is not None:
+        found.append(
+            ("price", f"${latency.price.usd_per_hour:g} per hour, {latency.price.date} ({latency.price.source})")
+        )
+    if (noise := latency.noise) is not None:
+        found.append(("machine noise", _noise(latency, noise)))
+    sample = Measured(latency=latency)
+    filled = len(latency.points) > len(latency.single) or bool(latency.workloads)
+    metrics: list[RunMetric | BestMetric] = [*catalog.of_kind(RunMetric)]
+    metrics += catalog.of_kind(BestMetric) if filled else ()
+    for metric in metrics:
+        estimate = metric.estimate(sample)
+        if estimate is not None and metric is not catalog.NOISE:
+            write = metric.unit.write
+            found.append(
+                (metric.title, f"{write(estimate.value)} ({units.interval(estimate, write)}); {metric.meaning}")
+            )
+    ours = f"{latency.artifact}; loaded in {units.ms(latency.artifact_load_ms)}"
+    found.append(("artifact", ours))
+    if latency.baseline is not None and latency.baseline_load_ms is not None:
+        found.append(("baseline", f"{latency.baseline}; loaded in {units.ms(latency.baseline_load_ms)}"))
+    return found
+
+
+def _rate(operations_per_second: float) -> str:
+    return f"{units.significant(operations_per_second / 1e12)} TOP/s"
+
+
+def _noise(latency: Latency, noise: Noise) -> str:
+    """Say what else the machine did."""
+    parts = []
+    if (estimate := catalog.NOISE.estimate(Measured(latency=latency))) is not None:
+        middle, slow = (units.ms(value) for value in (median(noise.probe_ms), max(noise.probe_ms)))
+        parts.append(f"{units.percent(estimate.value)}: one computation took {middle} in the middle, {slow} at most")
+    if noise.load_average is not None:
+        parts.append(f"load average {noise.load_average:.1f} at the start")
+    if noise.stolen_share is not None:
+        parts.append(f"{units.percent(noise.stolen_share)} of CPU time taken by other virtual machines")
+    if noise.waits is not None:
+        parts.append(f"had to give up a core {units.count(noise.waits)} times")
+    return "; ".join(parts) or "not measured"
 
 
 def stage_memory(build: BuildRecord) -> bool:

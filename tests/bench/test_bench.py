@@ -17,12 +17,12 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import UsageError
 from llmforge.bench import BenchReport, Load, LocalEngine, Plan, run, sweep
 from llmforge.bench.drive import InProcess, closed_loop, open_loop
-from llmforge.bench.figures import Figures, Objective, Outcome, figures
 from llmforge.bench.report import Point
 from llmforge.bench.sweep import Setting, measure, utilization
 from llmforge.bench.workload import LoadRequest, RandomPrompts
 from llmforge.cli import cli
 from llmforge.metrics.latency import Footprint
+from llmforge.metrics.serving import Figures, Objective, Outcome, figures
 from llmforge.runtime import Engine, EngineOptions
 
 from ..serving import CONTEXT, SLOTS, VOCABULARY, publish_small

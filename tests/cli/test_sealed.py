@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from llmforge.base import hashed_files
 from llmforge.base.sealed import walk
 from llmforge.cli import cli
+from llmforge.metrics.workload import RequestTimes, Workload
 from llmforge.recipe import ServingSpec
 
 from .. import published, stored
@@ -138,6 +139,18 @@ class TestVerify:
         done = call("verify", made)
         assert done.exit_code == 5
         assert "not a report of this version: quality.per_token.0.windows" in " ".join(done.stderr.split())
+
+    def test_workloads_are_made_again_of_the_times_of_their_requests(self, tmp_path: Path) -> None:
+        times = RequestTimes(sent_ms=0.0, token_ms=(5.0, 7.0), ended_ms=7.0, prompt_tokens=4, output_tokens=2)
+        chat = Workload.of("chat", "one request", ((times,),), None)
+        made = put(tmp_path, latency=stored.latency().model_copy(update={"workloads": (chat,)})).path
+        assert call("verify", made).exit_code == 0
+        rewrite_record(made, lambda r: r["latency"]["workloads"][0]["runs"][0][0].update(ended_ms=6.0))
+        done = call("verify", made)
+        assert done.exit_code == 5, done.output
+        assert "workload chat" in done.stderr
+        rewrite_record(made, lambda r: r["latency"]["workloads"][0].update(runs=[[]]))
+        assert "raw values: a load without requests" in " ".join(call("verify", made).stderr.split())
 
     @pytest.mark.parametrize("field", ["created", "versions", "machine", "target", "notes"])
     def test_edited_words_change_the_name_of_the_record(self, tmp_path: Path, field: str) -> None:

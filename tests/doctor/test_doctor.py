@@ -273,6 +273,16 @@ def test_ceilings_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(1e8 < layers.read < 1e13 for each in found.quantized.values() for layers in each.values())
 
 
+def test_products_of_a_cpu_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "ROWS", 64)
+    monkeypatch.setattr(ceilings, "INNER", 256)
+    monkeypatch.setattr(ceilings, "COLUMNS", 128)
+    rates, whose = ceilings.products(2)
+    assert set(rates) == {"fp32", "int8"}
+    assert all(1e8 < rate < 1e14 for rate in rates.values())
+    assert whose.startswith("fp32: ONNX Runtime's MatMul; int8: ")
+
+
 @pytest.mark.skipif(native.library() is None, reason="the kernels are not compiled here")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_our_kernels_compute_the_product_that_is_timed(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:

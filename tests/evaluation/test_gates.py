@@ -9,6 +9,7 @@ from llmforge.evaluation.gates import Earlier, GateResult, Verdict, judge, overa
 from llmforge.metrics import catalog, intervals
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.latency import Noise, Point, Start
 from llmforge.recipe import GateSpec
 
 from .. import reports
@@ -108,9 +109,26 @@ def test_the_named_sample_size_decides_four_times_in_five() -> None:
 
 
 def test_every_metric_that_a_gate_names_is_measured() -> None:
-    """And nothing more: a figure that no gate can name would be dead."""
+    """And nothing more: a figure that no gate can name would be dead. Some a recipe must ask for."""
+    asked_for = {
+        "usd_per_million_tokens", "goodput_share", "load_ms", "peak_host_bytes", "peak_device_bytes", "machine_noise",
+    }  # fmt: skip
     found = catalog.estimates(reports.MEASURED)
-    assert set(found) == set(catalog.deciding())
+    assert set(found) == set(catalog.deciding()) - asked_for
+    latency = reports.LATENCY.model_copy(
+        update={
+            "points": tuple(
+                Point.model_validate({**dict(point), "usd_per_million": cost, "good_share": cost})
+                for point, cost in zip(reports.LATENCY.points, (Estimate.exact(2.0), Estimate.exact(0.5)), strict=True)
+            ),
+            "starts": (Start(load_ms=3.0, peak_host_bytes=4, peak_device_bytes=5),) * 3,
+            "noise": Noise(probe_ms=(1.0, 2.0), stolen_share=None, waits=None, load_average=None),
+        }
+    )
+    more = catalog.estimates(Measured(latency=latency))
+    assert asked_for <= set(more)
+    assert (more["usd_per_million_tokens"].value, more["goodput_share"].value) == (0.5, 0.5), "lowest cost, worst share"
+    assert [more[name].value for name in ("load_ms", "peak_host_bytes", "peak_device_bytes")] == [3, 4, 5]
     assert found["size_bytes"] == Estimate.exact(5_087_122)
     assert found["tpot_p50_ms"].value == 0.611  # the slowest prompt length
     assert set(catalog.estimates(Measured(size_bytes=5))) == {"size_bytes"}

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.evaluation import footprint, latency, machine
-from llmforge.evaluation.latency import Subject
+from llmforge.evaluation.latency import Instruments, Load, Subject, Until
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
-from llmforge.metrics.latency import Footprint
+from llmforge.metrics.latency import Footprint, Noise
+from llmforge.metrics.workload import Slo
 from llmforge.runtime import Sampling, StepOutput
 
 FOOTPRINT = Footprint(artifact_bytes=5000, weight_bytes_per_token=4000, kv_bytes_per_token=10)
@@ -34,11 +35,11 @@ class Fake:
     calls: int = field(default=0)
 
     def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
-        self.log.append((self.name, len(ids), ids.tobytes()))
+        self.log.append((self.name, ids.shape[1], ids.tobytes()))
         slow = 10 if self.calls < 2 else 1 + self.calls / 1000  # both warm-ups; then a slow drift
         self.calls += 1
         for i in range(tokens - self.short_by):
-            self.clock[0] += slow * (self.ttft_ms * len(ids) if i == 0 else self.tpot_ms) / 1e3
+            self.clock[0] += slow * (self.ttft_ms * ids.size if i == 0 else self.tpot_ms) / 1e3
             yield i
 
     @property
@@ -64,12 +65,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def run(artifact: Fake, baseline: Fake | None, **changes: object) -> latency.Latency:
-    options = {"prompt_tokens": (4, 16), "output_tokens": 5, "repetitions": 7, "vocabulary": 100, "threads": 1}
+    repetitions = changes.pop("repetitions", 7)
+    loads = changes.pop("loads", [Load(1, prompt, 5, repetitions) for prompt in (4, 16)])
     return latency.measure(
         artifact.subject,
         None if baseline is None else baseline.subject,
         FOOTPRINT,
-        **{**options, **changes},  # type: ignore[arg-type]
+        loads,
+        **{"vocabulary": 100, "threads": 1, **changes},  # type: ignore[arg-type]
     )
 
 
@@ -79,7 +82,7 @@ def test_durations_are_those_of_the_clock_and_warm_up_does_not_count(bench: Benc
     # Calls 0 and 1 warm up (ten times as slow); repetitions are calls 2, 4 … 14 of the first length: median 8.
     assert first.artifact.ttft_ms.p50.value == pytest.approx(4 * 1.008)
     assert first.artifact.tpot_ms.p50.value == pytest.approx(2 * 1.008)
-    assert first.artifact.tpot_ms.p95 == pytest.approx(2 * np.quantile(1 + np.arange(2, 15, 2) / 1000, 0.95))
+    assert first.artifact.tpot_ms.p95.value == pytest.approx(2 * np.quantile(1 + np.arange(2, 15, 2) / 1000, 0.95))
     assert first.artifact.tokens_per_second == pytest.approx(1000 / 2.016)
     assert second.artifact.ttft_ms.p50.value == pytest.approx(16 * 1.009)
     assert first.baseline is not None
@@ -88,7 +91,7 @@ def test_durations_are_those_of_the_clock_and_warm_up_does_not_count(bench: Benc
     assert first.tpot_speedup is not None
     assert first.ttft_speedup.value == pytest.approx(3)
     assert first.tpot_speedup.value == pytest.approx(4)
-    assert first.artifact.itl_p99_ms == pytest.approx(2 * 1.014)  # the 4 slowest of 28
+    assert first.artifact.itl_ms.p99.value == pytest.approx(2 * 1.014)  # the 4 slowest of 28
     assert (got.artifact_load_ms, got.baseline_load_ms) == (250, 250)
 
 
@@ -143,10 +146,12 @@ def test_a_side_that_stops_early_fails(bench: Bench) -> None:
         run(bench.fake("A", 1.0, 2.0), bench.fake("B", 1.0, 2.0, short_by=1))
 
 
-@pytest.mark.parametrize("wrong", [{"output_tokens": 1}, {"repetitions": 0}, {"prompt_tokens": ()}])
-def test_nothing_to_measure_is_refused(bench: Bench, wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize("wrong", [(1, 4, 1, 7), (1, 4, 5, 0), (1, 0, 5, 7), (0, 4, 5, 7)])
+def test_nothing_to_measure_is_refused(bench: Bench, wrong: tuple[int, int, int, int]) -> None:
     with pytest.raises(UsageError, match="expected 1 repetition or more"):
-        run(bench.fake("A", 1.0, 2.0), None, **wrong)
+        Load(*wrong)
+    with pytest.raises(UsageError, match="latency of no load"):
+        run(bench.fake("A", 1.0, 2.0), None, loads=[])
 
 
 def test_progress_counts_generations(bench: Bench) -> None:
@@ -169,7 +174,7 @@ def test_runner_is_asked_for_greedy_tokens_past_eos() -> None:
         yield StepOutput((8,), ("length",))
 
     subject = Subject.of_runner(SimpleNamespace(generate_batch=generate_batch), description="r", load_seconds=1.0)
-    assert list(subject.generate(np.array([1, 2]), 2)) == [7, 8]
+    assert list(subject.generate(np.array([[1, 2]]), 2)) == [(7,), (8,)]
     assert asked == [([[1, 2]], [Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)])]
 
 
@@ -253,3 +258,143 @@ def test_machine_names_no_host() -> None:
     assert described.usable_cpus >= 1
     assert described.cpu
     assert platform.node() not in described.model_dump_json() or len(platform.node()) < 4
+
+
+def test_a_load_of_several_sequences(bench: Bench) -> None:
+    loads = [Load(1, 4, 5, 7), Load(3, 4, 9, 7)]
+    got = run(bench.fake("A", 1.0, 2.0), None, loads=loads)
+    one, three = got.points
+    assert (one.batch, three.batch, three.output_tokens) == (1, 3, 9)
+    assert three.bytes_read_per_token == 4000 + 3 * 10 * (4 + 9 // 2)
+    assert three.bandwidth_utilization == pytest.approx(4240 / 2.018e-3 / BANDWIDTH, rel=1e-3)
+    assert three.artifact.tokens_per_second == pytest.approx(3 / 2.018e-3, rel=1e-3)
+    whole = three.artifact.ttft_ms.p50.value + 8 * three.artifact.tpot_ms.p50.value
+    assert three.artifact.e2e_ms.p50.value == pytest.approx(whole)
+    assert three.output_tokens_per_second.value == pytest.approx(27e3 / whole)
+    assert got.bandwidth is not None
+    assert got.bandwidth.working_set_bytes == 4060, "the smallest load"
+    gates = catalog.estimates(Measured(latency=got))
+    assert gates["tpot_p50_ms"] == one.artifact.tpot_ms.p50, "of one sequence"
+    assert gates["throughput_tokens_per_second"] == three.output_tokens_per_second
+
+
+@dataclass
+class Shaky(Fake):
+    """Takes times that follow no drift: 1 and 3 in turn for so many generations, then the middle."""
+
+    wide_for: int = 0
+
+    def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+        factor = 2 if self.calls >= self.wide_for else 1 + 2 * (self.calls % 2)
+        self.calls += 1
+        for i in range(tokens):
+            self.clock[0] += factor / 1e3
+            yield i
+
+
+def test_repetitions_go_on_until_intervals_are_narrow(bench: Bench) -> None:
+    shaky = Shaky("A", bench.clock, bench.log, 1.0, 1.0, wide_for=9)
+    got = run(shaky, None, loads=[Load(1, 4, 3, 7)], until=Until(0.1, 1e6))
+    timed = got.points[0].artifact
+    assert got.stopped == "every interval is within ± 10.0%"
+    assert 7 < len(timed.generations_ms) < 60
+    for figure in (timed.ttft_ms.p50, timed.tpot_ms.p50):
+        assert max(figure.high - figure.value, figure.value - figure.low) <= 0.1 * figure.value
+    before = [each[0] for each in timed.generations_ms[:-1]]
+    assert latency.Estimate.median(before, of="").high > 1.1 * np.median(before), "not a round too late"
+
+
+def test_only_loads_that_are_not_narrow_go_on(bench: Bench) -> None:
+    @dataclass
+    class Uneven(Shaky):
+        def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+            if ids.shape[1] == 16:
+                yield from super().generate(ids, tokens)
+            else:
+                for i in range(tokens):
+                    self.clock[0] += 0.002
+                    yield i
+
+    uneven = Uneven("A", bench.clock, bench.log, 1.0, 1.0, wide_for=9)
+    got = run(uneven, None, loads=[Load(1, 4, 3, 7), Load(1, 16, 3, 7)], until=Until(0.1, 1e6))
+    assert len(got.points[0].artifact.generations_ms) == 7
+    assert len(got.points[1].artifact.generations_ms) > 7
+
+
+def test_a_budget_of_seconds_ends_it(bench: Bench) -> None:
+    shaky = Shaky("A", bench.clock, bench.log, 1.0, 1.0, wide_for=10**6)
+    got = run(shaky, None, loads=[Load(1, 4, 3, 7)], until=Until(0.01, 0.2))
+    assert got.stopped == "the budget of 0.2 s ended"
+    assert 0.2 <= bench.clock[0] < 0.22
+    short = run(
+        Shaky("A", bench.clock, bench.log, 1.0, 1.0, 10**6), None, loads=[Load(1, 4, 3, 7)], until=Until(0.01, 1e-9)
+    )
+    assert len(short.points[0].artifact.generations_ms) == 7, "what the recipe asks for is always done"
+
+
+def test_recorded_times_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "MOST_TIMES", 60)
+    sides = [Shaky(name, bench.clock, bench.log, 1.0, 1.0, wide_for=10**6) for name in "AB"]
+    got = run(*sides, loads=[Load(1, 4, 3, 7)], until=Until(0.01, 1e6))
+    assert got.stopped == "60 times are recorded"
+    assert len(got.points[0].artifact.generations_ms) == 10  # of 3 tokens, on two sides
+    monkeypatch.setattr(latency, "MOST_REPETITIONS", 8)
+    got = run(*sides, loads=[Load(1, 4, 3, 7)], until=Until(0.01, 1e6))
+    assert got.stopped == "8 repetitions were made"
+
+
+def test_energy_is_that_of_each_generation(bench: Bench) -> None:
+    instruments = Instruments(energy_j=lambda: 50 * bench.clock[0])  # 50 W
+    point = run(bench.fake("A", 1.0, 2.0), bench.fake("B", 3.0, 8.0), instruments=instruments).points[0]
+    assert point.artifact.joules_per_token.value == pytest.approx(50 * (4 + 8) * 1.008e-3 / 5)
+    assert point.baseline is not None
+    assert point.baseline.joules_per_token.value == pytest.approx(50 * (12 + 32) * 1.008e-3 / 5)
+    assert "joules_per_token" not in run(bench.fake("A", 1.0, 2.0), None).points[0].artifact.figures
+
+
+def test_noise_is_probed_before_each_round_and_told(bench: Bench) -> None:
+    class Meter:
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def probe(self) -> None:
+            self.times.append(1.0 if len(self.times) % 2 else 1.5)
+
+        def read(self) -> Noise:
+            return Noise(probe_ms=tuple(self.times), stolen_share=0.0, waits=1, load_average=0.5)
+
+    got = run(bench.fake("A", 1.0, 2.0), None, instruments=Instruments(noise=Meter))
+    assert got.noise is not None
+    assert got.noise.probe_ms == (1.5, 1.0, 1.5, 1.0, 1.5, 1.0, 1.5)
+    assert catalog.estimates(Measured(latency=got))["machine_noise"].value == pytest.approx(0)  # 1.5 is the median
+    quiet = got.model_copy(update={"noise": got.noise.model_copy(update={"probe_ms": (1.0,) * 9 + (2.0,) * 3})})
+    assert catalog.estimates(Measured(latency=quiet))["machine_noise"].value == pytest.approx(1)
+
+
+def test_this_machine_tells_its_noise() -> None:
+    probe = machine.NoiseProbe()
+    for _ in range(3):
+        probe.probe()
+    found = probe.read()
+    assert len(found.probe_ms) == 3
+    assert min(found.probe_ms) > 0
+    assert found.stolen_share is None or 0 <= found.stolen_share <= 1
+
+
+def test_good_requests_are_counted_under_the_slo(bench: Bench) -> None:
+    # TTFT of the repetitions: 4 ms times 1.002, 1.004 … 1.014: four are within 4.033 ms.
+    facts = latency.Facts(slo=Slo(ttft_ms=4.033))
+    got = run(bench.fake("A", 1.0, 2.0), None, loads=[Load(1, 4, 5, 8)], facts=facts)
+    point = got.points[0]
+    met = sum(each[0] <= 4.033 for each in point.artifact.generations_ms)
+    assert 2 <= met <= 7
+    assert point.good_share.value == met / 8
+    assert point.goodput_rps == pytest.approx(met / 8 * point.output_tokens_per_second.value / 5)
+    gate = catalog.estimates(Measured(latency=got))["goodput_share"]
+    assert gate.low < met / 8 < gate.high
+    assert run(bench.fake("A", 1.0, 2.0), None).points[0].good_share is None
+
+
+def test_multiply_adds_of_a_traced_graph() -> None:
+    """The head alone multiplies: the embedding is looked up, and a norm is a vector."""
+    assert footprint.multiply_adds(ir.from_onnx_text(FOOTPRINT_GRAPH)) == 4 * 6

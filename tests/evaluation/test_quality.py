@@ -127,11 +127,18 @@ def test_baseline_says_what_it_is(baseline: Baseline) -> None:
 
 def test_baseline_generates_the_argmax_of_its_logits(baseline: Baseline) -> None:
     prompt = np.arange(40, 60)
-    tokens = list(baseline.generate(prompt, 8))
+    tokens = [token for (token,) in baseline.generate(prompt[None], 8)]
     logits = baseline.logits(np.concatenate([prompt, tokens]))
     assert logits.shape == (28, 8192)
     assert logits.dtype == np.float32
     assert logits[19:27].argmax(-1).tolist() == tokens
+
+
+def test_baseline_generates_for_several_prompts_what_it_generates_for_each(baseline: Baseline) -> None:
+    prompts = np.random.default_rng(5).integers(3, 500, (3, 9))
+    together = np.array(list(baseline.generate(prompts, 4)))
+    alone = [[token for (token,) in baseline.generate(prompt[None], 4)] for prompt in prompts]
+    assert together.T.tolist() == alone
 
 
 def test_baseline_leaves_the_process_its_threads(baseline: Baseline) -> None:
@@ -141,7 +148,7 @@ def test_baseline_leaves_the_process_its_threads(baseline: Baseline) -> None:
     torch.set_num_threads(2)
     try:
         baseline.logits(np.arange(4))
-        next(baseline.generate(np.arange(4), 2))
+        next(baseline.generate(np.arange(4)[None], 2))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

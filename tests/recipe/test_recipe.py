@@ -153,6 +153,22 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("prompt_tokens: [32, 128]", "prompt_tokens: [32, 0]", "13:33", "validation.latency.prompt_tokens.1: must be "
      "greater than or equal to 1, not 0", None),
     ("prompt_tokens: [32, 128]", "prompt_tokens: []", "13:13", "validation.latency.prompt_tokens", None),
+    ("output_tokens: 16}", "output_tokens: 16, surface: {batches: [1, 9], prompt_tokens: [8], output_tokens: [4]}}",
+     "13:68", "validation.latency.surface.batches: 9 sequences exceed engine.max_batch, 4", None),
+    ("output_tokens: 16}", "output_tokens: 16, surface: {prompt_tokens: [8, 250], output_tokens: [4, 16]}}",
+     "13:68", "validation.latency.surface.prompt_tokens: 250 prompt tokens and 16 output tokens exceed "
+     "engine.max_context, 256", None),
+    ("output_tokens: 16}", "output_tokens: 16, workloads: {sessions: {prompt_tokens: 70, output_tokens: 16}}}",
+     "13:70", "validation.latency.workloads.sessions: its longest request has 258 tokens of prompt and answer, more "
+     "than engine.max_context, 256", None),
+    ("output_tokens: 16}", "output_tokens: 16, workloads: {shared_prefix: {prefix_tokens: 250, prompt_tokens: 8}}}",
+     "13:70", "validation.latency.workloads.shared_prefix: its longest request has 322 tokens", None),
+    ("output_tokens: 16}", "output_tokens: 16, slo: {}}", "13:58", "validation.latency.slo: an SLO needs `ttft_ms`, "
+     "`tpot_ms` or `latency_ms`", None),
+    ("kld_mean: {max: 0.03}", "goodput_share: {min: 0.9}", "15:3", "gates.goodput_share: it would not be measured",
+     "add `validation: {latency: {slo: …}}`, or remove the gate"),
+    ("kld_mean: {max: 0.03}", "load_ms: {max: 900}", "15:3", "gates.load_ms: it would not be measured",
+     "add `validation: {latency: {starts: …}}`, or remove the gate"),
     ("context: 128", "context: 512", "12:37", "validation.quality.context: 512 is above engine.max_context, 256", None),
     ("  - tidy-up", "  - tidy-ap", "8:5", "passes.tidy-ap: unknown pass; known: tidy-up, lay-ground, squeeze-weights",
      "did you mean 'tidy-up'?"),

@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -14,8 +15,10 @@ from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.latency import Compute, DataSheet, Noise, Price, Side, Start
 from llmforge.metrics.quality import Sample
 from llmforge.metrics.token_records import DocumentTokens
+from llmforge.metrics.workload import RequestTimes, Slo, Workload
 from llmforge.recipe import GateSpec
 from llmforge.report import charts, render, view
 from llmforge.report.model import Report, ReusedRecord
@@ -116,7 +119,7 @@ def test_page_stands_alone() -> None:
 def test_page_is_accessible() -> None:
     page = Page(render.to_html(reports.make()))
     svgs = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(svgs) == 4 + 1 + 1 + 8 + 8 + 4  # gates, histogram, curve, latency, passes, stages
+    assert len(svgs) == 4 + 1 + 1 + 8 + 1 + 8 + 4  # gates, histogram, position, latency, loads, passes, stages
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in svgs)
     assert [tag for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)][:2] == ["h1", "h2"]
     assert ("html", {"lang": "en"}) in page.tags
@@ -180,7 +183,7 @@ def test_summary_tells_the_verdict_first_and_everything_that_counts() -> None:
     lines = shown(reports.make()).splitlines()
     assert lines[0].split() == ["FAIL", "1", "of", "4", "gates", "failed", "docs-llama-int4", "3f9a1c0b7d2e"]
     text = "\n".join(lines)
-    for fact in ("5.09 MB", "0.0210", "1.0108", "89.9 %", "0.482 ms", "31.7 ms", "INCONCLUSIVE", "note: The embedding"):
+    for fact in ("5.09 MB", "0.0210", "1.0108", "89.9 %", "0.611 ms", "31.7 ms", "INCONCLUSIVE", "note: The embedding"):
         assert fact in text
 
 
@@ -264,7 +267,7 @@ def test_histogram_shows_all_tokens_at_their_place() -> None:
 
 
 def test_a_curve_shows_every_stretch_at_its_height() -> None:
-    (plot,) = charts.curves(reports.QUALITY)
+    (plot,) = charts.by_position(reports.QUALITY)
     assert [tick.label for tick in plot.ticks] == ["1", "16", "24", "384"]
     assert [stretch.left for stretch in plot.stretches] == [0, 25, 50, 75]
     heights = [stretch.value for stretch in plot.stretches]
@@ -318,3 +321,81 @@ def test_a_difference_and_what_is_allowed_are_told_in_one_unit() -> None:
     markdown = render.to_markdown(report)
     assert "| largest difference (σ) |" in markdown
     assert "| 3.80e-06 of 0.0001 |" in markdown
+
+
+def wide() -> Report:
+    """Add loads of several sequences, workloads and everything beside them."""
+    rng, conditions = np.random.default_rng(0), reports.LATENCY.model_copy(update={
+        "compute": Compute(dtype="int8", operations_per_second={"fp32": 2e11, "int8": 5e11}, probe="two products"),
+        "footprint": reports.LATENCY.footprint.model_copy(update={"multiply_adds_per_token": 6_800_000}),
+        "price": Price(usd_per_hour=3.6, source="a list", date="2026-01"),
+        "slo": Slo(ttft_ms=50, tpot_ms=5),
+        "data_sheet": DataSheet(
+            target="h200", bytes_per_second=4.8e12, operations_per_second={"int8": 2e15}, source="s"
+        ),
+    })  # fmt: skip
+
+    def side(batch: int, prompt: int) -> Side:
+        return Side([np.array([prompt / 10, 2, 3]) * batch**0.5 * rng.uniform(1, 1.1) for _ in range(8)], batch)
+
+    points = [catalog.point(p, side(b, p), None, conditions) for b in (1, 2, 8) for p in (32, 128, 512)]
+    times = RequestTimes(sent_ms=0.0, token_ms=(45.0, 49.0), ended_ms=49.0, prompt_tokens=4, output_tokens=2)
+    found = conditions.model_copy(
+        update={
+            "baseline": None,
+            "points": tuple(points),
+            "workloads": (Workload.of("shared_prefix", "two requests", ((times, times),), conditions.slo, 0.75),),
+            "starts": (Start(load_ms=300.0, peak_host_bytes=150_000_000, peak_device_bytes=None),),
+            "noise": Noise(probe_ms=(1.0,) * 10 + (2.0,) * 3, stolen_share=0.125, waits=7, load_average=1.5),
+            "stopped": "the budget of 9 s ended",
+        }
+    )
+    return reports.make(latency=found)
+
+
+def test_tiles_that_stand_together_are_of_one_load() -> None:
+    for report in (reports.make(), wide()):
+        figures = [figure for figure in view.key_figures(report) if figure.title in ("TPOT", "TTFT")]
+        assert len(figures) == 2
+        assert all(figure.notes[0].startswith("512-token prompt") for figure in figures)
+
+
+def test_a_surface_is_shown_in_every_form() -> None:
+    report = wide()
+    page, markdown, terminal = Page(render.to_html(report)), render.to_markdown(report), shown(report)
+    for text in (page.text, markdown):
+        for fact in ("3 loads of one sequence, 6 of several", "Repeated until the budget of 9 s ended", "0.500 TOP/s",
+                     "TTFT ≤ 50 ms, TPOT ≤ 5 ms", "$3.6 per hour", "150 MB", "300 ms", "h200", "75.0 %", "two requests",
+                     "12.5 % of CPU time taken by other virtual machines", "Cost of a million tokens"):  # fmt: skip
+            assert fact in text, fact
+    assert terminal.count("%") > 9
+    assert "shared prefix: TTFT 45.0 ms" in terminal
+    assert "100.0 % meet the SLO" in terminal
+    assert "note: the machine was noisy: the slowest 5 % of one computation took 100% longer than usual" in terminal
+    assert "noisy" not in shown(reports.make())
+    assert all(len(line.rstrip()) <= 120 for line in terminal.splitlines())
+
+
+def test_curves_lie_over_the_limit_of_the_bandwidth_and_true_to_scale() -> None:
+    measured = wide().latency
+    assert measured is not None
+    assert measured.bandwidth is not None
+    tpot, rate = charts.over_load(measured)
+    assert [line.bound for line in tpot.lines] == [False, True] * 3
+    assert [mark.label for mark in tpot.ticks] == ["32", "128", "512"]
+    medians = [point.artifact.figures["tpot_ms"].p50.value for point in measured.points]
+    assert [place[1] for place in tpot.lines[0].places] == pytest.approx([v / max(medians) for v in medians[:3]])
+    floor = measured.points[0].figures["bytes_read_per_token"] / measured.bandwidth.working_set_bytes_per_second * 1e3
+    assert tpot.lines[1].places[0][1] == pytest.approx(floor / max(medians))
+    assert [line.label for line in rate.lines] == ["32-token prompts", "128-token prompts", "512-token prompts"]
+    assert max(place[1] for line in rate.lines for place in line.places) == 1
+    assert charts.over_load(measured.model_copy(update={"points": measured.points[:1]})) == []
+    many = measured.points[0].model_copy
+    crowd = measured.model_copy(update={"points": tuple(many(update={"batch": b}) for b in range(1, 12))})
+    (rates,) = charts.over_load(crowd)
+    assert len(rates.ticks) == 11
+
+
+def test_more_lines_than_can_be_told_apart_are_left_to_the_table() -> None:
+    assert charts._spread_out([1, 2, 4, 8]) == [1, 2, 4, 8]
+    assert charts._spread_out([1, 2, 4, 8, 16, 32, 64]) == [1, 4, 16, 64]

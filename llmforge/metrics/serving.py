@@ -32,6 +32,7 @@ class Outcome:
     prompt_tokens: int
     output_tokens: int
     error: str | None = None
+    token_ids: tuple[int, ...] = ()  # where they are known
 
     @property
     def ttft_ms(self) -> float | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import UsageError
-from llmforge.bench.figures import Distribution, Objective, Outcome, figures
+from llmforge.metrics.serving import Distribution, Objective, Outcome, figures
 
 
 def outcome(sent: float, *tokens: float, ended: float | None = None, error: str | None = None) -> Outcome:
