@@ -280,6 +280,11 @@ class Recipe(_Section):
         """The file that this recipe was read from."""
         return self._source.path
 
+    @property
+    def written(self) -> dict[str, Any]:
+        """The recipe as it is written, with its overrides: plain data."""
+        return self._source.mapping
+
     def instantiate(self, registry: Sequence[type[Pass]]) -> tuple[Pass, ...]:
         """Make the passes from their options, and check what holds between them.
 
