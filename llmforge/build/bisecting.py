@@ -106,37 +106,33 @@ class Search:
         return Share(name=part.name, gain=self.estimate(gain), share=float(gain.sum() / self.total.sum()))
 
     def standouts(self) -> tuple[list[tuple[Part, Floats, Floats]], int]:
-        """Test groups, then the parts of those that stand out, down to the smallest.
+        """Look into groups where renewing them is worth it, down to the smallest parts, and test these on the way.
 
-        Return these with what each lost and what its format costs there, and how many were tested.
+        Return what stands out, the smallest parts of it, each with what it lost and what its format costs there; and
+        how many parts were looked at.
         """
-        every = sum(len(part.leaves) for part in self.loss.parts)
-        found, tested = [], 0
-        waiting: list[tuple[Part, Part | None]] = [(part, None) for part in self.loss.parts]
+        levels = _levels(self.loss.parts)
+        found: list[tuple[Part, Floats, Floats]] = []
+        seen = 0
+        waiting: list[tuple[Part, Part | None, int]] = [(part, None, 0) for part in self.loss.parts]
         while waiting:
-            part, inside = waiting.pop(0)
-            self.progress.advance(tested, tested + 1 + len(waiting))
-            tested += 1
-            result = self._judge(part, inside, ALPHA * len(part.leaves) / every)
-            if result is None:
+            part, inside, depth = waiting.pop(0)
+            self.progress.advance(seen, seen + 1 + len(waiting))
+            seen += 1
+            fresh = self.loss.renewed(part.leaves, inside=inside)
+            if fresh is None:
                 continue
-            inner = [(each, part) for each in part.parts]
-            if inner:
-                waiting = inner + waiting
-            found = [entry for entry in found if not part.leaves <= entry[0].leaves]  # the smaller one explains it
-            found.append((part, *result))
-        return found, tested
-
-    def _judge(self, part: Part, inside: Part | None, level: float) -> tuple[Floats, Floats] | None:
-        """Return what a part lost and what its format costs there; None where it does not stand out."""
-        fresh = self.loss.renewed(part.leaves, inside=inside)
-        if fresh is None:
-            return None
-        kept = self.loss.of(part.leaves, inside=inside)
-        lost, expected = self.loss.of(inside=inside) - kept, fresh - kept
-        if not standouts.judge(lost, expected, self.total, level=level).stands_out:
-            return None
-        return lost, expected
+            now = self.loss.of(inside=inside)
+            if (now - fresh).sum() < standouts.worth(float(self.total.sum())):
+                continue
+            waiting = [(each, part, depth + 1) for each in part.parts] + waiting
+            kept = self.loss.of(part.leaves, inside=inside)
+            lost, expected = now - kept, fresh - kept
+            level = ALPHA / (len(levels) * levels[depth])
+            if standouts.judge(lost, expected, self.total, level=level).stands_out:
+                found = [entry for entry in found if not part.leaves <= entry[0].leaves]  # the smaller one explains it
+                found.append((part, lost, expected))
+        return found, seen
 
     def layers(self) -> list[tuple[Part, Floats]]:
         """Measure what keeping each of the largest parts gains; the largest gain first."""
@@ -171,6 +167,15 @@ class Search:
             self.progress.advance(number, len(parts))
             found.append((part, self.total - self.loss.of(part.leaves)))
         return sorted(found, key=lambda pair: -float(pair[1].sum()))
+
+
+def _levels(parts: Sequence[Part]) -> list[int]:
+    """Count the parts of each level of the tree."""
+    counts, level = [], list(parts)
+    while level:
+        counts.append(len(level))
+        level = [inner for part in level for inner in part.parts]
+    return counts
 
 
 def _tensors(part: Part) -> Sequence[Part]:

@@ -125,18 +125,18 @@ class _Matrix:
     def k(self) -> int:
         return int(self.tensor.shape.numpy()[-1 if not self.transposed else -2])
 
-    @cached_property
+    @property
     def fresh(self) -> QuantizedMatrix:
         """Round it to nearest."""
         if self.order is None:
             return round_to_nearest(by_output(self.tensor, transposed=self.transposed), self.grid)
         return stack([round_to_nearest(each.T[self.order], self.grid) for each in self.tensor.numpy()])
 
-    @cached_property
+    @property
     def found(self) -> QuantizedMatrix:
         """Read what the pass wrote."""
         codes, scales = self.parts["codes"].numpy(), self.parts["scales"].numpy()
-        blocks = self.grid.blocks(self.k)
+        blocks: int = self.grid.blocks(self.k)
         points = self.parts.get("zero_points")
         packed = Packed(
             codes.reshape(-1, blocks, self.grid.block_size * self.grid.bits // 8),
@@ -148,7 +148,7 @@ class _Matrix:
     def renewed(self) -> dict[str, ir.TensorProtocol]:
         """Pack it, rounded to nearest, in the shapes of what the pass wrote."""
         packed = pack(self.fresh)
-        made = {}
+        made: dict[str, ir.TensorProtocol] = {}
         for part, tensor in self.parts.items():
             array: NDArray[Any] = getattr(packed, part)
             made[part] = ir.Tensor(array.reshape(tensor.shape.numpy()), name=tensor.name)
@@ -156,13 +156,13 @@ class _Matrix:
 
     def differs(self, expert: int) -> bool:
         """Say if what the pass wrote is not what rounding to nearest gives, of an expert or (-1) of all."""
-        own = slice(None)
+        own, found, fresh = slice(None), self.found, self.fresh
         if expert >= 0:
-            rows = self.fresh.shape[0] // int(self.tensor.shape.numpy()[0])
+            rows = fresh.shape[0] // int(self.tensor.shape.numpy()[0])
             own = slice(expert * rows, (expert + 1) * rows)
-        pairs = [(self.found.codes, self.fresh.codes), (self.found.scales, self.fresh.scales)]
-        if self.fresh.zero_points is not None and self.found.zero_points is not None:
-            pairs.append((self.found.zero_points, self.fresh.zero_points))
+        pairs: list[tuple[NDArray[Any], NDArray[Any]]] = [(found.codes, fresh.codes), (found.scales, fresh.scales)]
+        if fresh.zero_points is not None and found.zero_points is not None:
+            pairs.append((found.zero_points, fresh.zero_points))
         return any(not np.array_equal(a[own], b[own]) for a, b in pairs)
 
     def experts(self, kept: frozenset[int], renewed: frozenset[int]) -> NDArray[np.float32]:
@@ -185,6 +185,7 @@ class WeightLoss(Loss):
     """Layers, their weights, and of experts each."""
 
     _current: Floats | None = field(default=None)
+    _differs: dict[Leaf, bool] = field(default_factory=dict)
 
     @cached_property
     def matrices(self) -> dict[str, _Matrix]:
@@ -195,15 +196,11 @@ class WeightLoss(Loss):
             codes = after.get(f"{name}.codes")
             if codes is None or value.const_value is None:
                 continue
-            [(node, _), *_] = codes.uses()
+            node = codes.consumers()[0]
             grid = _grid(node, symmetric=f"{name}.zero_points" not in after)
-            parts = {
-                part: graph.tensor(after[f"{name}.{part}"])
-                for part in _PARTS
-                if f"{name}.{part}" in after
-            }
-            reader, _ = value.uses()[0]
-            order, transposed = None, not any(contrib.GatherBlockQuantized.matches(n) for n, _ in codes.uses())
+            parts = {part: graph.tensor(after[f"{name}.{part}"]) for part in _PARTS if f"{name}.{part}" in after}
+            reader = value.consumers()[0]
+            order, transposed = None, not any(contrib.GatherBlockQuantized.matches(each) for each in codes.consumers())
             if canonical.MoE.matches(reader):
                 experts = moe_kernels.of(canonical.MoE(reader))
                 order = experts.order if experts.layer.up is value else np.arange(experts.hidden)
@@ -216,7 +213,7 @@ class WeightLoss(Loss):
         together: dict[str, list[str]] = {}  # by the node that reads them
         initializers = self.lossy.before.graph.initializers
         for name in self.matrices:
-            reader, _ = initializers[name].uses()[0]
+            reader = initializers[name].consumers()[0]
             key = str(reader.name) if canonical.MoE.matches(reader) else name
             together.setdefault(key, []).append(name)
         layers: dict[int | None, list[Part]] = {}
@@ -231,8 +228,8 @@ class WeightLoss(Loss):
                 made += inner
             else:
                 leaves = frozenset().union(*(part.leaves for part in inner))
-                names = tuple(name for part in inner for name in part.parameters)
-                made.append(Part(f"layer {layer}", leaves, tuple(inner), names))
+                parameters = tuple(name for part in inner for name in part.parameters)
+                made.append(Part(f"layer {layer}", leaves, tuple(inner), parameters))
         return tuple(made)
 
     def _part(self, names: Sequence[str]) -> Part:
@@ -260,7 +257,10 @@ class WeightLoss(Loss):
         return self.divergence.of(self._graph(kept, frozenset(), opened))
 
     def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> Floats | None:
-        if not any(self.matrices[name].differs(expert) for name, expert, _ in leaves):
+        for leaf in leaves - self._differs.keys():
+            name, expert, _ = leaf
+            self._differs[leaf] = self.matrices[name].differs(expert)
+        if not any(self._differs[leaf] for leaf in leaves):
             return None
         opened = frozenset() if inside is None else self._experts_of(inside)
         return self.divergence.of(self._graph(frozenset(), leaves, opened))

@@ -128,7 +128,9 @@ def _of_pass(each: PassFindings, alpha: float) -> Iterator[str]:
         yield "has no parts that could be kept"
         return
     for part in each.stands_out:
-        times = f", {part.lost.value / part.expected:.3g} times what its format costs there" if part.expected > 0 else ""
+        times = (
+            f", {part.lost.value / part.expected:.3g} times what its format costs there" if part.expected > 0 else ""
+        )
         yield f"stands out: {part.name}: loses {_written(part.lost)}{times}"
     if not each.stands_out:
         yield f"nothing stands out: no part loses more than its format should ({each.groups} groups, α {alpha:g})"

@@ -15,7 +15,18 @@ import click
 
 from llmforge.base import extras
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.cli import bisecting, building, caching, inspecting, planning, provenance, registries, running, serving, storing
+from llmforge.cli import (
+    bisecting,
+    building,
+    caching,
+    inspecting,
+    planning,
+    provenance,
+    registries,
+    running,
+    serving,
+    storing,
+)
 from llmforge.cli.parameters import is_json_log, log_format_option
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended

@@ -5,9 +5,11 @@ of the loss, and its queries, keys and values 7 times those of the next layer. S
 against what its format costs in its own place: it stands out where it loses more than `RATIO` times that, and more than
 `SHARE` of the whole loss, both beyond doubt.
 
-Tests form a tree: parts of a group are tested where the group stands out. A group of n of all N leaves is tested at
-level n / N · α, which bounds the probability of any false find by α (Meinshausen 2008, "Hierarchical testing of
-variable importance", theorem 1). Both conditions must hold, so that each is tested at that level (intersection-union).
+Parts form a tree: groups, their parts, and so on. A group is looked into where renewing it gains what a part that
+stands out in it would gain at least (`worth`); a group that hides one among many good parts need not stand out itself.
+Of k levels each gets α / k, which its parts share evenly, looked at or not: that bounds the probability of any false
+find by α, whatever made the choice (Bonferroni). Both conditions must hold, so that each is tested at the level of the
+part (intersection-union).
 """
 
 from __future__ import annotations
@@ -23,6 +25,11 @@ ALPHA = 0.05  # probability of any false find
 RATIO = 3.0  # times what the format costs there: more than calibration and the choice of text make of it
 SHARE = 0.05  # of the loss
 _POINTS = 4001  # of the quadrature of Student's t
+
+
+def worth(total: float) -> float:
+    """Return what renewing a part has to gain at least, of a loss of `total`, that it may stand out."""
+    return SHARE * (1 - 1 / RATIO) * total
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,6 @@ def upper_tail(t: float, freedom: int) -> float:
     heights = np.cos(x).clip(0) ** (freedom - 1)
     weights = np.full(_POINTS, 2.0)
     weights[1::2], weights[[0, -1]] = 4.0, 1.0
-    area = float(heights @ weights) * (x[1] - x[0]) / 3
+    area = float(heights @ weights) * float(x[1] - x[0]) / 3
     log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(math.pi)
     return min(1.0, area * math.exp(log_scale))

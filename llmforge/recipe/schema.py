@@ -150,6 +150,9 @@ class ValidationSpec(_Section):
 
     quality: QualitySpec | None = None
     latency: LatencySpec | None = None
+    attribution: bool = Field(
+        default=False, description="measure what each lossy pass, and each layer in it, costs; requires quality"
+    )
 
 
 class TritonSpec(_Section):
@@ -357,6 +360,10 @@ class Recipe(_Section):
                 ("validation", "latency", "prompt_tokens"),
                 f"{max(latency.prompt_tokens)} prompt tokens and {latency.output_tokens} output tokens exceed "
                 f"engine.max_context, {longest}",
+            )
+        if self.validation.attribution and quality is None:
+            yield self._problem(
+                ("validation", "attribution"), "there is no text to measure it on", "add `validation: {quality: …}`"
             )
         for metric in self.gates:
             section = catalog.deciding()[metric].section

@@ -80,9 +80,7 @@ class Divergence:
         """Say if `model` is too large to run whole."""
         return graph.weight_bytes(model) > self.whole_bytes
 
-    def _rows(
-        self, model: ir.Model, after_step: AfterStep | None
-    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def _rows(self, model: ir.Model, after_step: AfterStep | None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Run all documents; give the logits [tokens, V] of each row of each step, and its document."""
         firsts = range(0, len(self.texts), ROWS)
         runs = [_run(f"documents from {first} on", self.texts[first : first + ROWS]) for first in firsts]
