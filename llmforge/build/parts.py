@@ -249,6 +249,7 @@ class WeightLoss(Loss):
         return Part(title, frozenset().union(*(part.leaves for part in experts)), experts, parameters)
 
     def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: Part | None = None) -> Floats:
+        """Measure the divergence with the leaves `kept`; see `Loss`."""
         opened = frozenset() if inside is None else self._experts_of(inside)
         if not kept and not opened:
             if self._current is None:
@@ -257,6 +258,7 @@ class WeightLoss(Loss):
         return self.divergence.of(self._graph(kept, frozenset(), opened))
 
     def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> Floats | None:
+        """Measure it with `leaves` renewed; see `Loss`."""
         for leaf in leaves - self._differs.keys():
             name, expert, _ = leaf
             self._differs[leaf] = self.matrices[name].differs(expert)
@@ -337,6 +339,7 @@ class CacheLoss(Loss):
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
+        """Layers, in them keys and values of each head, and in these channels."""
         made = []
         by_layer: dict[int, list[str]] = {}
         for name in self.scales:
@@ -369,9 +372,11 @@ class CacheLoss(Loss):
                 self._peaks[name] = np.maximum(self._peaks.get(name, peak), peak)
 
     def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: Part | None = None) -> Floats:
+        """Measure the divergence with the leaves `kept`; see `Loss`."""
         return self._measure(kept, frozenset())
 
     def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> Floats | None:
+        """Measure it with `leaves` renewed; see `Loss`."""
         return self._measure(frozenset(), leaves)
 
     def _measure(self, kept: frozenset[Leaf], renewed: frozenset[Leaf]) -> Floats:

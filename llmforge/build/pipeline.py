@@ -141,7 +141,7 @@ def make(
             proofs.wait(done[-1][1])
         # A pass sees what it demands: what others measure is not part of its key.
         context = Context(target, statistics if step.demands() else None, scratch)
-        before = model.clone()
+        before = model.clone() if recipe.validation.attribution else model
         record, proof, noted = transform(step, model, context, chain, verification, progress)
         done.append((record, proof))
         stages.graph(step.name, model)

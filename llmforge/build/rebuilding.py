@@ -1,4 +1,4 @@
-"""Make the graphs of a build again, from its recipe and what the build cache has of it; nothing is proven or measured."""
+"""Make the graphs of a build again, from its recipe and what the build cache has of it, without proofs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmforge import passes, targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
-from llmforge.build import lock, pipeline, preflight, reuse, texts
+from llmforge.build import finishing, lock, pipeline, preflight, reuse, texts
 from llmforge.build.lock import Stages
 from llmforge.build.parts import LossyStep
 from llmforge.cache import Cache
@@ -70,6 +70,18 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
             if changes and step.numerics is Numerics.LOSSY:
                 lossy.append(LossyStep(number, step, before, model.clone(), context))
         yield Rebuilt(checkpoint, lossy, texts.of_documents(recipe, checkpoint, windows), stages)
+
+
+def check_recipe(opened: Artifact, recipe: Recipe) -> None:
+    """Refuse an artifact whose graphs `recipe` does not give.
+
+    Raises:
+        InputError: the artifact was changed, or was built without a lock.
+        UsageError: the recipe, or its checkpoint, is not the artifact's.
+    """
+    opened.verify()
+    lock.read(opened)
+    finishing.check_recipe(recipe, opened)
 
 
 def check_stages(opened: Artifact, found: Stages) -> None:

@@ -54,7 +54,7 @@ def budget_windows(evaluation: Sequence[Window], recipe: Recipe, checkpoint: Che
 
 
 def of_documents(recipe: Recipe, checkpoint: Checkpoint, evaluation: Sequence[Window]) -> list[Window]:
-    """Choose a window of each document, the first that has a token to predict: of the `evaluation` text, or calibration.
+    """Choose the first window of each document of the `evaluation` text, else of the calibration text.
 
     What is lost in parts of a graph is compared between documents, which are independent of one another.
     """

@@ -75,7 +75,7 @@ def bisect(
 
     from llmforge import cache
     from llmforge.artifact import Artifact
-    from llmforge.build import bisecting, finishing, keeping, rebuilding, reproducing
+    from llmforge.build import bisecting, keeping, rebuilding, reproducing
     from llmforge.cli import console
     from llmforge.recipe import Recipe
     from llmforge.runtime.backends.config import physical_cores
@@ -87,7 +87,7 @@ def bisect(
         else:
             assert checkpoint is not None
             loaded = reproducing.recorded(artifact, checkpoint, texts, Path(scratch))
-        finishing.check_recipe(loaded, opened)
+        rebuilding.check_recipe(opened, loaded)
         store = partial(cache.Cache, cache.default_folder(), cache.default_size())
         with rebuilding.rebuilt(loaded, store, progress) as built:
             rebuilding.check_stages(opened, built.stages)
@@ -145,9 +145,8 @@ def _of_pass(each: PassFindings, alpha: float) -> Iterator[str]:
         more = f"{each.kept.weight_bytes / 1e6:+.2f} MB of weights"
         if each.kept.kv_bytes_per_token:
             more = f"{each.kept.kv_bytes_per_token:+,} bytes of cache per token"
-        yield (
-            f"kept {each.kept.how}: predicted KLD {_written(each.kept.kld_mean)}, gain {_written(each.kept.gain)}, {more}"
-        )
+        reached, gain = _written(each.kept.kld_mean), _written(each.kept.gain)
+        yield f"kept {each.kept.how}: predicted KLD {reached}, gain {gain}, {more}"
 
 
 def _written(figure: Estimate) -> str:

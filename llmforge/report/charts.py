@@ -10,10 +10,10 @@ from itertools import accumulate, pairwise
 from llmforge.evaluation.gates import GateResult
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric, TimingMetric
+from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Latency, Spread
 from llmforge.metrics.quality import Histogram as LogHistogram
 from llmforge.metrics.quality import Quality
-from llmforge.metrics.intervals import Estimate
 from llmforge.report import view
 from llmforge.report.attribution import AttributedStep, Attribution
 from llmforge.report.model import BuildRecord, PassRecord, StageRecord

@@ -30,7 +30,7 @@ from .. import zoo
 FUSED = ("fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention")
 LOOSE = {"kld_mean": 10.0}
 O_PROJ = "model.layers.3.self_attn.o_proj.weight"
-DOCUMENTS, TOKENS = 24, 48
+DOCUMENTS, TOKENS = 16, 32
 KNOWN = {cls.name: cls for cls in passes.ALL}
 
 
