@@ -8,7 +8,8 @@ A cached value is round(x / scale), clipped to -128 … 127, with scale = larges
 are those after rotary embedding. On the sample checkpoint (tests/data) a scale a channel moves the mean KLD by 0.0004,
 one a tensor by 0.0008.
 
-Fires for every GroupQueryAttention whose caches are fp32 inputs of the graph that nothing else reads.
+Fires for every GroupQueryAttention whose caches are fp32 inputs of the graph that nothing else reads, but in the layers
+`exclude_layers`.
 
 Numerics: lossy, within the budget of the recipe.
 """
@@ -46,6 +47,10 @@ class QuantizeKvCache(Pass):
         Literal["per_channel", "per_tensor"],
         Field(description="one scale per channel of each head, or one for all keys and one for all values of a layer"),
     ] = "per_channel"
+    exclude_layers: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=65_535)], ...],
+        Field(max_length=65_536, description="layers whose cache stays fp32, from 0"),
+    ] = ()
 
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of keys and values."""
@@ -67,7 +72,7 @@ class QuantizeKvCache(Pass):
                 changes.skipped.append(Skipped(str(node.name), "not lowered to GroupQueryAttention"))
             if (attention := GroupQueryAttention.of(node)) is None:
                 continue
-            reason = _reason(attention, layers)
+            reason = _reason(attention, layers, self.exclude_layers)
             if reason is not None:
                 changes.skipped.append(Skipped(attention.name, reason))
                 continue
@@ -102,7 +107,7 @@ class QuantizeKvCache(Pass):
         return (scales / np.float32(INT8_KV.largest)).astype(np.float32)
 
 
-def _reason(attention: GroupQueryAttention, layers: dict[str, int]) -> str | None:
+def _reason(attention: GroupQueryAttention, layers: dict[str, int], excluded: tuple[int, ...]) -> str | None:
     """Say why the caches of `attention` stay as they are; None where they can be quantized."""
     key, value = attention.past_key, attention.past_value
     for cache in (key, value):
@@ -114,4 +119,6 @@ def _reason(attention: GroupQueryAttention, layers: dict[str, int]) -> str | Non
         return f"calibration has no ranges for cache {key.name}"
     if value.name != interface.past_part(layers[str(key.name)], "value"):
         return f"caches {key.name} and {value.name} are not of one layer"
+    if layers[str(key.name)] in excluded:
+        return f"layer {layers[str(key.name)]} is excluded"
     return None

@@ -30,14 +30,18 @@ pytestmark = pytest.mark.xdist_group("environments")  # they are made once
 # The commands that do not work there, and the extras that they name.
 LACKING = {
     "plain": {
-        **dict.fromkeys(("build", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build,cpu"),
+        **dict.fromkeys(
+            ("build", "bisect", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build,cpu"
+        ),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
     "serving": {
-        **dict.fromkeys(("build", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build"),
+        **dict.fromkeys(
+            ("build", "bisect", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build"
+        ),
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
@@ -148,6 +152,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
 ARGUMENTS: dict[str, Sequence[str]] = {
     "bench": ["artifact", "--concurrency", "1", "--requests", "2", "--warmup", "0", "--prompt-tokens", "8",
               "--output-tokens", "4", "-o", "bench.json"],
+    "bisect": ["artifact", "--recipe", "recipe.yaml"],
     "build": ["recipe.yaml", "--out", "built"],
     "cache": ["ls"],
     "diff": ["artifact", "artifact"],
@@ -204,7 +209,10 @@ def test_a_command_works_or_says_what_to_install(environment: Environment, place
 
 def judge(environment: Environment, command: str, done: subprocess.CompletedProcess[str]) -> None:
     named = LACKING[environment.name].get(command)
-    if named is None and command == "reproduce":  # all packages are there; this artifact was made without a build
+    if named is None and command in (
+        "bisect",
+        "reproduce",
+    ):  # all packages are there; this artifact was made without a build
         assert done.returncode == 5
         assert "built without one" in done.stderr
         return

@@ -21,9 +21,10 @@ from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import dry_run, evidence, lock, preflight, publishing, reuse, texts
+from llmforge.build import attribution, dry_run, evidence, lock, preflight, publishing, reuse, texts
 from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.lock import Lock, Stages
+from llmforge.build.parts import LossyStep
 from llmforge.build.proofs import Proof, Proofs
 from llmforge.build.publishing import BuildResult
 from llmforge.build.read_ahead import ReadAhead
@@ -132,6 +133,7 @@ def make(
     verification = Verification(out / recipe.name / ".failed", promised, chosen, threads, proofs)
     of_passes = coverage(model)
     chain = kept.chain(checkpoint, calibration_key, promised, chosen)
+    lossy_steps: list[LossyStep] = []
     done: list[tuple[partial[records.PassRecord], Proof[records.VerificationRecord]]] = []
     scratch = Scratch(staging.parent)
     for step in steps:
@@ -139,10 +141,13 @@ def make(
             proofs.wait(done[-1][1])
         # A pass sees what it demands: what others measure is not part of its key.
         context = Context(target, statistics if step.demands() else None, scratch)
+        before = model.clone() if recipe.validation.attribution else model
         record, proof, noted = transform(step, model, context, chain, verification, progress)
         done.append((record, proof))
         stages.graph(step.name, model)
         of_passes += noted
+        if recipe.validation.attribution and record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
+            lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
     read = replace(footprint.count(model), multiply_adds=multiply_adds)
     engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
     proofs.finish(progress)
@@ -162,6 +167,20 @@ def make(
             progress=progress,
             keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
         )
+    attributed = None
+    if measure and lossy_steps:
+        attributed = attribution.measure(
+            traced,
+            lossy_steps,
+            texts.of_documents(recipe, checkpoint, windows),
+            progress,
+            target=target,
+            latency=found.latency,
+            context=max(len(window.ids) for window in windows),
+            threads=threads,
+            vocabulary=checkpoint.geometry.vocabulary,
+            depth=checkpoint.geometry.layers,
+        )
     if recipe.validation.quality is None and recipe.validation.latency is None:
         said = (*said, "nothing was measured: the recipe asks for no validation")
     if any(limit in gate.limits for gate in recipe.gates.values() for limit in gates.RELATIVE):
@@ -173,6 +192,7 @@ def make(
         "target": records.TargetRecord(name=target.name, title=target.title, kind=target.kind),
         "passes": tuple(record(verification=proof.result()) for record, proof in done),
         "calibration": seen,
+        "attribution": attributed,
         "notes": (*notes, *said, *found.notes),
         "recipe": resolved,
     }

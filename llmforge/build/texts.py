@@ -56,3 +56,19 @@ def budget_windows(evaluation: Sequence[Window], recipe: Recipe, checkpoint: Che
     pool = [window for window in pool if len(window.ids) > 1]
     picked = np.linspace(0, len(pool) - 1, min(BUDGET_WINDOWS, len(pool))).round().astype(int)
     return [pool[i] for third in range(3) for i in picked[third::3]]
+
+
+def of_documents(recipe: Recipe, checkpoint: Checkpoint, evaluation: Sequence[Window]) -> list[Window]:
+    """Choose the first window of each document of the `evaluation` text, else of the calibration text.
+
+    What is lost in parts of a graph is compared between documents, which are independent of one another.
+    """
+    pool = evaluation
+    if not pool and recipe.calibration is not None:
+        read = documents.read_documents(recipe.calibration.data)
+        pool = text.windows(checkpoint.tokenizer, read, recipe.calibration.length, checkpoint.bos_token_id)
+    first: dict[str, Window] = {}
+    for window in pool:
+        if len(window.ids) > 1:
+            first.setdefault(window.document, window)
+    return list(first.values())

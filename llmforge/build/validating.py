@@ -67,7 +67,9 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
     read = BytesRead(0, 0)
     if before.latency is not None:
         footprint = before.latency.footprint
-        read = BytesRead(footprint.weight_bytes_per_token, footprint.kv_bytes_per_token)
+        read = BytesRead(
+            footprint.weight_bytes_per_token, footprint.kv_bytes_per_token, footprint.multiply_adds_per_token
+        )
     checkpoint = Checkpoint.open(recipe.checkpoint)
     found = evidence.measure(
         opened.path,
@@ -78,6 +80,7 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
         checkpoint=checkpoint,
         windows=texts.evaluation_windows(recipe, checkpoint),
         threads=recipe.engine.threads or physical_cores(),
+        ranks=recipe.engine.tensor_parallel,
         progress=progress,
     )
     engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
@@ -93,7 +96,7 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
         "build": clock.record(records.ReusedRecord()),
         "machine": machine.describe(),
         "versions": artifact.tool_versions(),
-        "notes": (*before.notes, f"measured again on {machine.describe().cpu}"),
+        "notes": tuple(dict.fromkeys((*before.notes, f"measured again on {machine.describe().cpu}", *found.notes))),
         "files": {},
         "previous": None,
     }

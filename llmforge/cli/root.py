@@ -18,6 +18,7 @@ from llmforge.base.errors import ForgeError, UsageError
 from llmforge.base.signals import Interrupted
 from llmforge.base.wording import bounded
 from llmforge.cli import (
+    bisecting,
     building,
     caching,
     inspecting,
@@ -163,6 +164,7 @@ Exit codes:
         judging.validate,
         judging.diff,
         judging.history,
+        bisecting.bisect,
         inspecting.trace,
         inspecting.diff_graph,
         inspecting.passes,

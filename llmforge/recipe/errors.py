@@ -12,6 +12,8 @@ from llmforge.base.errors import RecipeError
 from llmforge.base.located_yaml import Location, Source, dotted, nearest
 from llmforge.base.wording import shown
 
+_LISTED = 16  # keys that a message names
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -79,15 +81,21 @@ def _resolve(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, A
     return node
 
 
+def _listed(keys: Sequence[str]) -> str:
+    """Name keys; of many, the first ones, so that a message has room for what else is wrong."""
+    more = len(keys) - _LISTED
+    return ", ".join(keys) if more <= 0 else f"{', '.join(keys[:_LISTED])} and {more} more"
+
+
 def _words(detail: Mapping[str, Any], location: Location, schema: Mapping[str, Any]) -> tuple[str, str | None]:
     """Turn one pydantic error into what is wrong and a hint."""
     kind, got = detail["type"], detail["input"]
     if kind == "missing":
         inside = properties(schema, location)
-        return "required key is missing" + (f"; its keys: {', '.join(inside)}" if inside else ""), None
+        return "required key is missing" + (f"; its keys: {_listed(inside)}" if inside else ""), None
     if kind == "extra_forbidden":
         known = properties(schema, location[:-1]) or []
-        return f"unknown key; allowed: {', '.join(known) or 'none'}", meant(str(location[-1]), known)
+        return f"unknown key; allowed: {_listed(known) or 'none'}", meant(str(location[-1]), known)
     if kind == "value_error":
         return str(detail["ctx"]["error"]), None
     if kind == "literal_error":

@@ -276,6 +276,9 @@ class ValidationSpec(_Section):
 
     quality: QualitySpec | None = None
     latency: LatencySpec | None = None
+    attribution: bool = Field(
+        default=False, description="measure what each lossy pass, and each layer in it, costs; requires quality"
+    )
 
 
 class TritonSpec(_Section):
@@ -487,6 +490,11 @@ class Recipe(_Section):
         """The file that this recipe was read from."""
         return self._source.path
 
+    @property
+    def written(self) -> dict[str, Any]:
+        """The recipe as it is written, with its overrides: plain data."""
+        return self._source.mapping
+
     def instantiate(self, registry: Sequence[type[Pass]]) -> tuple[Pass, ...]:
         """Make the passes from their options, and check what holds between them.
 
@@ -567,6 +575,10 @@ class Recipe(_Section):
                 ("validation", "latency", "prompt_tokens"),
                 f"{max(latency.prompt_tokens)} prompt tokens and {latency.output_tokens} output tokens exceed "
                 f"engine.max_context, {longest}",
+            )
+        if self.validation.attribution and quality is None:
+            yield self._problem(
+                ("validation", "attribution"), "there is no text to measure it on", "add `validation: {quality: …}`"
             )
         if latency is not None:
             yield from self._loads_that_do_not_fit(latency)

@@ -10,10 +10,12 @@ from itertools import accumulate, pairwise
 from llmforge.evaluation.gates import GateResult
 from llmforge.metrics import catalog, units
 from llmforge.metrics.catalog import QualityMetric, TimingMetric
+from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Latency, Spread
 from llmforge.metrics.quality import ByPosition, Quality, Segment
 from llmforge.metrics.quality import Histogram as LogHistogram
 from llmforge.report import view
+from llmforge.report.attribution import AttributedStep, Attribution
 from llmforge.report.model import BuildRecord, PassRecord, StageRecord
 
 _MARGIN = 0.2  # of a gate's span, left free on both sides
@@ -339,6 +341,43 @@ def passes(records: Sequence[PassRecord]) -> list[tuple[PassRecord, float, float
     kld = _shares([record.verification.kld_mean for record in records])
     weights = _shares([record.weight_bytes_after for record in records])
     return list(zip(records, kld, weights, strict=True))
+
+
+@dataclass(frozen=True)
+class Fall:
+    """One bar of a waterfall: where it begins and how long it is, in percent; of a layer if it is `inner`."""
+
+    name: str
+    start: float
+    width: float
+    gains: bool  # the divergence becomes smaller
+    inner: bool
+    cost: Estimate
+
+
+def waterfall(attribution: Attribution) -> list[tuple[AttributedStep, list[Fall]]]:
+    """Lay out what each lossy pass added to the divergence, end to end, and what of it is in which layer.
+
+    Bars of layers begin where that of their pass does. Layers that cost nothing have no length.
+    """
+    ends = [step.kld_mean.value for step in attribution.steps]
+    scale = 100 / (max(max(ends), *_layer_ends(attribution)) or 1.0)
+    laid_out = []
+    for before, step in pairwise(attribution.steps):
+        begin, added = before.kld_mean.value, step.added.value
+        start = min(begin, begin + added)
+        falls = [Fall(step.name, start * scale, abs(added) * scale, added < 0, False, step.added)]
+        for layer in step.layers:
+            width = max(layer.gain.value, 0.0) * scale
+            falls.append(Fall(layer.name, begin * scale, width, False, True, layer.gain))
+        laid_out.append((step, falls))
+    return laid_out
+
+
+def _layer_ends(attribution: Attribution) -> list[float]:
+    """Tell where the bars of layers would end."""
+    pairs = pairwise(attribution.steps)
+    return [0.0, *(before.kld_mean.value + layer.gain.value for before, step in pairs for layer in step.layers)]
 
 
 def stages(build: BuildRecord) -> list[tuple[StageRecord, float, float]]:

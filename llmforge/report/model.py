@@ -21,6 +21,7 @@ from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
+from llmforge.report.attribution import Attribution
 
 
 def _name(text: str) -> str:
@@ -166,6 +167,7 @@ class Report(Record):
     quality: Quality | None
     quality_baseline: str | None  # what the quality is held against, in words
     latency: Latency | None
+    attribution: Attribution | None = None
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord

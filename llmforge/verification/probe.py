@@ -7,7 +7,7 @@ and a tensor that two graphs share is read once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,6 +193,21 @@ def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
         filled = step.past + step.lengths
         held = cache.buffers.items() if caches else ()
         yield Outcome(logits[step.valid], {name: tuple(real(name, buffer, filled)) for name, buffer in held})
+
+
+def logits(
+    session: Session, run: Run, after_step: Callable[[Cache, ProbeStep], None] | None = None
+) -> Iterator[NDArray[np.float32]]:
+    """Run the steps of `run` one by one; give the logits [B, S, V] of each, padding included.
+
+    `after_step` may change what a step has put into the cache.
+    """
+    cache = session.allocate(run.batch, run.capacity)
+    for step in run.steps:
+        made = _step(session, step, cache)
+        if after_step is not None:
+            after_step(cache, step)
+        yield made
 
 
 def real(name: str, buffer: NDArray[Any], filled: NDArray[np.integer[Any]]) -> Iterator[NDArray[Any]]:

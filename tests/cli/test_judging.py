@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from click.testing import CliRunner, Result
@@ -16,10 +17,11 @@ from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
-from llmforge.metrics.quality import DocumentSums, OfSums, Quality, estimates
+from llmforge.metrics.quality import DocumentSums, Quality, summarize
+from llmforge.metrics.token_records import WindowScores
 from llmforge.report.model import EngineFile, EngineRecord
 
-from .. import releases, stored
+from .. import releases
 from ..stored import put
 
 MARGIN = {"kld_mean": {"max": 0.05, "rise_max": 0.005}}
@@ -39,14 +41,16 @@ def invoke(*args: object) -> Result:
 
 
 def quality(documents: list[DocumentSums]) -> Quality:
-    """The quality of real documents; what is no sum over documents is made up."""
-    fixed = stored.quality()
-    forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
-    of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums)}
-    counts: dict[str, Any] = {"documents": len(documents), "tokens": sum(each.tokens for each in documents)}
-    figures = {**fixed.figures, **estimates(of_sums, documents, 0)}
-    fields = {name: getattr(fixed, name) for name in ("context", "windows", "seed")}
-    return Quality(**{**fields, **counts, **figures, "per_document": tuple(documents)})
+    """The quality of real documents, whose tokens are made up: each has its share of the sums."""
+    forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric) if metric.source == "text"}
+    return summarize(forms, {each.document: [WindowScores(1, tokens(each))] for each in documents}, context=512, seed=0)
+
+
+def tokens(sums: DocumentSums) -> dict[str, np.ndarray]:
+    count, same = sums.tokens, round(sums.figures["same_top"])
+    shared = {name: np.full(count, total / count) for name, total in sums.figures.items()}
+    # What the recorded builds did not measure is that of a model that did not change.
+    return {"shared_top": np.ones(count), "delta_p": np.zeros(count), **shared, "same_top": np.arange(count) < same}
 
 
 def worse(by: float, count: int = 56) -> list[DocumentSums]:

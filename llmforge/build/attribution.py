@@ -1,0 +1,123 @@
+"""Measure where quality went: the divergence after each lossy pass, and what bytes and time it bought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx_ir as ir
+
+from llmforge.base.progress import Progress
+from llmforge.build import bisecting, parts
+from llmforge.build.parts import LossyStep
+from llmforge.checkpoint.text import Window
+from llmforge.evaluation import footprint
+from llmforge.evaluation.footprint import BytesRead
+from llmforge.ir import graph
+from llmforge.metrics.latency import Latency
+from llmforge.metrics.tokens import Floats
+from llmforge.report.attribution import AttributedStep, Attribution, LayerCost
+from llmforge.targets import Target
+from llmforge.verification.divergence import Divergence
+
+DOCUMENTS, TOKENS = 24, 64  # a graph of the sample runs in half a second; more of both is `llmforge bisect`
+TRACED = "traced"  # name of the first step
+
+
+def measure(
+    traced: ir.Model,
+    lossy: Sequence[LossyStep],
+    windows: Sequence[Window],
+    progress: Progress,
+    *,
+    target: Target,
+    latency: Latency | None,
+    context: int,
+    threads: int,
+    vocabulary: int,
+    depth: int,
+) -> Attribution:
+    """Run the traced graph and the one behind each lossy pass on `windows`, one of each document.
+
+    `context` is what a cache holds in the decode step that is predicted.
+
+    Raises:
+        DataError: the text has too few documents.
+        VerificationError: a logit is NaN or infinite.
+    """
+    progress.stage("Attribute the loss")
+    bandwidth, source = _bandwidth(target, latency)
+
+    def step_ms(read: BytesRead) -> float | None:
+        if bandwidth is None:
+            return None
+        seconds = (read.weights + context * read.kv) / bandwidth + depth * target.share("layer_us").value / 1e6
+        return 1e3 * seconds
+
+    with TemporaryDirectory() as folder:
+        divergence = Divergence([], Path(folder), threads)
+        held = graph.weight_bytes(traced)
+        divergence.texts = bisecting.choose(windows, held, vocabulary, DOCUMENTS, TOKENS, divergence.whole_bytes)
+        tokens = divergence.tokens
+        reached: list[Floats] = [np.zeros(len(tokens))]
+        divergence.hold_against(traced)
+        for done, each in enumerate(lossy):
+            progress.advance(done, 2 * len(lossy))
+            reached.append(divergence.of(each.after))
+        steps = [_step(TRACED, reached[0], reached[0], tokens, footprint.count(traced), step_ms)]
+        for number, each in enumerate(lossy):
+            progress.advance(len(lossy) + number, 2 * len(lossy))
+            layers = () if divergence.streams(each.before) else _layers(each, divergence)
+            now, before = reached[number + 1], reached[number]
+            read = footprint.count(each.after)
+            step = _step(each.step.name, now, now - before, tokens, read, step_ms)
+            steps.append(step.model_copy(update={"layers": layers}))
+    return Attribution(
+        documents=len(tokens),
+        tokens=int(tokens.sum()),
+        context=context,
+        predicted_by=source,
+        steps=tuple(steps),
+    )
+
+
+def _step(
+    name: str,
+    reached: Floats,
+    added: Floats,
+    tokens: Floats,
+    read: BytesRead,
+    step_ms: Callable[[BytesRead], float | None],
+) -> AttributedStep:
+    return AttributedStep(
+        name=name,
+        kld_mean=bisecting.estimate(reached, tokens),
+        added=bisecting.estimate(added, tokens),
+        weight_bytes=read.weights,
+        kv_bytes_per_token=read.kv,
+        step_ms=step_ms(read),
+    )
+
+
+def _layers(lossy: LossyStep, divergence: Divergence) -> tuple[LayerCost, ...]:
+    """Measure what keeping each layer gains, against the graph before the pass; () for a pass without parts."""
+    loss = parts.of_pass(lossy, divergence)
+    if loss is None:
+        return ()
+    divergence.hold_against(lossy.before, loss.watch)
+    total, tokens = loss.of(), divergence.tokens
+    return tuple(
+        LayerCost(name=part.name, gain=bisecting.estimate(total - loss.of(part.leaves), tokens)) for part in loss.parts
+    )
+
+
+def _bandwidth(target: Target, latency: Latency | None) -> tuple[float | None, str | None]:
+    """Find the bandwidth that a decode step reaches, bytes a second, and say whose it is."""
+    if target.bandwidth_gbs is not None:
+        share = target.share("bandwidth").value
+        return target.bandwidth_gbs.value * 1e9 * share, f"the memory bandwidth of {target.title}"
+    if latency is not None and latency.bandwidth is not None:
+        return latency.bandwidth.working_set_bytes_per_second, "the read bandwidth measured in the same run"
+    return None, None

@@ -1,0 +1,154 @@
+"""The command `bisect`. Like all commands it imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmforge.base import extras, process
+from llmforge.base.errors import UsageError
+from llmforge.cli import output
+from llmforge.cli.parameters import ARTIFACT, PATH
+
+if TYPE_CHECKING:
+    from llmforge.build.bisecting import Findings, PassFindings
+    from llmforge.metrics.intervals import Estimate
+
+_EXAMPLES = """\b
+Examples:
+  llmforge bisect artifacts/NAME/VERSION --recipe recipes/quickstart.yaml
+  llmforge bisect artifacts/NAME/VERSION --recipe recipes/quickstart.yaml -o better.yaml
+  llmforge bisect artifacts/NAME/VERSION --checkpoint CHECKPOINT --text evaluation.jsonl
+"""
+_SHOWN = 3  # layers that lose most
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("artifact", type=ARTIFACT)
+@click.option("--recipe", type=PATH, help="The recipe that the artifact was built from.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With --recipe: as for the build. Repeatable."
+)
+@click.option("--checkpoint", type=PATH, help="Without --recipe: the checkpoint's folder.")
+@click.option("--text", "texts", type=PATH, multiple=True, help="Without --recipe: a text of the recipe. Repeatable.")
+@click.option(
+    "-o", "--output", "written", type=PATH, metavar="FILE.yaml",
+    help="Write a recipe that keeps what was found in higher precision.",
+)  # fmt: skip
+@click.option("--documents", type=click.IntRange(min=8), default=48, help="Maximum number of documents to run.")
+@click.option("--tokens", type=click.IntRange(min=8), default=128, help="Maximum tokens of each document.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--quiet", is_flag=True, help="Hide progress.")
+def bisect(
+    artifact: Path,
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    checkpoint: Path | None,
+    texts: tuple[Path, ...],
+    written: Path | None,
+    documents: int,
+    tokens: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Find the layers and tensors of ARTIFACT that explain its loss of quality.
+
+    Rebuilds the graphs of ARTIFACT from its recipe and the build cache, and measures each lossy pass with parts of it
+    kept in higher precision. A part stands out if it loses more than its format should; the probability of any false
+    find is at most 5 %.
+    """
+    process.prepare()
+    extras.require("build")
+    if (recipe is None) == (checkpoint is None):
+        raise UsageError("give either --recipe or --checkpoint with the texts")
+    if recipe is None and overrides:
+        raise UsageError("--set requires --recipe")
+    if recipe is not None and texts:
+        raise UsageError("--text cannot be used with --recipe")
+    if written is not None:
+        output.check_file(written, ".yaml", ".yml")
+    from tempfile import TemporaryDirectory
+
+    from llmforge import cache
+    from llmforge.artifact import Artifact
+    from llmforge.build import bisecting, keeping, rebuilding, reproducing
+    from llmforge.cli import console
+    from llmforge.recipe import Recipe
+    from llmforge.runtime.backends.config import physical_cores
+
+    with console.progress(quiet=quiet) as progress, TemporaryDirectory() as scratch:
+        opened = Artifact.open(artifact)
+        if recipe is not None:
+            loaded = Recipe.load(recipe, overrides)
+        else:
+            assert checkpoint is not None
+            loaded = reproducing.recorded(artifact, checkpoint, texts, Path(scratch))
+        rebuilding.check_recipe(opened, loaded)
+        store = partial(cache.Cache, cache.default_folder(), cache.default_size())
+        with rebuilding.rebuilt(loaded, store, progress) as built:
+            rebuilding.check_stages(opened, built.stages)
+            found = bisecting.bisect(
+                built.lossy,
+                built.windows,
+                loaded,
+                progress,
+                threads=loaded.engine.threads or physical_cores(),
+                vocabulary=built.checkpoint.geometry.vocabulary,
+                documents=documents,
+                tokens=tokens,
+            )
+        kept = {each.number: each.kept.entries for each in found.passes if each.kept is not None}
+        if written is not None and kept:
+            with output.writing(written):
+                keeping.write(loaded, kept, written)
+    if as_json:
+        output.write_json(found.model_dump(mode="json"))
+    else:
+        click.echo("\n".join(_lines(found)))
+        if written is not None and kept:
+            click.echo(f"recipe: {written}")
+
+
+def _lines(found: Findings) -> Iterator[str]:
+    """Write the findings as text."""
+    yield f"{found.documents} documents, {found.tokens:,} tokens; KLD in nats per token, with 95 % intervals"
+    for each in found.passes:
+        yield f"{each.name}: KLD {_written(each.kld_mean)}"
+        yield from (f"  {line}" for line in _of_pass(each, found.alpha))
+    if not found.passes:
+        yield "no pass is lossy"
+
+
+def _of_pass(each: PassFindings, alpha: float) -> Iterator[str]:
+    if not each.layers:
+        yield "has no parts that could be kept"
+        return
+    for part in each.stands_out:
+        times = (
+            f", {part.lost.value / part.expected:.3g} times what its format costs there" if part.expected > 0 else ""
+        )
+        yield f"stands out: {part.name}: loses {_written(part.lost)}{times}"
+    if not each.stands_out:
+        yield f"nothing stands out: no part loses more than its format should ({each.groups} groups, α {alpha:g})"
+    most = ", ".join(f"{part.name} {part.share:.0%}" for part in each.layers[:_SHOWN])
+    yield f"largest shares: {most}"
+    if each.explains:
+        names = "; ".join(part.name for part in each.explains)
+        yield f"half of the loss is in {len(each.explains)} of its parts: {names}"
+    elif not each.stands_out:
+        yield "the loss is spread: no half of its parts explains half of it"
+    if each.kept is not None:
+        more = f"{each.kept.weight_bytes / 1e6:+.2f} MB of weights"
+        if each.kept.kv_bytes_per_token:
+            more = f"{each.kept.kv_bytes_per_token:+,} bytes of cache per token"
+        reached, gain = _written(each.kept.kld_mean), _written(each.kept.gain)
+        yield f"kept {each.kept.how}: predicted KLD {reached}, gain {gain}, {more}"
+
+
+def _written(figure: Estimate) -> str:
+    bounds = "" if figure.low is None or figure.high is None else f" [{figure.low:.3g}, {figure.high:.3g}]"
+    return f"{figure.value:.3g}{bounds}"

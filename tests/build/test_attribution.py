@@ -1,0 +1,103 @@
+"""A build that attributes its loss, and the command that looks into it, on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge.cli import cli
+from llmforge.recipe import Recipe
+from llmforge.report import charts
+
+WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, tiny_checkpoint: Path) -> Path:
+    rng = random.Random(0)
+    lines = [{"id": f"{i}", "text": f"{i} " + " ".join(rng.choices(WORDS, k=20))} for i in range(10)]
+    (tmp_path / "evaluation.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    recipe = {
+        "schema": 1, "name": "tiny", "checkpoint": str(tiny_checkpoint), "target": "local",
+        "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
+        "passes": [
+            "flash-attention",
+            {"quantize-weights": {"block_size": 32, "method": "rtn", "budget": {"kld_mean": 10.0}}},
+        ],
+        "validation": {"quality": {"data": "evaluation.jsonl", "context": 32}, "attribution": True},
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_a_build_says_where_quality_went_and_bisecting_looks_into_it(recipe_file: Path, tmp_path: Path) -> None:
+    done = run("build", str(recipe_file), "--out", str(tmp_path / "out"), "--quiet", "--json")
+    assert done.exit_code == 0, done.output
+    built = json.loads(done.stdout)
+    found: dict[str, Any] = built["report"]["attribution"]
+    traced, quantized = found["steps"]
+    assert traced["name"] == "traced"
+    assert traced["kld_mean"]["value"] == 0
+    assert quantized["kld_mean"]["value"] == pytest.approx(quantized["added"]["value"])
+    assert quantized["added"]["low"] > 0
+    assert quantized["weight_bytes"] < 0.5 * traced["weight_bytes"]
+    assert [layer["name"] for layer in quantized["layers"]] == ["model.embed_tokens.weight", "layer 0", "layer 1"]
+    assert found["predicted_by"] is None  # a CPU without a measured bandwidth
+    page = (Path(built["artifact"]) / "report" / "report.html").read_text()
+    assert "Where quality went" in page
+    assert "– layer 1" in page
+
+    better = tmp_path / "better.yaml"
+    done = run("bisect", built["artifact"], "--recipe", str(recipe_file), "--json", "--quiet", "-o", str(better))
+    assert done.exit_code == 0, done.output
+    [only] = json.loads(done.stdout)["passes"]
+    assert only["stands_out"] == []
+    assert only["kld_mean"]["value"] > 0
+    if only["kept"] is not None:
+        assert Recipe.load(better).passes[1].options["exclude"]
+
+    done = run(
+        "bisect", built["artifact"], "--recipe", str(recipe_file), "--set", "passes.quantize-weights.block_size=64"
+    )
+    assert done.exit_code == 2
+    assert "passes differ" in done.stderr
+
+
+def test_attribution_needs_text(recipe_file: Path) -> None:
+    done = run("build", str(recipe_file), "--set", "validation.quality=null", "--set", "passes=[flash-attention]")
+    assert done.exit_code == 2
+    assert "validation.attribution: there is no text to measure it on" in done.stderr
+
+
+def test_what_a_pass_costs_stands_out_in_the_waterfall() -> None:
+    from llmforge.metrics.intervals import Estimate
+    from llmforge.report.attribution import AttributedStep, Attribution, LayerCost
+
+    def of(value: float) -> Estimate:
+        return Estimate(value=value, low=value / 2, high=value * 2, samples=24)
+
+    def step(name: str, reached: float, added: float, *layers: float) -> AttributedStep:
+        costs = tuple(LayerCost(name=f"layer {i}", gain=of(cost)) for i, cost in enumerate(layers))
+        return AttributedStep(
+            name=name, kld_mean=of(reached), added=of(added), weight_bytes=9, kv_bytes_per_token=2, step_ms=1.0,
+            layers=costs,
+        )  # fmt: skip
+
+    found = Attribution(
+        documents=24, tokens=999, context=64, predicted_by="a test",
+        steps=(step("traced", 0.0, 0.0), step("first", 0.08, 0.08, 0.06, 0.01), step("second", 0.07, -0.01)),
+    )  # fmt: skip
+    (_, [first, heavy, light]), (_, [second]) = charts.waterfall(found)
+    assert (first.start, first.width, first.gains) == (0.0, pytest.approx(100), False)
+    assert heavy.width == pytest.approx(6 * light.width)
+    assert (second.start, second.width, second.gains) == (pytest.approx(87.5), pytest.approx(12.5), True)

@@ -1,0 +1,197 @@
+"""Planted regressions are found by name; where nothing is planted, bisecting says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+
+from llmforge import passes, targets
+from llmforge.build import bisecting, keeping
+from llmforge.build.bisecting import Findings
+from llmforge.build.parts import CacheLoss, LossyStep, WeightLoss
+from llmforge.checkpoint import Checkpoint, documents, text
+from llmforge.checkpoint.text import Window
+from llmforge.ir import graph
+from llmforge.lowering.pass_base import Context, Pass
+from llmforge.quantization.statistics import KvRange, Statistics
+from llmforge.recipe import Recipe
+from llmforge.trace import trace
+from llmforge.verification.divergence import Divergence
+
+from .. import zoo
+
+FUSED = ("fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention")
+LOOSE = {"kld_mean": 10.0}
+O_PROJ = "model.layers.3.self_attn.o_proj.weight"
+DOCUMENTS, TOKENS = 24, 48
+KNOWN = {cls.name: cls for cls in passes.ALL}
+
+
+@pytest.fixture(scope="module")
+def windows(data: Path, sample_checkpoint: Path) -> list[Window]:
+    checkpoint = Checkpoint.open(sample_checkpoint)
+    read = documents.read_documents(data / "evaluation.jsonl")
+    cut = text.windows(checkpoint.tokenizer, read, 64, checkpoint.bos_token_id)
+    return list({window.document: window for window in reversed(cut)}.values())
+
+
+@pytest.fixture(scope="module")
+def fused(sample_graph: ir.Model) -> ir.Model:
+    model = sample_graph.clone()
+    for name in FUSED:
+        KNOWN[name]().run(model, Context(targets.local()))
+    return model
+
+
+def quantized(before: ir.Model, step: Pass, statistics: Statistics | None = None) -> LossyStep:
+    context = Context(targets.local(), statistics)
+    after = before.clone()
+    step.run(after, context)
+    return LossyStep(0, step, before, after, context)
+
+
+def weights(before: ir.Model) -> LossyStep:
+    return quantized(before, KNOWN["quantize-weights"](budget=LOOSE, method="rtn"))  # type: ignore[call-arg]
+
+
+def replace(model: ir.Model, name: str, array: NDArray[Any]) -> None:
+    model.graph.initializers[name].const_value = ir.Tensor(array, name=name)
+
+
+def in_two_bits(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Move codes of 4 bits to the nearest of 0, 5, 10 and 15."""
+    low, high = (np.rint(half / 5).astype(np.uint8) * 5 for half in (codes & 15, codes >> 4))
+    return low | high << 4
+
+
+def recipe(folder: Path, step: Pass, **options: Any) -> Recipe:
+    written = {
+        "schema": 1, "name": "planted", "checkpoint": "checkpoint", "target": "local", "engine": {"max_context": 64},
+        "passes": [{step.name: {"budget": LOOSE, **options}}],
+        "validation": {"quality": {"data": "text.jsonl", "context": 64}},
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(written))
+    return Recipe.load(path)
+
+
+def search(lossy: LossyStep, windows: Sequence[Window], made_by: Recipe, documents: int = DOCUMENTS) -> Findings:
+    return bisecting.bisect(
+        [lossy], windows, made_by, progress(), threads=2, vocabulary=64, documents=documents, tokens=TOKENS
+    )
+
+
+def progress() -> Any:
+    from llmforge.base.progress import Silent
+
+    return Silent()
+
+
+def test_one_matrix_in_two_bits_is_found(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
+    lossy = weights(fused)
+    name = next(n for n, v in fused.graph.initializers.items() if graph.sources(v) == [O_PROJ])
+    codes = lossy.after.graph.initializers[f"{name}.codes"]
+    replace(lossy.after, f"{name}.codes", in_two_bits(graph.tensor(codes).numpy()))
+    written = recipe(tmp_path, lossy.step, method="rtn")
+    [found] = search(lossy, windows, written).passes
+    [part] = found.stands_out
+    assert part.name == O_PROJ
+    assert part.lost.low is not None
+    assert part.lost.low > 3 * part.expected
+    assert found.layers[0].name in ("layer 0", "layer 3")  # the first is where the sample loses most anyway
+    assert found.kept is not None
+    assert found.kept.names == (O_PROJ,)
+    assert found.kept.how == "in 8 bits"
+    assert found.kept.gain.value == pytest.approx(part.lost.value, rel=0.2)
+    # the recipe that keeps it loads, and has the passes that the gain was measured with
+    keeping.write(written, {0: found.kept.entries}, tmp_path / "better.yaml")
+    better = Recipe.load(tmp_path / "better.yaml")
+    assert [spec.options.get("bits", 4) for spec in better.passes] == [4, 8]
+    assert better.passes[0].options["exclude"] == [O_PROJ]
+    assert better.checkpoint == written.checkpoint
+    better.instantiate(passes.ALL)
+
+
+def test_where_nothing_is_planted_it_says_so(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
+    lossy = weights(fused)
+    found = search(lossy, windows, recipe(tmp_path, lossy.step, method="rtn"))
+    assert not found.stands_out
+    [only] = found.passes
+    assert only.groups == 7  # the embedding and 6 layers
+    assert only.layers[0].name == "layer 0"
+    assert 1 <= len(only.explains) <= 12
+    assert only.kept is not None
+    assert only.kept.gain.value > 0.4 * only.kld_mean.value
+
+
+def test_one_expert_is_found(tmp_path: Path) -> None:
+    zoo.write("mixtral", tmp_path / "checkpoint")
+    before = trace(Checkpoint.open(tmp_path / "checkpoint"))
+    for name in FUSED:
+        KNOWN[name]().run(before, Context(targets.local()))
+    step = KNOWN["quantize-weights"](budget=LOOSE, method="rtn", block_size=32)  # type: ignore[call-arg]
+    lossy = quantized(before, step)
+    name = next(n for n in lossy.after.graph.initializers if "down" in n and n.endswith(".codes"))
+    codes = graph.tensor(lossy.after.graph.initializers[name]).numpy().copy()
+    codes[2] = codes[2] & 0x88  # one bit
+    replace(lossy.after, name, codes)
+    rng = np.random.default_rng(0)
+    windows = [Window(f"{i}", tuple(rng.integers(0, 64, TOKENS).tolist())) for i in range(DOCUMENTS)]
+    [found] = search(lossy, windows, recipe(tmp_path, step, method="rtn")).passes
+    [part] = found.stands_out
+    assert part.name.endswith("expert 2")
+    assert "layers.0" in part.name
+
+
+@pytest.fixture(scope="module")
+def cached(fused: ir.Model, windows: list[Window], tmp_path_factory: pytest.TempPathFactory) -> LossyStep:
+    """The sample with an int8 cache; its ranges are those of every second document."""
+    caches = [str(v.name) for v in fused.graph.inputs if str(v.name).startswith("past_key_values")]
+    texts = [np.array(window.ids[:TOKENS]) for window in windows[::2]]
+    ones = {name: np.ones((4, 32), np.float32) for name in caches}
+    kv = {layer: KvRange(*(ones[f"past_key_values.{layer}.{p}"] for p in ("key", "value"))) for layer in range(6)}
+    step = KNOWN["quantize-kv-cache"](budget=LOOSE)  # type: ignore[call-arg]
+    stand_in = quantized(fused, step, Statistics(0, 0, {}, kv))
+    loss = CacheLoss(stand_in, Divergence(texts, tmp_path_factory.mktemp("peaks"), 2))
+    loss.divergence.hold_against(fused, loss.watch)
+    peaks = loss._peaks
+    kv = {layer: KvRange(*(peaks[f"past_key_values.{layer}.{p}"] for p in ("key", "value"))) for layer in range(6)}
+    return quantized(fused, step, Statistics(0, 0, {}, kv))
+
+
+@pytest.mark.slow
+def test_one_channel_of_the_cache_is_found(cached: LossyStep, windows: list[Window], tmp_path: Path) -> None:
+    after = cached.after.clone()
+    name = "past_key_values.2.key.scale"
+    scales = graph.tensor(after.graph.initializers[name]).numpy().copy()
+    _, head, _, channel = np.unravel_index(scales.argmax(), scales.shape)
+    scales[0, head, 0, channel] *= 100
+    replace(after, name, scales)
+    planted = LossyStep(0, cached.step, cached.before, after, cached.context)
+    [found] = search(planted, windows, recipe(tmp_path, cached.step), documents=56).passes
+    assert [part.name for part in found.stands_out] == [f"layer 2, key cache, head {head}, channel {channel}"]
+    assert found.layers[0].name == "layer 2, cache"
+    assert found.kept is not None
+    assert found.kept.entries[0][1]["exclude_layers"] == [2]
+    assert found.kept.kv_bytes_per_token > 0
+
+
+@pytest.mark.slow
+def test_nothing_stands_out_in_a_healthy_cache(cached: LossyStep, windows: list[Window], tmp_path: Path) -> None:
+    assert not search(cached, windows, recipe(tmp_path, cached.step)).stands_out
+
+
+def test_a_renewed_matrix_is_what_the_pass_writes(fused: ir.Model, tmp_path: Path) -> None:
+    loss = WeightLoss(weights(fused), Divergence([], tmp_path, 1))
+    for matrix in loss.matrices.values():
+        for part, tensor in matrix.renewed().items():
+            np.testing.assert_array_equal(tensor.numpy(), matrix.parts[part].numpy())
+    leaves = frozenset(leaf for part in loss.parts for leaf in part.leaves)
+    assert loss.renewed(leaves) is None
