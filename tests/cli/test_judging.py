@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from click.testing import CliRunner, Result
@@ -16,10 +17,11 @@ from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
-from llmforge.metrics.quality import DocumentSums, OfSums, Quality, estimates
+from llmforge.metrics.quality import DocumentSums, Quality, summarize
+from llmforge.metrics.token_records import WindowScores
 from llmforge.report.model import EngineFile, EngineRecord
 
-from .. import releases, stored
+from .. import releases
 from ..stored import put
 
 MARGIN = {"kld_mean": {"max": 0.05, "rise_max": 0.005}}
@@ -39,14 +41,14 @@ def invoke(*args: object) -> Result:
 
 
 def quality(documents: list[DocumentSums]) -> Quality:
-    """The quality of real documents; what is no sum over documents is made up."""
-    fixed = stored.quality()
+    """The quality of real documents; all tokens of one are alike, as only sums are known."""
     forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
-    of_sums = {name: form for name, form in forms.items() if isinstance(form, OfSums)}
-    counts: dict[str, Any] = {"documents": len(documents), "tokens": sum(each.tokens for each in documents)}
-    figures = {**fixed.figures, **estimates(of_sums, documents, 0)}
-    fields = {name: getattr(fixed, name) for name in ("context", "windows", "seed")}
-    return Quality(**{**fields, **counts, **figures, "per_document": tuple(documents)})
+    scores = {}
+    for each in documents:
+        values = {name: np.full(each.tokens, total / each.tokens) for name, total in each.figures.items()}
+        values["same_top"] = np.arange(each.tokens) < each.figures["same_top"]
+        scores[each.document] = [WindowScores(1, values)]
+    return summarize(forms, scores, context=max(each.tokens for each in documents) + 1, seed=0)
 
 
 def worse(by: float, count: int = 56) -> list[DocumentSums]:
