@@ -225,18 +225,37 @@ def compare(
         elif isinstance(metric, QualityMetric) and isinstance(metric.form, OfSums):
             if release.report.checkpoint.digest != against.report.checkpoint.digest:
                 found[name] = "it was built from another checkpoint, and so held against another"
-            elif not left:
-                found[name] = "no document was measured of both in the same windows, beside the same baseline"
-            elif not math.isfinite(here[name].value) or not math.isfinite(there[name].value):
-                found[name] = Estimate(value=math.nan, low=None, high=None, samples=len(left))
             else:
-                found[name] = resampling.difference(metric.form, left, right, seed=0)
+                both = (left, right) if metric.form.source == "text" else _decoded(release, against, left)
+                found[name] = _paired(metric.form, here[name], there[name], *both)
         elif isinstance(metric, QualityMetric):
             found[name] = unpaired(here[name], there[name])
         else:
             found[name] = in_turns.get(name, NOT_IN_TURNS)
     values = {name: figure.value for name, figure in there.items()}
     return Earlier(against.side.reference, found, values)
+
+
+def _paired(
+    form: OfSums, ours: Estimate, theirs: Estimate, left: Sequence[DocumentSums], right: Sequence[DocumentSums]
+) -> Figure | str:
+    """Bound the difference of a figure of documents that were measured of both."""
+    if not left:
+        return "no document was measured of both in the same windows, beside the same baseline"
+    if not math.isfinite(ours.value) or not math.isfinite(theirs.value):
+        return Estimate(value=math.nan, low=None, high=None, samples=len(left))
+    return resampling.difference(form, left, right, seed=0)
+
+
+def _decoded(release: Subject, against: Subject, measured: Sequence[DocumentSums]) -> Pairs:
+    """Find those of the documents `measured` of both that both also read as many tokens of through decode steps."""
+    ours, theirs = release.report.quality, against.report.quality
+    if ours is None or theirs is None:
+        return [], []
+    known, same = {each.document: each for each in theirs.per_document_decoded}, {each.document for each in measured}
+    found = [(each, known.get(each.document)) for each in ours.per_document_decoded if each.document in same]
+    pairs = [(left, right) for left, right in found if right is not None and left.tokens == right.tokens]
+    return [left for left, _ in pairs], [right for _, right in pairs]
 
 
 def unpaired(ours: Estimate, theirs: Estimate) -> Estimate:
@@ -255,7 +274,7 @@ def unpaired(ours: Estimate, theirs: Estimate) -> Estimate:
 def _summed(specs: Mapping[str, GateSpec]) -> list[tuple[str, OfSums]]:
     known = catalog.deciding()
     pairs: list[tuple[str, Any]] = [(name, getattr(known[name], "form", None)) for name in specs]
-    return [(name, form) for name, form in pairs if isinstance(form, OfSums)]
+    return [(name, form) for name, form in pairs if isinstance(form, OfSums) and form.source == "text"]
 
 
 def _sealed(sealed: Mapping[str, GateSpec], result: GateResult) -> float | None:

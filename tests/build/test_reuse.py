@@ -168,6 +168,7 @@ def test_a_budget_that_a_pass_exceeds_is_not_hidden_by_the_cache(recipe: Write, 
             build(recipe(budget=1e-12), tmp_path)
 
 
+@pytest.mark.slow
 def test_another_checkpoint_shares_the_trace_alone(recipe: Write, tmp_path: Path, tiny_checkpoint: Path) -> None:
     build(recipe(), tmp_path)
     write_checkpoint(tiny_checkpoint, seed=1)
@@ -213,6 +214,7 @@ def test_flipped_bits_are_noticed_said_and_computed_again(recipe: Write, tmp_pat
     assert not [note for note in report.notes if "cache" in note]
 
 
+@pytest.mark.slow
 def test_entries_that_are_evicted_while_a_build_uses_them_stay(recipe: Write, tmp_path: Path) -> None:
     whole, _ = build(recipe(), tmp_path)
     recorded = Recorded(lambda title: Cache(tmp_path / "cache", limit_bytes=0).evict())
@@ -288,7 +290,14 @@ def start(recipe: Recipe, tmp_path: Path, out: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("stage", ["Calibrate", "Pass flash-attention", "Pass quantize-kv-cache"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param("Calibrate", marks=pytest.mark.slow),
+        "Pass flash-attention",
+        pytest.param("Pass quantize-kv-cache", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_build_is_resumed_at_the_last_finished_pass(recipe: Write, tmp_path: Path, stage: str) -> None:
     with start(recipe(), tmp_path, "out") as process:
         assert process.stdout is not None
