@@ -119,7 +119,7 @@ def test_answers_equal_two_generations(folder: Path, built: Path, measured: Qual
         prompt = prompts[answer.document]
         chunks = runner.generate(prompt.tolist(), Sampling(max_tokens=answer.tokens, ignore_eos=True))
         ours = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
-        theirs = list(baseline.generate(prompt, answer.tokens))
+        theirs = [step[0] for step in baseline.generate(prompt[None], answer.tokens)]
         differs = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
         assert answer.first_difference == (differs[0] if differs else None)
         differed += bool(differs)
