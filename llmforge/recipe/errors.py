@@ -101,6 +101,8 @@ def _words(detail: Mapping[str, Any], location: Location, schema: Mapping[str, A
     if kind == "literal_error":
         allowed = str(detail["ctx"]["expected"])
         words = [word.strip("' ") for word in allowed.replace(" or ", ", ").split(",")]
+        if len(words) > _LISTED:
+            allowed = _listed([f"'{word}'" for word in words])
         return f"must be {allowed}, not {shown(got)}", meant(got, words) if isinstance(got, str) else None
     message = detail["msg"].removeprefix("Input ").replace("should ", "must ", 1)
     return f"{message}, not {shown(got)}", None
