@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from llmforge.base import extras, process
-from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH
+from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
     from llmforge.build.bisecting import Findings, PassFindings
@@ -29,12 +29,7 @@ _SHOWN = 3  # layers that lose most
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("artifact", type=ARTIFACT)
-@click.option("--recipe", type=PATH, help="The recipe that the artifact was built from.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With --recipe: as for the build. Repeatable."
-)
-@click.option("--checkpoint", type=PATH, help="Without --recipe: the checkpoint's folder.")
-@click.option("--text", "texts", type=PATH, multiple=True, help="Without --recipe: a text of the recipe. Repeatable.")
+@inputs_options
 @click.option(
     "-o", "--output", "written", type=PATH, metavar="FILE.yaml",
     help="Write a recipe that keeps what was found in higher precision.",
@@ -45,10 +40,7 @@ _SHOWN = 3  # layers that lose most
 @click.option("--quiet", is_flag=True, help="Hide progress.")
 def bisect(
     artifact: Path,
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    checkpoint: Path | None,
-    texts: tuple[Path, ...],
+    inputs: Inputs,
     written: Path | None,
     documents: int,
     tokens: int,
@@ -63,30 +55,20 @@ def bisect(
     """
     process.prepare()
     extras.require("build")
-    if (recipe is None) == (checkpoint is None):
-        raise UsageError("give either --recipe or --checkpoint with the texts")
-    if recipe is None and overrides:
-        raise UsageError("--set requires --recipe")
-    if recipe is not None and texts:
-        raise UsageError("--text cannot be used with --recipe")
+    inputs.check()
     if written is not None:
         output.check_file(written, ".yaml", ".yml")
     from tempfile import TemporaryDirectory
 
     from llmforge import cache
     from llmforge.artifact import Artifact
-    from llmforge.build import bisecting, keeping, rebuilding, reproducing
+    from llmforge.build import bisecting, keeping, rebuilding
     from llmforge.cli import console
-    from llmforge.recipe import Recipe
     from llmforge.runtime.backends.config import physical_cores
 
     with console.progress(quiet=quiet) as progress, TemporaryDirectory() as scratch:
         opened = Artifact.open(artifact)
-        if recipe is not None:
-            loaded = Recipe.load(recipe, overrides)
-        else:
-            assert checkpoint is not None
-            loaded = reproducing.recorded(artifact, checkpoint, texts, Path(scratch))
+        loaded = inputs.load(artifact, Path(scratch))
         rebuilding.check_recipe(opened, loaded)
         store = partial(cache.Cache, cache.default_folder(), cache.default_size())
         with rebuilding.rebuilt(loaded, store, progress) as built:

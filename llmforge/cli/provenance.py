@@ -13,6 +13,7 @@ from llmforge.base.admission import ALLOWED, LOADED
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH
+from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact, Record
@@ -27,21 +28,13 @@ Examples:
 
 @click.command(epilog=_REPRODUCE)
 @click.argument("artifact", type=ARTIFACT)
-@click.option("--recipe", type=PATH, help="The recipe that the artifact was built from.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With --recipe: as for the build. Repeatable."
-)
-@click.option("--checkpoint", type=PATH, help="Without --recipe: the checkpoint's folder.")
-@click.option("--text", "texts", type=PATH, multiple=True, help="Without --recipe: a text of the recipe. Repeatable.")
+@inputs_options
 @click.option("--out", type=PATH, help="Keep what is built in this folder; by default it is deleted.")
 @click.option("--json", "as_json", is_flag=True, help="Write the comparison as JSON.")
 @click.option("--quiet", is_flag=True, help="Hide progress.")
 def reproduce(
     artifact: Path,
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    checkpoint: Path | None,
-    texts: tuple[Path, ...],
+    inputs: Inputs,
     out: Path | None,
     as_json: bool,
     quiet: bool,
@@ -53,24 +46,14 @@ def reproduce(
     """
     process.prepare()
     extras.require("build")
-    if (recipe is None) == (checkpoint is None):
-        raise UsageError("give either --recipe or --checkpoint with the texts")
-    if recipe is None and overrides:
-        raise UsageError("--set requires --recipe")
-    if recipe is not None and texts:
-        raise UsageError("--text cannot be used with --recipe")
+    inputs.check()
     from tempfile import TemporaryDirectory
 
     from llmforge.build import reproducing
     from llmforge.cli import console
-    from llmforge.recipe import Recipe
 
     with console.progress(quiet=quiet) as progress, TemporaryDirectory() as scratch:
-        if recipe is not None:
-            loaded = Recipe.load(recipe, overrides)
-        else:
-            assert checkpoint is not None
-            loaded = reproducing.recorded(artifact, checkpoint, texts, Path(scratch))
+        loaded = inputs.load(artifact, Path(scratch))
         found = reproducing.reproduce(artifact, loaded, out, progress)
     if as_json:
         output.write_json({**found.model_dump(mode="json"), "equal": found.equal})
