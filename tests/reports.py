@@ -8,7 +8,7 @@ from llmforge.evaluation.gates import judge, overall
 from llmforge.evaluation.machine import Machine
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured
+from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Bandwidth, Footprint, Latency, Point, Spread, Timing
 from llmforge.metrics.quality import Answer, DocumentSums, Quality, Sample, Segment
@@ -218,6 +218,15 @@ ENGINE = EngineRecord(
     session={"threads": 2, "optimize": True, "entries": {"session.intra_op.allow_spinning": "1"}},
 )
 
+CHECKPOINT = CheckpointRecord(
+    name="docs-llama-7m",
+    digest="5b" * 32,
+    architecture="LlamaForCausalLM",
+    dtypes=("bf16",),
+    parameters=6_819_072,
+    size_bytes=13_638_144,
+)
+
 GATES = {
     "perplexity_ratio": GateSpec(max=1.02),
     "kld_mean": GateSpec(max=0.022),
@@ -226,7 +235,7 @@ GATES = {
 }
 
 
-MEASURED = Measured(QUALITY, LATENCY, ENGINE.size_bytes)
+MEASURED = Measured(QUALITY, LATENCY, Sizes(ENGINE.size_bytes, CHECKPOINT.size_bytes, CHECKPOINT.parameters))
 
 
 def make(**changes: object) -> Report:
@@ -242,14 +251,7 @@ def make(**changes: object) -> Report:
         "quality": QUALITY,
         "quality_baseline": LATENCY.baseline,
         "latency": LATENCY,
-        "checkpoint": CheckpointRecord(
-            name="docs-llama-7m",
-            digest="5b" * 32,
-            architecture="LlamaForCausalLM",
-            dtypes=("bf16",),
-            parameters=6_819_072,
-            size_bytes=13_638_144,
-        ),
+        "checkpoint": CHECKPOINT,
         "target": TargetRecord(name="cpu-avx512-vnni", title="x86-64 CPU with AVX-512 VNNI", kind="cpu"),
         "engine": ENGINE,
         "passes": PASSES,

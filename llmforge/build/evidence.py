@@ -57,9 +57,12 @@ class Evidence:
             unmeasured=self.unmeasured,
         )
 
-    def judge(self, specs: Mapping[str, GateSpec], engine: records.EngineRecord) -> tuple[gates.GateResult, ...]:
+    def judge(
+        self, specs: Mapping[str, GateSpec], engine: records.EngineRecord, checkpoint: records.CheckpointRecord
+    ) -> tuple[gates.GateResult, ...]:
         """Decide the gates; what could not be measured leaves them undecided."""
-        return verdict.judge(specs, self.quality, self.latency, engine)
+        measured = records.measured(self.quality, self.latency, engine, checkpoint)
+        return verdict.judge(specs, measured, engine.unmeasured)
 
 
 @dataclass(frozen=True)

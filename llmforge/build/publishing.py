@@ -64,7 +64,9 @@ def publish(
     )
     engine_record = evidence.engine_record(recipe["engine"]["backend"], staging / "engine", engine)
     judged = evidence.judge(
-        {name: GateSpec.model_validate(spec) for name, spec in recipe["gates"].items()}, engine_record
+        {name: GateSpec.model_validate(spec) for name, spec in recipe["gates"].items()},
+        engine_record,
+        facts["checkpoint"],
     )
     measured: dict[str, Any] = {
         "content": manifest.content_digest,

@@ -84,7 +84,7 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
         progress=progress,
     )
     engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
-    judged = found.judge(Subject.of(opened).sealed_limits, engine)
+    judged = found.judge(Subject.of(opened).sealed_limits, engine, before.checkpoint)
     changed: dict[str, Any] = {
         "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
         "verdict": gates.overall(judged),

@@ -46,6 +46,7 @@ from llmforge.metrics.tokens import (
     Floats,
 )
 from llmforge.metrics.units import (
+    BITS,
     BYTES,
     JOULES,
     MILLISECONDS,
@@ -66,12 +67,21 @@ Kind = TypeVar("Kind", bound="Metric")
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What is shipped, and what it was made of."""
+
+    engine_bytes: int  # all files of the engine
+    checkpoint_bytes: int  # all tensors of the checkpoint, as stored
+    parameters: int  # of the checkpoint
+
+
+@dataclass(frozen=True)
 class Measured:
     """All that was measured of one artifact; None: it was not."""
 
     quality: Quality | None = None
     latency: Latency | None = None
-    size_bytes: int | None = None  # of the engine's files
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True)
@@ -204,9 +214,11 @@ class SizeMetric(Metric):
 
     decides = True
 
+    figure: Callable[[Sizes], float]
+
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it, exactly; None where there is no engine."""
-        return None if measured.size_bytes is None else Estimate.exact(measured.size_bytes)
+        return None if measured.sizes is None else Estimate.exact(self.figure(measured.sizes))
 
 
 def point(prompt_tokens: int, artifact: Side, baseline: Side | None, conditions: Conditions) -> Point:
@@ -336,7 +348,17 @@ NOISE = RunMetric(
     "machine_noise", "Machine noise", SHARE, "lower", _noise,
     meaning="by how much 5 % of the times of one small computation exceed their median, at least",
 )
-SIZE = SizeMetric("size_bytes", "Size", BYTES, "lower", meaning="all files of the engine")
+SIZE = SizeMetric(
+    "size_bytes", "Size", BYTES, "lower", lambda sizes: sizes.engine_bytes, meaning="all files of the engine"
+)
+SIZE_RATIO = SizeMetric(
+    "size_ratio", "Size ratio", RATIO, "lower", lambda sizes: sizes.engine_bytes / sizes.checkpoint_bytes,
+    meaning="all files of the engine / all tensors of the checkpoint, as stored",
+)
+WEIGHT_BITS = SizeMetric(
+    "weight_bits", "Bits per weight", BITS, "lower", lambda sizes: 8 * sizes.engine_bytes / sizes.parameters,
+    meaning="all files of the engine: embedding, scales, zero points and graph too, for each parameter",
+)
 
 ALL: tuple[Metric, ...] = (
     QualityMetric(
@@ -497,6 +519,8 @@ ALL: tuple[Metric, ...] = (
     WorkloadMetric("workload_good_share", "meets the SLO", SHARE, "higher", lambda made, found: made.good_share),
     WorkloadMetric("workload_usd_per_million", "USD per million tokens", USD, "lower", _cost),
     SIZE,
+    SIZE_RATIO,
+    WEIGHT_BITS,
 )
 # fmt: on
 MOVED = KLD_MEAN  # how far one document moved, where a report orders documents

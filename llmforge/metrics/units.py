@@ -92,6 +92,7 @@ NATS_A_TOKEN = Unit("nats per token", significant)
 MILLISECONDS = Unit("ms", ms)
 PER_SECOND = Unit("per second", significant)
 BYTES = Unit("bytes", size)
+BITS = Unit("bits", lambda value: f"{value:.2f}")
 JOULES = Unit("J", lambda value: f"{significant(value)} J")
 USD = Unit("USD", lambda value: f"${significant(value)}")
 

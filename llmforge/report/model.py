@@ -18,6 +18,7 @@ from llmforge.base.wording import quoted
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
+from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
@@ -47,8 +48,8 @@ class CheckpointRecord(Record):
     digest: str  # SHA-256 of the content, hex
     architecture: str  # "LlamaForCausalLM"
     dtypes: tuple[str, ...]  # of the stored tensors
-    parameters: int
-    size_bytes: int  # of the tensors
+    parameters: int = Field(gt=0)
+    size_bytes: int = Field(gt=0)  # of the tensors
 
 
 class TargetRecord(Record):
@@ -183,6 +184,19 @@ class Report(Record):
     def version(self) -> str:
         """Of the artifact."""
         return version_of(self.content)
+
+    @property
+    def measured(self) -> Measured:
+        """All that a gate can decide on."""
+        return measured(self.quality, self.latency, self.engine, self.checkpoint)
+
+
+def measured(
+    quality: Quality | None, latency: Latency | None, engine: EngineRecord, checkpoint: CheckpointRecord
+) -> Measured:
+    """Put together all that a gate can decide on; an engine that is not built yet has no size."""
+    sizes = None if engine.pending else Sizes(engine.size_bytes, checkpoint.size_bytes, checkpoint.parameters)
+    return Measured(quality, latency, sizes)
 
 
 def read(opened: Artifact, record: Head | None = None) -> Report:

@@ -110,8 +110,7 @@ class Subject:
     @property
     def measured(self) -> Measured:
         """All that a gate can decide on."""
-        engine = self.report.engine
-        return Measured(self.report.quality, self.report.latency, None if engine.pending else engine.size_bytes)
+        return self.report.measured
 
     @property
     def sealed_limits(self) -> dict[str, GateSpec]:

@@ -22,18 +22,15 @@ from llmforge.metrics.record import Record
 from llmforge.metrics.token_records import KEPT_TOKENS
 from llmforge.recipe import GateSpec
 from llmforge.report import model
-from llmforge.report.model import EngineRecord, Report
+from llmforge.report.model import CheckpointRecord, Report
 
 CLOSE = 1e-6  # relative; sums of 64-bit floats differ by less between processors
 _SPECS = TypeAdapter(dict[str, GateSpec])
 
 
-def judge(
-    specs: Mapping[str, GateSpec], quality: Quality | None, latency: Latency | None, engine: EngineRecord
-) -> tuple[GateResult, ...]:
-    """Decide the gates of a recipe; what could not be measured leaves them undecided."""
-    measured = Measured(quality, latency, None if engine.pending else engine.size_bytes)
-    return gates.judge(specs, catalog.estimates(measured), unmeasured=engine.unmeasured)
+def judge(specs: Mapping[str, GateSpec], measured: Measured, unmeasured: str | None) -> tuple[GateResult, ...]:
+    """Decide the gates of a recipe; what could not be measured, for the reason `unmeasured`, is left undecided."""
+    return gates.judge(specs, catalog.estimates(measured), unmeasured=unmeasured)
 
 
 def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
@@ -47,9 +44,10 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
         InputError: a record says something else than its raw values, or than the manifest.
     """
     found: dict[str, tuple[GateResult, ...]] = {}
+    checkpoint = model.read(artifact, artifact.evidence[0]).checkpoint
     for head in artifact.evidence:
         report = model.read(artifact, head)
-        wrong = [*_misnamed(artifact, report)]
+        wrong = [*_misnamed(artifact, report, checkpoint)]
         try:
             with np.errstate(all="ignore"):
                 wrong += _figures(report)
@@ -61,7 +59,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
             raise InputError(
                 f"{artifact.path}: the gates of its recipe are damaged: {error.errors()[0]['msg']}"
             ) from error
-        results = judge(specs, report.quality, report.latency, report.engine)
+        results = judge(specs, report.measured, report.engine.unmeasured)
         if sorted(map(_decision, results)) != sorted(map(_decision, report.gates)):  # a manifest sorts its keys
             wrong.append("gates")
         if gates.overall(results) is not report.verdict:
@@ -79,8 +77,8 @@ def _decision(gate: GateResult) -> tuple[str, str, float, str]:
     return gate.metric, gate.bound, gate.limit, gate.verdict.value
 
 
-def _misnamed(artifact: Artifact, report: Report) -> Iterator[str]:
-    """Name what a report says of the content that the manifest does not."""
+def _misnamed(artifact: Artifact, report: Report, checkpoint: CheckpointRecord) -> Iterator[str]:
+    """Name what a report says of the content that the manifest does not, or of the checkpoint than the first report."""
     manifest = artifact.manifest
     engine = {
         path.removeprefix("engine/"): file.size_bytes
@@ -89,7 +87,7 @@ def _misnamed(artifact: Artifact, report: Report) -> Iterator[str]:
     }
     pairs: dict[str, tuple[object, object]] = {
         "name": (report.name, manifest.name),
-        "checkpoint": (report.checkpoint.digest, manifest.checkpoint),
+        "checkpoint": (report.checkpoint, checkpoint.model_copy(update={"digest": manifest.checkpoint})),
         "recipe": (report.recipe, manifest.recipe),
         "engine": ({file.name: file.size_bytes for file in report.engine.files}, engine),
     }

@@ -17,6 +17,7 @@ from llmforge.metrics.catalog import (
     PointMetric,
     QualityMetric,
     RunMetric,
+    Sizes,
     TimingMetric,
     WorkloadMetric,
 )
@@ -50,12 +51,13 @@ def headline(report: Report) -> str:
 
 def key_figures(report: Report) -> list[KeyFigure]:
     """Pick the figures at the top; what was not measured is not there."""
-    notes = [f"{units.percent(report.engine.size_bytes / report.checkpoint.size_bytes)} of the checkpoint"]
-    if report.passes:  # stored bits for each parameter of the checkpoint, scales and copies included
-        bits = 8 * report.passes[-1].weight_bytes_after / report.checkpoint.parameters
-        notes.append(f"{bits:.2f} bits per weight")
+    sizes = Sizes(report.engine.size_bytes, report.checkpoint.size_bytes, report.checkpoint.parameters)
+    notes = (
+        f"{units.percent(catalog.SIZE_RATIO.figure(sizes))} of the checkpoint",
+        f"{catalog.WEIGHT_BITS.unit.write(catalog.WEIGHT_BITS.figure(sizes))} bits per weight",
+    )
     title = "To build" if report.engine.pending else catalog.SIZE.title
-    size = KeyFigure(title, catalog.SIZE.unit.write(report.engine.size_bytes), tuple(notes))
+    size = KeyFigure(title, catalog.SIZE.unit.write(catalog.SIZE.figure(sizes)), notes)
     return [size, *(figure for _, figure in sorted(_key_metrics(report), key=lambda placed: placed[0]))]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from llmforge.evaluation.gates import Earlier, GateResult, Verdict, judge, overall, samples_needed
 from llmforge.metrics import catalog, intervals
-from llmforge.metrics.catalog import Measured
+from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Noise, Point, Start
 from llmforge.recipe import GateSpec
@@ -131,7 +131,8 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
     assert [more[name].value for name in ("load_ms", "peak_host_bytes", "peak_device_bytes")] == [3, 4, 5]
     assert found["size_bytes"] == Estimate.exact(5_087_122)
     assert found["tpot_p50_ms"].value == 0.611  # the slowest prompt length
-    assert set(catalog.estimates(Measured(size_bytes=5))) == {"size_bytes"}
+    sizes = {name: each.value for name, each in catalog.estimates(Measured(sizes=Sizes(5, 8, 4))).items()}
+    assert sizes == {"size_bytes": 5, "size_ratio": 0.625, "weight_bits": 10}
 
 
 def test_a_failure_among_many_gates_needs_more_than_one_alone() -> None:

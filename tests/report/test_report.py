@@ -13,7 +13,7 @@ from rich.console import Console
 from llmforge.evaluation.gates import Verdict, judge, overall
 from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured
+from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Compute, DataSheet, Noise, Price, Side, Start
 from llmforge.metrics.quality import Sample
@@ -236,7 +236,7 @@ def test_latency_without_baseline_renders() -> None:
     ],
 )
 def test_headlines(gates: dict[str, GateSpec], text: str) -> None:
-    measured = catalog.estimates(Measured(quality=reports.QUALITY, size_bytes=5_000_000))
+    measured = catalog.estimates(Measured(quality=reports.QUALITY, sizes=Sizes(5_000_000, 1, 1)))
     results = judge(gates, measured)
     report = reports.make(gates=results, verdict=overall(results))
     assert view.headline(report) == text
