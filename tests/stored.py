@@ -24,7 +24,7 @@ from llmforge.metrics.latency import Latency, Side
 from llmforge.metrics.quality import Answer, Quality, summarize
 from llmforge.metrics.token_records import WindowScores
 from llmforge.recipe import GateSpec
-from llmforge.report import verdict
+from llmforge.report import model, verdict
 from llmforge.report.model import EngineFile, EngineRecord, Report
 
 from . import reports
@@ -92,14 +92,17 @@ def report(manifest: artifact.Manifest, **changes: Any) -> Report:
         ),
         session={},
     )
-    facts: dict[str, Any] = {"quality": quality(), "latency": latency(), "engine": engine, **changes}
-    gates = verdict.judge(specs, facts["quality"], facts["latency"], facts["engine"])
+    checkpoint = reports.CHECKPOINT.model_copy(update={"digest": manifest.checkpoint})
+    facts: dict[str, Any] = {
+        "quality": quality(), "latency": latency(), "engine": engine, "checkpoint": checkpoint, **changes,
+    }  # fmt: skip
+    measured = model.measured(*(facts[name] for name in ("quality", "latency", "engine", "checkpoint")))
+    gates = verdict.judge(specs, measured, facts["engine"].unmeasured)
     return reports.make(
         **{
             "content": manifest.content_digest,
             "name": manifest.name,
             "recipe": manifest.recipe,
-            "checkpoint": reports.make().checkpoint.model_copy(update={"digest": manifest.checkpoint}),
             "gates": gates,
             "verdict": overall(gates),
             **facts,

@@ -26,7 +26,7 @@ from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
-from llmforge.evaluation.gates import Verdict
+from llmforge.evaluation.gates import Figure, Verdict
 from llmforge.metrics.quality import DocumentSums
 from llmforge.recipe import GateSpec, Recipe
 from llmforge.report import model as records
@@ -124,9 +124,13 @@ def decide(
     *,
     most: int | None = None,
     progress: Progress | None = None,
+    in_turns: Mapping[str, Figure | str] | None = None,
     notes: Sequence[str] = (),
 ) -> Judgement:
     """Measure further documents until `specs` are decided, or `most` documents (or the text) are used up.
+
+    It also ends where no further document would decide what is left. `in_turns` are differences of durations, as of
+    `release.judge`.
 
     The recorded documents are the first look. Each look may spend the share of `ALPHA` that its new documents have of
     all that there may be: over all looks a gate passes wrongly with probability `ALPHA` at most, whatever the looks
@@ -168,9 +172,10 @@ def decide(
             ours.append(found[0])
             theirs += found[1:]
         pairs: Pairs = (ours, theirs)
-        judged = release.judge(release_, specs, against, documents=pairs, alpha=alpha, notes=notes)
+        judged = release.judge(release_, specs, against, in_turns=in_turns, documents=pairs, alpha=alpha, notes=notes)
         looks.append(Look(documents=len(ours), alpha=alpha, verdict=judged.verdict))
-        if judged.verdict is not Verdict.INCONCLUSIVE:
+        left = {each.metric for each in judged.gates if each.verdict is Verdict.INCONCLUSIVE}
+        if judged.verdict is not Verdict.INCONCLUSIVE or not left & release.growing(specs).keys():
             break
     return judged.model_copy(update={"looks": tuple(looks)})
 

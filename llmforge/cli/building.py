@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from llmforge.base import extras, process
-from llmforge.base.errors import EnginePending, EnvironmentLacks, GateFailed, GateInconclusive, UsageError
-from llmforge.cli import output
+from llmforge.base.errors import EnvironmentLacks, UsageError
+from llmforge.cli import output, verdicts
 from llmforge.cli.caching import connect, remote_option
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
 
@@ -117,7 +117,6 @@ def build(
     with process.unwatched():
         from llmforge import cache, passes
         from llmforge.cli import console
-        from llmforge.evaluation.gates import Verdict
         from llmforge.recipe import Recipe
 
     if pending is not None:  # it goes beside its artifact, and is not deferred again
@@ -167,12 +166,5 @@ def build(
         else:
             output.write_summary(result.report)
             click.echo(str(result.path))
-    undecided = [gate.explanation for gate in result.report.gates if gate.verdict is result.report.verdict]
     hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
-    if result.report.verdict is Verdict.FAIL:
-        raise GateFailed("\n".join(["a gate failed", *undecided]), hint=hint)
-    if result.report.verdict is Verdict.INCONCLUSIVE and result.report.engine.pending:
-        hint = f"on the target: llmforge build --finish {result.path}"
-        raise EnginePending("\n".join(["the engine is not built yet", *undecided]), hint=hint)
-    if result.report.verdict is Verdict.INCONCLUSIVE:
-        raise GateInconclusive("\n".join(["a gate is inconclusive", *undecided]), hint=hint)
+    verdicts.end_of(result.report, result.path, hint)

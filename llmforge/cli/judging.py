@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from llmforge.base import extras, process
-from llmforge.base.errors import EnginePending, GateFailed, GateInconclusive, UsageError
-from llmforge.cli import output
+from llmforge.base.errors import UsageError
+from llmforge.cli import output, verdicts
 from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, out_option
 
 if TYPE_CHECKING:
     from llmforge.evaluation.gates import Figure
+    from llmforge.metrics.catalog import SlowestMetric
     from llmforge.recipe import GateSpec
     from llmforge.report.release import Judgement, Subject
 
@@ -42,6 +44,11 @@ Examples:
     help="With --until-decided: more documents, of {id, text}; repeatable.",
 )  # fmt: skip
 @click.option("--max-documents", type=POSITIVE, metavar="N", help="With --until-decided: stop at N documents.")
+@click.option(
+    "--repetitions", type=POSITIVE, metavar="N",
+    help="Where a limit is on the change of a duration, time both artifacts N times; default: as many as such limits "
+    "need, 30 or more.",
+)  # fmt: skip
 @click.option("--junit", type=PATH, metavar="FILE.xml", help="Write JUnit XML.")
 @click.option("--markdown", type=PATH, metavar="FILE.md", help="Write Markdown, for a pull request.")
 @out_option("Folder of the artifacts.")
@@ -54,6 +61,7 @@ def gate(
     recipe: Path | None,
     texts: tuple[Path, ...],
     max_documents: int | None,
+    repetitions: int | None,
     junit: Path | None,
     markdown: Path | None,
     out: Path,
@@ -85,6 +93,9 @@ def gate(
         raise UsageError(f"{source} has no gates: nothing to decide", hint="give limits with --gates FILE.yaml")
     notes: list[str] = []
     earlier = _earlier(subject, specs, against or (given.baseline if given else None), out, notes)
+    if repetitions is not None and (earlier is None or not _of_turns(specs)):
+        raise UsageError("--repetitions requires a `rise_max` of a duration, and an artifact to hold it against")
+    turns = {} if earlier is None else _in_turns(subject, earlier, specs, repetitions, quiet=as_json)
     if until_decided:
         extras.require("build")
         from llmforge.build import validating
@@ -94,10 +105,17 @@ def gate(
         process.prepare()
         with console.traced("gate", quiet=as_json, trace=None) as progress:
             judged = validating.decide(
-                subject, specs, earlier, Recipe.load(recipe), texts, most=max_documents, progress=progress, notes=notes
+                subject,
+                specs,
+                earlier,
+                Recipe.load(recipe),
+                texts,
+                most=max_documents,
+                progress=progress,
+                in_turns=turns,
+                notes=notes,
             )
     else:
-        turns = {} if earlier is None else _in_turns(subject, earlier, specs)
         judged = release.judge(subject, specs, earlier, in_turns=turns, notes=notes)
     if junit is not None:
         with output.writing(junit):
@@ -106,21 +124,24 @@ def gate(
         with output.writing(markdown):
             markdown.write_text(release_text.markdown(judged), encoding="utf-8")
     click.echo(judged.to_json().rstrip("\n") if as_json else "\n".join(release_text.text(judged)))
-    _end(judged)
+    _end(judged, opened.path)
 
 
-def _end(judged: Judgement) -> None:
-    """Raise what gives the exit code of a verdict."""
+def _end(judged: Judgement, artifact: Path) -> None:
+    """Raise what gives the exit code of a verdict; say what would decide it."""
     from llmforge.evaluation.gates import Verdict
     from llmforge.report import release_text
 
-    said = release_text.headline(judged)
-    if judged.verdict is Verdict.FAIL:
-        raise GateFailed(said)
-    if judged.pending and judged.verdict is not Verdict.PASS:
-        raise EnginePending(said, hint="build it on the target: llmforge build --finish ARTIFACT")
-    if judged.verdict is not Verdict.PASS:
-        raise GateInconclusive(said, hint="measure more documents: llmforge gate --until-decided")
+    samples = {each.measured.of for each in judged.gates if each.verdict is Verdict.INCONCLUSIVE and each.measured}
+    ways = []
+    if "repetitions" in samples:
+        ways.append("time both more often: llmforge gate --repetitions N")
+    if "documents" in samples or not samples:
+        ways.append("measure more documents: llmforge gate --until-decided")
+    verdicts.end(
+        judged.verdict, [release_text.headline(judged)], artifact=artifact, pending=judged.pending, failed=None,
+        undecided="; ".join(ways) or None,
+    )  # fmt: skip
 
 
 def _earlier(
@@ -163,47 +184,61 @@ def _earlier(
     return release.Subject.of(opened)
 
 
-_NO_TAIL = "both run in turns, where medians alone can be compared: hold a tail to a `max`"
-
-
-def _in_turns(ours: Subject, theirs: Subject, specs: dict[str, GateSpec]) -> dict[str, Figure | str]:
-    """Time both artifacts in turns, where a gate limits how durations change; else say why that cannot be done."""
-    from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
+def _of_turns(specs: Mapping[str, GateSpec]) -> list[SlowestMetric]:
+    """List the durations whose change `specs` limit."""
     from llmforge.metrics import catalog
     from llmforge.metrics.catalog import SlowestMetric
 
-    wanted = [
-        name
-        for name, spec in specs.items()
-        if isinstance(catalog.deciding()[name], SlowestMetric) and "rise_max" in spec.limits
-    ]
+    known = catalog.deciding()
+    limited = (known[name] for name, spec in specs.items() if "rise_max" in spec.limits)
+    return [metric for metric in limited if isinstance(metric, SlowestMetric)]
+
+
+def _in_turns(
+    ours: Subject, theirs: Subject, specs: dict[str, GateSpec], repetitions: int | None, *, quiet: bool
+) -> dict[str, Figure | str]:
+    """Time both artifacts in turns, where a gate limits how durations change; else say why that cannot be done."""
+    from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
+
+    wanted = _of_turns(specs)
+    names = [metric.name for metric in wanted]
     if not wanted:
         return {}
     if (lack := extras.trouble(extras.RUNTIME)) is not None:
-        return dict.fromkeys(wanted, f"both must run in turns, and {lack.message}")
+        return dict.fromkeys(names, f"both must run in turns, and {lack.message}")
     latency = ours.report.latency
     if latency is None or ours.report.engine.pending or theirs.report.engine.pending:
-        return dict.fromkeys(wanted, "both must run in turns, and an engine is not built yet or was never timed")
+        return dict.fromkeys(names, "both must run in turns, and an engine is not built yet or was never timed")
     from llmforge import runtime
+    from llmforge.cli import console
     from llmforge.evaluation import turns
     from llmforge.evaluation.latency import Load
     from llmforge.evaluation.latency import Subject as Timed
 
-    try:
-        runners = []
-        for side in (ours, theirs):
-            side.opened.verify()
-            runners.append(runtime.load(side.opened.path, threads=latency.threads))
-    except (EnvironmentLacks, UnsupportedError, InputError) as error:
-        return dict.fromkeys(wanted, f"both must run in turns on one device: {error.message}")
-    left, right = (
-        Timed.of_runner(runner, description=str(side.opened.path), load_seconds=0.0)
-        for runner, side in zip(runners, (ours, theirs), strict=True)
-    )
-    repetitions = max(turns.REPETITIONS, latency.repetitions)
-    loads = [Load(p.batch, p.prompt_tokens, p.output_tokens, repetitions) for p in latency.single]
-    found = turns.differences(left, right, loads, vocabulary=min(runner.config.vocabulary for runner in runners))
-    return {**dict.fromkeys(wanted, _NO_TAIL), **{name: found[name] for name in wanted if name in found}}
+    with console.traced("gate", quiet=quiet, trace=None) as progress:
+        progress.stage("Load both engines")
+        try:
+            runners = []
+            for side in (ours, theirs):
+                side.opened.verify()
+                runners.append(runtime.load(side.opened.path, threads=latency.threads))
+        except (EnvironmentLacks, UnsupportedError, InputError) as error:
+            return dict.fromkeys(names, f"both must run in turns on one device: {error.message}")
+        left, right = (
+            Timed.of_runner(runner, description=str(side.opened.path), load_seconds=0.0)
+            for runner, side in zip(runners, (ours, theirs), strict=True)
+        )
+        count = repetitions or max(turns.repetitions(wanted), latency.repetitions)
+        loads = [Load(p.batch, p.prompt_tokens, p.output_tokens, count) for p in latency.single]
+        progress.stage("Time both in turns")
+        found = turns.differences(
+            left,
+            right,
+            loads,
+            vocabulary=min(runner.config.vocabulary for runner in runners),
+            progress=progress.advance,
+        )
+    return {name: found[name] for name in names}
 
 
 _VALIDATE = """\b
@@ -226,7 +261,6 @@ def validate(artifact: Path, recipe: Path, as_json: bool, quiet: bool) -> None:
     extras.require("build")
     from llmforge.build import validating
     from llmforge.cli import console
-    from llmforge.evaluation.gates import Verdict
     from llmforge.recipe import Recipe
 
     loaded = Recipe.load(recipe)
@@ -237,11 +271,7 @@ def validate(artifact: Path, recipe: Path, as_json: bool, quiet: bool) -> None:
     else:
         output.write_summary(result.report)
         click.echo(str(result.path))
-    undecided = [each.explanation for each in result.report.gates if each.verdict is result.report.verdict]
-    if result.report.verdict is Verdict.FAIL:
-        raise GateFailed("\n".join(["a gate failed", *undecided]))
-    if result.report.verdict is Verdict.INCONCLUSIVE:
-        raise GateInconclusive("\n".join(["a gate is inconclusive", *undecided]))
+    verdicts.end_of(result.report, result.path)
 
 
 _DIFF = """\b

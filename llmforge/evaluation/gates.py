@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from llmforge.metrics import catalog
 from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, Estimate
@@ -27,6 +27,7 @@ GROWTH = 2  # times as many documents at each look: few looks, and at most twice
 
 
 Bound = Literal["min", "max", "drop_max", "rise_max"]
+_BOUNDS: dict[str, Bound] = {each: each for each in get_args(Bound)}
 RELATIVE: tuple[Bound, ...] = ("drop_max", "rise_max")  # to an earlier artifact
 
 Figure = Estimate | Resampled
@@ -79,45 +80,27 @@ def judge(
 
     A figure that is missing or NaN fails, but where nothing could be measured: `unmeasured` says why, and leaves what
     is missing undecided. Limits that are relative to an `earlier` artifact are left out without one. `resampled` are
-    figures to be decided at another `alpha` than that of their intervals.
+    figures to be decided at another `alpha` than that of their intervals: the part of `ALPHA` that one of several looks
+    may spend. What no look changes is decided at `ALPHA`, and fails at `alpha`.
     """
     trials = []
     for metric, gate in gates.items():
         highest = catalog.deciding()[metric].unit.highest
-        for bound, limit in gate.limits.items():
-            if bound == "max":
-                trials.append(
-                    _Trial(
-                        metric,
-                        "max",
-                        limit,
-                        (resampled or {}).get(metric) or measured.get(metric),
-                        unmeasured,
-                        highest - limit,
-                        alpha,
-                    )
-                )
-            elif bound == "min":
-                trials.append(
-                    _Trial(
-                        metric,
-                        "min",
-                        limit,
-                        (resampled or {}).get(metric) or measured.get(metric),
-                        unmeasured,
-                        limit,
-                        alpha,
-                    )
-                )
+        for written, limit in gate.limits.items():
+            bound = _BOUNDS[written]
+            found: Figure | str | None
+            against = None
+            if bound not in RELATIVE:
+                found = (resampled or {}).get(metric) or measured.get(metric)
+                room = highest - limit if bound == "max" else limit
             elif earlier is not None:
+                found, against = earlier.differences.get(metric), earlier.name
                 was = earlier.values.get(metric, 0.0 if bound == "rise_max" else math.inf)
                 room = (highest - was if bound == "rise_max" else was) - limit
-                relative: Bound = "rise_max" if bound == "rise_max" else "drop_max"
-                trials.append(
-                    _Trial(
-                        metric, relative, limit, earlier.differences.get(metric), unmeasured, room, alpha, earlier.name
-                    )
-                )
+            else:
+                continue
+            looked = alpha if isinstance(found, Resampled) else ALPHA
+            trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked, against))
     failing = _holm([trial.p_beyond for trial in trials], alpha)
     return tuple(trial.result(fails) for trial, fails in zip(trials, failing, strict=True))
 
@@ -198,9 +181,10 @@ class _Trial:
             return self._result(verdict, None, f"{self._value} (exact), limit: {self._wanted}")
         if not _has_bounds(found):
             needed = found.documents_needed(self.edge, self.alpha, POWER) if isinstance(found, Resampled) else None
-            needed = max(SMALLEST_SAMPLE, needed or 0)
-            what = f"an interval needs {SMALLEST_SAMPLE}"
-            if needed > SMALLEST_SAMPLE:
+            fewest = getattr(catalog.deciding()[self.metric], "fewest", SMALLEST_SAMPLE)
+            needed = max(fewest, needed or 0)
+            what = f"an interval needs {fewest}"
+            if needed > fewest:
                 what += f", and about {needed} would decide"
             return self._result(
                 Verdict.INCONCLUSIVE, needed, f"{self._value} from only {self._samples}; {what}", underpowered=True

@@ -18,9 +18,9 @@ REPETITIONS = 30  # where nothing else is asked: a median of fewer differences h
 Pairs = list[tuple[Floats, Floats]]  # of each repetition, the milliseconds of each token: ours, theirs
 
 
-def comparable() -> tuple[SlowestMetric, ...]:
-    """List the metrics whose differences turns can tell: medians, since a repetition has no tail of its own."""
-    return tuple(metric for metric in catalog.of_kind(SlowestMetric) if metric.at == "p50")
+def repetitions(metrics: Sequence[SlowestMetric]) -> int:
+    """Say how often to time each load, so that a limit on the change of each of `metrics` can be decided."""
+    return max(REPETITIONS, *(metric.fewest for metric in metrics))
 
 
 def differences(
@@ -32,10 +32,12 @@ def differences(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Estimate]:
-    """Time both in turns on the same random prompts, and take the median of ours - theirs, in ms.
+    """Time both in turns on the same random prompts, and bound ours - theirs, in ms, for every duration.
 
-    Who is first changes with every repetition. A figure is that of the load where ours is slowest, as in reports. One
-    generation of each side and load runs before the clock counts.
+    Of medians it is the median of the differences of each repetition. A repetition has no tail of its own: of tails it
+    is the difference of both sides' percentiles, each with its own bounds. Who is first changes with every repetition.
+    A figure is that of the load where ours is slowest, as in reports. One generation of each side and load runs before
+    the clock counts.
     """
     rng = np.random.default_rng(seed)
     timed: list[Pairs] = [[] for _ in loads]
@@ -57,17 +59,21 @@ def differences(
                 pairs.append((first, second))
             done += 1
     progress(total, total)
-    return {metric.name: _difference(metric, timed) for metric in comparable()}
+    return {metric.name: _difference(metric, timed) for metric in catalog.of_kind(SlowestMetric)}
 
 
 def _difference(metric: SlowestMetric, timed: Sequence[Pairs]) -> Estimate:
-    durations = [np.array([[_median_ms(metric, side) for side in pair] for pair in pairs]) for pairs in timed]
-    slowest = max(durations, key=lambda pairs: float(np.median(pairs[:, 0])))
-    return Estimate.median((slowest[:, 0] - slowest[:, 1]).tolist(), of="repetitions")
+    slowest = max(timed, key=lambda pairs: _percentile(metric, [ours for ours, _ in pairs]).value)
+    if metric.at == "p50":
+        pairs = [[_percentile(metric, [side]).value for side in pair] for pair in slowest]
+        return Estimate.median([ours - theirs for ours, theirs in pairs], of="repetitions")
+    ours, theirs = (_percentile(metric, [pair[side] for pair in slowest]) for side in (0, 1))
+    return ours.less(theirs)
 
 
-def _median_ms(metric: SlowestMetric, durations: Floats) -> float:
-    """Read the metric of one generation: its duration, or the median of those between its tokens."""
-    spread = metric.of.figure(Side([durations]))
+def _percentile(metric: SlowestMetric, generations: Sequence[Floats]) -> Estimate:
+    """Read the metric of some generations of one side."""
+    spread = metric.of.figure(Side(generations))
     assert isinstance(spread, Spread)
-    return spread.p50.value
+    found: Estimate = getattr(spread, metric.at)
+    return found

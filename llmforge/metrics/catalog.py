@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from llmforge.metrics import latency, units
-from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate, fewest_for
 from llmforge.metrics.latency import Conditions, Latency, Point, Side, Spread, Timing, Trial
 from llmforge.metrics.quality import (
     ANSWER_TOKENS,
@@ -153,6 +153,11 @@ class SlowestMetric(Metric):
 
     of: TimingMetric
     at: Literal["p50", "p95", "p99"] = "p50"
+
+    @property
+    def fewest(self) -> int:
+        """Say how many repetitions its interval needs; those of tokens of one generation may do with fewer."""
+        return max(SMALLEST_SAMPLE, fewest_for(int(self.at[1:]) / 100))
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""

@@ -168,7 +168,7 @@ def judge(
     """
     resampled = None
     if documents is not None:
-        resampled = {name: resampling.figure(form, documents[0], seed=0) for name, form in _summed(specs)}
+        resampled = {name: resampling.figure(form, documents[0], seed=0) for name, form in growing(specs).items()}
     earlier, paired = None, None
     if against is not None:
         left, right = documents or pairs(release, against)
@@ -228,7 +228,7 @@ def compare(
                 both = (left, right) if metric.form.source == "text" else _decoded(release, against, left)
                 found[name] = _paired(metric.form, here[name], there[name], *both)
         elif isinstance(metric, QualityMetric):
-            found[name] = unpaired(here[name], there[name])
+            found[name] = here[name].less(there[name])
         else:
             found[name] = in_turns.get(name, NOT_IN_TURNS)
     values = {name: figure.value for name, figure in there.items()}
@@ -257,23 +257,11 @@ def _decoded(release: Subject, against: Subject, measured: Sequence[DocumentSums
     return [left for left, _ in pairs], [right for _, right in pairs]
 
 
-def unpaired(ours: Estimate, theirs: Estimate) -> Estimate:
-    """Bound ours - theirs by the bounds of both alone: wider than a paired difference of the same documents.
-
-    Each side's distance to its bound is added in squares (MOVER; Zou and Donner 2008).
-    """
-    value, few = ours.value - theirs.value, min(ours.samples, theirs.samples)
-    if ours.low is None or ours.high is None or theirs.low is None or theirs.high is None:
-        return Estimate(value=value, low=None, high=None, samples=few, of=ours.of)
-    low = value - math.hypot(ours.value - ours.low, theirs.high - theirs.value)
-    high = value + math.hypot(ours.high - ours.value, theirs.value - theirs.low)
-    return Estimate(value=value, low=low, high=high, samples=few, of=ours.of)
-
-
-def _summed(specs: Mapping[str, GateSpec]) -> list[tuple[str, OfSums]]:
+def growing(specs: Mapping[str, GateSpec]) -> dict[str, OfSums]:
+    """Give those of the metrics of `specs` that further documents of text tell more of."""
     known = catalog.deciding()
     pairs: list[tuple[str, Any]] = [(name, getattr(known[name], "form", None)) for name in specs]
-    return [(name, form) for name, form in pairs if isinstance(form, OfSums) and form.source == "text"]
+    return {name: form for name, form in pairs if isinstance(form, OfSums) and form.source == "text"}
 
 
 def _sealed(sealed: Mapping[str, GateSpec], result: GateResult) -> float | None:

@@ -19,6 +19,7 @@ from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.quality import DocumentSums, Quality, summarize
 from llmforge.metrics.token_records import WindowScores
+from llmforge.report import model
 from llmforge.report.model import EngineFile, EngineRecord
 
 from .. import releases
@@ -152,6 +153,40 @@ def test_latency_of_two_runs_is_not_compared(out: Path) -> None:
     assert done.exit_code == 4
     assert "not compared with tiny/" in done.stdout
     assert "in turns" in done.stdout
+
+
+def test_a_limit_on_a_tail_that_was_not_timed_in_turns_and_repetitions_that_time_nothing(out: Path) -> None:
+    old, new = pair(out, 0.0, gates={"tpot_p95_ms": {"max": 5, "rise_max": 1}})
+    assert invoke("gate", new, "--against", old).exit_code == 4
+    quality_alone = pair(out, 0.0, gates={"kld_mean": {"max": 0.9, "rise_max": 0.5}})
+    for artifact, against in (quality_alone[::-1], (new, "none")):
+        done = invoke("gate", artifact, "--against", against, "--repetitions", 80)
+        assert done.exit_code == 2
+        assert "--repetitions requires a `rise_max` of a duration" in done.stderr
+
+
+def test_sizes_are_of_the_files_and_exact(out: Path, tmp_path: Path) -> None:
+    """By hand, from the manifest and the record of the checkpoint."""
+    opened = put(out, files=graph("Neg"))
+    report = model.read(opened)
+    shipped = sum(file.size_bytes for path, file in opened.manifest.files.items() if path.startswith("engine/"))
+    ratio, bits = shipped / report.checkpoint.size_bytes, 8 * shipped / report.checkpoint.parameters
+    file = tmp_path / "gates.yaml"
+    reference = f"tiny/{opened.path.name}"
+    for share, code in ((1.001, 0), (0.999, 3)):
+        file.write_text(f"gates: {{size_ratio: {{max: {ratio * share}}}, weight_bits: {{max: {bits * share}}}}}")
+        done = invoke("gate", reference, "--gates", file, "--json")
+        assert done.exit_code == code
+        found = {gate["metric"]: gate["measured"]["value"] for gate in json.loads(done.stdout)["gates"]}
+        assert found == pytest.approx({"size_ratio": ratio, "weight_bits": bits})
+    assert "weight_bits: " in invoke("diff", reference, reference).stdout
+
+
+def test_a_release_without_a_limit_left_to_decide_is_no_failure(out: Path) -> None:
+    made = put(out, gates={"kld_mean": {"rise_max": 0.5}})
+    done = invoke("gate", f"tiny/{made.path.name}", "--against", "none")
+    assert done.exit_code == 0
+    assert "limits against an earlier artifact were left out" in done.stdout
 
 
 def test_an_engine_that_is_not_built_has_an_exit_code_of_its_own(out: Path) -> None:

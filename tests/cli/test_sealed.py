@@ -118,6 +118,7 @@ class TestVerify:
             (lambda r: r.update(name="other"), "name"),
             (lambda r: r["recipe"].update(gates={}), "recipe"),
             (lambda r: r["checkpoint"].update(digest="0" * 64), "checkpoint"),
+            (lambda r: r["engine"]["files"].append({"name": "more", "size_bytes": 1}), "engine"),
             (lambda r: r["engine"]["files"][0].update(size_bytes=1), "engine"),
         ],
     )

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from llmforge.evaluation.gates import Earlier, GateResult, Verdict, judge, overall, samples_needed
+from llmforge.evaluation.gates import ALPHA, Earlier, GateResult, Verdict, judge, overall, samples_needed
 from llmforge.metrics import catalog, intervals
 from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
@@ -166,3 +166,18 @@ def test_limits_against_an_earlier_artifact_wait_for_one() -> None:
     assert told.explanation == "kld_mean: not compared with tiny/0: another text"
     (better,) = judge(spec, {}, earlier=Earlier("tiny/0", {"kld_mean": estimate(-0.2, -0.3, -0.1)}, {"kld_mean": 1}))
     assert better.verdict is Verdict.PASS
+
+
+def test_a_tail_of_too_few_repetitions_names_how_many_it_needs() -> None:
+    few = Estimate(value=3.0, low=None, high=None, samples=40, of="repetitions")
+    (result,) = judge({"tpot_p95_ms": GateSpec(max=5)}, {"tpot_p95_ms": few})
+    assert (result.verdict, result.samples_needed) == (Verdict.INCONCLUSIVE, 72)
+    assert result.explanation == "tpot_p95_ms: 3 from only 40 repetitions; an interval needs 72"
+
+
+def test_what_looking_often_does_not_change_is_decided_as_if_looked_at_once() -> None:
+    """Half an interval below the limit, and a hundredth of α: only the figure of growing documents is undecided."""
+    once = {"tpot_p50_ms": Estimate(value=1.0, low=0.5, high=1.5, samples=30, of="repetitions")}
+    limits = {"tpot_p50_ms": GateSpec(max=1.6)}
+    (result,) = judge(limits, once, alpha=ALPHA / 100)
+    assert result.verdict is Verdict.PASS

@@ -1,0 +1,52 @@
+"""How a command ends that came to a verdict: nothing, or the error that gives its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmforge.base.errors import EnginePending, GateFailed, GateInconclusive
+
+if TYPE_CHECKING:
+    from llmforge.evaluation.gates import Verdict
+    from llmforge.report.model import Report
+
+
+def end(
+    verdict: Verdict, said: Sequence[str], *, artifact: Path, pending: bool, failed: str | None, undecided: str | None
+) -> None:
+    """Raise what a verdict is to a pipeline; `said` are the lines of it. PASS, and no gates, raise nothing.
+
+    `failed` and `undecided` are the hints of those; an engine that is not built yet (`pending`) has its own.
+
+    Raises:
+        GateFailed: a gate failed.
+        EnginePending: no gate failed, and one is undecided for the engine of `artifact` is not built yet.
+        GateInconclusive: the same with an engine.
+    """
+    from llmforge.evaluation.gates import Verdict
+
+    message = "\n".join(said)
+    if verdict is Verdict.FAIL:
+        raise GateFailed(message, hint=failed)
+    if verdict is Verdict.INCONCLUSIVE and pending:
+        raise EnginePending(message, hint=f"on the target: llmforge build --finish {artifact}")
+    if verdict is Verdict.INCONCLUSIVE:
+        raise GateInconclusive(message, hint=undecided)
+
+
+def end_of(report: Report, artifact: Path, hint: str | None = None) -> None:
+    """End a command that has built or measured `artifact`; its report says how the gates ended.
+
+    Raises:
+        GateFailed, EnginePending, GateInconclusive: as `end`.
+    """
+    from llmforge.evaluation.gates import Verdict
+
+    ended = "the engine is not built yet" if report.engine.pending else "a gate is inconclusive"
+    if report.verdict is Verdict.FAIL:
+        ended = "a gate failed"
+    of_verdict = [gate.explanation for gate in report.gates if gate.verdict is report.verdict]
+    pending = report.engine.pending
+    end(report.verdict, [ended, *of_verdict], artifact=artifact, pending=pending, failed=hint, undecided=hint)
