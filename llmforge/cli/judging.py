@@ -293,15 +293,15 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
     from llmforge.report import comparing
 
     found = comparing.compare(Artifact.open(a), Artifact.open(b))
-    graph = _graphs(a, b)
+    graph = _graphs(a, b, brief=not as_json)
     if as_json:
         output.write_json({**json.loads(found.to_json()), "graph": graph})
         return
     click.echo("\n".join([*comparing.text(found), *(f"graph: {line}" for line in graph)]))
 
 
-def _graphs(a: Path, b: Path) -> list[str]:
-    """Compare the engines' graphs, where both are ONNX and what reads it is here."""
+def _graphs(a: Path, b: Path, *, brief: bool) -> list[str]:
+    """Compare the engines' graphs, where both are ONNX and what reads it is here; `brief`: count nodes and weights."""
     files = [path / "engine" / "model.onnx" for path in (a, b)]
     if not all(file.is_file() for file in files):
         return ["not compared: an engine is no ONNX graph"]
@@ -310,7 +310,11 @@ def _graphs(a: Path, b: Path) -> list[str]:
     from llmforge.ir import diff as graphs
     from llmforge.ir import onnx_file
 
-    return graphs.text(graphs.diff(onnx_file.load(files[0]), onnx_file.load(files[1])))
+    found = graphs.diff(onnx_file.load(files[0]), onnx_file.load(files[1]))
+    if not brief:
+        return graphs.text(found)
+    one_by_one = [f"one by one: llmforge diff-graph {files[0]} {files[1]}"] if found else []
+    return [*graphs.summary(found), *one_by_one]
 
 
 _HISTORY = """\b

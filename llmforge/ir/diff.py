@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,24 @@ def text(difference: GraphDiff) -> list[str]:
     lines += [f"+ initializer {name}" for name in difference.initializers_added]
     lines += [f"~ initializer {name}: {change}" for name, change in difference.initializers_changed.items()]
     return lines or ["no difference"]
+
+
+def summary(difference: GraphDiff) -> list[str]:
+    """Write what differs as a whole, and count the rest: operators, interface, and how many nodes and weights."""
+    counted = {
+        "nodes only in A": len(difference.nodes_removed),
+        "nodes only in B": len(difference.nodes_added),
+        "nodes changed": len(difference.nodes_changed),
+        "initializers only in A": len(difference.initializers_removed),
+        "initializers only in B": len(difference.initializers_added),
+        "initializers changed": len(difference.initializers_changed),
+    }
+    whole = replace(
+        difference, nodes_removed=(), nodes_added=(), nodes_changed={}, initializers_removed=(),
+        initializers_added=(), initializers_changed={},
+    )  # fmt: skip
+    counts = "; ".join(f"{what}: {number}" for what, number in counted.items() if number)
+    return [*(text(whole) if whole else ()), *([counts] if counts else ())] or text(difference)
 
 
 def _nodes(model: ir.Model) -> dict[str, ir.Node]:

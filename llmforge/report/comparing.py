@@ -33,6 +33,7 @@ class Comparison(Record):
     a: Side
     b: Side
     verdicts: tuple[str, str]
+    checkpoints: tuple[str, str]  # name and digest
     recipe: dict[str, tuple[Any, Any]]  # by key, what A and B have
     size_bytes: tuple[int, int]  # of all files of the engine
     paired_documents: int
@@ -55,6 +56,7 @@ def compare(a: Artifact, b: Artifact) -> Comparison:
         a=before.side,
         b=after.side,
         verdicts=(a.verdict, b.verdict),
+        checkpoints=(_checkpoint(before), _checkpoint(after)),
         recipe=dict(_differing(a.manifest.recipe, b.manifest.recipe)),
         size_bytes=(before.report.engine.size_bytes, after.report.engine.size_bytes),
         paired_documents=len(left),
@@ -75,18 +77,25 @@ def changes(before: Subject | None, after: Subject, metrics: Sequence[str]) -> t
 def text(found: Comparison) -> list[str]:
     """Write a comparison for people."""
     lines = [f"A {found.a.reference} ({found.verdicts[0]})", f"B {found.b.reference} ({found.verdicts[1]})"]
+    if found.a.content == found.b.content:
+        lines.append("content: the same")
+    if found.checkpoints[0] != found.checkpoints[1]:
+        lines.append(f"checkpoint: {found.checkpoints[0]} → {found.checkpoints[1]}")
     lines += [f"recipe: {key}: {_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()] or ["recipe: same"]
     a, b = found.size_bytes
     share = f" ({100 * (b - a) / a:+.1f} %)" if a else ""
     lines.append(f"size: {units.size(a)} → {units.size(b)}{share}")
     lines.append(f"documents measured of both: {found.paired_documents}")
+    apart: dict[str, list[str]] = {}  # metrics that are not compared, by why not
     for change in found.metrics:
         write = catalog.deciding()[change.metric].unit.write
         if change.a is None and change.b is None:
             continue
         sides = " → ".join("–" if side is None else write(side.value) for side in (change.a, change.b))
         lines.append(f"{change.metric}: {sides}{_difference(change)}")
-    return lines
+        if change.why_not is not None:
+            apart.setdefault(change.why_not, []).append(change.metric)
+    return [*lines, *(f"not compared: {', '.join(names)}: {why}" for why, names in apart.items())]
 
 
 def history(versions: Sequence[Artifact], metrics: Sequence[str]) -> list[Entry]:
@@ -114,6 +123,10 @@ def history_rows(entries: Sequence[Entry], metrics: Sequence[str]) -> list[tuple
     return rows
 
 
+def _checkpoint(subject: Subject) -> str:
+    return f"{subject.report.checkpoint.name} {subject.report.checkpoint.digest[:12]}"
+
+
 def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figure | str | None) -> Change:
     if difference is None or isinstance(difference, str):
         return Change(metric=name, a=a, b=b, difference=None, why_not=difference)
@@ -129,7 +142,7 @@ def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figur
 def _difference(change: Change) -> str:
     found = change.difference
     if found is None:
-        return "" if change.why_not is None else f" (not compared: {change.why_not})"
+        return ""
     mark = "; worse" if change.worse else ""
     if found.is_exact:
         return f" (change {found.value:+.5g}{mark})"
@@ -143,6 +156,8 @@ def _differing(a: Any, b: Any, place: str = "") -> Iterator[tuple[str, tuple[Any
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
             yield from _differing(a.get(key), b.get(key), f"{place}.{key}" if place else str(key))
+    elif (named := _by_name(a)) is not None and (other := _by_name(b)) is not None and _in_order(named, other):
+        yield from _differing(named, other, place)
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for number, (left, right) in enumerate(zip(a, b, strict=True)):
             yield from _differing(left, right, f"{place}.{number}")
@@ -150,6 +165,25 @@ def _differing(a: Any, b: Any, place: str = "") -> Iterator[tuple[str, tuple[Any
         yield place, (a, b)
 
 
+def _by_name(entries: Any) -> dict[str, Any] | None:
+    """Name the entries of a list of passes, each a mapping of its name to its options; None: it is none."""
+    if not isinstance(entries, list) or not all(isinstance(each, Mapping) and len(each) == 1 for each in entries):
+        return None
+    found: dict[str, Any] = {}
+    for each in entries:
+        ((name, options),) = each.items()
+        number = sum(key.split(" ")[0] == name for key in found)
+        found[name if not number else f"{name} ({number + 1})"] = options
+    return found
+
+
+def _in_order(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether what both have stands in the same order."""
+    return [name for name in a if name in b] == [name for name in b if name in a]
+
+
 def _short(value: Any) -> str:
+    if value is None:
+        return "–"
     written = json.dumps(value, ensure_ascii=False)
     return written if len(written) <= 80 else f"{written[:77]}…"

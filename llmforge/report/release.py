@@ -17,7 +17,7 @@ from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
 from llmforge.metrics import catalog, resampling
-from llmforge.metrics.catalog import Measured, QualityMetric, SizeMetric
+from llmforge.metrics.catalog import Measured, QualityMetric, SizeMetric, SlowestMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import DocumentSums, OfSums
 from llmforge.metrics.record import Record
@@ -26,6 +26,9 @@ from llmforge.report import model
 from llmforge.report.model import Report
 
 NOT_IN_TURNS = "durations of two runs are not comparable: both must run in turns on one device"
+OF_TWO_RUNS = "figures of two runs are not comparable: limit the figure itself"
+OTHER_CHECKPOINT = "it was built from another checkpoint, and so held against another"
+NO_PAIRS = "no document was measured of both in the same windows, beside the same baseline"
 Pairs = tuple[list[DocumentSums], list[DocumentSums]]  # ours and theirs, of the same documents
 _SPECS = TypeAdapter(dict[str, GateSpec])
 
@@ -221,16 +224,17 @@ def compare(
             found[name] = f"{name} was not measured of it"
         elif isinstance(metric, SizeMetric):
             found[name] = Estimate.exact(here[name].value - there[name].value)
-        elif isinstance(metric, QualityMetric) and isinstance(metric.form, OfSums):
-            if release.report.checkpoint.digest != against.report.checkpoint.digest:
-                found[name] = "it was built from another checkpoint, and so held against another"
-            else:
-                both = (left, right) if metric.form.source == "text" else _decoded(release, against, left)
-                found[name] = _paired(metric.form, here[name], there[name], *both)
-        elif isinstance(metric, QualityMetric):
-            found[name] = here[name].less(there[name])
+        elif not isinstance(metric, QualityMetric):
+            found[name] = in_turns.get(name, NOT_IN_TURNS if isinstance(metric, SlowestMetric) else OF_TWO_RUNS)
+        elif release.report.checkpoint.digest != against.report.checkpoint.digest:
+            found[name] = OTHER_CHECKPOINT
+        elif isinstance(metric.form, OfSums):
+            both = (left, right) if metric.form.source == "text" else _decoded(release, against, left)
+            found[name] = _paired(metric.form, here[name], there[name], *both)
+        elif not left:
+            found[name] = NO_PAIRS
         else:
-            found[name] = in_turns.get(name, NOT_IN_TURNS)
+            found[name] = here[name].less(there[name])
     values = {name: figure.value for name, figure in there.items()}
     return Earlier(against.side.reference, found, values)
 
@@ -240,7 +244,7 @@ def _paired(
 ) -> Figure | str:
     """Bound the difference of a figure of documents that were measured of both."""
     if not left:
-        return "no document was measured of both in the same windows, beside the same baseline"
+        return NO_PAIRS
     if not math.isfinite(ours.value) or not math.isfinite(theirs.value):
         return Estimate(value=math.nan, low=None, high=None, samples=len(left))
     return resampling.difference(form, left, right, seed=0)

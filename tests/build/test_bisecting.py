@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import passes, targets
-from llmforge.build import bisecting, keeping
-from llmforge.build.bisecting import Findings
-from llmforge.build.parts import CacheLoss, LossyStep, WeightLoss
+from llmforge.build import bisecting, keeping, parts
+from llmforge.build.bisecting import Findings, Search
+from llmforge.build.parts import CacheLoss, Leaf, Loss, LossyStep, Part, WeightLoss
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import Window
 from llmforge.ir import graph
@@ -186,6 +187,68 @@ def test_one_channel_of_the_cache_is_found(cached: LossyStep, windows: list[Wind
 @pytest.mark.slow
 def test_nothing_stands_out_in_a_healthy_cache(cached: LossyStep, windows: list[Window], tmp_path: Path) -> None:
     assert not search(cached, windows, recipe(tmp_path, cached.step)).stands_out
+
+
+@dataclass(eq=False)
+class Drawn(Loss):
+    """A loss on documents that are drawn, with replacement, from those that it was measured on."""
+
+    measured: Loss
+    known: dict[Any, NDArray[np.float64] | None]
+    picked: NDArray[np.int64]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.measured.parts
+
+    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: Part | None = None) -> NDArray[np.float64]:
+        at = ("of", kept, None if inside is None else inside.name)
+        if at not in self.known:
+            self.known[at] = self.measured.of(kept, inside=inside)
+        found = self.known[at]
+        assert found is not None
+        return found[self.picked]
+
+    def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> NDArray[np.float64] | None:
+        at = ("renewed", leaves, None if inside is None else inside.name)
+        if at not in self.known:
+            self.known[at] = self.measured.renewed(leaves, inside=inside)
+        found = self.known[at]
+        return None if found is None else found[self.picked]
+
+
+def found_in_draws(lossy: LossyStep, windows: Sequence[Window], folder: Path, runs: int = 200) -> list[list[str]]:
+    """Search again and again, on other documents each time: names of what stands out in each run."""
+    texts = bisecting.choose(windows, 0, 64, 56, TOKENS, 1)
+    loss = parts.of_pass(lossy, Divergence(texts, folder, 2))
+    assert loss is not None
+    loss.divergence.hold_against(lossy.before, loss.watch)
+    rng, known, found = np.random.default_rng(0), dict[Any, Any](), []
+    for _ in range(runs):
+        drawn = Drawn(lossy, loss.divergence, loss, known, rng.integers(0, len(texts), len(texts)))
+        search = Search(drawn, drawn.of(), loss.divergence.tokens[drawn.picked], progress())
+        found.append([part.name for part, *_ in search.standouts()[0]])
+    return found
+
+
+@pytest.mark.slow
+def test_of_a_hundred_runs_with_nothing_planted_five_find_something_at_most(
+    fused: ir.Model, cached: LossyStep, windows: list[Window], tmp_path: Path
+) -> None:
+    for number, lossy in enumerate((weights(fused), cached)):
+        (tmp_path / str(number)).mkdir()
+        found = found_in_draws(lossy, windows, tmp_path / str(number))
+        assert sum(bool(names) for names in found) <= 0.05 * len(found)
+
+
+@pytest.mark.slow
+def test_what_is_planted_is_found_in_most_runs(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
+    lossy = weights(fused)
+    name = next(n for n, v in fused.graph.initializers.items() if graph.sources(v) == [O_PROJ])
+    codes = lossy.after.graph.initializers[f"{name}.codes"]
+    replace(lossy.after, f"{name}.codes", in_two_bits(graph.tensor(codes).numpy()))
+    found = found_in_draws(lossy, windows, tmp_path)
+    assert sum(names == [O_PROJ] for names in found) >= 0.95 * len(found)
 
 
 def test_a_renewed_matrix_is_what_the_pass_writes(fused: ir.Model, tmp_path: Path) -> None:
