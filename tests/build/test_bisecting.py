@@ -232,13 +232,20 @@ def found_in_draws(lossy: LossyStep, windows: Sequence[Window], folder: Path, ru
 
 
 @pytest.mark.slow
-def test_of_a_hundred_runs_with_nothing_planted_five_find_something_at_most(
-    fused: ir.Model, cached: LossyStep, windows: list[Window], tmp_path: Path
+def test_with_nothing_planted_5_of_100_runs_find_something_at_most(
+    fused: ir.Model, windows: list[Window], tmp_path: Path
 ) -> None:
-    for number, lossy in enumerate((weights(fused), cached)):
-        (tmp_path / str(number)).mkdir()
-        found = found_in_draws(lossy, windows, tmp_path / str(number))
-        assert sum(bool(names) for names in found) <= 0.05 * len(found)
+    found = found_in_draws(weights(fused), windows, tmp_path)
+    assert sum(bool(names) for names in found) <= 0.05 * len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_in_a_healthy_cache_5_of_100_runs_find_something_at_most(
+    cached: LossyStep, windows: list[Window], tmp_path: Path
+) -> None:
+    found = found_in_draws(cached, windows, tmp_path, runs=100)
+    assert sum(bool(names) for names in found) <= 0.05 * len(found)
 
 
 @pytest.mark.slow

@@ -140,6 +140,20 @@ def test_documents_that_are_not_the_same_are_not_compared(out: Path) -> None:
     assert "no document was measured of both" in done.stdout
 
 
+def test_tails_of_other_documents_or_of_another_checkpoint_are_not_compared(out: Path) -> None:
+    limits = {"kld_p99": {"max": 9, "rise_max": 9}}
+    renamed = [each.model_copy(update={"document": f"other-{i}"}) for i, each in enumerate(worse(0.0))]
+    old, new = pair(out, 0.0, gates=limits, quality=quality(renamed))
+    done = invoke("gate", new, "--against", old)
+    assert done.exit_code == 4
+    assert "kld_p99: not compared with" in done.stdout
+    assert "no document was measured of both" in done.stdout
+    other = put(out, "elsewhere", gates=limits, checkpoint="9" * 64, quality=quality(worse(0.0)))
+    done = invoke("gate", f"tiny/{other.path.name}", "--against", old)
+    assert done.exit_code == 4
+    assert "built from another checkpoint" in done.stdout
+
+
 def test_what_is_missing_fails(out: Path) -> None:
     old, new = pair(out, 0.0, quality=None)
     done = invoke("gate", new, "--against", old)

@@ -121,6 +121,11 @@ def test_a_diff_names_everything_that_differs(model: ir.Model) -> None:
     assert "+ initializer extra" in lines
     assert "~ node model.layers.1.mlp/Mul: Mul → Add" in lines
     assert diff.text(diff.diff(model, model)) == ["no difference"]
+    assert diff.summary(diff.diff(model, model)) == ["no difference"]
+    assert [line for line in diff.summary(found) if "node " in line or "initializer " in line] == []
+    counts = diff.summary(found)[-1]
+    assert counts.startswith("nodes only in A: 1; nodes only in B: 1; nodes changed: ")
+    assert counts.endswith("initializers only in B: 1; initializers changed: 1")
 
 
 def test_the_commands(folder: Path, tmp_path: Path) -> None:
