@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from llmforge.metrics import latency, units
+from llmforge.metrics.agreement import DISTRIBUTIONS, RUNTIMES, RuntimeName, RuntimeRun
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Conditions, Latency, Point, Side, Spread, Timing, Trial
 from llmforge.metrics.quality import (
@@ -72,13 +73,16 @@ class Measured:
     quality: Quality | None = None
     latency: Latency | None = None
     size_bytes: int | None = None  # of the engine's files
+    runtimes: tuple[RuntimeRun, ...] = ()  # of others, that ran it
 
 
 @dataclass(frozen=True)
 class Metric:
     """One figure of a report."""
 
-    section: ClassVar[Literal["quality", "latency"] | None] = None  # of a recipe's `validation` that measures it
+    section: ClassVar[Literal["quality", "latency", "runtimes"] | None] = (
+        None  # of a recipe's `validation` that measures it
+    )
 
     name: str  # in recipes and in a report's JSON
     title: str
@@ -196,6 +200,25 @@ class WorkloadMetric(Metric):
 
     figure: Callable[[Figures, Latency], Distribution | Estimate | float | None]
     spread: bool = False  # whether `figure` is percentiles
+
+
+@dataclass(frozen=True)
+class RuntimeMetric(Metric):
+    """How far another runtime gives the same as llmforge's, for the same artifact."""
+
+    section = "runtimes"
+    decides = True
+
+    runtime: RuntimeName
+    figure: Literal["agreement", "same_answers", "equal_tokens", "kld_mean"]  # of an `Agreement`
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where the runtime did not run it, or failed."""
+        runs = [run for run in measured.runtimes if run.runtime == self.runtime]
+        if not runs or runs[-1].figures is None:
+            return None
+        found: Estimate = getattr(runs[-1].figures, self.figure)
+        return found
 
 
 @dataclass(frozen=True)
@@ -497,6 +520,28 @@ ALL: tuple[Metric, ...] = (
     WorkloadMetric("workload_good_share", "meets the SLO", SHARE, "higher", lambda made, found: made.good_share),
     WorkloadMetric("workload_usd_per_million", "USD per million tokens", USD, "lower", _cost),
     SIZE,
+    *(
+        metric
+        for name in RUNTIMES
+        for metric in (
+            RuntimeMetric(
+                f"runtime.{name}.agreement", f"{DISTRIBUTIONS[name]}: agreement", SHARE, "higher", name, "agreement",
+                meaning="tokens of our greedy answers where both runtimes have the same most likely token",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.same_answers", f"{DISTRIBUTIONS[name]}: same answers", SHARE, "higher", name,
+                "same_answers", meaning="prompts with the same greedy answer in both runtimes",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.equal_tokens", f"{DISTRIBUTIONS[name]}: equal tokens, median", TEXT, "higher", name,
+                "equal_tokens", meaning="of greedy answers, before their first difference",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.kld_mean", f"{DISTRIBUTIONS[name]}: mean KLD", NATS_A_TOKEN, "lower", name, "kld_mean",
+                meaning="KL(our run ‖ its run) of the same artifact, nats per token",
+            ),
+        )
+    ),
 )
 # fmt: on
 MOVED = KLD_MEAN  # how far one document moved, where a report orders documents
@@ -507,7 +552,7 @@ def of_kind(kind: type[Kind]) -> tuple[Kind, ...]:
     return tuple(metric for metric in ALL if isinstance(metric, kind))
 
 
-Deciding = QualityMetric | SlowestMetric | BestMetric | RunMetric | SizeMetric
+Deciding = QualityMetric | SlowestMetric | BestMetric | RunMetric | RuntimeMetric | SizeMetric
 
 
 def deciding() -> dict[str, Deciding]:

@@ -17,7 +17,7 @@ from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
 from llmforge.metrics import catalog, resampling
-from llmforge.metrics.catalog import Measured, QualityMetric, SizeMetric
+from llmforge.metrics.catalog import Measured, QualityMetric, RuntimeMetric, SizeMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import DocumentSums, OfSums
 from llmforge.metrics.record import Record
@@ -111,7 +111,8 @@ class Subject:
     def measured(self) -> Measured:
         """All that a gate can decide on."""
         engine = self.report.engine
-        return Measured(self.report.quality, self.report.latency, None if engine.pending else engine.size_bytes)
+        size = None if engine.pending else engine.size_bytes
+        return Measured(self.report.quality, self.report.latency, size, self.report.runtimes)
 
     @property
     def sealed_limits(self) -> dict[str, GateSpec]:
@@ -228,7 +229,7 @@ def compare(
             else:
                 both = (left, right) if metric.form.source == "text" else _decoded(release, against, left)
                 found[name] = _paired(metric.form, here[name], there[name], *both)
-        elif isinstance(metric, QualityMetric):
+        elif isinstance(metric, QualityMetric | RuntimeMetric):
             found[name] = unpaired(here[name], there[name])
         else:
             found[name] = in_turns.get(name, NOT_IN_TURNS)

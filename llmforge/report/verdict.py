@@ -13,8 +13,9 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
-from llmforge.metrics import catalog
+from llmforge.metrics import agreement, catalog
 from llmforge.metrics import workload as workloads
+from llmforge.metrics.agreement import RuntimeRun
 from llmforge.metrics.catalog import Measured, QualityMetric
 from llmforge.metrics.latency import Latency, Point
 from llmforge.metrics.quality import Quality
@@ -29,10 +30,14 @@ _SPECS = TypeAdapter(dict[str, GateSpec])
 
 
 def judge(
-    specs: Mapping[str, GateSpec], quality: Quality | None, latency: Latency | None, engine: EngineRecord
+    specs: Mapping[str, GateSpec],
+    quality: Quality | None,
+    latency: Latency | None,
+    engine: EngineRecord,
+    runtimes: tuple[RuntimeRun, ...] = (),
 ) -> tuple[GateResult, ...]:
     """Decide the gates of a recipe; what could not be measured leaves them undecided."""
-    measured = Measured(quality, latency, None if engine.pending else engine.size_bytes)
+    measured = Measured(quality, latency, None if engine.pending else engine.size_bytes, runtimes)
     return gates.judge(specs, catalog.estimates(measured), unmeasured=engine.unmeasured)
 
 
@@ -40,7 +45,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
     """Make every figure, and every verdict, again, in all records of `artifact`.
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
-    latency of the time of each token, size of the manifest.
+    latency of the time of each token, agreement of other runtimes of each place of an answer, size of the manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
 
     Raises:
@@ -61,7 +66,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
             raise InputError(
                 f"{artifact.path}: the gates of its recipe are damaged: {error.errors()[0]['msg']}"
             ) from error
-        results = judge(specs, report.quality, report.latency, report.engine)
+        results = judge(specs, report.quality, report.latency, report.engine, report.runtimes)
         if sorted(map(_decision, results)) != sorted(map(_decision, report.gates)):  # a manifest sorts its keys
             wrong.append("gates")
         if gates.overall(results) is not report.verdict:
@@ -112,6 +117,9 @@ def _figures(report: Report) -> Iterator[str]:
             yield "quality: documents or tokens"
     if (found := report.latency) is not None:
         yield from _timings(found)
+    for run in report.runtimes:
+        if not _close(run.figures, agreement.made_of(run)):
+            yield f"runtime {run.runtime}"
 
 
 def _timings(found: Latency) -> Iterator[str]:
