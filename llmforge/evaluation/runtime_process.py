@@ -3,8 +3,8 @@
 Run by its path, `PYTHON -I runtime_process.py RUNTIME [FOLDER]`; it imports nothing of llmforge. The first line of
 standard output, as JSON, is {"versions": {…}} or {"lacks": WHY}. Without FOLDER that is all. Then it reads one request
 a line, {"prompt": [ids], "answer": [ids], "tokens": N, "ends": [ids], "logits": FILE}, and replies with a line each,
-{"answer": [ids]}: its own greedy answer of at most N tokens, to the end of the text. FILE gets, as .npy, fp32 [S, V]:
-its logits in front of each of the S tokens of the request's `answer`, read one by one after the prompt.
+{"answer": [ids]}: its own greedy answer of at most N tokens, to the end of the text. FILE gets the bytes of
+fp32 [S, V], its logits in front of each of the S tokens of the request's `answer`, read one by one after the prompt.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Genai:
         for token in answer[:-1]:
             generator.append_tokens(np.array([[token]], np.int32))
             rows.append(np.array(generator.get_logits())[0, -1])
-        return np.stack(rows).astype(np.float32)
+        return np.stack(rows)
 
 
 class Optimum:
@@ -101,7 +101,7 @@ class Optimum:
                 out = self._model(input_ids=self._torch.tensor([step]), attention_mask=mask, use_cache=True, **more)
             past = out.past_key_values
             rows.append(out.logits[0, -1].numpy())
-        return np.stack(rows).astype(np.float32)
+        return np.stack(rows)
 
 
 def versions(runtime: str) -> dict[str, str]:
@@ -117,13 +117,11 @@ def versions(runtime: str) -> dict[str, str]:
 
 def serve(runtime: str, folder: str, reply: TextIO) -> None:
     """Load `folder` and answer one request after the other, until there are no more."""
-    import numpy as np
-
     engine = Genai(folder) if runtime == "onnxruntime-genai" else Optimum(folder)
     for line in sys.stdin:
         asked = json.loads(line)
         answer = engine.answer(asked["prompt"], asked["tokens"], asked["ends"])
-        np.save(asked["logits"], engine.logits(asked["prompt"], asked["answer"]), allow_pickle=False)
+        engine.logits(asked["prompt"], asked["answer"]).astype("<f4").tofile(asked["logits"])
         reply.write(json.dumps({"answer": answer}) + "\n")
         reply.flush()
 

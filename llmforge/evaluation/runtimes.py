@@ -164,7 +164,7 @@ def _compared(
     ):
         process.read(timeout_s)  # its versions
         for each in asked:
-            file = Path(folder) / "logits.npy"
+            file = Path(folder) / "logits"
             process.write(
                 {"prompt": each.prompt, "answer": each.answer, "tokens": TOKENS, "ends": ends, "logits": str(file)}
             )
@@ -218,15 +218,17 @@ def _answer(said: Mapping[str, Any], config: RuntimeConfig, ends: Sequence[int])
 def _logits(file: Path, tokens: int, vocabulary: int) -> _Logits:
     """Read what it wrote: fp32 [tokens, vocabulary], all finite."""
     try:
-        found = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise RuntimeFailed(f"wrote logits that cannot be read: {cut(str(error), 200)}") from error
-    if not isinstance(found, np.ndarray) or found.dtype != np.float32 or found.shape != (tokens, vocabulary):
-        got = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "an archive"
-        raise RuntimeFailed(f"wrote logits of {got}, where float32 {[tokens, vocabulary]} was expected")
-    if not np.isfinite(found).all():
+        size = file.stat().st_size
+        if size != 4 * tokens * vocabulary:
+            raise RuntimeFailed(
+                f"wrote {size} bytes of logits, where {tokens} tokens of {vocabulary} fp32 numbers were expected"
+            )
+        found = np.fromfile(file, "<f4")
+    except OSError as error:
+        raise RuntimeFailed(f"wrote no logits that can be read: {error.strerror}") from error
+    if len(found) != tokens * vocabulary or not np.isfinite(found).all():
         raise RuntimeFailed("gave logits that are not finite")
-    return found
+    return found.reshape(tokens, vocabulary)
 
 
 class _Process:
