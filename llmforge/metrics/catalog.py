@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from llmforge.metrics import latency, units
+from llmforge.metrics import intervals, latency, units
 from llmforge.metrics.agreement import DISTRIBUTIONS, RUNTIMES, RuntimeName, RuntimeRun
-from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate
 from llmforge.metrics.latency import Conditions, Latency, Point, Side, Spread, Timing, Trial
 from llmforge.metrics.quality import (
     ANSWER_TOKENS,
@@ -91,6 +91,15 @@ class Metric:
     meaning: str = field(default="", kw_only=True)
     key: int | None = field(default=None, kw_only=True)  # place among a report's key figures; None: it is none of them
 
+    def fewest(self, samples: int) -> int | None:
+        """Say how many samples bounds need, where `samples` have none; None: more, and nobody can tell how many."""
+        return SMALLEST_SAMPLE if samples < SMALLEST_SAMPLE else None
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return ""
+
 
 @dataclass(frozen=True)
 class QualityMetric(Metric):
@@ -101,6 +110,15 @@ class QualityMetric(Metric):
     form: Form  # from which values of tokens it is made, and how
     note: Callable[[Quality], str] | None = None  # beside the key figure; None: its unit
     row: tuple[str, str] | None = None  # of the summary: its title, which several figures share, and the figure's own
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many documents bounds need, or answers: their median is one of independent ones."""
+        return intervals.fewest(0.5) if self.source == "samples" else super().fewest(samples)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.quality.samples" if self.source == "samples" else "measure on more documents"
 
     @property
     def decides(self) -> bool:
@@ -148,6 +166,17 @@ class SlowestMetric(Metric):
     of: TimingMetric
     at: Literal["p50", "p95", "p99"] = "p50"
 
+    def fewest(self, samples: int) -> int | None:
+        """Say how many repetitions bounds need; of tokens that come in generations, that depends on them all."""
+        if self.of is ITL:
+            return super().fewest(samples)
+        return intervals.fewest({"p50": 0.5, "p95": 0.95, "p99": 0.99}[self.at])
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.latency.repetitions"
+
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
         points = () if measured.latency is None else measured.latency.single
@@ -165,6 +194,15 @@ class BestMetric(Metric):
 
     of: PointMetric
     of_workload: Callable[[Figures, Latency], Estimate | None]
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many repetitions, or runs of a workload, bounds need: it is a median of them."""
+        return intervals.fewest(0.5)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.latency.repetitions, or the runs of the workload"
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
@@ -186,6 +224,17 @@ class RunMetric(Metric):
 
     figure: Callable[[Latency], Estimate | None]
     needs: Literal["slo", "starts"] | None = None  # what a recipe's `validation.latency` must ask for
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many starts bounds need, of which it is a median; or rounds; or requests, of which it is a share."""
+        if self.needs == "starts":
+            return intervals.fewest(0.5)
+        return intervals.fewest(0.95) if self is NOISE else super().fewest(samples)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.latency.starts" if self.needs == "starts" else "measure for longer"
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
@@ -211,6 +260,11 @@ class RuntimeMetric(Metric):
 
     runtime: RuntimeName
     figure: Literal["agreement", "same_answers", "equal_tokens", "kld_mean"]  # of an `Agreement`
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "measure on more documents"
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where the runtime did not run it, or failed."""

@@ -225,6 +225,11 @@ def quantile_interval(samples: NDArray[np.float64], quantile: float) -> tuple[fl
     return float(ordered[lowest - 1]), float(ordered[highest - 1])
 
 
+def fewest(quantile: float) -> int:
+    """Say how many independent samples `quantile_interval` needs: that all lie on one side is unlikely enough then."""
+    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(quantile, 1 - quantile)))
+
+
 def clustered_quantile_interval(clusters: Sequence[NDArray[np.float64]], quantile: float) -> tuple[float, float] | None:
     """Bound a quantile of values that come in clusters, such as the tokens of one generation: not independent.
 
