@@ -18,7 +18,7 @@ RUNTIMES: tuple[RuntimeName, ...] = get_args(RuntimeName)
 DISTRIBUTIONS: dict[RuntimeName, str] = {"onnxruntime-genai": "onnxruntime-genai", "optimum": "optimum-onnx"}
 PROMPTS, TOKENS = 16, 64  # beginnings of documents, and tokens of an answer
 PROMPT_AND_ANSWER = PROMPT_TOKENS + TOKENS
-MOST_PROMPTS, MOST_TOKENS = 1024, 4096  # that a record may have
+MOST_PROMPTS, MOST_TOKENS = 32, 128  # that a record may have: as many are bounded in half a second
 
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[tuple[Token, ...], Field(max_length=MOST_TOKENS)]

@@ -18,7 +18,7 @@ from llmforge.base.wording import quoted
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
-from llmforge.metrics.agreement import RuntimeRun
+from llmforge.metrics.agreement import RUNTIMES, RuntimeRun
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
@@ -169,7 +169,7 @@ class Report(Record):
     quality_baseline: str | None  # what the quality is held against, in words
     latency: Latency | None
     attribution: Attribution | None = None
-    runtimes: tuple[RuntimeRun, ...] = Field(default=(), max_length=16)  # others that ran the artifact
+    runtimes: tuple[RuntimeRun, ...] = Field(default=(), max_length=len(RUNTIMES))  # others that ran the artifact
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord

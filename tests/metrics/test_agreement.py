@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 
@@ -80,6 +81,21 @@ def test_values_of_places_must_be_as_many() -> None:
     fields = prompt("0").model_dump()
     with pytest.raises(ValueError, match="values of 10 places are not as many"):
         ComparedPrompt.model_validate({**fields, "kld": (0.0,)})
+
+
+def test_the_largest_record_is_bounded_in_little_time() -> None:
+    """A stranger's record must not keep `verify` busy."""
+    places = agreement.MOST_TOKENS
+    ids, zeros = tuple(range(places)), (0.0,) * places
+    long = ComparedPrompt(
+        document="0", prompt_tokens=1, ours=ids, theirs=ids, our_top=ids, their_top=(places, *ids[1:]), kld=zeros,
+        difference_mean=zeros, difference_max=zeros,
+    )  # fmt: skip
+    began = time.process_time()
+    assert agreement.made_of(run(*[long] * agreement.MOST_PROMPTS)) is not None
+    assert time.process_time() - began < 10
+    with pytest.raises(ValueError, match="at most 32 items"):
+        run(*[long] * (agreement.MOST_PROMPTS + 1), asked=1)
 
 
 @pytest.mark.parametrize("name", agreement.RUNTIMES)
