@@ -47,6 +47,7 @@ class CpuKernels(Pass):
 
     name: ClassVar[str] = "cpu-kernels"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    own_operators: ClassVar[bool] = True
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     fallback: Annotated[

@@ -52,6 +52,7 @@ class GenaiInterface(Pass):
     name: ClassVar[str] = "genai-interface"
     numerics: ClassVar[Numerics] = Numerics.EXACT
     requires: ClassVar[frozenset[str]] = frozenset({"gqa"})
+    loads_in: ClassVar[frozenset[str]] = frozenset({"onnxruntime-genai", "optimum"})
 
     logits: Annotated[logits_rows.Logits, Field(description="return logits of all tokens, or of the last one only")] = (
         "all"

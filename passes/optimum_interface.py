@@ -41,6 +41,7 @@ class OptimumInterface(Pass):
 
     name: ClassVar[str] = "optimum-interface"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
+    loads_in: ClassVar[frozenset[str]] = frozenset({"optimum"})
 
     logits: Annotated[logits_rows.Logits, Field(description="return logits of all tokens, or of the last one only")] = (
         "all"

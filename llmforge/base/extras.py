@@ -24,6 +24,7 @@ _PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 # Where the module is not called as its distribution is.
 _MODULES = {
     "cuda-bindings": "cuda.bindings",
+    "nvidia-ml-py": "pynvml",
     "onnxruntime-gpu": RUNTIME,
     "ruamel.yaml": "ruamel.yaml",
     "cyclonedx-python-lib": "cyclonedx",

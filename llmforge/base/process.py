@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,15 @@ def unwatched() -> Iterator[None]:
         gc.freeze()
         if watched:
             gc.enable()
+
+
+def import_whole(module: str) -> None:
+    """Import a module that puts another in its place while it is imported, as transformers does, beside other threads.
+
+    `from transformers import …` in a second thread waits for the import in the first, and then takes the names from the
+    module that it found before, which lacks them. importlib looks again when it has waited.
+    """
+    importlib.import_module(module)
 
 
 def cpu_flags() -> frozenset[str]:

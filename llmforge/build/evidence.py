@@ -10,19 +10,22 @@ from pathlib import Path
 
 from llmforge import engines
 from llmforge.base import spans
+from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
 from llmforge.build.latency import Measuring
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
-from llmforge.evaluation import answers, gates, machine, quality
+from llmforge.evaluation import answers, gates, machine, quality, runtimes
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.quality import Logits
+from llmforge.evaluation.runtimes import Interpreter
+from llmforge.metrics.agreement import RuntimeName, RuntimeRun
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Answer, Quality, Sample
-from llmforge.recipe import GateSpec, QualitySpec, ValidationSpec
+from llmforge.recipe import GateSpec, QualitySpec, Recipe, ValidationSpec
 from llmforge.report import model as records
 from llmforge.report import verdict
 from llmforge.runtime import Runner, Sampling
@@ -42,6 +45,7 @@ class Evidence:
     baseline: str | None  # what it was held against, in words
     unmeasured: str | None = None  # why the engine could not be run; None: it could
     notes: tuple[str, ...] = ()  # what else was not measured, and why
+    runtimes: tuple[RuntimeRun, ...] = ()  # others that ran it
 
     def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
@@ -61,7 +65,7 @@ class Evidence:
         self, specs: Mapping[str, GateSpec], engine: records.EngineRecord, checkpoint: records.CheckpointRecord
     ) -> tuple[gates.GateResult, ...]:
         """Decide the gates; what could not be measured leaves them undecided."""
-        measured = records.measured(self.quality, self.latency, engine, checkpoint)
+        measured = records.measured(self.quality, self.latency, engine, checkpoint, self.runtimes)
         return verdict.judge(specs, measured, engine.unmeasured)
 
 
@@ -117,6 +121,29 @@ class Clock:
         )
 
 
+def interpreters(
+    recipe: Recipe, target: Target, pythons: Mapping[RuntimeName, Path], wanted: Sequence[RuntimeName]
+) -> tuple[Interpreter, ...]:
+    """Find the `wanted` other runtimes, by the Python that `pythons` names for each, else by this one.
+
+    Raises:
+        UsageError: `pythons` names one that nothing is to be run in.
+        UnsupportedError: the engine of `target` is none that they run.
+        EnvironmentLacks: one cannot be imported.
+    """
+    if extra := sorted(set(pythons) - set(wanted)):
+        raise UsageError(
+            f"--runtime {extra[0]}: `validation.runtimes` of {recipe.path} does not name it",
+            hint=f"add `validation: {{runtimes: [{extra[0]}]}}`, or measure it later with `llmforge validate`",
+        )
+    if wanted and target.kind != "cpu":
+        raise UnsupportedError(
+            f"{', '.join(wanted)}: other runtimes run engines for CPUs alone, and {target.name} is none",
+            hint="remove `validation.runtimes` from the recipe, or choose another target",
+        )
+    return runtimes.find(wanted, pythons)
+
+
 def measure(
     artifact: Path,
     engine: Engine | None,
@@ -130,12 +157,13 @@ def measure(
     progress: Progress,
     ranks: int = 1,
     keep: Callable[[Logits], Logits] = lambda logits: logits,
+    interpreters: Sequence[Interpreter] = (),
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
     `read` is what a decode step reads, `windows` the text for its quality. `keep` may take the logits of the baseline
-    on them from where they were kept. An engine that is not built yet (None), or that this machine does not run, is not
-    measured; `ranks` devices share one.
+    on them from where they were kept. `interpreters` have other runtimes, which run the engine as well. One that is not
+    built yet (None), or that this machine does not run, is not measured; `ranks` devices share one.
     """
     reason = PENDING if engine is None else engines.why_not_run(target)
     if engine is None or reason is not None or (spec.quality is None and spec.latency is None):
@@ -156,7 +184,12 @@ def measure(
         measuring = Measuring(artifact, runner, spec.latency, target, read, threads, ranks)
         timed = measuring.run(ours, theirs, engine.size_bytes, progress.advance)
         notes = tuple(measuring.notes)
-    return Evidence(moved, timed, baseline.description, notes=notes)
+    ran: tuple[RuntimeRun, ...] = ()
+    if interpreters:
+        progress.stage("Run in other runtimes")
+        ran = runtimes.run(artifact, runner, windows, interpreters, progress=progress.advance)
+        notes += tuple(f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None)
+    return Evidence(moved, timed, baseline.description, notes=notes, runtimes=ran)
 
 
 def _quality(

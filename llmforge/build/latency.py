@@ -113,7 +113,7 @@ class Measuring:
         try:
             joules = energy.counter(0)
         except EnvironmentLacks as error:
-            self.notes.append(f"not measured: {error.message}")
+            self.notes.append(f"not measured: {error.message}{f' ({error.hint})' if error.hint else ''}")
         return Instruments(self._device_bandwidth, self._gpu, joules, machine.NoiseProbe)
 
     def _cpu(self) -> Compute:

@@ -6,7 +6,7 @@ This module alone owns verification after each pass, timing, and the record of w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,10 +35,12 @@ from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint, gates
 from llmforge.evaluation.footprint import BytesRead
+from llmforge.evaluation.runtimes import Interpreter
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
+from llmforge.metrics.agreement import RuntimeName
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
@@ -60,10 +62,12 @@ def build(
     cache: Callable[[], Cache] | None = None,
     *,
     measure: bool = True,
+    pythons: Mapping[RuntimeName, Path] | None = None,
 ) -> BuildResult:
     """Build what `recipe` describes and publish it as `out/<name>/<version>`; without `measure` nothing is measured.
 
     What an earlier build, or one that was killed, left in the `cache` is not computed again; None: nothing is reused.
+    Other runtimes that the recipe names are imported by the Pythons of `pythons`, else by this one.
     A failed gate does not stop publication: the artifact says so itself, and so does `report.verdict`.
 
     Raises:
@@ -75,10 +79,11 @@ def build(
     check_host(recipe, target)
     preflight.check(recipe)
     preflight.check_room(recipe, out)
+    others = evidence.interpreters(recipe, target, pythons or {}, recipe.validation.runtimes) if measure else ()
     with artifact.staging(out, recipe.name) as staging:
         with reuse.opened(cache, staging, progress) as kept, ReadAhead() as ahead, Proofs() as proofs:
             facts, engine, found, locked = make(
-                recipe, steps, target, kept, ahead, proofs, staging, out, progress, measure=measure
+                recipe, steps, target, kept, ahead, proofs, staging, out, progress, measure=measure, others=others
             )
             reused = kept.record(facts["passes"])
         facts["notes"] += tuple(kept.cache.notes)
@@ -99,6 +104,7 @@ def make(
     progress: Progress,
     *,
     measure: bool,
+    others: Sequence[Interpreter] = (),
 ) -> tuple[dict[str, Any], Engine | None, Evidence, Lock]:
     """Write the engine into `staging` and measure it.
 
@@ -166,6 +172,7 @@ def make(
             ranks=recipe.engine.tensor_parallel,
             progress=progress,
             keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
+            interpreters=others,
         )
     attributed = None
     if measure and lossy_steps:

@@ -76,6 +76,7 @@ def publish(
         "quality": evidence.quality,
         "quality_baseline": evidence.baseline,
         "latency": evidence.latency,
+        "runtimes": evidence.runtimes,
         "engine": engine_record,
         "build": clock.record(reused),
         "machine": machine.describe(),

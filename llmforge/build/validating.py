@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge import artifact, engines, targets
+from llmforge import artifact, engines, passes, targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
@@ -27,6 +27,8 @@ from llmforge.evaluation import gates, machine, quality
 from llmforge.evaluation.baseline import Baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.gates import Figure, Verdict
+from llmforge.evaluation.runtimes import Interpreter
+from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.quality import DocumentSums
 from llmforge.recipe import GateSpec, Recipe
 from llmforge.report import model as records
@@ -34,18 +36,28 @@ from llmforge.report import release, render
 from llmforge.report.release import Judgement, Look, Pairs, Subject
 from llmforge.runtime import load as load_runner
 from llmforge.runtime.backends.config import FILE, RuntimeConfig, physical_cores
+from llmforge.targets import Target
 
 
-def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> BuildResult:
+def validate(
+    path: Path,
+    recipe: Recipe,
+    progress: Progress | None = None,
+    *,
+    pythons: Mapping[RuntimeName, Path] | None = None,
+) -> BuildResult:
     """Measure the artifact at `path` on this machine, and add what was found to its evidence.
 
-    `recipe` is the one that it was built by: it says beside which checkpoint, on which text. No file changes.
+    `recipe` is the one that it was built by: it says beside which checkpoint, on which text. No file changes. The
+    artifact runs in the other runtimes that the recipe or `pythons` names, each by its Python there, else by this one.
 
     Raises:
         InputError: files of the artifact were changed.
         UsageError: `recipe` is another one, or its checkpoint is.
         EnginePending: there is no engine to measure.
-        UnsupportedError: this machine does not run the engine, or the recipe asks for nothing to be measured.
+        UnsupportedError: this machine does not run the engine, or the recipe asks for nothing to be measured, or
+            another runtime would not load it.
+        EnvironmentLacks: another runtime cannot be imported.
     """
     progress = clock = Clock(progress or Silent())
     progress.stage("Check artifact and recipe")
@@ -58,6 +70,7 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
     target = targets.load(before.target.name) if before.target.name in targets.names() else targets.local()
     if (reason := engines.why_not_run(target)) is not None:
         raise UnsupportedError(f"{path}: cannot be measured here: {reason}")
+    others = _others(recipe, target, pythons or {})
     spec = recipe.validation
     if before.latency is None and spec.latency is not None:
         raise UnsupportedError(
@@ -82,6 +95,7 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
         threads=recipe.engine.threads or physical_cores(),
         ranks=recipe.engine.tensor_parallel,
         progress=progress,
+        interpreters=others,
     )
     engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
     judged = found.judge(Subject.of(opened).sealed_limits, engine, before.checkpoint)
@@ -92,6 +106,7 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
         "quality": found.quality,
         "quality_baseline": found.baseline,
         "latency": found.latency,
+        "runtimes": found.runtimes,
         "engine": engine,
         "build": clock.record(records.ReusedRecord()),
         "machine": machine.describe(),
@@ -113,6 +128,17 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
         render.write(report, staging / artifact.REPORT)
         published = artifact.publish(staging, opened.manifest, json.loads(report.to_json()))
     return BuildResult(published.path, records.read(published))
+
+
+def _others(recipe: Recipe, target: Target, pythons: Mapping[RuntimeName, Path]) -> tuple[Interpreter, ...]:
+    """Find the other runtimes that the recipe or `pythons` names, and refuse those that would not load the engine."""
+    wanted = tuple(dict.fromkeys((*recipe.validation.runtimes, *pythons)))
+    for name in wanted:
+        if (why := recipe.why_not_loaded(name, passes.ALL)) is not None:
+            raise UnsupportedError(f"{recipe.path}: {why[0]}", hint=why[1])
+    if wanted and recipe.validation.quality is None:
+        raise UsageError(f"{recipe.path}: has no `validation: {{quality: …}}`: there is no text to answer")
+    return evidence.interpreters(recipe, target, pythons, wanted)
 
 
 def decide(

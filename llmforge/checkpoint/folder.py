@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from llmforge.base import versions
+from llmforge.base import process, versions
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
@@ -368,6 +368,7 @@ def load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
         CheckpointError: transformers refuses it.
         UnsupportedError: transformers does not know the architecture.
     """
+    process.import_whole("transformers")  # the proof of a trace may be at it
     from huggingface_hub.errors import StrictDataclassError  # here, because transformers imports torch
     from transformers import AutoConfig, __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,7 +16,10 @@ from llmforge.base import extras, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output, verdicts
 from llmforge.cli.caching import connect, remote_option
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given
+from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given, runtime_option
+
+if TYPE_CHECKING:
+    from llmforge.metrics.agreement import RuntimeName
 
 
 @contextmanager
@@ -49,6 +53,7 @@ _EXAMPLES = """\b
 Examples:
   llmforge build recipes/quickstart.yaml
   llmforge build recipes/quickstart.yaml --set engine.max_batch=4
+  llmforge build recipes/genai.yaml --set 'validation.runtimes=[optimum]' --runtime optimum=ENV/bin/python
   llmforge build --finish artifacts/NAME/VERSION    # on the host with the GPU
 """
 
@@ -86,6 +91,7 @@ _REMOTE = "remote_cache", "cache_key", "remote_cache_write"
     "--remote-cache-write", type=PATH, metavar="KEY.pem", envvar="LLMFORGE_REMOTE_CACHE_WRITE", show_envvar=True,
     help="Sign what the build computes with this private key, and write it to the remote cache.",
 )  # fmt: skip
+@runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("--quiet", is_flag=True, help="Hide progress.")
 @click.option(
@@ -103,6 +109,7 @@ def build(
     remote_cache: str | None,
     cache_key: Path | None,
     remote_cache_write: Path | None,
+    runtimes: tuple[tuple[RuntimeName, Path], ...],
     as_json: bool,
     quiet: bool,
     trace: Path | None,
@@ -120,7 +127,7 @@ def build(
         from llmforge.recipe import Recipe
 
     if pending is not None:  # it goes beside its artifact, and is not deferred again
-        refuse_given("--finish", "out", "defer", "no_cache", "cache_size", *_REMOTE)
+        refuse_given("--finish", "out", "defer", "no_cache", "cache_size", "runtimes", *_REMOTE)
     if no_cache:
         refuse_given("--no-cache", "cache_size", *_REMOTE)
     cached = pending is None and not no_cache
@@ -156,7 +163,7 @@ def build(
             with process.unwatched():
                 from llmforge.build import pipeline
 
-            result = pipeline.build(loaded, out, progress, store)
+            result = pipeline.build(loaded, out, progress, store, pythons=dict(runtimes))
     if is_json_log():
         for note in result.report.notes:
             console.say(note)

@@ -12,10 +12,11 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
 from llmforge.cli import output, verdicts
-from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, out_option
+from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, out_option, runtime_option
 
 if TYPE_CHECKING:
     from llmforge.evaluation.gates import Figure
+    from llmforge.metrics.agreement import RuntimeName
     from llmforge.metrics.catalog import SlowestMetric
     from llmforge.recipe import GateSpec
     from llmforge.report.release import Judgement, Subject
@@ -244,18 +245,23 @@ def _in_turns(
 _VALIDATE = """\b
 Examples:
   llmforge validate NAME/VERSION --recipe RECIPE
+  llmforge validate NAME/VERSION --recipe RECIPE --runtime onnxruntime-genai=ENV/bin/python
 """
 
 
 @click.command(epilog=_VALIDATE)
 @click.argument("artifact", type=ARTIFACT)
 @click.option("--recipe", type=PATH, required=True, help="The recipe that ARTIFACT was built by.")
+@runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("--quiet", is_flag=True, help="Hide progress.")
-def validate(artifact: Path, recipe: Path, as_json: bool, quiet: bool) -> None:
+def validate(
+    artifact: Path, recipe: Path, runtimes: tuple[tuple[RuntimeName, Path], ...], as_json: bool, quiet: bool
+) -> None:
     """Measure ARTIFACT again, on this machine, and add the evidence to it.
 
-    Content and version stay. Its verdict is then that of the newest record which decided its gates.
+    Content and version stay. Its verdict is then that of the newest record which decided its gates. With --runtime, it
+    is also run in another runtime, and held against our own run.
     """
     process.prepare()
     extras.require("build")
@@ -265,7 +271,7 @@ def validate(artifact: Path, recipe: Path, as_json: bool, quiet: bool) -> None:
 
     loaded = Recipe.load(recipe)
     with console.traced("validate", quiet=quiet, trace=None) as progress:
-        result = validating.validate(artifact, loaded, progress)
+        result = validating.validate(artifact, loaded, progress, pythons=dict(runtimes))
     if as_json:
         output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
     else:

@@ -121,6 +121,33 @@ class Location(click.ParamType[Any]):
 LOCATION = Location()
 
 
+class RuntimePython(click.ParamType[Any]):
+    """NAME=PYTHON: another runtime, and the Python that it is installed for."""
+
+    name = "runtime"
+    envvar_list_splitter = os.pathsep
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
+        """Tell the name from the path."""
+        if isinstance(value, tuple):
+            return value
+        from llmforge.metrics.agreement import RUNTIMES
+
+        name, equals, python = str(value).partition("=")
+        if name not in RUNTIMES or not equals or not python:
+            self.fail(f"{shown(str(value))}: expected NAME=PYTHON; names: {', '.join(RUNTIMES)}", param, ctx)
+        return name, PATH.convert(python, param, ctx)
+
+
+def runtime_option(command: Command) -> Command:
+    """Add the option --runtime."""
+    return click.option(
+        "--runtime", "runtimes", type=RuntimePython(), multiple=True, metavar="NAME=PYTHON",
+        envvar="LLMFORGE_RUNTIMES", show_envvar=True,
+        help="Python of an environment that has another runtime (onnxruntime-genai or optimum); repeatable.",
+    )(command)  # fmt: skip
+
+
 class Numbers(click.ParamType[Any]):
     """Numbers separated by commas."""
 

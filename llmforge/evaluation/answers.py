@@ -37,16 +37,13 @@ def compare(
     Raises:
         DataError: no document has a token to begin with.
     """
-    beginnings = list({window.document: window for window in reversed(windows) if len(window.ids)}.values())[::-1]
-    if not beginnings:
-        raise DataError("the evaluation text has no document to continue", hint="use documents of 2 tokens or more")
-    picked = np.unique(np.linspace(0, len(beginnings) - 1, count).round().astype(int))
+    picked = beginnings(windows, count)
     answers: list[Answer] = []
     samples: list[Sample] = []
-    for done, window in enumerate(beginnings[place] for place in picked):
+    for done, window in enumerate(picked):
         progress(done, len(picked))
         prompt = window.ids[:PROMPT_TOKENS]
-        ours = _ended(artifact(prompt, ANSWER_TOKENS), ends)
+        ours = ended(artifact(prompt, ANSWER_TOKENS), ends)
         whole = np.concatenate([prompt, np.asarray(ours[:-1], np.int64)])
         chosen = baseline(whole)[len(prompt) - 1 :].argmax(-1)
         differs = np.flatnonzero(chosen != np.asarray(ours))
@@ -58,13 +55,25 @@ def compare(
             theirs = ours
             if same is not None:
                 shared = np.concatenate([prompt, np.asarray(ours[:same], np.int64)])
-                theirs = _ended([*ours[:same], *go_on(shared, ANSWER_TOKENS - same)], ends)
+                theirs = ended([*ours[:same], *go_on(shared, ANSWER_TOKENS - same)], ends)
             samples.append(_sample(window.document, *(decode(ids) for ids in (prompt.tolist(), theirs, ours))))
     progress(len(picked), len(picked))
     return tuple(answers), tuple(samples)
 
 
-def _ended(ids: Iterable[int], ends: Sequence[int]) -> list[int]:
+def beginnings(windows: Sequence[Window], count: int) -> list[Window]:
+    """Choose the first windows of `count` documents, or of all there are, spread over them.
+
+    Raises:
+        DataError: no document has a token to begin with.
+    """
+    first = list({window.document: window for window in reversed(windows) if len(window.ids)}.values())[::-1]
+    if not first:
+        raise DataError("the evaluation text has no document to continue", hint="use documents of 2 tokens or more")
+    return [first[place] for place in np.unique(np.linspace(0, len(first) - 1, count).round().astype(int))]
+
+
+def ended(ids: Iterable[int], ends: Sequence[int]) -> list[int]:
     """Cut an answer behind its end."""
     found: list[int] = []
     for token in ids:

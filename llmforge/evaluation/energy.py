@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
+from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks
 
 
@@ -18,7 +19,7 @@ def counter(index: int) -> Callable[[], float]:
         nvml = importlib.import_module("pynvml")
         runtime = importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
-        raise EnvironmentLacks(f"energy: {error}", hint="pip install nvidia-ml-py") from error
+        raise EnvironmentLacks(f"energy: {error}", hint=extras.hint("energy")) from error
     # NVML counts devices in its own order, and knows nothing of CUDA_VISIBLE_DEVICES: the bus tells which one it is.
     code, bus = runtime.cudaDeviceGetPCIBusId(32, index)
     if int(code) != 0:

@@ -181,14 +181,15 @@ class _Trial:
             return self._result(verdict, None, f"{self._value} (exact), limit: {self._wanted}")
         if not _has_bounds(found):
             needed = found.documents_needed(self.edge, self.alpha, POWER) if isinstance(found, Resampled) else None
-            fewest = getattr(catalog.deciding()[self.metric], "fewest", SMALLEST_SAMPLE)
-            needed = max(fewest, needed or 0)
-            what = f"an interval needs {fewest}"
-            if needed > fewest:
+            metric = catalog.deciding()[self.metric]
+            fewest = metric.fewest(_count(found))
+            what = f"an interval needs {fewest or 'more'}"
+            if fewest is not None and (needed or 0) > fewest:
                 what += f", and about {needed} would decide"
-            return self._result(
-                Verdict.INCONCLUSIVE, needed, f"{self._value} from only {self._samples}; {what}", underpowered=True
-            )
+            advice = f": {metric.more}" if metric.more else ""
+            enough = None if fewest is None else max(fewest, needed or 0)
+            said = f"{self._value} from only {self._samples}; {what}{advice}"
+            return self._result(Verdict.INCONCLUSIVE, enough, said, underpowered=True)
         return self._decided(found, fails)
 
     def _decided(self, found: Figure, fails: bool) -> GateResult:

@@ -20,7 +20,7 @@ Pairs = list[tuple[Floats, Floats]]  # of each repetition, the milliseconds of e
 
 def repetitions(metrics: Sequence[SlowestMetric]) -> int:
     """Say how often to time each load, so that a limit on the change of each of `metrics` can be decided."""
-    return max(REPETITIONS, *(metric.fewest for metric in metrics))
+    return max(REPETITIONS, *(metric.repetitions for metric in metrics))
 
 
 def differences(

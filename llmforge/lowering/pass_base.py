@@ -138,6 +138,8 @@ class Pass(ABC):
     numerics: ClassVar[Numerics]
     requires: ClassVar[frozenset[str]] = frozenset()  # facts that earlier passes of the recipe must provide
     provides: ClassVar[frozenset[str]] = frozenset()
+    loads_in: ClassVar[frozenset[str]] = frozenset()  # other runtimes that its interface is for
+    own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
 
     def demands(self) -> tuple[Demand, ...]:
         """Name the calibration statistics that `run` will read from its context."""

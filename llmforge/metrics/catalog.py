@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from llmforge.metrics import latency, units
-from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate, fewest_for
+from llmforge.metrics import intervals, latency, units
+from llmforge.metrics.agreement import DISTRIBUTIONS, RUNTIMES, RuntimeName, RuntimeRun
+from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate
 from llmforge.metrics.latency import Conditions, Latency, Point, Side, Spread, Timing, Trial
 from llmforge.metrics.quality import (
     ANSWER_TOKENS,
@@ -82,13 +83,16 @@ class Measured:
     quality: Quality | None = None
     latency: Latency | None = None
     sizes: Sizes | None = None
+    runtimes: tuple[RuntimeRun, ...] = ()  # of others, that ran it
 
 
 @dataclass(frozen=True)
 class Metric:
     """One figure of a report."""
 
-    section: ClassVar[Literal["quality", "latency"] | None] = None  # of a recipe's `validation` that measures it
+    section: ClassVar[Literal["quality", "latency", "runtimes"] | None] = (
+        None  # of a recipe's `validation` that measures it
+    )
 
     name: str  # in recipes and in a report's JSON
     title: str
@@ -96,6 +100,15 @@ class Metric:
     better: Literal["lower", "higher"]
     meaning: str = field(default="", kw_only=True)
     key: int | None = field(default=None, kw_only=True)  # place among a report's key figures; None: it is none of them
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many samples bounds need, where `samples` have none; None: more, and nobody can tell how many."""
+        return SMALLEST_SAMPLE if samples < SMALLEST_SAMPLE else None
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,15 @@ class QualityMetric(Metric):
     form: Form  # from which values of tokens it is made, and how
     note: Callable[[Quality], str] | None = None  # beside the key figure; None: its unit
     row: tuple[str, str] | None = None  # of the summary: its title, which several figures share, and the figure's own
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many documents bounds need, or answers: their median is one of independent ones."""
+        return intervals.fewest(0.5) if self.source == "samples" else super().fewest(samples)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.quality.samples" if self.source == "samples" else "measure on more documents"
 
     @property
     def decides(self) -> bool:
@@ -155,9 +177,20 @@ class SlowestMetric(Metric):
     at: Literal["p50", "p95", "p99"] = "p50"
 
     @property
-    def fewest(self) -> int:
+    def repetitions(self) -> int:
         """Say how many repetitions its interval needs; those of tokens of one generation may do with fewer."""
-        return max(SMALLEST_SAMPLE, fewest_for(int(self.at[1:]) / 100))
+        return max(SMALLEST_SAMPLE, intervals.fewest(int(self.at[1:]) / 100))
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many repetitions bounds need; of tokens that come in generations, that depends on them all."""
+        if self.of is ITL:
+            return super().fewest(samples)
+        return intervals.fewest(int(self.at[1:]) / 100)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.latency.repetitions"
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
@@ -176,6 +209,15 @@ class BestMetric(Metric):
 
     of: PointMetric
     of_workload: Callable[[Figures, Latency], Estimate | None]
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many repetitions, or runs of a workload, bounds need: it is a median of them."""
+        return intervals.fewest(0.5)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.latency.repetitions, or the runs of the workload"
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
@@ -198,6 +240,17 @@ class RunMetric(Metric):
     figure: Callable[[Latency], Estimate | None]
     needs: Literal["slo", "starts"] | None = None  # what a recipe's `validation.latency` must ask for
 
+    def fewest(self, samples: int) -> int | None:
+        """Say how many starts bounds need, of which it is a median; or rounds; or requests, of which it is a share."""
+        if self.needs == "starts":
+            return intervals.fewest(0.5)
+        return intervals.fewest(0.95) if self is NOISE else super().fewest(samples)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.latency.starts" if self.needs == "starts" else "measure for longer"
+
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
         return None if measured.latency is None else self.figure(measured.latency)
@@ -211,6 +264,30 @@ class WorkloadMetric(Metric):
 
     figure: Callable[[Figures, Latency], Distribution | Estimate | float | None]
     spread: bool = False  # whether `figure` is percentiles
+
+
+@dataclass(frozen=True)
+class RuntimeMetric(Metric):
+    """How far another runtime gives the same as llmforge's, for the same artifact."""
+
+    section = "runtimes"
+    decides = True
+
+    runtime: RuntimeName
+    figure: Literal["agreement", "same_answers", "equal_tokens", "kld_mean"]  # of an `Agreement`
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "measure on more documents"
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where the runtime did not run it, or failed."""
+        runs = [run for run in measured.runtimes if run.runtime == self.runtime]
+        if not runs or runs[-1].figures is None:
+            return None
+        found: Estimate = getattr(runs[-1].figures, self.figure)
+        return found
 
 
 @dataclass(frozen=True)
@@ -526,6 +603,28 @@ ALL: tuple[Metric, ...] = (
     SIZE,
     SIZE_RATIO,
     WEIGHT_BITS,
+    *(
+        metric
+        for name in RUNTIMES
+        for metric in (
+            RuntimeMetric(
+                f"runtime.{name}.agreement", f"{DISTRIBUTIONS[name]}: agreement", SHARE, "higher", name, "agreement",
+                meaning="tokens of our greedy answers where both runtimes have the same most likely token",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.same_answers", f"{DISTRIBUTIONS[name]}: same answers", SHARE, "higher", name,
+                "same_answers", meaning="prompts with the same greedy answer in both runtimes",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.equal_tokens", f"{DISTRIBUTIONS[name]}: equal tokens, median", TEXT, "higher", name,
+                "equal_tokens", meaning="of greedy answers, before their first difference",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.kld_mean", f"{DISTRIBUTIONS[name]}: mean KLD", NATS_A_TOKEN, "lower", name, "kld_mean",
+                meaning="KL(our run ‖ its run) of the same artifact, nats per token",
+            ),
+        )
+    ),
 )
 # fmt: on
 MOVED = KLD_MEAN  # how far one document moved, where a report orders documents
@@ -536,7 +635,7 @@ def of_kind(kind: type[Kind]) -> tuple[Kind, ...]:
     return tuple(metric for metric in ALL if isinstance(metric, kind))
 
 
-Deciding = QualityMetric | SlowestMetric | BestMetric | RunMetric | SizeMetric
+Deciding = QualityMetric | SlowestMetric | BestMetric | RunMetric | RuntimeMetric | SizeMetric
 
 
 def deciding() -> dict[str, Deciding]:

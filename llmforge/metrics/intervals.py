@@ -237,7 +237,7 @@ def quantile_interval(samples: NDArray[np.float64], quantile: float) -> tuple[fl
     return float(ordered[lowest - 1]), float(ordered[highest - 1])
 
 
-def fewest_for(quantile: float) -> int:
+def fewest(quantile: float) -> int:
     """Say how many independent samples `quantile_interval` needs: for a median 6, for a 99th percentile 368.
 
     With fewer, all of them lie on one side of it with a higher probability than half of 1 - `CONFIDENCE`.

@@ -37,6 +37,8 @@ from llmforge.checkpoint import documents
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.metrics import catalog
+from llmforge.metrics.agreement import PROMPT_AND_ANSWER as RUNTIME_TOKENS
+from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.latency import MOST_LENGTHS, MOST_OF_SURFACE, MOST_STARTS
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
 from llmforge.metrics.workload import MOST_RUNS
@@ -279,6 +281,23 @@ class ValidationSpec(_Section):
     attribution: bool = Field(
         default=False, description="measure what each lossy pass, and each layer in it, costs; requires quality"
     )
+    runtimes: tuple[RuntimeName, ...] = Field(
+        default=(),
+        description="other runtimes to run the artifact in, and to hold against our own; requires quality, for its "
+        "text, and `--runtime NAME=PYTHON` where llmforge's own Python lacks one",
+    )
+
+    @model_validator(mode="after")
+    def _each_runtime_once(self) -> Self:
+        if len(set(self.runtimes)) != len(self.runtimes):
+            raise ValueError(f"runtimes is {list(self.runtimes)}; expected each name once")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _asked_for(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out runtimes where there are none: versions of older recipes stay."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "runtimes" or value}
 
 
 class TritonSpec(_Section):
@@ -522,9 +541,24 @@ class Recipe(_Section):
                 problems += describe(error, self._source, options.schema(cls), prefix=("passes", index, spec.name))
             else:
                 problems += self._missing_text(spec, made[-1])
+        found = (self.why_not_loaded(name, registry) for name in self.validation.runtimes)
+        problems += [self._problem(("validation", "runtimes"), *why) for why in found if why is not None]
         if problems:
             raise collect(problems)
         return tuple(made)
+
+    def why_not_loaded(self, runtime: RuntimeName, registry: Sequence[type[Pass]]) -> tuple[str, str] | None:
+        """Say why another runtime would not load what this recipe builds, and a hint; None: it does."""
+        passes = [cls for cls in registry if cls.name in {spec.name for spec in self.passes}]
+        hint = "see recipes/portable.yaml and recipes/genai.yaml"
+        if self.engine.backend != "onnxruntime":
+            return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
+        if own := [cls.name for cls in passes if cls.own_operators]:
+            return f"{runtime} cannot load the operators of the pass {', '.join(own)}, which only llmforge has", hint
+        if not any(runtime in cls.loads_in for cls in passes):
+            offered = " or ".join(cls.name for cls in registry if runtime in cls.loads_in)
+            return f"{runtime} cannot load the engine: no pass adapts it", f"add the pass {offered}; {hint}"
+        return None
 
     def resolved(self, passes: Sequence[Pass] = ()) -> dict[str, Any]:
         """Write the recipe as plain JSON data that is the same on every machine.
@@ -580,6 +614,14 @@ class Recipe(_Section):
             yield self._problem(
                 ("validation", "attribution"), "there is no text to measure it on", "add `validation: {quality: …}`"
             )
+        if self.validation.runtimes:
+            where = ("validation", "runtimes")
+            if quality is None:
+                yield self._problem(where, "there is no text to answer", "add `validation: {quality: …}`")
+            if longest < RUNTIME_TOKENS:
+                yield self._problem(
+                    where, f"prompts and answers of {RUNTIME_TOKENS} tokens exceed engine.max_context, {longest}"
+                )
         if latency is not None:
             yield from self._loads_that_do_not_fit(latency)
         for metric, gate in self.gates.items():
@@ -587,7 +629,14 @@ class Recipe(_Section):
                 yield self._problem(("gates", metric), *wrong)
             measured, needs = catalog.deciding()[metric], catalog.needed(metric)
             section = measured.section
-            if section is not None and getattr(self.validation, section) is None:
+            if isinstance(measured, catalog.RuntimeMetric):
+                if measured.runtime not in self.validation.runtimes:
+                    yield self._problem(
+                        ("gates", metric),
+                        "it would not be measured",
+                        f"add `validation: {{runtimes: [{measured.runtime}]}}`, or remove the gate",
+                    )
+            elif section is not None and getattr(self.validation, section) is None:
                 yield self._problem(
                     ("gates", metric),
                     "it would not be measured",

@@ -18,6 +18,7 @@ from llmforge.base.wording import quoted
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
+from llmforge.metrics.agreement import RUNTIMES, RuntimeRun
 from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
@@ -169,6 +170,7 @@ class Report(Record):
     quality_baseline: str | None  # what the quality is held against, in words
     latency: Latency | None
     attribution: Attribution | None = None
+    runtimes: tuple[RuntimeRun, ...] = Field(default=(), max_length=len(RUNTIMES))  # others that ran the artifact
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord
@@ -188,15 +190,19 @@ class Report(Record):
     @property
     def measured(self) -> Measured:
         """All that a gate can decide on."""
-        return measured(self.quality, self.latency, self.engine, self.checkpoint)
+        return measured(self.quality, self.latency, self.engine, self.checkpoint, self.runtimes)
 
 
 def measured(
-    quality: Quality | None, latency: Latency | None, engine: EngineRecord, checkpoint: CheckpointRecord
+    quality: Quality | None,
+    latency: Latency | None,
+    engine: EngineRecord,
+    checkpoint: CheckpointRecord,
+    runtimes: tuple[RuntimeRun, ...] = (),
 ) -> Measured:
     """Put together all that a gate can decide on; an engine that is not built yet has no size."""
     sizes = None if engine.pending else Sizes(engine.size_bytes, checkpoint.size_bytes, checkpoint.parameters)
-    return Measured(quality, latency, sizes)
+    return Measured(quality, latency, sizes, runtimes)
 
 
 def read(opened: Artifact, record: Head | None = None) -> Report:

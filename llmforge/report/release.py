@@ -17,7 +17,7 @@ from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
 from llmforge.metrics import catalog, resampling
-from llmforge.metrics.catalog import Measured, QualityMetric, SizeMetric, SlowestMetric
+from llmforge.metrics.catalog import Measured, QualityMetric, RuntimeMetric, SizeMetric, SlowestMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import DocumentSums, OfSums
 from llmforge.metrics.record import Record
@@ -224,6 +224,8 @@ def compare(
             found[name] = f"{name} was not measured of it"
         elif isinstance(metric, SizeMetric):
             found[name] = Estimate.exact(here[name].value - there[name].value)
+        elif isinstance(metric, RuntimeMetric):
+            found[name] = here[name].less(there[name])
         elif not isinstance(metric, QualityMetric):
             found[name] = in_turns.get(name, NOT_IN_TURNS if isinstance(metric, SlowestMetric) else OF_TWO_RUNS)
         elif release.report.checkpoint.digest != against.report.checkpoint.digest:

@@ -74,7 +74,15 @@ def summary(report: Report) -> RenderableType:
     notes = (*labels, *(Text(f"note: {note}", "dim") for note in report.notes))
     reused = view.reused(report.build)
     cached = (Text(f"reused from the build cache: {reused}", "dim"),) if reused else ()
-    tables = (quality, *_latency(report.latency), *((gates,) if report.gates else ()))
+    others = Table.grid(padding=(0, 2))
+    for title, said in view.runtime_rows(report):
+        others.add_row(Text(title, "dim"), Text(said))
+    tables = (
+        quality,
+        *_latency(report.latency),
+        *((others,) if report.runtimes else ()),
+        *((gates,) if report.gates else ()),
+    )
     return Group(head, key, *tables, *cached, *notes)
 
 

@@ -13,7 +13,7 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
-from llmforge.metrics import catalog
+from llmforge.metrics import agreement, catalog
 from llmforge.metrics import workload as workloads
 from llmforge.metrics.catalog import Measured, QualityMetric
 from llmforge.metrics.latency import Latency, Point
@@ -37,7 +37,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
     """Make every figure, and every verdict, again, in all records of `artifact`.
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
-    latency of the time of each token, size of the manifest.
+    latency of the time of each token, agreement of other runtimes of each place of an answer, size of the manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
 
     Raises:
@@ -110,6 +110,9 @@ def _figures(report: Report) -> Iterator[str]:
             yield "quality: documents or tokens"
     if (found := report.latency) is not None:
         yield from _timings(found)
+    for run in report.runtimes:
+        if not _close(run.figures, agreement.made_of(run)):
+            yield f"runtime {run.runtime}"
 
 
 def _timings(found: Latency) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import catalog, units
+from llmforge.metrics.agreement import RuntimeRun
 from llmforge.metrics.catalog import (
     BestMetric,
     Measured,
@@ -155,6 +156,38 @@ def scored(quality: Quality) -> str:
     if quality.scored == "all":
         return ""
     return "Only the second half of each window is scored, as llama.cpp does, and only full windows."
+
+
+def runtime_rows(report: Report) -> list[tuple[str, str]]:
+    """Write what became of the artifact in each other runtime: its name, and what there is to say in a line."""
+    rows = []
+    for run in report.runtimes:
+        said = [f"failed: {run.failure}"]
+        if (made := run.figures) is not None:
+            places = sum(len(each.ours) for each in run.prompts)
+            equal = sum(each.first_difference is None for each in run.prompts)
+            bounds = units.interval(made.agreement, units.percent)
+            said = [
+                f"{units.percent(made.agreement.value)} of {units.count(places)} tokens agree ({bounds})",
+                f"{equal} of {run.asked} answers are equal",
+                f"KLD {units.significant(made.kld_mean.value)}",
+                f"largest |Δlogit| {units.significant(made.logit_difference_max)}",
+            ]
+        rows.append((run.title, "; ".join(said)))
+    return rows
+
+
+def runtime_prompts(run: RuntimeRun) -> Table:
+    """Write what both runtimes made of each prompt."""
+    head = ("tokens", "agree", "first difference of answers", "mean KLD", "mean |Δlogit|", "largest |Δlogit|")
+    rows = []
+    for each in run.prompts:
+        places = len(each.ours)
+        figures = (sum(each.kld) / places, sum(each.difference_mean) / places, max(each.difference_max))
+        first = "none" if each.first_difference is None else f"after {each.first_difference}"
+        agree = units.percent(each.agreeing / places)
+        rows.append((each.document, str(places), agree, first, *map(units.significant, figures)))
+    return Table(head, rows, ("document",))
 
 
 def moved_most(quality: Quality, count: int = 5) -> Table:

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.base import process
 from llmforge.base.errors import NotADecoder, RunFailed, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph, interface, summary
@@ -97,6 +98,7 @@ def verify_trace(
 
 
 def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int) -> TraceProof:
+    process.import_whole("transformers")  # another thread may be at it
     from llmforge.trace.export.reference import Reference  # here, because it imports torch
     from llmforge.verification import bindings, magnified, norms, positions
 

@@ -17,6 +17,8 @@ from ruamel.yaml import YAML
 
 from llmforge.base.progress import Silent
 from llmforge.build import pipeline
+from llmforge.evaluation.gates import Verdict
+from llmforge.metrics.agreement import RuntimeName
 from llmforge.recipe import Recipe
 from llmforge.runtime import Runner, Sampling, load
 
@@ -130,6 +132,38 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe["calibration"]["data"] = str(RECIPES / recipe["calibration"]["data"])
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     return pipeline.build(Recipe.load(folder / "recipe.yaml"), folder, Silent()).path
+
+
+def test_validation_runs_the_artifact_in_both(genai: Path, optimum: Path, data: Path, tmp_path: Path) -> None:
+    """The evidence of `validation.runtimes`: the same kernels give the same logits, bit by bit."""
+    recipe: dict[str, Any] = {
+        "schema": 1,
+        "name": "interop",
+        "checkpoint": str(data / "docs-llama-7m"),
+        "target": "local",
+        "engine": {"backend": "onnxruntime", "max_context": 256, "max_batch": 8, "threads": 1},
+        "passes": [*FUSED, "flash-attention", INT4, {"genai-interface": {"logits": "last"}}],
+        "validation": {
+            "quality": {"data": str(data / "evaluation.jsonl"), "context": 128, "max_tokens": 2048},
+            "runtimes": ["onnxruntime-genai", "optimum"],
+        },
+        "gates": {f"runtime.{name}.agreement": {"min": 0.99} for name in ("onnxruntime-genai", "optimum")},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe))  # JSON is YAML
+    pythons: dict[RuntimeName, Path] = {
+        "onnxruntime-genai": genai,
+        "optimum": optimum,
+    }
+    report = pipeline.build(Recipe.load(file), tmp_path, Silent(), pythons=pythons).report
+    assert [run.failure for run in report.runtimes] == [None, None]
+    for run in report.runtimes:
+        assert run.figures is not None
+        assert len(run.prompts) == 16
+        assert run.figures.agreement.value == run.figures.same_answers.value == 1.0
+        assert run.figures.logit_difference_max == 0.0
+        assert run.versions["onnxruntime"] == "1.31.1"
+    assert report.verdict is Verdict.PASS
 
 
 def test_the_portable_artifact_gives_the_same_text_in_onnxruntime_genai(portable: Path, genai: Path) -> None:

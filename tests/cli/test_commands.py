@@ -67,7 +67,10 @@ class FakePipeline:
         self.called_with: tuple[Recipe, Path] | None = None
         self.cache: Callable[[], Cache] | None = None
 
-    def build(self, recipe: Recipe, out: Path, progress: Any, cache: Callable[[], Cache] | None) -> BuildResult:
+    def build(
+        self, recipe: Recipe, out: Path, progress: Any, cache: Callable[[], Cache] | None, *, pythons: Any
+    ) -> BuildResult:
+        assert pythons == {}
         self.called_with = (recipe, out)
         self.cache = cache
         progress.stage("Trace the checkpoint")

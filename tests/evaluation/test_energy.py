@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.evaluation import energy
 
@@ -67,4 +68,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(EnvironmentLacks, match="pynvml") as caught:
         energy.counter(0)
-    assert caught.value.hint == "pip install nvidia-ml-py"
+    assert caught.value.hint == "pip install 'llmforge[energy]'"
+    (brought,) = [each for each in extras.requirements() if each.module == "pynvml"]
+    assert (brought.extra, brought.distribution) == ("energy", "nvidia-ml-py")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_explanations() -> None:
     )
     assert "too close to the limit" in decide(GateSpec(max=0.03), estimate(0.03, 0.02, 0.04)).explanation
     few = decide(GateSpec(max=0.03), estimate(0.02, None, None, samples=3))
-    assert few.explanation == "kld_mean: 0.02 from only 3 documents; an interval needs 8"
+    assert few.explanation == "kld_mean: 0.02 from only 3 documents; an interval needs 8: measure on more documents"
     assert few.samples_needed == 8
 
 
@@ -113,6 +114,7 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
     asked_for = {
         "usd_per_million_tokens", "goodput_share", "load_ms", "peak_host_bytes", "peak_device_bytes", "machine_noise",
     }  # fmt: skip
+    asked_for |= {name for name in catalog.deciding() if name.startswith("runtime.")}  # tests/metrics/test_agreement.py
     found = catalog.estimates(reports.MEASURED)
     assert set(found) == set(catalog.deciding()) - asked_for
     latency = reports.LATENCY.model_copy(
@@ -126,13 +128,38 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
         }
     )
     more = catalog.estimates(Measured(latency=latency))
-    assert asked_for <= set(more)
+    assert {name for name in asked_for if not name.startswith("runtime.")} <= set(more)
     assert (more["usd_per_million_tokens"].value, more["goodput_share"].value) == (0.5, 0.5), "lowest cost, worst share"
     assert [more[name].value for name in ("load_ms", "peak_host_bytes", "peak_device_bytes")] == [3, 4, 5]
     assert found["size_bytes"] == Estimate.exact(5_087_122)
     assert found["tpot_p50_ms"].value == 0.611  # the slowest prompt length
     sizes = {name: each.value for name, each in catalog.estimates(Measured(sizes=Sizes(5, 8, 4))).items()}
     assert sizes == {"size_bytes": 5, "size_ratio": 0.625, "weight_bits": 10}
+
+
+@pytest.mark.parametrize(
+    ("metric", "samples", "of", "said"),
+    [
+        ("tpot_p95_ms", 10, "repetitions", "an interval needs 72: raise validation.latency.repetitions"),
+        ("ttft_p99_ms", 10, "repetitions", "an interval needs 368: raise validation.latency.repetitions"),
+        ("ttft_p50_ms", 5, "repetitions", "an interval needs 6: raise validation.latency.repetitions"),
+        ("itl_p95_ms", 5, "repetitions", "an interval needs 8: raise validation.latency.repetitions"),
+        ("itl_p99_ms", 10, "repetitions", "an interval needs more: raise validation.latency.repetitions"),
+        ("load_ms", 3, "starts", "an interval needs 6: raise validation.latency.starts"),
+        ("greedy_first_difference", 5, "answers", "an interval needs 6: raise validation.quality.samples"),
+        ("throughput_tokens_per_second", 3, "runs", "an interval needs 6: raise validation.latency.repetitions, or"),
+    ],
+)
+def test_too_few_samples_say_how_many_are_lacking(metric: str, samples: int, of: str, said: str) -> None:
+    """A percentile far out needs more than a median: 10 repetitions were "only 10; an interval needs 8"."""
+    few = Estimate(value=1.0, low=None, high=None, samples=samples, of=of)
+    better = catalog.deciding()[metric].better
+    spec = GateSpec(max=2.0) if better == "lower" else GateSpec(min=0.5)
+    (result,) = judge({metric: spec}, {metric: few})
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert f"from only {samples} {of}; {said}" in result.explanation
+    needed = re.search(r"needs (\d+)", said)
+    assert result.samples_needed == (None if needed is None else int(needed[1]))
 
 
 def test_a_failure_among_many_gates_needs_more_than_one_alone() -> None:

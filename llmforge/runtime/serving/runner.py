@@ -109,23 +109,27 @@ class Runner:
             raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings")
         return self._steps([tuple(prompt) for prompt in prompts], samplings)
 
-    def logits(self, ids: Sequence[int], step_tokens: int | None = None) -> NDArray[np.float32]:
+    def logits(self, ids: Sequence[int], step_tokens: int | None = None, *, first_step: int = 1) -> NDArray[np.float32]:
         """Give the logits after every token of `ids`, fp32 [S, V], reading at most `step_tokens` a step.
 
         None: `LOGITS_CHUNK`. With 1 every token but the first is read by a decode step, which finds all before it in
-        the KV cache.
+        the KV cache. The first step reads `first_step` tokens, if that is more: a prompt.
         """
-        return np.concatenate(list(self.logits_chunks(ids, step_tokens)))
+        return np.concatenate(list(self.logits_chunks(ids, step_tokens, first_step=first_step)))
 
-    def logits_chunks(self, ids: Sequence[int], step_tokens: int | None = None) -> Iterator[NDArray[np.float32]]:
-        """Give the logits after every token of `ids` in chunks of at most `step_tokens` rows: fp32 [rows, V]."""
+    def logits_chunks(
+        self, ids: Sequence[int], step_tokens: int | None = None, *, first_step: int = 1
+    ) -> Iterator[NDArray[np.float32]]:
+        """Give the logits after every token of `ids` in chunks, one for each step: fp32 [rows, V]."""
         check_tokens(ids, self.config.max_context, self.config.vocabulary)
         with self._lease(1) as cache:
             tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
             wanted = step_tokens or LOGITS_CHUNK
-            size = min(wanted, self.session.longest_step or wanted)
-            for start in range(0, len(ids), size):
-                chunk, past = tokens[:, start : start + size], np.array([start], np.int32)
+            longest = self.session.longest_step
+            size, first = (min(most, longest or most) for most in (wanted, max(wanted, first_step)))
+            for start in (0, *range(first, len(ids), size)):
+                end = start + (size if start else first)
+                chunk, past = tokens[:, start:end], np.array([start], np.int32)
                 yield self.session.step(chunk, past, cache, np.arange(chunk.shape[1]), text_lengths=whole)[0]
 
     def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[StepOutput]:
