@@ -11,7 +11,9 @@ from pathlib import Path
 from llmforge import engines
 from llmforge.base import spans
 from llmforge.base.progress import Progress
+from llmforge.build import tasks
 from llmforge.build.latency import Measuring
+from llmforge.build.reuse import Reuse
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
@@ -22,6 +24,7 @@ from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.quality import Logits
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Answer, Quality, Sample
+from llmforge.metrics.tasks import TaskResult
 from llmforge.recipe import GateSpec, QualitySpec, ValidationSpec
 from llmforge.report import model as records
 from llmforge.report import verdict
@@ -42,6 +45,7 @@ class Evidence:
     baseline: str | None  # what it was held against, in words
     unmeasured: str | None = None  # why the engine could not be run; None: it could
     notes: tuple[str, ...] = ()  # what else was not measured, and why
+    tasks: tuple[TaskResult, ...] = ()
 
     def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
@@ -59,7 +63,7 @@ class Evidence:
 
     def judge(self, specs: Mapping[str, GateSpec], engine: records.EngineRecord) -> tuple[gates.GateResult, ...]:
         """Decide the gates; what could not be measured leaves them undecided."""
-        return verdict.judge(specs, self.quality, self.latency, engine)
+        return verdict.judge(specs, self.quality, self.latency, engine, self.tasks)
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,16 @@ def measure(
     progress: Progress,
     ranks: int = 1,
     keep: Callable[[Logits], Logits] = lambda logits: logits,
+    reuse: Reuse | None = None,
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
     `read` is what a decode step reads, `windows` the text for its quality. `keep` may take the logits of the baseline
-    on them from where they were kept. An engine that is not built yet (None), or that this machine does not run, is not
-    measured; `ranks` devices share one.
+    on them from where they were kept; `reuse` keeps what it answers to tasks. An engine that is not built yet (None),
+    or that this machine does not run, is not measured; `ranks` devices share one.
     """
     reason = PENDING if engine is None else engines.why_not_run(target)
-    if engine is None or reason is not None or (spec.quality is None and spec.latency is None):
+    if engine is None or reason is not None or spec.is_empty:
         return Evidence(None, None, None, reason)
     progress.stage("Load engine and baseline")
     began = time.perf_counter()
@@ -148,12 +153,19 @@ def measure(
         moved = _quality(spec.quality, runner, baseline, windows, progress, keep)
     if spec.latency is not None:
         progress.stage("Measure latency")
-        ours = Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds)
+        ours = Subject.of_runner(runner, description=describe(runner, threads), load_seconds=load_seconds)
         theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
         measuring = Measuring(artifact, runner, spec.latency, target, read, threads, ranks)
         timed = measuring.run(ours, theirs, engine.size_bytes, progress.advance)
         notes = tuple(measuring.notes)
-    return Evidence(moved, timed, baseline.description, notes=notes)
+    results: tuple[TaskResult, ...] = ()
+    if spec.tasks is not None:
+        ran_by = describe(runner, threads)
+        results, left_out = tasks.run(
+            spec.tasks, runner, checkpoint, progress, engine=ran_by, threads=threads, reuse=reuse
+        )
+        notes += left_out
+    return Evidence(moved, timed, baseline.description, notes=notes, tasks=results)
 
 
 def _quality(
@@ -199,7 +211,8 @@ def _greedy(runner: Runner, ids: Sequence[int], tokens: int) -> Iterator[int]:
             yield chunk.token_id
 
 
-def _describe(runner: Runner, threads: int) -> str:
+def describe(runner: Runner, threads: int) -> str:
+    """Say what runs an engine."""
     config = runner.config
     if config.plan is not None:
         return f"llmforge runtime, {config.plan.module} {config.plan.version}"

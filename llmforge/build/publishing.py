@@ -74,6 +74,7 @@ def publish(
         "quality": evidence.quality,
         "quality_baseline": evidence.baseline,
         "latency": evidence.latency,
+        "tasks": evidence.tasks,
         "engine": engine_record,
         "build": clock.record(reused),
         "machine": machine.describe(),

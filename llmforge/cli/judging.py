@@ -175,7 +175,7 @@ def _in_turns(ours: Subject, theirs: Subject, specs: dict[str, GateSpec]) -> dic
     wanted = [
         name
         for name, spec in specs.items()
-        if isinstance(catalog.deciding()[name], SlowestMetric) and "rise_max" in spec.limits
+        if isinstance(catalog.named(name), SlowestMetric) and "rise_max" in spec.limits
     ]
     if not wanted:
         return {}
@@ -226,7 +226,6 @@ def validate(artifact: Path, recipe: Path, as_json: bool, quiet: bool) -> None:
     extras.require("build")
     from llmforge.build import validating
     from llmforge.cli import console
-    from llmforge.evaluation.gates import Verdict
     from llmforge.recipe import Recipe
 
     loaded = Recipe.load(recipe)
@@ -237,11 +236,7 @@ def validate(artifact: Path, recipe: Path, as_json: bool, quiet: bool) -> None:
     else:
         output.write_summary(result.report)
         click.echo(str(result.path))
-    undecided = [each.explanation for each in result.report.gates if each.verdict is result.report.verdict]
-    if result.report.verdict is Verdict.FAIL:
-        raise GateFailed("\n".join(["a gate failed", *undecided]))
-    if result.report.verdict is Verdict.INCONCLUSIVE:
-        raise GateInconclusive("\n".join(["a gate is inconclusive", *undecided]))
+    output.end_by_gates(result.report)
 
 
 _DIFF = """\b
@@ -307,9 +302,9 @@ def history(name: str, metrics: tuple[str, ...], out: Path, as_json: bool) -> No
     from llmforge.metrics import catalog
     from llmforge.report import comparing
 
-    known = catalog.deciding()
-    if unknown := [metric for metric in metrics if metric not in known]:
-        raise UsageError(f"no such metric: {', '.join(unknown)}; known: {', '.join(known)}")
+    if unknown := [metric for metric in metrics if catalog.find(metric) is None]:
+        known = ", ".join(catalog.deciding())
+        raise UsageError(f"no such metric: {', '.join(unknown)}; known: {known}, task.NAME.SCORE")
     found = versions.listed(out, name)
     for each in found:
         if each.damage is not None:

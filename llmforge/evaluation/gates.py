@@ -15,6 +15,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from llmforge.metrics import catalog
+from llmforge.metrics.catalog import Measured, TaskMetric
 from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, Estimate
 from llmforge.metrics.record import Record
 from llmforge.metrics.resampling import Resampled
@@ -27,7 +28,8 @@ GROWTH = 2  # times as many documents at each look: few looks, and at most twice
 
 
 Bound = Literal["min", "max", "drop_max", "rise_max"]
-RELATIVE: tuple[Bound, ...] = ("drop_max", "rise_max")  # to an earlier artifact
+RELATIVE: tuple[Bound, ...] = ("drop_max", "rise_max")  # to an earlier artifact; of tasks, to the checkpoint as well
+CHECKPOINT = "the checkpoint"
 
 Figure = Estimate | Resampled
 
@@ -47,7 +49,9 @@ class GateResult(Record):
     metric: str
     bound: Bound
     limit: float
-    measured: Estimate | None  # of `drop_max` and `rise_max`, the difference to the earlier one; None: not measured
+    measured: (
+        Estimate | None
+    )  # of `drop_max` and `rise_max`, the difference to what it is held against; None: not measured
     verdict: Verdict
     samples_needed: int | None  # INCONCLUSIVE only: how many would decide with 80 % probability; None: cannot be told
     explanation: str  # one line that begins with the metric
@@ -59,7 +63,7 @@ class GateResult(Record):
 
 @dataclass(frozen=True)
 class Earlier:
-    """The artifact that a release is held against: ours less theirs, by metric, or why that cannot be told."""
+    """What a release is held against: ours less theirs, by metric, or why that cannot be told."""
 
     name: str
     differences: Mapping[str, Figure | str]
@@ -71,6 +75,7 @@ def judge(
     measured: Mapping[str, Estimate],
     *,
     unmeasured: str | None = None,
+    original: Earlier | None = None,
     earlier: Earlier | None = None,
     resampled: Mapping[str, Resampled] | None = None,
     alpha: float = ALPHA,
@@ -78,48 +83,36 @@ def judge(
     """Decide every limit; a gate with several limits gives a result for each.
 
     A figure that is missing or NaN fails, but where nothing could be measured: `unmeasured` says why, and leaves what
-    is missing undecided. Limits that are relative to an `earlier` artifact are left out without one. `resampled` are
-    figures to be decided at another `alpha` than that of their intervals.
+    is missing undecided. Limits that are relative to an `earlier` artifact are left out without one; those of tasks
+    hold against the `original` checkpoint, too. `resampled` are figures to be decided at another `alpha` than that of
+    their intervals.
     """
     trials = []
     for metric, gate in gates.items():
-        highest = catalog.deciding()[metric].unit.highest
+        known = catalog.named(metric)
         for bound, limit in gate.limits.items():
-            if bound == "max":
-                trials.append(
-                    _Trial(
-                        metric,
-                        "max",
-                        limit,
-                        (resampled or {}).get(metric) or measured.get(metric),
-                        unmeasured,
-                        highest - limit,
-                        alpha,
-                    )
-                )
-            elif bound == "min":
-                trials.append(
-                    _Trial(
-                        metric,
-                        "min",
-                        limit,
-                        (resampled or {}).get(metric) or measured.get(metric),
-                        unmeasured,
-                        limit,
-                        alpha,
-                    )
-                )
-            elif earlier is not None:
-                was = earlier.values.get(metric, 0.0 if bound == "rise_max" else math.inf)
-                room = (highest - was if bound == "rise_max" else was) - limit
-                relative: Bound = "rise_max" if bound == "rise_max" else "drop_max"
-                trials.append(
-                    _Trial(
-                        metric, relative, limit, earlier.differences.get(metric), unmeasured, room, alpha, earlier.name
-                    )
-                )
+            if bound in ("max", "min"):
+                of_side: Bound = "max" if bound == "max" else "min"
+                room = known.unit.highest - limit if bound == "max" else limit
+                found = (resampled or {}).get(metric) or measured.get(metric)
+                trials.append(_Trial(metric, of_side, limit, found, unmeasured, room, alpha))
+                continue
+            relative: Bound = "rise_max" if bound == "rise_max" else "drop_max"
+            for other in (original if isinstance(known, TaskMetric) else None, earlier):
+                if other is not None:
+                    was = other.values.get(metric, 0.0 if relative == "rise_max" else math.inf)
+                    room = (known.unit.highest - was if relative == "rise_max" else was) - limit
+                    moved = other.differences.get(metric)
+                    trials.append(_Trial(metric, relative, limit, moved, unmeasured, room, alpha, other.name))
     failing = _holm([trial.p_beyond for trial in trials], alpha)
     return tuple(trial.result(fails) for trial, fails in zip(trials, failing, strict=True))
+
+
+def checkpoint(measured: Measured) -> Earlier:
+    """Give the checkpoint that the tasks of an artifact were run on, too, as what it is held against."""
+    sides = {name: score.figures.baseline for name, score in measured.scores.items()}
+    values = {name: side.value for name, side in sides.items() if side is not None}
+    return Earlier(CHECKPOINT, catalog.task_differences(measured), values)
 
 
 def overall(results: Sequence[GateResult]) -> Verdict:

@@ -21,6 +21,7 @@ from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
+from llmforge.metrics.tasks import MOST_TASKS, TaskResult
 from llmforge.report.attribution import Attribution
 
 
@@ -168,6 +169,7 @@ class Report(Record):
     quality_baseline: str | None  # what the quality is held against, in words
     latency: Latency | None
     attribution: Attribution | None = None
+    tasks: tuple[TaskResult, ...] = Field(default=(), max_length=MOST_TASKS)
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord

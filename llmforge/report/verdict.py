@@ -19,6 +19,7 @@ from llmforge.metrics.catalog import Measured, QualityMetric
 from llmforge.metrics.latency import Latency, Point
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
+from llmforge.metrics.tasks import TaskResult
 from llmforge.metrics.token_records import KEPT_TOKENS
 from llmforge.recipe import GateSpec
 from llmforge.report import model
@@ -29,18 +30,24 @@ _SPECS = TypeAdapter(dict[str, GateSpec])
 
 
 def judge(
-    specs: Mapping[str, GateSpec], quality: Quality | None, latency: Latency | None, engine: EngineRecord
+    specs: Mapping[str, GateSpec],
+    quality: Quality | None,
+    latency: Latency | None,
+    engine: EngineRecord,
+    tasks: tuple[TaskResult, ...] = (),
 ) -> tuple[GateResult, ...]:
     """Decide the gates of a recipe; what could not be measured leaves them undecided."""
-    measured = Measured(quality, latency, None if engine.pending else engine.size_bytes)
-    return gates.judge(specs, catalog.estimates(measured), unmeasured=engine.unmeasured)
+    measured = Measured(quality, latency, None if engine.pending else engine.size_bytes, tasks)
+    return gates.judge(
+        specs, catalog.estimates(measured), unmeasured=engine.unmeasured, original=gates.checkpoint(measured)
+    )
 
 
 def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
     """Make every figure, and every verdict, again, in all records of `artifact`.
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
-    latency of the time of each token, size of the manifest.
+    latency of the time of each token, scores of tasks of their items, size of the manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
 
     Raises:
@@ -61,7 +68,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
             raise InputError(
                 f"{artifact.path}: the gates of its recipe are damaged: {error.errors()[0]['msg']}"
             ) from error
-        results = judge(specs, report.quality, report.latency, report.engine)
+        results = judge(specs, report.quality, report.latency, report.engine, report.tasks)
         if sorted(map(_decision, results)) != sorted(map(_decision, report.gates)):  # a manifest sorts its keys
             wrong.append("gates")
         if gates.overall(results) is not report.verdict:
@@ -112,6 +119,10 @@ def _figures(report: Report) -> Iterator[str]:
             yield "quality: documents or tokens"
     if (found := report.latency) is not None:
         yield from _timings(found)
+    for task in report.tasks:
+        for name, again in task.again().items():
+            if not _close(task.scores[name].figures, again):
+                yield f"{name} of task {task.name[:40]}"
 
 
 def _timings(found: Latency) -> Iterator[str]:
