@@ -14,7 +14,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,6 +37,7 @@ for _variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of others' modules
     import datasets
+    import lm_eval.api.task
     import lm_eval.evaluator
     import lm_eval.utils
     from lm_eval.api.model import TemplateLM
@@ -362,6 +363,7 @@ def _quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
+    bars, lm_eval.api.task.tqdm = lm_eval.api.task.tqdm, _no_bar
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
@@ -369,10 +371,16 @@ def _quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        lm_eval.api.task.tqdm = bars
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         if shown:
             datasets.enable_progress_bars()
+
+
+def _no_bar(items: Iterable[Found], **_: Any) -> Iterable[Found]:
+    """Stand in for tqdm."""
+    return items
 
 
 @contextmanager
