@@ -26,7 +26,9 @@ def main(source: Path, target: Path) -> None:
         places = [i for i in range(1, len(sentences)) if _fits(sentences[i]) and len(" ".join(sentences[:i])) >= BEFORE]
         for at in sorted(rng.sample(places, min(ITEMS, len(places)))):
             true = sentences[at]
-            near = sorted((other for other in pool if other[0] != name), key=lambda other: abs(len(other[1]) - len(true)))
+            near = sorted(
+                (other for other in pool if other[0] != name), key=lambda other: abs(len(other[1]) - len(true))
+            )
             choices = [true, *(sentence for _, sentence in rng.sample(near[:24], CHOICES - 1))]
             rng.shuffle(choices)
             context = " ".join(sentences[:at])[-2 * BEFORE :]

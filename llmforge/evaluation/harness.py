@@ -52,6 +52,7 @@ _BUILDERS = ("json", "csv", "parquet", "text")  # of data sets that are files
 _OTHER_FILES = ("include", "class", "group", "custom_dataset")  # keys that would run or read something else
 _NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 _FORMS: Mapping[str, Form] = {"weighted_perplexity": "perplexity", "perplexity": "perplexity", "bits_per_byte": "bits"}
+_PROBLEMS = (jinja2.TemplateError, LookupError, ValueError, TypeError, AssertionError)  # of a task, in the harness
 _UNFIT = re.compile(r"[^A-Za-z0-9_-]")
 
 Encode = Callable[[str, bool], list[int]]  # text, and whether the tokenizer adds its special tokens
@@ -138,7 +139,7 @@ def _run(asked: Asked, model: _Model) -> dict[str, _Ran]:
         tasks = _load(asked)
         try:
             found = lm_eval.evaluator.evaluate(model, {"tasks": tasks}, limit=asked.limit, bootstrap_iters=0)
-        except (jinja2.TemplateError, KeyError, ValueError, TypeError, AssertionError) as error:
+        except _PROBLEMS as error:
             raise DataError(f"{', '.join(tasks)}: cannot be run: {_said(error)}") from error
     return {_UNFIT.sub("_", name): _ran(task, found["samples"][name]) for name, task in tasks.items()}
 
@@ -157,7 +158,7 @@ def _load(asked: Asked) -> dict[str, Any]:
         )
     try:
         tasks: dict[str, Any] = manager.load(specs)["tasks"]
-    except (OSError, KeyError, ValueError, TypeError, AssertionError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, *_PROBLEMS, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{', '.join(asked.tasks)}: cannot be loaded: {_said(error)}",
             hint="nothing is downloaded: its data must be local files, or in the cache of `datasets`",

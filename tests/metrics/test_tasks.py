@@ -15,7 +15,9 @@ from llmforge.metrics.tasks import Score, TaskResult
 ITEMS = 40
 
 
-def result(ours: tuple[float, ...], theirs: tuple[float, ...] | None, digest: str = "00", **changed: object) -> TaskResult:
+def result(
+    ours: tuple[float, ...], theirs: tuple[float, ...] | None, digest: str = "00", **changed: object
+) -> TaskResult:
     documents = tuple(range(len(ours)))
     fields: dict[str, object] = {
         "name": "quiz", "version": "1", "digest": digest, "few_shot": 0, "documents": documents,
