@@ -28,18 +28,23 @@ def share(hits: Floats, clusters: NDArray[np.int64]) -> Estimate:
     sample = _Sample(hits, clusters)
     if (z := sample.critical) is None:
         return sample.estimate(None)
-    n = len(hits) / sample.design_effect
+    n = len(hits) / (sample.design_effect or sample.items_a_document)
     p, z2 = sample.value, z * z
     centre, half = (p * n + z2 / 2) / (n + z2), z * math.sqrt(p * (1 - p) * n + z2 / 4) / (n + z2)
     return sample.estimate((centre - half, centre + half))
 
 
 def difference(ours: Floats, theirs: Floats, clusters: NDArray[np.int64]) -> Estimate:
-    """Estimate the share of `ours` less that of `theirs`, each 0 or 1 [N] on the same items: Tango's interval."""
+    """Estimate the share of `ours` less that of `theirs`, each 0 or 1 [N] on the same items: Tango's interval.
+
+    Few items that differ say little of how alike those of one document are: the design effect is at least that of being
+    right.
+    """
     sample = _Sample(ours - theirs, clusters)
     if (z := sample.critical) is None:
         return sample.estimate(None)
-    effect = sample.design_effect
+    effects = (sample.design_effect, _Sample(theirs, clusters).design_effect)
+    effect = max((known for known in effects if known is not None), default=sample.items_a_document)
     gained, lost = (float(np.count_nonzero(ours - theirs == sign)) / effect for sign in (1, -1))
     return sample.estimate(tango(gained, lost, len(ours) / effect, z))
 
@@ -86,16 +91,18 @@ class _Sample:
         return float(student_quantiles(np.array([level]), self.documents - 1)[0])
 
     @property
-    def design_effect(self) -> float:
-        """By how much the variance exceeds that of independent items, at least 1.
+    def items_a_document(self) -> float:
+        """The largest design effect that there can be, where documents are about as large: one item counts of each."""
+        return self.items / self.documents
 
-        Where no item differs from another, nothing is known of it: then a document counts as one item.
-        """
+    @property
+    def design_effect(self) -> float | None:
+        """By how much the variance exceeds that of independent items, at least 1; None: all are equal."""
         independent = float(self._off @ self._off)
         if self.documents == self.items:
             return 1.0
         if independent == 0:
-            return self.items / self.documents
+            return None
         sums = np.bincount(self._clusters, self._off, minlength=self.documents)
         between = self.documents / (self.documents - 1) * float(sums @ sums)
         return max(1.0, between / (self.items / (self.items - 1) * independent))

@@ -78,7 +78,18 @@ def test_what_a_sample_is_too_small_for_has_no_interval() -> None:
     assert (enough.samples, enough.of) == (28, "items")
 
 
-def test_where_nothing_differs_a_document_counts_as_one_item() -> None:
+def test_where_nothing_differs_the_width_is_that_of_items_that_are_right_as_alike() -> None:
+    rng = np.random.default_rng(2)
+    clusters = np.repeat(np.arange(30), 5)
+    right = (rng.random(150) < 0.6).astype(float)
+    alike = np.repeat((rng.random(30) < 0.6).astype(float), 5)
+    apart, together = (paired.difference(each, each, clusters) for each in (right, alike))
+    assert apart.value == together.value == 0
+    assert apart.high == pytest.approx(2.045**2 / (150 + 2.045**2), rel=0.3)  # about 150 items
+    assert together.high == pytest.approx(2.045**2 / (30 + 2.045**2), rel=0.1)  # 30
+
+
+def test_where_all_are_right_a_document_counts_as_one_item() -> None:
     same = np.ones(40)
     clustered = paired.difference(same, same, np.repeat(np.arange(10), 4))
     assert clustered.value == 0
