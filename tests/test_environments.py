@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("environments")  # they are made once
 LACKING = {
     "plain": {
         **dict.fromkeys(
-            ("build", "bisect", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build,cpu"
+            ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build,cpu"
         ),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
@@ -40,12 +40,12 @@ LACKING = {
     },
     "serving": {
         **dict.fromkeys(
-            ("build", "bisect", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build"
+            ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build"
         ),
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
-    "everything": {"sign": "signing", **dict.fromkeys(("push", "pull"), "registry")},
+    "everything": {"eval": "eval", "sign": "signing", **dict.fromkeys(("push", "pull"), "registry")},
 }
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
@@ -158,6 +158,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "diff": ["artifact", "artifact"],
     "diff-graph": ["a.onnx", "b.onnx"],
     "doctor": [],
+    "eval": ["artifact", "--tasks", "task.yaml", "--recipe", "recipe.yaml"],
     "export": ["only/{only}", "-o", "exported.tar"],
     "gate": ["only/{only}"],
     "gc": ["--dry-run"],

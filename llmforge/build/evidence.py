@@ -12,7 +12,9 @@ from llmforge import engines
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
+from llmforge.build import tasks
 from llmforge.build.latency import Measuring
+from llmforge.build.reuse import Reuse
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
@@ -25,6 +27,7 @@ from llmforge.evaluation.runtimes import Interpreter
 from llmforge.metrics.agreement import RuntimeName, RuntimeRun
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Answer, Quality, Sample
+from llmforge.metrics.tasks import TaskResult
 from llmforge.recipe import GateSpec, QualitySpec, Recipe, ValidationSpec
 from llmforge.report import model as records
 from llmforge.report import verdict
@@ -46,6 +49,7 @@ class Evidence:
     unmeasured: str | None = None  # why the engine could not be run; None: it could
     notes: tuple[str, ...] = ()  # what else was not measured, and why
     runtimes: tuple[RuntimeRun, ...] = ()  # others that ran it
+    tasks: tuple[TaskResult, ...] = ()
 
     def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
@@ -65,7 +69,7 @@ class Evidence:
         self, specs: Mapping[str, GateSpec], engine: records.EngineRecord, checkpoint: records.CheckpointRecord
     ) -> tuple[gates.GateResult, ...]:
         """Decide the gates; what could not be measured leaves them undecided."""
-        measured = records.measured(self.quality, self.latency, engine, checkpoint, self.runtimes)
+        measured = records.measured(self.quality, self.latency, engine, checkpoint, self.runtimes, self.tasks)
         return verdict.judge(specs, measured, engine.unmeasured)
 
 
@@ -158,15 +162,17 @@ def measure(
     ranks: int = 1,
     keep: Callable[[Logits], Logits] = lambda logits: logits,
     interpreters: Sequence[Interpreter] = (),
+    reuse: Reuse | None = None,
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
     `read` is what a decode step reads, `windows` the text for its quality. `keep` may take the logits of the baseline
-    on them from where they were kept. `interpreters` have other runtimes, which run the engine as well. One that is not
-    built yet (None), or that this machine does not run, is not measured; `ranks` devices share one.
+    on them from where they were kept; `reuse` keeps what it answers to tasks. `interpreters` have other runtimes, which
+    run the engine as well. An engine that is not built yet (None), or that this machine does not run, is not measured;
+    `ranks` devices share one.
     """
     reason = PENDING if engine is None else engines.why_not_run(target)
-    if engine is None or reason is not None or (spec.quality is None and spec.latency is None):
+    if engine is None or reason is not None or spec.is_empty:
         return Evidence(None, None, None, reason)
     progress.stage("Load engine and baseline")
     began = time.perf_counter()
@@ -179,7 +185,7 @@ def measure(
         moved = _quality(spec.quality, runner, baseline, windows, progress, keep)
     if spec.latency is not None:
         progress.stage("Measure latency")
-        ours = Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds)
+        ours = Subject.of_runner(runner, description=describe(runner, threads), load_seconds=load_seconds)
         theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
         measuring = Measuring(artifact, runner, spec.latency, target, read, threads, ranks)
         timed = measuring.run(ours, theirs, engine.size_bytes, progress.advance)
@@ -189,7 +195,14 @@ def measure(
         progress.stage("Run in other runtimes")
         ran = runtimes.run(artifact, runner, windows, interpreters, progress=progress.advance)
         notes += tuple(f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None)
-    return Evidence(moved, timed, baseline.description, notes=notes, runtimes=ran)
+    results: tuple[TaskResult, ...] = ()
+    if spec.tasks is not None:
+        ran_by = describe(runner, threads)
+        results, left_out = tasks.run(
+            spec.tasks, runner, checkpoint, progress, engine=ran_by, threads=threads, reuse=reuse
+        )
+        notes += left_out
+    return Evidence(moved, timed, baseline.description, notes=notes, runtimes=ran, tasks=results)
 
 
 def _quality(
@@ -235,7 +248,8 @@ def _greedy(runner: Runner, ids: Sequence[int], tokens: int) -> Iterator[int]:
             yield chunk.token_id
 
 
-def _describe(runner: Runner, threads: int) -> str:
+def describe(runner: Runner, threads: int) -> str:
+    """Say what runs an engine."""
     config = runner.config
     if config.plan is not None:
         return f"llmforge runtime, {config.plan.module} {config.plan.version}"

@@ -18,7 +18,7 @@ from llmforge.lowering import options
 from llmforge.lowering.pass_base import Pass
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization import methods
-from llmforge.recipe import Recipe
+from llmforge.recipe import TASK_FILES, Recipe
 
 BITS = 8  # of weights that are kept, where the pass has 4
 _SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # options that say nothing of the method
@@ -87,6 +87,10 @@ def write(recipe: Recipe, replaced: Mapping[int, Sequence[Entry]], path: Path) -
         plain["validation"]["quality"]["data"] = _relative(recipe.validation.quality.data, folder)
     if (latency := recipe.validation.latency) is not None and latency.trace is not None:
         plain["validation"]["latency"]["workloads"]["trace"]["data"] = _relative(latency.trace.data, folder)
+    if recipe.validation.tasks is not None:
+        plain["validation"]["tasks"] = [
+            _relative(Path(task), folder) if task.endswith(TASK_FILES) else task for task in recipe.validation.tasks
+        ]
     yaml = YAML(typ="safe")
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 120

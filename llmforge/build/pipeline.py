@@ -33,7 +33,7 @@ from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.engines import BuildRequest, Engine, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
-from llmforge.evaluation import footprint, gates
+from llmforge.evaluation import footprint
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.runtimes import Interpreter
 from llmforge.ir import dialect, graph, interface
@@ -44,7 +44,7 @@ from llmforge.metrics.agreement import RuntimeName
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
-from llmforge.report import view
+from llmforge.report import release, view
 from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export.limits import WHOLE_BYTES
@@ -173,6 +173,7 @@ def make(
             progress=progress,
             keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
             interpreters=others,
+            reuse=kept,
         )
     attributed = None
     if measure and lossy_steps:
@@ -188,9 +189,9 @@ def make(
             vocabulary=checkpoint.geometry.vocabulary,
             depth=checkpoint.geometry.layers,
         )
-    if recipe.validation.quality is None and recipe.validation.latency is None:
+    if recipe.validation.is_empty:
         said = (*said, "nothing was measured: the recipe asks for no validation")
-    if any(limit in gate.limits for gate in recipe.gates.values() for limit in gates.RELATIVE):
+    if release.is_relative(recipe.gates):
         said = (*said, "limits against an earlier artifact are decided by `llmforge gate`, not by this build")
     resolved = recipe.resolved(steps)
     facts = {

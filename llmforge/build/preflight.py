@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from llmforge.base import resources
+from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.build import texts
 from llmforge.checkpoint import CONFIG, CONTEXTS, read_settings
@@ -29,8 +29,11 @@ def check(recipe: Recipe) -> None:
     Raises:
         DataError: a text is missing or not readable, or evaluation text was calibrated on.
         CheckpointError: the folder is no checkpoint: a file is missing or damaged.
+        EnvironmentLacks: the recipe asks for tasks, and what runs them is not installed.
         UnsupportedError: the weights are already quantized, or `engine.max_context` is more than rotary tables reach.
     """
+    if recipe.validation.tasks is not None:
+        extras.require("eval")
     texts.check(recipe)
     settings = read_settings(recipe.checkpoint.absolute())
     _check_context(recipe, settings.get("text_config", settings))

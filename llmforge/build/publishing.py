@@ -77,6 +77,7 @@ def publish(
         "quality_baseline": evidence.baseline,
         "latency": evidence.latency,
         "runtimes": evidence.runtimes,
+        "tasks": evidence.tasks,
         "engine": engine_record,
         "build": clock.record(reused),
         "machine": machine.describe(),

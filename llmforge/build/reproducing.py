@@ -44,6 +44,16 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
                 hint="give it with --text FILE",
             )
         section["data"] = str(here[wanted["sha256"]].resolve())
+    validation = plain.get("validation") or {}
+    for number, task in enumerate(validation.get("tasks") or []):
+        if isinstance(task, dict):
+            if task["sha256"] not in here:
+                raise UsageError(
+                    f"{path}: was built with the task {task['name']} ({task['sha256'][:12]}…), which is none of those "
+                    f"given: {', '.join(map(str, texts)) or 'none'}",
+                    hint="give it with --text FILE",
+                )
+            validation["tasks"][number] = str(here[task["sha256"]].resolve())
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(plain), encoding="utf-8")  # JSON is YAML
     return Recipe.load(file)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,12 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.sealed import is_content
-from llmforge.build import evidence, finishing, texts
+from llmforge.build import evidence, finishing, tasks, texts
 from llmforge.build.evidence import Clock
 from llmforge.build.publishing import BuildResult
+from llmforge.build.reuse import opened as opened_cache
+from llmforge.build.tasks import Server
+from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
@@ -30,13 +35,24 @@ from llmforge.evaluation.gates import Figure, Verdict
 from llmforge.evaluation.runtimes import Interpreter
 from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.quality import DocumentSums
+from llmforge.metrics.tasks import TaskResult
 from llmforge.recipe import GateSpec, Recipe
 from llmforge.report import model as records
-from llmforge.report import release, render
+from llmforge.report import release, render, verdict
+from llmforge.report.model import Report
 from llmforge.report.release import Judgement, Look, Pairs, Subject
 from llmforge.runtime import load as load_runner
 from llmforge.runtime.backends.config import FILE, RuntimeConfig, physical_cores
 from llmforge.targets import Target
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What tasks gave, and the evidence that it became."""
+
+    tasks: tuple[TaskResult, ...]
+    left_out: tuple[str, ...]
+    result: BuildResult | None  # None: it became none
 
 
 def validate(
@@ -65,7 +81,7 @@ def validate(
     opened.verify()
     finishing.check_recipe(recipe, opened)
     before = Subject.of(opened).report
-    if recipe.validation.quality is None and recipe.validation.latency is None:
+    if recipe.validation.is_empty:
         raise UnsupportedError(f"{path}: its recipe asks for no validation", hint="add `validation` and build again")
     target = targets.load(before.target.name) if before.target.name in targets.names() else targets.local()
     if (reason := engines.why_not_run(target)) is not None:
@@ -98,7 +114,8 @@ def validate(
         interpreters=others,
     )
     engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
-    judged = found.judge(Subject.of(opened).sealed_limits, engine, before.checkpoint)
+    kept_tasks = tasks.merge(before.tasks, found.tasks)  # of `llmforge eval`
+    judged = replace(found, tasks=kept_tasks).judge(Subject.of(opened).sealed_limits, engine, before.checkpoint)
     changed: dict[str, Any] = {
         "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
         "verdict": gates.overall(judged),
@@ -107,6 +124,7 @@ def validate(
         "quality_baseline": found.baseline,
         "latency": found.latency,
         "runtimes": found.runtimes,
+        "tasks": kept_tasks,
         "engine": engine,
         "build": clock.record(records.ReusedRecord()),
         "machine": machine.describe(),
@@ -115,8 +133,12 @@ def validate(
         "files": {},
         "previous": None,
     }
-    report = before.model_copy(update=changed)
     progress.stage("Publish")
+    return _add(opened, before.model_copy(update=changed))
+
+
+def _add(opened: Artifact, report: Report) -> BuildResult:
+    """Add a report to the evidence of an artifact, which stays as it is."""
     parent = opened.path.parent  # one that was moved out of `<name>` gets its record beside it
     out = parent.parent if parent.name == opened.manifest.name else parent
     with artifact.staging(out, opened.manifest.name) as staging:
@@ -139,6 +161,74 @@ def _others(recipe: Recipe, target: Target, pythons: Mapping[RuntimeName, Path])
     if wanted and recipe.validation.quality is None:
         raise UsageError(f"{recipe.path}: has no `validation: {{quality: …}}`: there is no text to answer")
     return evidence.interpreters(recipe, target, pythons, wanted)
+
+
+def evaluate(
+    path: Path,
+    wanted: Sequence[str],
+    checkpoint: Checkpoint,
+    progress: Progress | None = None,
+    *,
+    limit: int | None = None,
+    few_shot: int | None = None,
+    server: Server | None = None,
+    cache: Callable[[], Cache] | None = None,
+) -> Evaluated:
+    """Run the tasks `wanted` on the artifact at `path` and its checkpoint, and add what was found to its evidence.
+
+    Quality, latency and other tasks stay as they were measured. What a `server` answers is no evidence of the artifact:
+    it is shown, and added to nothing.
+
+    Raises:
+        InputError: files of the artifact were changed; a task, or its data, cannot be used.
+        UsageError: the checkpoint is another one, or there is no such task.
+        EnginePending: there is no engine to run.
+        EnvironmentLacks, UnsupportedError: see `tasks.run`; or this machine does not run the engine.
+    """
+    progress = progress or Silent()
+    progress.stage("Check artifact and checkpoint")
+    opened = _runnable(path)
+    opened.verify()
+    if checkpoint.digest != opened.manifest.checkpoint:
+        raise UsageError(
+            f"{checkpoint.path}: its digest is {checkpoint.digest}, but the artifact was built from "
+            f"{opened.manifest.checkpoint}"
+        )
+    before = Subject.of(opened).report
+    threads = physical_cores()
+    progress.stage("Load engine")
+    runner = load_runner(opened.path, threads=threads)
+    with tempfile.TemporaryDirectory() as scratch, opened_cache(cache, Path(scratch), progress) as reuse:
+        found, left_out = tasks.run(
+            wanted,
+            runner,
+            checkpoint,
+            progress,
+            engine=f"{evidence.describe(runner, threads)}, {machine.describe().cpu}",
+            threads=threads,
+            limit=limit,
+            few_shot=few_shot,
+            content=opened.manifest.content_digest,
+            reuse=reuse,
+            server=server,
+        )
+    if server is not None:
+        return Evaluated(found, left_out, None)
+    every = tasks.merge(before.tasks, found)
+    subject = Subject.of(opened)
+    measured = before.model_copy(update={"tasks": every}).measured
+    judged = verdict.judge(subject.sealed_limits, measured, before.engine.unmeasured)
+    changed = {
+        "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
+        "verdict": gates.overall(judged),
+        "gates": judged,
+        "tasks": every,
+        "notes": tuple(dict.fromkeys((*before.notes, *left_out))),
+        "files": {},
+        "previous": None,
+    }
+    progress.stage("Publish")
+    return Evaluated(found, left_out, _add(opened, before.model_copy(update=changed)))
 
 
 def decide(

@@ -190,8 +190,8 @@ def _of_turns(specs: Mapping[str, GateSpec]) -> list[SlowestMetric]:
     from llmforge.metrics import catalog
     from llmforge.metrics.catalog import SlowestMetric
 
-    known = catalog.deciding()
-    limited = (known[name] for name, spec in specs.items() if "rise_max" in spec.limits)
+    known = catalog.named
+    limited = (known(name) for name, spec in specs.items() if "rise_max" in spec.limits)
     return [metric for metric in limited if isinstance(metric, SlowestMetric)]
 
 
@@ -347,9 +347,9 @@ def history(name: str, metrics: tuple[str, ...], out: Path, as_json: bool) -> No
     from llmforge.metrics import catalog
     from llmforge.report import comparing
 
-    known = catalog.deciding()
-    if unknown := [metric for metric in metrics if metric not in known]:
-        raise UsageError(f"no such metric: {', '.join(unknown)}; known: {', '.join(known)}")
+    if unknown := [metric for metric in metrics if catalog.find(metric) is None]:
+        known = ", ".join(catalog.deciding())
+        raise UsageError(f"no such metric: {', '.join(unknown)}; known: {known}, task.NAME.SCORE")
     found = versions.listed(out, name)
     for each in found:
         if each.damage is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmforge.base import resources
-from llmforge.base.errors import EnvironmentLacks, UsageError
+from llmforge.base.errors import EnvironmentLacks, GateFailed, GateInconclusive, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,6 +41,21 @@ def write_summary(report: Report) -> None:
     from llmforge.report.render import summary
 
     write(summary(report), SUMMARY_WIDTH)
+
+
+def end_by_gates(report: Report) -> None:
+    """Return where the gates of a report passed, or there are none.
+
+    Raises:
+        GateFailed, GateInconclusive: they did not; says which.
+    """
+    from llmforge.evaluation.gates import Verdict
+
+    undecided = [each.explanation for each in report.gates if each.verdict is report.verdict]
+    if report.verdict is Verdict.FAIL:
+        raise GateFailed("\n".join(["a gate failed", *undecided]))
+    if report.verdict is Verdict.INCONCLUSIVE:
+        raise GateInconclusive("\n".join(["a gate is inconclusive", *undecided]))
 
 
 def write(content: RenderableType, plain_width: int = _PLAIN_WIDTH) -> None:

@@ -15,6 +15,7 @@ from statistics import NormalDist
 from typing import Any, Literal, get_args
 
 from llmforge.metrics import catalog
+from llmforge.metrics.catalog import Measured, TaskMetric
 from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, Estimate
 from llmforge.metrics.record import Record
 from llmforge.metrics.resampling import Resampled
@@ -28,7 +29,8 @@ GROWTH = 2  # times as many documents at each look: few looks, and at most twice
 
 Bound = Literal["min", "max", "drop_max", "rise_max"]
 _BOUNDS: dict[str, Bound] = {each: each for each in get_args(Bound)}
-RELATIVE: tuple[Bound, ...] = ("drop_max", "rise_max")  # to an earlier artifact
+RELATIVE: tuple[Bound, ...] = ("drop_max", "rise_max")  # to an earlier artifact; of tasks, to the checkpoint as well
+CHECKPOINT = "the checkpoint"
 
 Figure = Estimate | Resampled
 
@@ -48,7 +50,9 @@ class GateResult(Record):
     metric: str
     bound: Bound
     limit: float
-    measured: Estimate | None  # of `drop_max` and `rise_max`, the difference to the earlier one; None: not measured
+    measured: (
+        Estimate | None
+    )  # of `drop_max` and `rise_max`, the difference to what it is held against; None: not measured
     verdict: Verdict
     samples_needed: int | None  # INCONCLUSIVE only: how many would decide with 80 % probability; None: cannot be told
     explanation: str  # one line that begins with the metric
@@ -60,7 +64,7 @@ class GateResult(Record):
 
 @dataclass(frozen=True)
 class Earlier:
-    """The artifact that a release is held against: ours less theirs, by metric, or why that cannot be told."""
+    """What a release is held against: ours less theirs, by metric, or why that cannot be told."""
 
     name: str
     differences: Mapping[str, Figure | str]
@@ -72,6 +76,7 @@ def judge(
     measured: Mapping[str, Estimate],
     *,
     unmeasured: str | None = None,
+    original: Earlier | None = None,
     earlier: Earlier | None = None,
     resampled: Mapping[str, Resampled] | None = None,
     alpha: float = ALPHA,
@@ -79,30 +84,40 @@ def judge(
     """Decide every limit; a gate with several limits gives a result for each.
 
     A figure that is missing or NaN fails, but where nothing could be measured: `unmeasured` says why, and leaves what
-    is missing undecided. Limits that are relative to an `earlier` artifact are left out without one. `resampled` are
-    figures to be decided at another `alpha` than that of their intervals: the part of `ALPHA` that one of several looks
-    may spend. What no look changes is decided at `ALPHA`, and fails at `alpha`.
+    is missing undecided. Limits that are relative to an `earlier` artifact are left out without one; those of tasks
+    hold against the `original` checkpoint, too. `resampled` are figures to be decided at another `alpha` than that of
+    their intervals: the part of `ALPHA` that one of several looks may spend. What no look changes is decided at
+    `ALPHA`, and fails at `alpha`.
     """
     trials = []
     for metric, gate in gates.items():
-        highest = catalog.deciding()[metric].unit.highest
+        known = catalog.named(metric)
+        highest = known.unit.highest
         for written, limit in gate.limits.items():
             bound = _BOUNDS[written]
             found: Figure | str | None
-            against = None
             if bound not in RELATIVE:
                 found = (resampled or {}).get(metric) or measured.get(metric)
                 room = highest - limit if bound == "max" else limit
-            elif earlier is not None:
-                found, against = earlier.differences.get(metric), earlier.name
-                was = earlier.values.get(metric, 0.0 if bound == "rise_max" else math.inf)
-                room = (highest - was if bound == "rise_max" else was) - limit
-            else:
+                looked = alpha if isinstance(found, Resampled) else ALPHA
+                trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked))
                 continue
-            looked = alpha if isinstance(found, Resampled) else ALPHA
-            trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked, against))
+            for other in (original if isinstance(known, TaskMetric) else None, earlier):
+                if other is not None:
+                    found = other.differences.get(metric)
+                    was = other.values.get(metric, 0.0 if bound == "rise_max" else math.inf)
+                    room = (highest - was if bound == "rise_max" else was) - limit
+                    looked = alpha if isinstance(found, Resampled) else ALPHA
+                    trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked, other.name))
     failing = _holm([trial.p_beyond for trial in trials], alpha)
     return tuple(trial.result(fails) for trial, fails in zip(trials, failing, strict=True))
+
+
+def checkpoint(measured: Measured) -> Earlier:
+    """Give the checkpoint that the tasks of an artifact were run on, too, as what it is held against."""
+    sides = {name: score.figures.baseline for name, score in measured.scores.items()}
+    values = {name: side.value for name, side in sides.items() if side is not None}
+    return Earlier(CHECKPOINT, catalog.task_differences(measured), values)
 
 
 def overall(results: Sequence[GateResult]) -> Verdict:
@@ -181,7 +196,7 @@ class _Trial:
             return self._result(verdict, None, f"{self._value} (exact), limit: {self._wanted}")
         if not _has_bounds(found):
             needed = found.documents_needed(self.edge, self.alpha, POWER) if isinstance(found, Resampled) else None
-            metric = catalog.deciding()[self.metric]
+            metric = catalog.named(self.metric)
             fewest = metric.fewest(_count(found))
             what = f"an interval needs {fewest or 'more'}"
             if fewest is not None and (needed or 0) > fewest:

@@ -7,6 +7,7 @@ Who asks goes over `ALL` and knows no metric by name. A new metric of quality is
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,7 @@ from llmforge.metrics.quality import (
     share_same,
 )
 from llmforge.metrics.serving import Distribution, Figures
+from llmforge.metrics.tasks import PREFIX, Score, TaskResult
 from llmforge.metrics.tokens import (
     DELTA_P,
     DELTA_P_SQUARED,
@@ -84,13 +86,19 @@ class Measured:
     latency: Latency | None = None
     sizes: Sizes | None = None
     runtimes: tuple[RuntimeRun, ...] = ()  # of others, that ran it
+    tasks: tuple[TaskResult, ...] = ()
+
+    @property
+    def scores(self) -> dict[str, Score]:
+        """Scores of tasks, by the name of their metric."""
+        return {name: score for task in self.tasks for name, score in task.metrics.items()}
 
 
 @dataclass(frozen=True)
 class Metric:
     """One figure of a report."""
 
-    section: ClassVar[Literal["quality", "latency", "runtimes"] | None] = (
+    section: ClassVar[Literal["quality", "latency", "runtimes", "tasks"] | None] = (
         None  # of a recipe's `validation` that measures it
     )
 
@@ -303,6 +311,19 @@ class SizeMetric(Metric):
         return None if measured.sizes is None else Estimate.exact(self.figure(measured.sizes))
 
 
+@dataclass(frozen=True)
+class TaskMetric(Metric):
+    """A score of a task, under `task.NAME.SCORE`: which tasks there are, a recipe or `llmforge eval` says."""
+
+    section = "tasks"
+    decides = True
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        score = measured.scores.get(self.name)
+        return None if score is None else score.figures.artifact
+
+
 def point(prompt_tokens: int, artifact: Side, baseline: Side | None, conditions: Conditions) -> Point:
     """Make every figure of one load of what was timed."""
     trial = Trial(prompt_tokens, artifact, baseline, conditions)
@@ -395,6 +416,8 @@ def _bounds(estimate: Estimate) -> dict[str, float | None]:
     return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
 
 
+TASK_PATTERN = r"^task\.[A-Za-z0-9_-]{1,128}\.[A-Za-z0-9_.-]{1,64}$"
+_OF_TEXT = {"perplexity": RATIO, "word_perplexity": RATIO, "byte_perplexity": RATIO, "bits_per_byte": BITS}
 _PERCENTILES: dict[Literal["p50", "p95", "p99"], str] = {"p50": "median", "p95": "95 %", "p99": "99 %"}
 # fmt: off
 KLD_MEAN = QualityMetric(
@@ -635,22 +658,56 @@ def of_kind(kind: type[Kind]) -> tuple[Kind, ...]:
     return tuple(metric for metric in ALL if isinstance(metric, kind))
 
 
-Deciding = QualityMetric | SlowestMetric | BestMetric | RunMetric | RuntimeMetric | SizeMetric
+Deciding = QualityMetric | SlowestMetric | BestMetric | RunMetric | RuntimeMetric | SizeMetric | TaskMetric
 
 
 def deciding() -> dict[str, Deciding]:
-    """Give the metrics that a gate can decide on, by name: one figure of an artifact, exact or with bounds."""
+    """Give the metrics of every artifact that a gate can decide on, by name: one figure, exact or with bounds."""
     found = (metric for metric in ALL if isinstance(metric, Deciding))
     return {metric.name: metric for metric in found if metric.decides}
 
 
+def find(name: str) -> Deciding | None:
+    """Give the metric of that name that a gate can decide on, a score of a task among them; None: there is none."""
+    return deciding().get(name) or _of_task(name)
+
+
+def named(name: str) -> Deciding:
+    """Give the metric of a name that is known to be one."""
+    metric = find(name)
+    assert metric is not None, name
+    return metric
+
+
+def names(*measured: Measured) -> tuple[str, ...]:
+    """Name the metrics that a gate can decide on, with the scores of tasks that were `measured`."""
+    return (*deciding(), *dict.fromkeys(name for each in measured for name in each.scores))
+
+
+def _of_task(name: str) -> TaskMetric | None:
+    if re.fullmatch(TASK_PATTERN, name) is None:
+        return None
+    task, _, score = name.removeprefix(PREFIX).partition(".")
+    of_text = next((unit for known, unit in _OF_TEXT.items() if score.startswith(known)), None)
+    title = f"{task}, {score.replace('_', ' ')}"
+    if of_text is not None:
+        return TaskMetric(name, title, of_text, "lower", meaning="of texts of the task")
+    return TaskMetric(name, title, SHARE, "higher", meaning="mean over the items of the task")
+
+
 def needed(name: str) -> str | None:
     """Name what a recipe's `validation.latency` must ask for, so that a metric is measured; None: nothing."""
-    metric = deciding()[name]
+    metric = named(name)
     return metric.needs if isinstance(metric, RunMetric) else None
 
 
 def estimates(measured: Measured) -> dict[str, Estimate]:
     """Read every figure that a gate can decide on, as far as it was measured."""
-    found = ((name, metric.estimate(measured)) for name, metric in deciding().items())
+    found = ((name, named(name).estimate(measured)) for name in names(measured))
     return {name: estimate for name, estimate in found if estimate is not None}
+
+
+def task_differences(measured: Measured) -> dict[str, Estimate]:
+    """Read how far each score of a task is from the checkpoint's, as far as both were measured."""
+    found = ((name, score.figures.difference) for name, score in measured.scores.items())
+    return {name: difference for name, difference in found if difference is not None}

@@ -1,6 +1,7 @@
 """Recipes: their schema, overrides from the command line, and errors with file and line."""
 
 from llmforge.recipe.schema import (
+    TASK_FILES,
     CalibrationSpec,
     EngineSpec,
     GatesFile,
@@ -16,6 +17,7 @@ from llmforge.recipe.schema import (
 )
 
 __all__ = [
+    "TASK_FILES",
     "CalibrationSpec",
     "EngineSpec",
     "GateSpec",

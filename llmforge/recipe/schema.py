@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -41,6 +42,7 @@ from llmforge.metrics.agreement import PROMPT_AND_ANSWER as RUNTIME_TOKENS
 from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.latency import MOST_LENGTHS, MOST_OF_SURFACE, MOST_STARTS
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
+from llmforge.metrics.tasks import MOST_TASKS
 from llmforge.metrics.workload import MOST_RUNS
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
@@ -54,6 +56,7 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
 
 
 MOST_PASSES = 256
+TASK_FILES = (".yaml", ".yml")
 
 RecipePath = Annotated[Path, AfterValidator(_anchor)]
 
@@ -66,10 +69,22 @@ def _anchor_target(target: str, info: ValidationInfo) -> str:
 TargetName = Annotated[str, AfterValidator(_anchor_target)]
 
 
+def _anchor_task(task: str, info: ValidationInfo) -> str:
+    """Make the path of a task's file absolute; other tasks have names."""
+    if task.endswith(TASK_FILES):
+        return str(_anchor(Path(task), info))
+    if re.fullmatch(r"[\w-]{1,128}", task) is None:
+        raise ValueError("must be the name of a task, or a YAML file")
+    return task
+
+
+TaskName = Annotated[str, AfterValidator(_anchor_task)]
+
+
 def _known_metric(name: str) -> str:
     """Allow the metrics that a gate can decide on, and say of others what pydantic says of a Literal."""
-    known = [f"'{each}'" for each in catalog.deciding()]
-    if f"'{name}'" not in known:
+    if catalog.find(name) is None:
+        known = [f"'{each}'" for each in catalog.deciding()]
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
     return name
 
@@ -82,6 +97,9 @@ def _known_metrics(schema: dict[str, Any]) -> None:
             **schema["additionalProperties"],
         }
         for name, metric in catalog.deciding().items()
+    }
+    schema["patternProperties"] = {
+        catalog.TASK_PATTERN: {"description": "a score of a task (see docs/tasks.md)", **schema["additionalProperties"]}
     }
     schema["additionalProperties"] = False
 
@@ -286,6 +304,15 @@ class ValidationSpec(_Section):
         description="other runtimes to run the artifact in, and to hold against our own; requires quality, for its "
         "text, and `--runtime NAME=PYTHON` where llmforge's own Python lacks one",
     )
+    tasks: Annotated[tuple[TaskName, ...], Field(min_length=1, max_length=MOST_TASKS)] | None = Field(
+        default=None,
+        description="tasks of lm-evaluation-harness to run: names, or YAML files; requires the extra `eval`",
+    )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is measured."""
+        return self.quality is None and self.latency is None and self.tasks is None
 
     @model_validator(mode="after")
     def _each_runtime_once(self) -> Self:
@@ -295,9 +322,9 @@ class ValidationSpec(_Section):
 
     @model_serializer(mode="wrap")
     def _asked_for(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out runtimes where there are none: versions of older recipes stay."""
+        """Leave out runtimes and tasks where there are none: versions of older recipes stay."""
         fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name != "runtimes" or value}
+        return {name: value for name, value in fields.items() if name not in ("runtimes", "tasks") or value}
 
 
 class TritonSpec(_Section):
@@ -377,7 +404,8 @@ class GateSpec(_Section):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="maximum drop against an earlier artifact; of a metric whose better is higher",
+        description="maximum drop against an earlier artifact, and of a task against the checkpoint; of a metric "
+        "whose better is higher",
     )
     rise_max: float | None = Field(
         default=None,
@@ -409,7 +437,7 @@ class GateSpec(_Section):
 
 def misdirected(metric: str, gate: GateSpec) -> tuple[str, str] | None:
     """Say what is wrong with a gate that watches the better direction, and a hint; None: nothing is."""
-    better = catalog.deciding()[metric].better
+    better = catalog.named(metric).better
     wrong, right = ("drop_max", "rise_max") if better == "lower" else ("rise_max", "drop_max")
     if wrong not in gate.limits:
         return None
@@ -579,6 +607,9 @@ class Recipe(_Section):
             plain["validation"]["quality"]["data"] = _content(self.validation.quality.data)
         if (latency := self.validation.latency) is not None and latency.trace is not None:
             plain["validation"]["latency"]["workloads"]["trace"]["data"] = _content(latency.trace.data)
+        if (tasks := self.validation.tasks) is not None:
+            files = [Path(task) if task.endswith(TASK_FILES) else task for task in tasks]
+            plain["validation"]["tasks"] = [_content(each) if isinstance(each, Path) else each for each in files]
         plain["passes"] = [{instance.name: options.values(instance)} for instance in passes] or [
             {spec.name: spec.options} for spec in self.passes
         ]
@@ -627,7 +658,7 @@ class Recipe(_Section):
         for metric, gate in self.gates.items():
             if (wrong := misdirected(metric, gate)) is not None:
                 yield self._problem(("gates", metric), *wrong)
-            measured, needs = catalog.deciding()[metric], catalog.needed(metric)
+            measured, needs = catalog.named(metric), catalog.needed(metric)
             section = measured.section
             if isinstance(measured, catalog.RuntimeMetric):
                 if measured.runtime not in self.validation.runtimes:

@@ -60,7 +60,7 @@ def compare(a: Artifact, b: Artifact) -> Comparison:
         recipe=dict(_differing(a.manifest.recipe, b.manifest.recipe)),
         size_bytes=(before.report.engine.size_bytes, after.report.engine.size_bytes),
         paired_documents=len(left),
-        metrics=changes(before, after, tuple(catalog.deciding())),
+        metrics=changes(before, after, catalog.names(before.measured, after.measured)),
     )
 
 
@@ -88,7 +88,7 @@ def text(found: Comparison) -> list[str]:
     lines.append(f"documents measured of both: {found.paired_documents}")
     apart: dict[str, list[str]] = {}  # metrics that are not compared, by why not
     for change in found.metrics:
-        write = catalog.deciding()[change.metric].unit.write
+        write = catalog.named(change.metric).unit.write
         if change.a is None and change.b is None:
             continue
         sides = " → ".join("–" if side is None else write(side.value) for side in (change.a, change.b))
@@ -117,7 +117,7 @@ def history_rows(entries: Sequence[Entry], metrics: Sequence[str]) -> list[tuple
         cells = []
         for change in entry.metrics:
             if change.metric in shown:
-                write = catalog.deciding()[change.metric].unit.write
+                write = catalog.named(change.metric).unit.write
                 cells.append("–" if change.b is None else write(change.b.value) + (" ▼" if change.worse else ""))
         rows.append((entry.side.version, entry.side.created[:16].replace("T", " "), entry.verdict, *cells))
     return rows
@@ -133,7 +133,7 @@ def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figur
     if isinstance(difference, Resampled):
         low, high = difference.interval(ALPHA) if difference.decides else (None, None)
         difference = Estimate(value=difference.value, low=low, high=high, samples=difference.documents)
-    lower = catalog.deciding()[name].better == "lower"
+    lower = catalog.named(name).better == "lower"
     bound = difference.low if lower else difference.high
     worse = bound is not None and (bound > 0 if lower else bound < 0)
     return Change(metric=name, a=a, b=b, difference=difference, worse=worse)

@@ -23,6 +23,7 @@ from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
+from llmforge.metrics.tasks import MOST_TASKS, TaskResult
 from llmforge.report.attribution import Attribution
 
 
@@ -171,6 +172,7 @@ class Report(Record):
     latency: Latency | None
     attribution: Attribution | None = None
     runtimes: tuple[RuntimeRun, ...] = Field(default=(), max_length=len(RUNTIMES))  # others that ran the artifact
+    tasks: tuple[TaskResult, ...] = Field(default=(), max_length=MOST_TASKS)
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord
@@ -190,7 +192,7 @@ class Report(Record):
     @property
     def measured(self) -> Measured:
         """All that a gate can decide on."""
-        return measured(self.quality, self.latency, self.engine, self.checkpoint, self.runtimes)
+        return measured(self.quality, self.latency, self.engine, self.checkpoint, self.runtimes, self.tasks)
 
 
 def measured(
@@ -199,10 +201,11 @@ def measured(
     engine: EngineRecord,
     checkpoint: CheckpointRecord,
     runtimes: tuple[RuntimeRun, ...] = (),
+    tasks: tuple[TaskResult, ...] = (),
 ) -> Measured:
     """Put together all that a gate can decide on; an engine that is not built yet has no size."""
     sizes = None if engine.pending else Sizes(engine.size_bytes, checkpoint.size_bytes, checkpoint.parameters)
-    return Measured(quality, latency, sizes, runtimes)
+    return Measured(quality, latency, sizes, runtimes, tasks)
 
 
 def read(opened: Artifact, record: Head | None = None) -> Report:

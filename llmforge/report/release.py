@@ -16,8 +16,8 @@ from llmforge.artifact import Record as Head
 from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
-from llmforge.metrics import catalog, resampling
-from llmforge.metrics.catalog import Measured, QualityMetric, RuntimeMetric, SizeMetric, SlowestMetric
+from llmforge.metrics import catalog, resampling, tasks
+from llmforge.metrics.catalog import Measured, QualityMetric, RuntimeMetric, SizeMetric, SlowestMetric, TaskMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import DocumentSums, OfSums
 from llmforge.metrics.record import Record
@@ -92,7 +92,7 @@ class Subject:
         """
         for head in reversed(opened.evidence):
             report = model.read(opened, head)
-            if report.quality is not None or report.latency is not None:
+            if report.quality is not None or report.latency is not None or report.tasks:
                 return cls(opened, report, head)
         head = opened.evidence[-1]
         return cls(opened, model.read(opened, head), head)
@@ -141,17 +141,22 @@ def check(specs: Mapping[str, GateSpec], source: str) -> None:
     Raises:
         UsageError: one of them is such.
     """
-    known = catalog.deciding()
     for metric, gate in specs.items():
-        if metric not in known:
-            raise UsageError(f"{source}: no gate decides on {metric!r}; known: {', '.join(known)}")
+        if catalog.find(metric) is None:
+            known = ", ".join(catalog.deciding())
+            raise UsageError(f"{source}: no gate decides on {metric!r}; known: {known}, task.NAME.SCORE")
         if (wrong := misdirected(metric, gate)) is not None:
             raise UsageError(f"{source}: {metric}: {wrong[0]}", hint=wrong[1])
 
 
 def is_relative(specs: Mapping[str, GateSpec]) -> bool:
-    """Say if a limit needs an earlier artifact."""
-    return any(bound in gate.limits for gate in specs.values() for bound in RELATIVE)
+    """Say if a limit needs an earlier artifact; those of tasks have the checkpoint."""
+    return any(
+        bound in gate.limits
+        for metric, gate in specs.items()
+        for bound in RELATIVE
+        if not isinstance(catalog.find(metric), TaskMetric)
+    )
 
 
 def judge(
@@ -178,7 +183,13 @@ def judge(
         earlier, paired = compare(release, against, left, right, [*specs], in_turns or {}), len(left)
     measured = catalog.estimates(release.measured)
     results = gates.judge(
-        specs, measured, unmeasured=release.report.engine.unmeasured, earlier=earlier, resampled=resampled, alpha=alpha
+        specs,
+        measured,
+        unmeasured=release.report.engine.unmeasured,
+        original=gates.checkpoint(release.measured),
+        earlier=earlier,
+        resampled=resampled,
+        alpha=alpha,
     )
     sealed = release.sealed_limits
     results = tuple(
@@ -215,13 +226,15 @@ def compare(
 ) -> Earlier:
     """Take differences of `metrics`, ours less theirs; `left` and `right` are of the same documents."""
     here, there = catalog.estimates(release.measured), catalog.estimates(against.measured)
-    known, found = catalog.deciding(), dict[str, Figure | str]()
+    found: dict[str, Figure | str] = {}
     for name in metrics:
-        metric = known[name]
+        metric = catalog.named(name)
         if name not in here:
             continue  # missing: it fails, or `unmeasured` says why not
         if name not in there:
             found[name] = f"{name} was not measured of it"
+        elif isinstance(metric, TaskMetric):
+            found[name] = tasks.between(release.report.tasks, against.report.tasks, name)
         elif isinstance(metric, SizeMetric):
             found[name] = Estimate.exact(here[name].value - there[name].value)
         elif isinstance(metric, RuntimeMetric):
@@ -265,8 +278,7 @@ def _decoded(release: Subject, against: Subject, measured: Sequence[DocumentSums
 
 def growing(specs: Mapping[str, GateSpec]) -> dict[str, OfSums]:
     """Give those of the metrics of `specs` that further documents of text tell more of."""
-    known = catalog.deciding()
-    pairs: list[tuple[str, Any]] = [(name, getattr(known[name], "form", None)) for name in specs]
+    pairs: list[tuple[str, Any]] = [(name, getattr(catalog.named(name), "form", None)) for name in specs]
     return {name: form for name, form in pairs if isinstance(form, OfSums) and form.source == "text"}
 
 

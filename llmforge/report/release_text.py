@@ -44,7 +44,7 @@ def sensitivity(gate: GateResult) -> str | None:
     """Say what the sample of a gate could have shown; None: chance has no part in it."""
     if gate.detectable is None:
         return None
-    unit = catalog.deciding()[gate.metric].unit
+    unit = catalog.named(gate.metric).unit
     said = f"a difference of {unit.write(gate.detectable)} would have shown with 80 % probability"
     return said if gate.power is None else f"{said}; one that did not change passes with {100 * gate.power:.0f} %"
 
@@ -59,7 +59,7 @@ def markdown(judgement: Judgement) -> str:
         "|---|---|--:|--:|--:|",
     ]
     for gate in judgement.gates:
-        write = catalog.deciding()[gate.metric].unit.write
+        write = catalog.named(gate.metric).unit.write
         found = "–" if gate.measured is None else _measured(gate, write(gate.measured.value), write)
         could = "–" if gate.detectable is None else write(gate.detectable)
         cells = (f"`{gate.metric}` {gate.bound}{_post_hoc(gate)}", f"{icons[gate.verdict]} {gate.verdict.value}", found)

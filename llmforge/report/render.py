@@ -150,7 +150,7 @@ def _render(
         "headline": view.headline(report),
         "key_figures": view.key_figures(report),
         "unmeasured": report.engine.unmeasured or "the recipe does not ask for it",
-        "metrics": catalog.deciding(),
+        "metrics": {**catalog.deciding(), **{gate.metric: catalog.named(gate.metric) for gate in report.gates}},
         "charts": charts,
         "ms": units.ms,
         "view": view,

@@ -30,14 +30,15 @@ _SPECS = TypeAdapter(dict[str, GateSpec])
 
 def judge(specs: Mapping[str, GateSpec], measured: Measured, unmeasured: str | None) -> tuple[GateResult, ...]:
     """Decide the gates of a recipe; what could not be measured, for the reason `unmeasured`, is left undecided."""
-    return gates.judge(specs, catalog.estimates(measured), unmeasured=unmeasured)
+    return gates.judge(specs, catalog.estimates(measured), unmeasured=unmeasured, original=gates.checkpoint(measured))
 
 
 def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
     """Make every figure, and every verdict, again, in all records of `artifact`.
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
-    latency of the time of each token, agreement of other runtimes of each place of an answer, size of the manifest.
+    latency of the time of each token, agreement of other runtimes of each place of an answer, scores of tasks of their
+    items, size of the manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
 
     Raises:
@@ -113,6 +114,10 @@ def _figures(report: Report) -> Iterator[str]:
     for run in report.runtimes:
         if not _close(run.figures, agreement.made_of(run)):
             yield f"runtime {run.runtime}"
+    for task in report.tasks:
+        for name, again in task.again().items():
+            if not _close(task.scores[name].figures, again):
+                yield f"{name} of task {task.name[:40]}"
 
 
 def _timings(found: Latency) -> Iterator[str]:

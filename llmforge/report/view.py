@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Latency, Noise, Spread
 from llmforge.metrics.quality import ByPosition, OfSums, Quality
 from llmforge.metrics.serving import Distribution
+from llmforge.metrics.tasks import PREFIX, TaskResult
 from llmforge.report.model import BuildRecord, Report
 
 
@@ -48,6 +49,27 @@ def headline(report: Report) -> str:
     unknown = "the engine was not run" if report.engine.unmeasured else "not enough data"
     what = "failed" if report.verdict is Verdict.FAIL else f"inconclusive: {unknown}"
     return f"{verdicts.count(report.verdict)} of {len(verdicts)} gates {what}"
+
+
+def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
+    """Write the scores of tasks as rows, the titles first."""
+    rows: list[tuple[str, ...]] = [("TASK", "SCORE", "ITEMS", "CHECKPOINT", "ARTIFACT", "DIFFERENCE", "95 % INTERVAL")]
+    for task in tasks:
+        for name, score in task.scores.items():
+            write, found = catalog.named(f"{PREFIX}{task.name}.{name}").unit.write, score.figures
+            moved = found.difference
+            change = ("–", "–")
+            if moved is not None:
+                change = _signed(moved.value, write), units.interval(moved, lambda value: _signed(value, write))  # noqa: B023
+            baseline = "–" if found.baseline is None else write(found.baseline.value)
+            items = units.count(len(score.artifact))
+            rows.append((task.name, name, items, baseline, write(found.artifact.value), *change))
+    return rows
+
+
+def _signed(value: float, write: Callable[[float], str]) -> str:
+    """Write a change with its sign."""
+    return f"{'+' if value > 0 else '-' if value < 0 else ''}{write(abs(value))}"
 
 
 def key_figures(report: Report) -> list[KeyFigure]:

@@ -132,6 +132,37 @@ class Runner:
                 chunk, past = tokens[:, start:end], np.array([start], np.int32)
                 yield self.session.step(chunk, past, cache, np.arange(chunk.shape[1]), text_lengths=whole)[0]
 
+    def logits_after(self, texts: Sequence[Sequence[int]], starts: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Read `texts` together, and give the logits after each token from number `starts[b]` on: fp32 [S_b, V].
+
+        Raises:
+            UsageError: a text is empty or too long, or there are more than `max_batch`.
+        """
+        for ids in texts:
+            check_tokens(ids, self.config.max_context, self.config.vocabulary)
+        longest, first = max(map(len, texts)), min(starts)
+        parts: list[NDArray[np.float32]] = []
+        with self._lease(len(texts)) as cache:
+            # Rows that pad the batch to a bucket read the first text again; tokens that pad a row are never looked at.
+            rows = [*texts, *[texts[0]] * (cache.batch - len(texts))]
+            tokens = np.array([[*ids, *[ids[-1]] * (longest - len(ids))] for ids in rows], np.int64)
+            whole = np.array([len(ids) for ids in rows])
+            size = min(LOGITS_CHUNK, self.session.longest_step or LOGITS_CHUNK)
+            for start in range(0, longest, size):
+                chunk, past = tokens[:, start : start + size], np.full(len(rows), start, np.int32)
+                wanted = np.arange(max(0, first - start), chunk.shape[1])
+                lengths = np.clip(whole - start, 1, chunk.shape[1])
+                made = self.session.step(
+                    chunk, past, cache, wanted if len(wanted) else None, lengths=lengths, text_lengths=whole
+                )
+                if len(wanted):
+                    parts.append(made)
+        logits = np.concatenate(parts, 1)  # from `first` on
+        return [
+            logits[b, start - first : len(ids) - first]
+            for b, (ids, start) in enumerate(zip(texts, starts, strict=True))
+        ]
+
     def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[StepOutput]:
         for prompt in prompts:
             check_tokens(prompt, self.config.max_context - 1, self.config.vocabulary)

@@ -1,0 +1,108 @@
+"""The command `eval`. Like all commands it imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmforge.base import extras, process
+from llmforge.base.errors import UsageError
+from llmforge.cli import output
+from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE
+
+if TYPE_CHECKING:
+    from llmforge.checkpoint import Checkpoint
+
+_EXAMPLES = """\b
+Examples:
+  llmforge eval NAME/VERSION --tasks docs/tasks/next-sentence.yaml --recipe RECIPE
+  llmforge eval NAME/VERSION --tasks arc_easy,hellaswag --limit 200 --checkpoint CHECKPOINT
+  llmforge eval NAME/VERSION --tasks task.yaml --checkpoint CHECKPOINT --url http://127.0.0.1:8000
+"""
+
+
+@click.command("eval", epilog=_EXAMPLES)
+@click.argument("artifact", type=ARTIFACT)
+@click.option(
+    "--tasks", "wanted", required=True, metavar="TASK,…",
+    help="Names of tasks of lm-evaluation-harness, or YAML files.",
+)  # fmt: skip
+@click.option("--recipe", type=PATH, help="The recipe that ARTIFACT was built from, for its checkpoint.")
+@click.option("--checkpoint", type=PATH, help="Without --recipe: the checkpoint's folder.")
+@click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N items of each task.")
+@click.option("--num-fewshot", "few_shot", type=NATURAL, metavar="K", help="Examples before each item.")
+@click.option(
+    "--url", metavar="URL",
+    help="Ask this server in place of the engine: an OpenAI endpoint, or http://HOST:PORT/v2/models/MODEL of Triton. "
+    "What it answers is shown, and not recorded.",
+)  # fmt: skip
+@click.option("--model", metavar="NAME", help="With --url: the model of an OpenAI endpoint. Default: its first.")
+@click.option("--no-cache", is_flag=True, help="Reuse no answers of earlier runs, and keep none.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON, item by item.")
+@click.option("--quiet", is_flag=True, help="Hide progress.")
+def evaluate(
+    artifact: Path,
+    wanted: str,
+    recipe: Path | None,
+    checkpoint: Path | None,
+    limit: int | None,
+    few_shot: int | None,
+    url: str | None,
+    model: str | None,
+    no_cache: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run tasks on ARTIFACT and on its checkpoint, and add the evidence to ARTIFACT.
+
+    Both answer the same requests; items are kept, and differences are taken item by item. Nothing is downloaded.
+    Gates of the recipe are decided again.
+    """
+    process.prepare()
+    extras.require("build")
+    extras.require("eval")
+    if (recipe is None) == (checkpoint is None):
+        raise UsageError("give either --recipe or --checkpoint, of what ARTIFACT was built from")
+    if model is not None and url is None:
+        raise UsageError("--model requires --url")
+    from llmforge import cache
+    from llmforge.build import tasks, validating
+    from llmforge.cli import console
+    from llmforge.report import view
+
+    store = None if no_cache else partial(cache.Cache, cache.default_folder(), cache.default_size())
+    with console.traced("eval", quiet=quiet, trace=None) as progress:
+        found = validating.evaluate(
+            artifact,
+            [task for task in wanted.split(",") if task],
+            _checkpoint(recipe, checkpoint),
+            progress,
+            limit=limit,
+            few_shot=few_shot,
+            server=None if url is None else tasks.Server(url, model),
+            cache=store,
+        )
+    if as_json:
+        output.write_json({"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.left_out})
+    else:
+        output.write_columns(view.task_rows(found.tasks))
+        for note in found.left_out:
+            console.say(f"note: {note}")
+    if found.result is None:
+        return
+    if not as_json:
+        click.echo(str(found.result.path))
+    output.end_by_gates(found.result.report)
+
+
+def _checkpoint(recipe: Path | None, folder: Path | None) -> Checkpoint:
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.recipe import Recipe
+
+    if folder is None:
+        assert recipe is not None
+        folder = Recipe.load(recipe).checkpoint
+    return Checkpoint.open(folder)

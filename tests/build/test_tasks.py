@@ -1,0 +1,210 @@
+"""`llmforge eval`: an artifact without quantization answers as its checkpoint, item by item; and what becomes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge.artifact import Artifact
+from llmforge.base import extras
+from llmforge.base.errors import EnvironmentLacks
+from llmforge.build import tasks
+from llmforge.cli import cli
+from llmforge.metrics.tasks import TaskResult
+from llmforge.report import model, render
+
+from ..evaluation.test_scoring import serve
+
+HERE = importlib.util.find_spec("lm_eval") is not None
+harnessed = pytest.mark.skipif(not HERE, reason="needs the extra `eval`")
+TASK = Path(__file__).parents[2] / "docs" / "tasks" / "next-sentence.yaml"
+ITEMS = 36
+
+
+def invoke(*args: object) -> Result:
+    result = CliRunner().invoke(cli, [str(word) for word in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def recipe(folder: Path, checkpoint: Path, **changed: object) -> Path:
+    written = {
+        "schema": 1, "name": "plain", "checkpoint": str(checkpoint), "target": "local",
+        "engine": {"max_context": 256, "max_batch": 4, "threads": 1}, "passes": ["fuse-norms"], **changed,
+    }  # fmt: skip
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(written))
+    return file
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("plain")
+    gates = {"task.next_sentence.accuracy": {"drop_max": 0.15}, "size_bytes": {"max": 1e9}}
+    validation = {"tasks": [str(TASK)]}
+    file = recipe(folder, sample_checkpoint, gates=gates, validation=validation)
+    limited = tasks.run
+
+    def few(*args: Any, **options: Any) -> tasks.Measured:
+        return limited(*args, **{**options, "limit": ITEMS})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMFORGE_CACHE", str(folder / "cache"))
+        patch.setattr(tasks, "run", few)
+        done = invoke("build", file, "--out", folder / "store", "--quiet")
+    assert done.exit_code in (0, 4), done.output  # a few documents may not decide
+    return Path(done.stdout.splitlines()[-1]), file
+
+
+@harnessed
+def test_an_artifact_without_quantization_equals_its_checkpoint_item_by_item(built: tuple[Path, Path]) -> None:
+    report = model.read(Artifact.open(built[0]))
+    (task,) = report.tasks
+    assert task.name == "next_sentence"
+    for score in task.scores.values():
+        assert len(score.artifact) == ITEMS
+        assert score.artifact == score.baseline
+        assert 0.25 < score.figures.artifact.value < 1
+        assert score.figures.difference is not None
+        assert score.figures.difference.value == 0
+    assert [gate.metric for gate in report.gates] == ["task.next_sentence.accuracy", "size_bytes"]
+    assert invoke("verify", built[0]).exit_code == 0
+    for page in (render.to_html(report), render.to_markdown(report)):
+        assert "Tasks" in page
+        assert "next_sentence" in page.replace("\\", "")
+
+
+@harnessed
+def test_likelihoods_are_those_of_transformers(built: tuple[Path, Path], sample_checkpoint: Path) -> None:
+    from llmforge import runtime
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.evaluation.baseline import Baseline
+    from llmforge.evaluation.scoring import CheckpointSide, EngineSide
+
+    runner = runtime.load(built[0])
+    items = [json.loads(line) for line in TASK.with_suffix(".jsonl").read_text().splitlines()[:6]]
+    pairs = [
+        (runner.encode(item["context"]), runner.tokenizer.encode(f" {choice}").ids)
+        for item in items
+        for choice in item["choices"]
+    ]
+    baseline = Baseline(Checkpoint.open(sample_checkpoint), threads=1)
+    theirs = CheckpointSide(lambda: baseline, "", 256, runner.config.eos_token_ids, runner.tokenizer.decode)
+    ours = EngineSide(runner, "")
+    for (value, greedy), (expected, likeliest) in zip(ours.score(pairs), theirs.score(pairs), strict=True):
+        assert value == pytest.approx(expected, abs=1e-2)
+        assert greedy == likeliest
+    prompt = pairs[0][0]
+    assert ours.answer(prompt, 24, ["\n\n"]) == theirs.answer(prompt, 24, ["\n\n"])
+
+
+@harnessed
+def test_eval_adds_a_record_that_verify_recomputes(
+    built: tuple[Path, Path], sample_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = built
+    before = len(Artifact.open(path).evidence)
+    done = invoke("eval", path, "--tasks", TASK, "--recipe", file, "--limit", 12, "--json", "--quiet")
+    assert done.exit_code == 4, done.output  # 3 documents
+    (found,) = json.loads(done.stdout)["tasks"]
+    assert TaskResult.model_validate_json(json.dumps(found)).scores["accuracy"].figures.artifact.samples == 3
+    opened = Artifact.open(path)
+    assert len(opened.evidence) == before + 1
+    assert len(model.read(opened).tasks[0].documents) == 12
+    assert invoke("verify", path).exit_code == 0
+
+
+@harnessed
+def test_a_figure_that_its_items_do_not_give_is_found(built: tuple[Path, Path]) -> None:
+    from llmforge.report import verdict
+
+    report = model.read(Artifact.open(built[0]))
+    (task,) = report.tasks
+    score = task.scores["accuracy"]
+    flipped = tuple(1 - value for value in score.artifact)
+    wrong = task.model_copy(update={"scores": {"accuracy": score.model_copy(update={"artifact": flipped})}})
+    assert list(verdict._figures(report)) == []
+    found = list(verdict._figures(report.model_copy(update={"tasks": (wrong,)})))
+    assert found == ["accuracy of task next_sentence"]
+
+
+@harnessed
+def test_a_server_is_measured_and_nothing_is_recorded(built: tuple[Path, Path], sample_checkpoint: Path) -> None:
+    path = built[0]
+    before = len(Artifact.open(path).evidence)
+    with serve(path) as url:
+        done = invoke(
+            "eval", path, "--tasks", TASK, "--checkpoint", sample_checkpoint, "--limit", 4, "--url", url, "--json",
+            "--quiet",
+        )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)["tasks"]
+    assert "http://" in found["engine"]
+    assert found["scores"]["accuracy"]["artifact"] == found["scores"]["accuracy"]["baseline"]
+    assert len(Artifact.open(path).evidence) == before
+
+
+@harnessed
+def test_what_cannot_be_asked_is_told(built: tuple[Path, Path], tiny_checkpoint: Path, sample_checkpoint: Path) -> None:
+    path = built[0]
+    neither = invoke("eval", path, "--tasks", TASK)
+    assert neither.exit_code == 2
+    assert "--recipe or --checkpoint" in neither.output
+    other = invoke("eval", path, "--tasks", TASK, "--checkpoint", tiny_checkpoint)
+    assert other.exit_code == 2
+    assert "but the artifact was built from" in other.output
+    unknown = invoke("eval", path, "--tasks", "next_sentense", "--checkpoint", sample_checkpoint)
+    assert unknown.exit_code == 2
+    assert "no such task" in unknown.output
+
+
+def test_a_build_that_asks_for_tasks_lacks_the_extra_before_it_begins(
+    tmp_path: Path, sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "missing", lambda extra: ["lm-eval"] if extra == "eval" else [])
+    file = recipe(tmp_path, sample_checkpoint, validation={"tasks": ["arc_easy"]})
+    done = invoke("build", file, "--out", tmp_path / "store")
+    assert done.exit_code == EnvironmentLacks.exit_code == 8
+    assert "lm-eval is not installed" in done.output
+    assert "llmforge[eval]" in done.output
+
+
+def test_a_recipe_names_tasks_and_gates_need_them(tmp_path: Path, sample_checkpoint: Path) -> None:
+    from llmforge.base.errors import RecipeError
+    from llmforge.recipe import Recipe
+
+    (tmp_path / "quiz.yaml").write_text("task: quiz")
+    gates = {"task.quiz.accuracy": {"drop_max": 0.01}}
+    asked = {"tasks": ["quiz.yaml", "arc_easy"]}
+    loaded = Recipe.load(recipe(tmp_path, sample_checkpoint, validation=asked, gates=gates))
+    assert loaded.validation.tasks == (str(tmp_path / "quiz.yaml"), "arc_easy")
+    first, second = loaded.resolved()["validation"]["tasks"]
+    assert (first["name"], second) == ("quiz.yaml", "arc_easy")
+    with pytest.raises(RecipeError, match="would not be measured"):
+        Recipe.load(recipe(tmp_path, sample_checkpoint, gates=gates))
+    with pytest.raises(RecipeError, match="name of a task"):
+        Recipe.load(recipe(tmp_path, sample_checkpoint, validation={"tasks": ["../quiz"]}))
+    plain = Recipe.load(recipe(tmp_path, sample_checkpoint))
+    assert "tasks" not in plain.resolved()["validation"]  # versions of older recipes stay
+
+
+@harnessed
+def test_answers_are_kept_and_neither_side_is_asked_again(
+    built: tuple[Path, Path], sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("eval", built[0], "--tasks", TASK, "--checkpoint", sample_checkpoint, "--limit", 4, "--json", "--quiet")
+    first = json.loads(invoke(*words).stdout)["tasks"]
+    monkeypatch.setattr("llmforge.build.tasks.Baseline", lambda *_, **__: pytest.fail("the checkpoint was asked again"))
+    monkeypatch.setattr(
+        "llmforge.runtime.Runner.logits_after", lambda *_, **__: pytest.fail("the engine was asked again")
+    )
+    again = json.loads(invoke(*words).stdout)["tasks"]
+    assert again[0]["scores"] == first[0]["scores"]
+    with pytest.raises(pytest.fail.Exception, match="asked again"):
+        invoke(*words, "--no-cache")
