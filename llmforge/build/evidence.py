@@ -15,11 +15,12 @@ from llmforge.build.latency import Measuring
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
-from llmforge.evaluation import answers, gates, machine, quality
-from llmforge.evaluation.baseline import Baseline
+from llmforge.evaluation import answers, gates, machine, quality, streamed_baseline
+from llmforge.evaluation.baseline import Baseline, open_baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.quality import Logits
+from llmforge.evaluation.streamed_baseline import StreamedBaseline
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Answer, Quality, Sample
 from llmforge.recipe import GateSpec, QualitySpec, ValidationSpec
@@ -137,48 +138,78 @@ def measure(
     reason = PENDING if engine is None else engines.why_not_run(target)
     if engine is None or reason is not None or (spec.quality is None and spec.latency is None):
         return Evidence(None, None, None, reason)
+    baseline, expected = None, None
     progress.stage("Load engine and baseline")
+    if spec.quality is not None:
+        baseline = open_baseline(checkpoint, threads=threads)
+        if isinstance(baseline, StreamedBaseline):  # it is done, as far as it can be kept, before the engine is there
+            expected = keep(_logits(baseline, windows, progress))
+            progress.stage("Load engine")
     began = time.perf_counter()
     runner = load_runner(artifact, threads=threads)
     load_seconds = time.perf_counter() - began
-    baseline = Baseline(checkpoint, threads=threads)
     moved = timed = None
     notes: tuple[str, ...] = ()
     if spec.quality is not None:
-        moved = _quality(spec.quality, runner, baseline, windows, progress, keep)
+        assert baseline is not None
+        said = _answers(spec.quality, runner, baseline, windows, progress)
+        if said[1] and isinstance(baseline, StreamedBaseline):
+            notes += (
+                "answers: the baseline runs layer by layer: behind the first difference it is shown for "
+                f"{streamed_baseline.GENERATED} tokens at most",
+            )
+        expected = expected or keep(_logits(baseline, windows, progress))
+        moved = _quality(spec.quality, runner, expected, said, windows, progress)
+    held_against = None if baseline is None else baseline.description
     if spec.latency is not None:
+        if not isinstance(baseline, Baseline):
+            progress.stage("Load baseline")
+            baseline = Baseline(checkpoint, threads=threads)
         progress.stage("Measure latency")
         ours = Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds)
         theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
         measuring = Measuring(artifact, runner, spec.latency, target, read, threads, ranks)
         timed = measuring.run(ours, theirs, engine.size_bytes, progress.advance)
-        notes = tuple(measuring.notes)
-    return Evidence(moved, timed, baseline.description, notes=notes)
+        notes += tuple(measuring.notes)
+    return Evidence(moved, timed, held_against, notes=notes)
+
+
+def _logits(baseline: Baseline | StreamedBaseline, windows: Sequence[Window], progress: Progress) -> Logits:
+    return baseline.of([window.ids for window in windows if len(window.ids) > 1], progress.advance)
+
+
+def _answers(
+    spec: QualitySpec,
+    runner: Runner,
+    baseline: Baseline | StreamedBaseline,
+    windows: Sequence[Window],
+    progress: Progress,
+) -> tuple[tuple[Answer, ...], tuple[Sample, ...]]:
+    """Compare greedy answers, where `spec` asks for them."""
+    if spec.samples is None:
+        return (), ()
+    progress.stage("Compare answers")
+    return answers.compare(
+        windows,
+        spec.samples,
+        artifact=lambda ids, tokens: _greedy(runner, ids.tolist(), tokens),
+        baseline=lambda texts: baseline.of(texts, progress.advance),
+        go_on=baseline.greedy,
+        ends=runner.config.eos_token_ids,
+        decode=lambda ids: runner.tokenizer.decode(list(ids), skip_special_tokens=False),
+        progress=progress.advance,
+    )
 
 
 def _quality(
     spec: QualitySpec,
     runner: Runner,
-    baseline: Baseline,
+    expected: Logits,
+    said: tuple[tuple[Answer, ...], tuple[Sample, ...]],
     windows: Sequence[Window],
     progress: Progress,
-    keep: Callable[[Logits], Logits],
 ) -> Quality:
-    """Compare both on the text and, where `spec` asks for it, through decode steps and by their greedy answers."""
-    said: tuple[tuple[Answer, ...], tuple[Sample, ...]] = (), ()
-    if spec.samples is not None:
-        progress.stage("Compare answers")
-        said = answers.compare(
-            windows,
-            spec.samples,
-            artifact=lambda ids, tokens: _greedy(runner, ids.tolist(), tokens),
-            baseline=baseline.logits,
-            go_on=lambda ids, tokens: (step[0] for step in baseline.generate(ids[None], tokens)),
-            ends=runner.config.eos_token_ids,
-            decode=lambda ids: runner.tokenizer.decode(list(ids), skip_special_tokens=False),
-            progress=progress.advance,
-        )
-    expected = keep(baseline.logits)
+    """Compare both on the text and, where `spec` asks for it, through decode steps; `said` are their answers."""
     progress.stage("Measure quality")
     return quality.compare(
         windows,

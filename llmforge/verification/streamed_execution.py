@@ -46,8 +46,11 @@ def drive(
     capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
     fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
+    optimize: bool = False,
 ) -> Logits:
     """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
+
+    ONNX Runtime may `optimize` blocks, as it does when it serves; by default they run as they are written.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a block.
@@ -61,6 +64,7 @@ def drive(
         capacity=capacity,
         fill=fill,
         block_bytes=block_bytes,
+        optimize=optimize,
     )
     return [[step[interface.LOGITS] for step in steps] for steps in made]
 
@@ -76,6 +80,7 @@ def outputs(
     fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
     given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {},
+    optimize: bool = False,
 ) -> Values:
     """Run `model`, which stays as it is, on `runs` and return the outputs `names`, logits of `rows` alone.
 
@@ -96,7 +101,7 @@ def outputs(
     ahead = list(blocks(index, block_bytes))
     while ahead:
         block = ahead.pop(0)
-        session = _open(extract(index, block.outputs, block.inputs), threads, block_bytes)
+        session = _open(extract(index, block.outputs, block.inputs), threads, block_bytes, optimize=optimize)
         later = {name for other in ahead for name in other.inputs}
         if isinstance(session, _LargeTable):
             session.run(
@@ -156,12 +161,12 @@ class _LargeTable:
             given[self.name] = made.reshape(*each.shape[:-1], v)
 
 
-def _open(block: ir.Model, threads: int, block_bytes: int) -> SubgraphSession | _LargeTable:
+def _open(block: ir.Model, threads: int, block_bytes: int, *, optimize: bool) -> SubgraphSession | _LargeTable:
     """Load a block in ONNX Runtime, or read it in tiles where it is one large table."""
     if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, block_bytes)) is not None:
         return table
     multiply_as_stored(block)
-    return SubgraphSession(block, probe.Weights(), threads)
+    return SubgraphSession(block, probe.Weights(), threads, optimize=optimize)
 
 
 def _large_table(block: ir.Model, tile_bytes: int) -> _LargeTable | None:

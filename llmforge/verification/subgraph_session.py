@@ -45,7 +45,7 @@ def _is_fed(array: NDArray[Any], least_bytes: int) -> bool:
 
 
 class SubgraphSession:
-    """A subgraph in ONNX Runtime, with its optimizations off.
+    """A subgraph in ONNX Runtime; its optimizations are off, unless it is to `optimize`.
 
     `MatMul(x, Transpose(W))` runs as one operator, or the head of a tied model would be copied in every step.
     Weights of `fed_bytes` and more are handed over in every step; with 0, all, so that others can be loaded.
@@ -54,11 +54,19 @@ class SubgraphSession:
         UnsupportedError: ONNX Runtime refuses the graph.
     """
 
-    def __init__(self, model: ir.Model, weights: probe.Weights, threads: int, *, fed_bytes: int = _FED_BYTES) -> None:
+    def __init__(
+        self,
+        model: ir.Model,
+        weights: probe.Weights,
+        threads: int,
+        *,
+        fed_bytes: int = _FED_BYTES,
+        optimize: bool = False,
+    ) -> None:
         shapes = {str(value.name): graph.dims(value) for value in (*model.graph.inputs, *model.graph.outputs)}
         executable = _executable(model)
         self._order = _read_order(executable)
-        options = session_options(SessionConfig(threads=threads, optimize=False, entries=probe.QUIET))
+        options = session_options(SessionConfig(threads=threads, optimize=optimize, entries=probe.QUIET))
         native.register(options)
         arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
         self._weights: Arrays = {}
