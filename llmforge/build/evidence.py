@@ -16,7 +16,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
 from llmforge.evaluation import answers, gates, machine, quality, streamed_baseline
-from llmforge.evaluation.baseline import Baseline, open_baseline
+from llmforge.evaluation.baseline import Baseline, baseline_on, open_baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.quality import Logits
@@ -127,11 +127,11 @@ def measure(
     threads: int,
     progress: Progress,
     ranks: int = 1,
-    keep: Callable[[Logits], Logits] = lambda logits: logits,
+    keep: Callable[[Baseline | StreamedBaseline], Logits] | None = None,
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
-    `read` is what a decode step reads, `windows` the text for its quality. `keep` may take the logits of the baseline
+    `read` is what a decode step reads, `windows` the text for its quality. `keep` may give the logits of the baseline
     on them from where they were kept. An engine that is not built yet (None), or that this machine does not run, is not
     measured; `ranks` devices share one.
     """
@@ -143,7 +143,7 @@ def measure(
     if spec.quality is not None:
         baseline = open_baseline(checkpoint, threads=threads)
         if isinstance(baseline, StreamedBaseline):  # it is done, as far as it can be kept, before the engine is there
-            expected = keep(_logits(baseline, windows, progress))
+            expected = _logits(baseline, windows, keep, progress)
             progress.stage("Load engine")
     began = time.perf_counter()
     runner = load_runner(artifact, threads=threads)
@@ -158,13 +158,14 @@ def measure(
                 "answers: the baseline runs layer by layer: behind the first difference it is shown for "
                 f"{streamed_baseline.GENERATED} tokens at most",
             )
-        expected = expected or keep(_logits(baseline, windows, progress))
+        expected = expected or _logits(baseline, windows, keep, progress)
         moved = _quality(spec.quality, runner, expected, said, windows, progress)
     held_against = None if baseline is None else baseline.description
     if spec.latency is not None:
         if not isinstance(baseline, Baseline):
             progress.stage("Load baseline")
             baseline = Baseline(checkpoint, threads=threads)
+        held_against = held_against or baseline.description
         progress.stage("Measure latency")
         ours = Subject.of_runner(runner, description=_describe(runner, threads), load_seconds=load_seconds)
         theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
@@ -174,8 +175,15 @@ def measure(
     return Evidence(moved, timed, held_against, notes=notes)
 
 
-def _logits(baseline: Baseline | StreamedBaseline, windows: Sequence[Window], progress: Progress) -> Logits:
-    return baseline.of([window.ids for window in windows if len(window.ids) > 1], progress.advance)
+def _logits(
+    baseline: Baseline | StreamedBaseline,
+    windows: Sequence[Window],
+    keep: Callable[[Baseline | StreamedBaseline], Logits] | None,
+    progress: Progress,
+) -> Logits:
+    if keep is not None:
+        return keep(baseline)
+    return baseline_on([window.ids for window in windows if len(window.ids) > 1], baseline, progress)
 
 
 def _answers(

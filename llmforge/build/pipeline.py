@@ -166,7 +166,7 @@ def make(
             threads=threads,
             ranks=recipe.engine.tensor_parallel,
             progress=progress,
-            keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
+            keep=lambda baseline: kept.baseline(checkpoint, windows, threads, baseline, progress),
         )
     attributed = None
     if measure and lossy_steps:

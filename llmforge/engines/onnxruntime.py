@@ -164,8 +164,8 @@ def build(request: BuildRequest) -> Engine:
         Session(folder / MODEL_FILE, replace(session_config, entries={**session_config.entries, **_AS_STORED}))
         request.run_in_parts(folder / MODEL_FILE, spec.max_context, session_config.threads)
         notes.append(
-            f"engine: {graph.weight_bytes(model) / 1e9:.1f} GB of weights: this build loaded it as it is stored, not in "
-            "the order that kernels want, and ran it part by part"
+            f"engine: {graph.weight_bytes(model) / 1e9:.1f} GB of weights: this build loaded it without bringing them "
+            "into the order that kernels want, and ran it part by part"
         )
     else:
         session = Session(folder / MODEL_FILE, session_config)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.evaluation.streamed_baseline import StreamedBaseline
 from llmforge.trace.export.limits import WHOLE_BYTES
@@ -38,6 +39,16 @@ def open_baseline(
         whole = Baseline(checkpoint, threads=threads)
         whole.description += f"; loaded whole: {error.message}"
         return whole
+
+
+def baseline_on(
+    texts: Sequence[NDArray[np.int64]], baseline: Baseline | StreamedBaseline, progress: Progress
+) -> Logits:
+    """Return what gives the logits [S, V] of each of `texts`; a baseline that is streamed runs here."""
+    if isinstance(baseline, Baseline):
+        return baseline.logits
+    progress.stage("Run baseline")
+    return baseline.behind(baseline.walk(texts, progress.advance))
 
 
 class Baseline:

@@ -6,11 +6,13 @@ in tiles. The modules, their arguments and the texts are those of the baseline t
 
 from __future__ import annotations
 
+import hashlib
+import math
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +54,7 @@ class StreamedBaseline:
                 ids = np.arange(first, first + _PROBED) % checkpoint.geometry.vocabulary
                 states, _ = self._frame.enter(ids)
             self._frame.leave(ids, states)
+        self.hidden = int(states.shape[-1])  # features of its hidden states
         self.description = (
             f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
             f"weights, layer by layer, attention {self._skeleton.model.config._attn_implementation}, threads: {threads}"
@@ -64,13 +67,21 @@ class StreamedBaseline:
 
         The first that is asked for takes all of them through the layers; `progress` is told how many are done.
         """
-        held: list[_States] = []
+        held: list[Logits] = []
 
         def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
             if not held:
-                held.append(self._walked(texts, progress))
+                held.append(self.behind(self.walk(texts, progress)))
+            return held[0](ids)
+
+        return logits
+
+    def behind(self, states: States) -> Logits:
+        """Return what gives the logits of each text whose `states` behind the last layer are there."""
+
+        def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
             with self._computing():
-                made: NDArray[np.float32] = self._frame.leave(_ids(ids), held[0].get(_key(ids))).numpy()
+                made: NDArray[np.float32] = self._frame.leave(_ids(ids), states.get(ids)).numpy()
             return made
 
         return logits
@@ -88,21 +99,23 @@ class StreamedBaseline:
                 going[place] = np.append(going[place], token)
         return found
 
-    def _walked(self, texts: Sequence[NDArray[np.int64]], progress: Callable[[int, int], None]) -> _States:
-        """Take `texts` through all layers."""
+    def walk(
+        self, texts: Sequence[NDArray[np.int64]], progress: Callable[[int, int], None], file: BinaryIO | None = None
+    ) -> States:
+        """Take `texts` through all layers: their hidden states in `file`; None: one that goes away with them."""
         texts = list({_key(ids): _ids(ids) for ids in texts}.values())
-        states, calls = _States(), []
+        states, calls = States(file), []
         depth = len(self._skeleton.layers)
         progress(0, depth)
         with self._computing():
             for ids in texts:
                 entered, called = self._frame.enter(ids)
-                states.put(_key(ids), entered)
+                states.put(ids, entered)
                 calls.append(called)
             for index in range(depth):
                 layer = self._skeleton.load(index, [called[index] for called in calls])
                 for number, ids in enumerate(texts):
-                    states.put(_key(ids), layer.run(number, states.get(_key(ids))))
+                    states.put(ids, layer.run(number, states.get(ids)))
                 del layer  # before the next one is read
                 progress(index + 1, depth)
         return states
@@ -117,41 +130,55 @@ class StreamedBaseline:
             yield
 
 
-class _States:
-    """Hidden states of texts, fp32 [1, tokens, hidden], in a file without a name that goes away with this."""
+class States:
+    """Hidden states of texts, fp32 [1, tokens, hidden], in a file; by default in one without a name, that goes away."""
 
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+    def __init__(self, file: BinaryIO | None = None, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Begin with no states, or with those that lie in `file` one after the other, in the `shapes` of `index`."""
+        self._file: Any = file
+        if file is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
         weakref.finalize(self, self._file.close)
-        self._places: dict[bytes, tuple[int, tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._end = 0
+        for key, shape in (shapes or {}).items():
+            self._place(key, tuple(shape))
 
-    def put(self, key: bytes, states: Any) -> None:
+    @property
+    def index(self) -> dict[str, tuple[int, ...]]:
+        """Digests of the texts, and the shapes of their states, in the order of the file."""
+        self._file.flush()
+        return {key: shape for key, (_, shape) in self._places.items()}
+
+    def put(self, ids: NDArray[np.int64], states: Any) -> None:
         """Write the states of a text, over those that it had."""
         array = states.numpy()
-        if key not in self._places:
-            self._places[key] = self._end, array.shape
-            self._end += array.nbytes
+        if (key := _key(ids)) not in self._places:
+            self._place(key, array.shape)
         offset, shape = self._places[key]
         assert shape == array.shape, "a layer changes the shape of hidden states"
         self._file.seek(offset)
         self._file.write(np.ascontiguousarray(array).data)
 
-    def get(self, key: bytes) -> Any:
+    def get(self, ids: NDArray[np.int64]) -> Any:
         """Read them."""
         import torch
 
-        offset, shape = self._places[key]
+        offset, shape = self._places[_key(ids)]
         array = np.empty(shape, np.float32)
         self._file.seek(offset)
         if self._file.readinto(array.data.cast("B")) != array.nbytes:
             raise OSError("the file of hidden states was cut off")
         return torch.from_numpy(array)
 
+    def _place(self, key: str, shape: tuple[int, ...]) -> None:
+        self._places[key] = self._end, shape
+        self._end += math.prod(shape) * np.dtype(np.float32).itemsize
+
 
 def _ids(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array(ids, np.int64)
 
 
-def _key(ids: NDArray[np.int64]) -> bytes:
-    return _ids(ids).tobytes()
+def _key(ids: NDArray[np.int64]) -> str:
+    return hashlib.sha256(_ids(ids).tobytes()).hexdigest()

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.base import mapped
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Stored
 from llmforge.ir.graph import is_constant
@@ -156,6 +157,7 @@ class _LargeTable:
         for at in range(0, v, size):
             tile = x @ self.table[at : at + size].astype(np.float32).T
             product[:, at : at + size] = tile.astype(self.dtype.numpy(), copy=False)
+            mapped.forget(self.table[at : at + size])
         ends = np.cumsum([each.size // k for each in read])[:-1]
         for (_, given), each, made in zip(steps, read, np.split(product, ends), strict=True):
             given[self.name] = made.reshape(*each.shape[:-1], v)

@@ -37,6 +37,7 @@ Arrays = dict[str, NDArray[Any]]
 
 # ONNX Runtime copies every initializer that it is handed, and no input.
 _FED_BYTES = 1 << 20
+_GONE: NDArray[Any] = np.empty(0)
 
 
 def _is_fed(array: NDArray[Any], least_bytes: int) -> bool:
@@ -114,6 +115,10 @@ class SubgraphSession:
         """Size of what its caches hold of one token of one row."""
         slots = [cache for name, cache in self._caches.items() if not interface.is_state(name)]
         return sum(np.dtype(dtype).itemsize * shape[1] * shape[3] for dtype, shape in slots)
+
+    def unload(self) -> None:
+        """Let go of the weights, until others are loaded."""
+        self._weights = dict.fromkeys(self._weights, _GONE)
 
     def load(self, model: ir.Model, weights: probe.Weights) -> None:
         """Take the weights of `model` from now on, a subgraph of the same nodes; only where it `reloads`."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from llmforge.base import mapped
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import weights
@@ -80,6 +81,7 @@ class StoredMatrix(Tensor):
         rows = max(1, TILE_BYTES // (4 * array.shape[1]))
         for at in range(0, len(array), rows):
             yield torch.from_numpy(array[at : at + rows].astype(np.float32))
+            mapped.forget(array[at : at + rows])
 
     def whole(self) -> Tensor:
         """Read all of it."""
