@@ -102,7 +102,8 @@ def stored_pieces(tensor: ir.TensorProtocol) -> Iterator[NDArray[Any]]:
         for each in tensor.operands:
             yield from stored_pieces(each)
     else:
-        assert isinstance(tensor, Stored) and tensor.transposed
+        assert isinstance(tensor, Stored)
+        assert tensor.transposed
         yield tensor.stored()
 
 

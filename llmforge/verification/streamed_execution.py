@@ -48,6 +48,7 @@ def drive(
     fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
     optimize: bool = False,
+    after_step: probe.AfterStep | None = None,
 ) -> Logits:
     """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
 
@@ -66,6 +67,7 @@ def drive(
         fill=fill,
         block_bytes=block_bytes,
         optimize=optimize,
+        after_step=after_step,
     )
     return [[step[interface.LOGITS] for step in steps] for steps in made]
 
@@ -82,10 +84,12 @@ def outputs(
     block_bytes: int = BLOCK_BYTES,
     given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {},
     optimize: bool = False,
+    after_step: probe.AfterStep | None = None,
 ) -> Values:
     """Run `model`, which stays as it is, on `runs` and return the outputs `names`, logits of `rows` alone.
 
-    `given` are inputs of the graph besides those of each step; they take precedence.
+    `given` are inputs of the graph besides those of each step; they take precedence. `after_step` may change what a
+    step has put into the caches of a block.
 
     Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it.
 
@@ -119,6 +123,8 @@ def outputs(
             more = given(run)
             for step, held in zip(run.steps, values, strict=True):
                 held |= session.run(step, {**held, **more}, caches, None if rows is None else rows(step))
+                if after_step is not None:
+                    after_step(caches, step)
                 _forget([[held]], later | kept)
     return live
 
