@@ -27,8 +27,8 @@ from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.formats import INT8_KV
 from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, dequantize, pack, round_to_nearest, stack, unpack
-from llmforge.verification.divergence import AfterStep, Divergence
-from llmforge.verification.probe import ProbeStep
+from llmforge.verification.divergence import Divergence
+from llmforge.verification.probe import AfterStep, ProbeStep
 
 _NAMED = 3  # parameters that the name of a part gives: queries, keys and values
 _PARTS = ("codes", "scales", "zero_points")  # initializers of a quantized matrix, behind its name
