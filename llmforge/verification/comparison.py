@@ -60,7 +60,8 @@ def _in_rows(b: NDArray[Any], a: NDArray[Any], exact: bool) -> NDArray[np.float6
         units = np.where(moved > 1, np.inf, 0.0)
     else:
         units = np.where(moved > 0, np.inf, 0.0)
-        np.divide(moved, size, out=units, where=size > 0)
+        with np.errstate(invalid="ignore"):  # of a row that is infinite before
+            np.divide(moved, size, out=units, where=size > 0)
     found[other] = np.where(usable, units, 0.0)
     return found
 
