@@ -3,6 +3,7 @@
     python -m benchmarks.model_size llama-3-8b --sparse            # memory alone: shards without bytes on the disk
     python -m benchmarks.model_size qwen3-0.6b qwen3-1.7b qwen3-4b # time, and a line fitted through it by bytes
     python -m benchmarks.model_size llama-3-70b --sparse --trace   # CPU seconds and memory of the trace alone
+    python -m benchmarks.model_size llama-3-8b --sparse --baseline # memory of the baseline's logits of two texts
 
 Each build runs in a process of its own: int4 rounded to nearest, embedding and head too, every pass proven, validation
 off, no cache. Memory is VmHWM, which counts the pages of mapped files that are resident, and the largest RssAnon seen,
@@ -160,6 +161,7 @@ def build(recipe: Path, out: Path) -> dict[str, Any]:
         report = json.loads((out / "result").read_text())
     wall = time.perf_counter() - began
     times = {stage["title"]: round(stage["seconds"], 2) for stage in report["report"]["build"]["stages"]}
+    peaks = {stage["title"]: stage["peak_rss_bytes"] or 0 for stage in report["report"]["build"]["stages"]}
     engine = sum(file.stat().st_size for file in Path(report["artifact"]).glob("engine/*"))
     return {
         "wall_s": wall,
@@ -168,6 +170,7 @@ def build(recipe: Path, out: Path) -> dict[str, Any]:
         "peak_anonymous_mb": anonymous / 1e6,
         "engine_mb": engine / 1e6,
         "stages_s": {title: seconds for title, seconds in times.items() if seconds >= 0.5},
+        "stages_peak_mb": {title: round(size / 1e6) for title, size in peaks.items()},
         "stages_anonymous_mb": {title: round(size / 1e6) for title, size in stages.items()},
     }
 
@@ -202,6 +205,30 @@ def trace(checkpoint: Path) -> dict[str, float]:
     }
 
 
+def baseline(checkpoint: Path) -> dict[str, Any]:
+    """Compute the baseline's logits of two texts of 128 tokens in this process."""
+    from llmforge.base import process
+
+    process.prepare()
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.evaluation import machine
+    from llmforge.evaluation.baseline import open_baseline
+
+    opened = Checkpoint.open(checkpoint)
+    opened_mb, began = machine.peak_resident_bytes() / 1e6, time.perf_counter()
+    found = open_baseline(opened, threads=2)
+    texts = [np.arange(at, at + 128) for at in (0, 128)]
+    logits = found.of(texts)
+    finite = all(bool(np.isfinite(logits(ids)).all()) for ids in texts)
+    return {
+        "baseline": found.description,
+        "wall_s": time.perf_counter() - began,
+        "peak_mb": machine.peak_resident_bytes() / 1e6,
+        "peak_when_opened_mb": opened_mb,
+        "finite": finite,
+    }
+
+
 def _cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -212,6 +239,7 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=", ".join(SHAPES))
     parser.add_argument("--sparse", action="store_true", help="weights are holes in files: zeros, on no disk")
     parser.add_argument("--trace", action="store_true", help="only trace")
+    parser.add_argument("--baseline", action="store_true", help="only run the baseline on two texts")
     parser.add_argument("--make", action="store_true", help="only write the checkpoints")
     parser.add_argument("--work", type=Path, help="folder to keep checkpoints in; else a temporary one")
     parser.add_argument("-o", "--output", type=Path, help="write all figures as JSON")
@@ -226,13 +254,15 @@ def main() -> None:
                 continue
             if args.trace:
                 found[shape] = trace(checkpoint)
+            elif args.baseline:
+                found[shape] = baseline(checkpoint)
             else:
                 with tempfile.TemporaryDirectory(dir=work) as out:
                     write_recipe(Path(out) / "recipe.yaml", checkpoint)
                     found[shape] = build(Path(out) / "recipe.yaml", Path(out))
             found[shape] = {"checkpoint_gb": size_gb, **found[shape]}
             print(shape, json.dumps(found[shape]), flush=True)
-    if len(found) > 2 and not args.trace:
+    if len(found) > 2 and not args.trace and not args.baseline:
         found["fit"] = {name: _fitted(found, name) for name in ("wall_s", "cpu_s")}
         print("fit", json.dumps(found["fit"]))
     if args.output:

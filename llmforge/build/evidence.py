@@ -18,12 +18,13 @@ from llmforge.build.reuse import Reuse
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
-from llmforge.evaluation import answers, gates, machine, quality, runtimes
-from llmforge.evaluation.baseline import Baseline
+from llmforge.evaluation import answers, gates, machine, quality, runtimes, streamed_baseline
+from llmforge.evaluation.baseline import Baseline, baseline_on, open_baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.quality import Logits
 from llmforge.evaluation.runtimes import Interpreter
+from llmforge.evaluation.streamed_baseline import StreamedBaseline
 from llmforge.metrics.agreement import RuntimeName, RuntimeRun
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Answer, Quality, Sample
@@ -160,13 +161,13 @@ def measure(
     threads: int,
     progress: Progress,
     ranks: int = 1,
-    keep: Callable[[Logits], Logits] = lambda logits: logits,
+    keep: Callable[[Baseline | StreamedBaseline], Logits] | None = None,
     interpreters: Sequence[Interpreter] = (),
     reuse: Reuse | None = None,
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
-    `read` is what a decode step reads, `windows` the text for its quality. `keep` may take the logits of the baseline
+    `read` is what a decode step reads, `windows` the text for its quality. `keep` may give the logits of the baseline
     on them from where they were kept; `reuse` keeps what it answers to tasks. `interpreters` have other runtimes, which
     run the engine as well. An engine that is not built yet (None), or that this machine does not run, is not measured;
     `ranks` devices share one.
@@ -174,22 +175,40 @@ def measure(
     reason = PENDING if engine is None else engines.why_not_run(target)
     if engine is None or reason is not None or spec.is_empty:
         return Evidence(None, None, None, reason)
+    baseline, expected = None, None
     progress.stage("Load engine and baseline")
+    if spec.quality is not None:
+        baseline = open_baseline(checkpoint, threads=threads)
+        if isinstance(baseline, StreamedBaseline):  # it is done, as far as it can be kept, before the engine is there
+            expected = _logits(baseline, windows, keep, progress)
+            progress.stage("Load engine")
     began = time.perf_counter()
     runner = load_runner(artifact, threads=threads)
     load_seconds = time.perf_counter() - began
-    baseline = Baseline(checkpoint, threads=threads)
     moved = timed = None
     notes: tuple[str, ...] = ()
     if spec.quality is not None:
-        moved = _quality(spec.quality, runner, baseline, windows, progress, keep)
+        assert baseline is not None
+        said = _answers(spec.quality, runner, baseline, windows, progress)
+        if said[1] and isinstance(baseline, StreamedBaseline):
+            notes += (
+                "answers: the baseline runs layer by layer: behind the first difference it is shown for "
+                f"{streamed_baseline.GENERATED} tokens at most",
+            )
+        expected = expected or _logits(baseline, windows, keep, progress)
+        moved = _quality(spec.quality, runner, expected, said, windows, progress)
+    held_against = None if baseline is None else baseline.description
     if spec.latency is not None:
+        if not isinstance(baseline, Baseline):
+            progress.stage("Load baseline")
+            baseline = Baseline(checkpoint, threads=threads)
+        held_against = held_against or baseline.description
         progress.stage("Measure latency")
         ours = Subject.of_runner(runner, description=describe(runner, threads), load_seconds=load_seconds)
         theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
         measuring = Measuring(artifact, runner, spec.latency, target, read, threads, ranks)
         timed = measuring.run(ours, theirs, engine.size_bytes, progress.advance)
-        notes = tuple(measuring.notes)
+        notes += tuple(measuring.notes)
     ran: tuple[RuntimeRun, ...] = ()
     if interpreters:
         progress.stage("Run in other runtimes")
@@ -202,32 +221,52 @@ def measure(
             spec.tasks, runner, checkpoint, progress, engine=ran_by, threads=threads, reuse=reuse
         )
         notes += left_out
-    return Evidence(moved, timed, baseline.description, notes=notes, runtimes=ran, tasks=results)
+    return Evidence(moved, timed, held_against, notes=notes, runtimes=ran, tasks=results)
+
+
+def _logits(
+    baseline: Baseline | StreamedBaseline,
+    windows: Sequence[Window],
+    keep: Callable[[Baseline | StreamedBaseline], Logits] | None,
+    progress: Progress,
+) -> Logits:
+    if keep is not None:
+        return keep(baseline)
+    return baseline_on([window.ids for window in windows if len(window.ids) > 1], baseline, progress)
+
+
+def _answers(
+    spec: QualitySpec,
+    runner: Runner,
+    baseline: Baseline | StreamedBaseline,
+    windows: Sequence[Window],
+    progress: Progress,
+) -> tuple[tuple[Answer, ...], tuple[Sample, ...]]:
+    """Compare greedy answers, where `spec` asks for them."""
+    if spec.samples is None:
+        return (), ()
+    progress.stage("Compare answers")
+    return answers.compare(
+        windows,
+        spec.samples,
+        artifact=lambda ids, tokens: _greedy(runner, ids.tolist(), tokens),
+        baseline=lambda texts: baseline.of(texts, progress.advance),
+        go_on=baseline.greedy,
+        ends=runner.config.eos_token_ids,
+        decode=lambda ids: runner.tokenizer.decode(list(ids), skip_special_tokens=False),
+        progress=progress.advance,
+    )
 
 
 def _quality(
     spec: QualitySpec,
     runner: Runner,
-    baseline: Baseline,
+    expected: Logits,
+    said: tuple[tuple[Answer, ...], tuple[Sample, ...]],
     windows: Sequence[Window],
     progress: Progress,
-    keep: Callable[[Logits], Logits],
 ) -> Quality:
-    """Compare both on the text and, where `spec` asks for it, through decode steps and by their greedy answers."""
-    said: tuple[tuple[Answer, ...], tuple[Sample, ...]] = (), ()
-    if spec.samples is not None:
-        progress.stage("Compare answers")
-        said = answers.compare(
-            windows,
-            spec.samples,
-            artifact=lambda ids, tokens: _greedy(runner, ids.tolist(), tokens),
-            baseline=baseline.logits,
-            go_on=lambda ids, tokens: (step[0] for step in baseline.generate(ids[None], tokens)),
-            ends=runner.config.eos_token_ids,
-            decode=lambda ids: runner.tokenizer.decode(list(ids), skip_special_tokens=False),
-            progress=progress.advance,
-        )
-    expected = keep(baseline.logits)
+    """Compare both on the text and, where `spec` asks for it, through decode steps; `said` are their answers."""
     progress.stage("Measure quality")
     return quality.compare(
         windows,

@@ -27,9 +27,8 @@ from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.formats import INT8_KV
 from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, dequantize, pack, round_to_nearest, stack, unpack
-from llmforge.runtime.backends.session import Cache
-from llmforge.verification.divergence import AfterStep, Divergence
-from llmforge.verification.probe import ProbeStep
+from llmforge.verification.divergence import Divergence
+from llmforge.verification.probe import AfterStep, ProbeStep
 
 _NAMED = 3  # parameters that the name of a part gives: queries, keys and values
 _PARTS = ("codes", "scales", "zero_points")  # initializers of a quantized matrix, behind its name
@@ -103,7 +102,7 @@ def of_pass(lossy: LossyStep, divergence: Divergence) -> Loss | None:
     if isinstance(lossy.step, QuantizeWeights):
         return WeightLoss(lossy, divergence)
     if isinstance(lossy.step, QuantizeKvCache):
-        return None if divergence.streams(lossy.before) else CacheLoss(lossy, divergence)
+        return CacheLoss(lossy, divergence)
     return None
 
 
@@ -365,9 +364,9 @@ class CacheLoss(Loss):
         """Note the largest magnitude of each channel, of which renewed scales are made."""
         return self._peak
 
-    def _peak(self, cache: Cache, step: ProbeStep) -> None:
-        for name in self.scales:
-            for slots in _written(cache.buffers[name], step):
+    def _peak(self, caches: Mapping[str, NDArray[Any]], step: ProbeStep) -> None:
+        for name in self.scales.keys() & caches.keys():
+            for slots in _written(caches[name], step):
                 peak = np.abs(slots).max(1)
                 self._peaks[name] = np.maximum(self._peaks.get(name, peak), peak)
 
@@ -387,10 +386,10 @@ class CacheLoss(Loss):
         for name, head, channel in kept:
             exact[name][head, channel] = True
 
-        def round_cache(cache: Cache, step: ProbeStep) -> None:
-            for name, scale in scales.items():
-                wide, same = scale[:, None], exact[name][:, None]
-                for slots in _written(cache.buffers[name], step):
+        def round_cache(caches: Mapping[str, NDArray[Any]], step: ProbeStep) -> None:
+            for name in scales.keys() & caches.keys():
+                wide, same = scales[name][:, None], exact[name][:, None]
+                for slots in _written(caches[name], step):
                     codes = np.clip(np.rint(slots / wide), -INT8_KV.largest - 1, INT8_KV.largest)
                     slots[...] = np.where(same, slots, codes * wide)
 

@@ -49,6 +49,7 @@ from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository
+from llmforge.verification import engine_parts
 from llmforge.verification.promises import Promises
 from llmforge.verification.reports import Snapshot
 from llmforge.verification.trace_verifier import verify_trace
@@ -171,7 +172,7 @@ def make(
             threads=threads,
             ranks=recipe.engine.tensor_parallel,
             progress=progress,
-            keep=lambda logits: kept.baseline(checkpoint, windows, threads, logits, progress),
+            keep=lambda baseline: kept.baseline(checkpoint, windows, threads, baseline, progress),
             interpreters=others,
             reuse=kept,
         )
@@ -404,7 +405,7 @@ def build_engine(
     notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
-    request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress)
+    request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress, engine_parts.run)
     if recipe.engine.deferred:
         pending.write(
             request,

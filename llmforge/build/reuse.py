@@ -33,7 +33,9 @@ from llmforge.build.proofs import Proof, Proofs
 from llmforge.cache import Cache, Code, Entry, Key, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.text import Window
+from llmforge.evaluation.baseline import Baseline, baseline_on
 from llmforge.evaluation.quality import Logits
+from llmforge.evaluation.streamed_baseline import States, StreamedBaseline
 from llmforge.ir import graph
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Changes, Pass
@@ -144,26 +146,39 @@ class Reuse:
             return proofs.begin(held.pop_all(), run)
 
     def baseline(
-        self, checkpoint: Checkpoint, windows: Sequence[Window], threads: int, logits: Logits, progress: Progress
+        self,
+        checkpoint: Checkpoint,
+        windows: Sequence[Window],
+        threads: int,
+        baseline: Baseline | StreamedBaseline,
+        progress: Progress,
     ) -> Logits:
-        """Keep what `logits`, those of the baseline on so many threads, are on `windows`, and return them from there.
+        """Keep what the logits of the baseline, on so many threads, are on `windows`, and return them from there.
 
-        Nothing is kept where the cache is this build's alone, or they would take more than `BASELINE_SHARE` of it.
+        Of one that runs layer by layer, the hidden states behind its last layer are kept, which are smaller. Nothing is
+        kept where the cache is this build's alone, or it would take more than `BASELINE_SHARE` of it.
         """
         texts = [window.ids for window in windows if len(window.ids) > 1]
-        size_bytes = sum(map(len, texts)) * checkpoint.geometry.vocabulary * np.dtype(np.float32).itemsize
+        streamed = isinstance(baseline, StreamedBaseline)
+        width = baseline.hidden if isinstance(baseline, StreamedBaseline) else checkpoint.geometry.vocabulary
+        size_bytes = sum(map(len, texts)) * width * np.dtype(np.float32).itemsize
         if self.cache.limit_bytes is None or size_bytes > self.cache.limit_bytes * BASELINE_SHARE:
-            return logits
+            return baseline_on(texts, baseline, progress)
         parts = {"checkpoint": checkpoint.digest, "texts": _hash_of_texts(texts), "threads": str(threads)}
-        key = self.key("baseline", [_BASELINE_CODE], **parts)
+        key = self.key("baseline-states" if streamed else "baseline", [_BASELINE_CODE], **parts)
         with self.cache.computing(key) as entry:
             progress.stage("Run baseline" if entry is None else "Run baseline: reused")
             if entry is not None:
                 self.stages.append("baseline")
             else:
-                entry = self.cache.put(key, partial(_write_logits, texts, logits, progress))
+                if isinstance(baseline, StreamedBaseline):
+                    entry = self.cache.put(key, partial(_write_states, texts, baseline, progress))
+                else:
+                    entry = self.cache.put(key, partial(_write_logits, texts, baseline.logits, progress))
         if entry is None:  # the disk is full
-            return logits
+            return baseline_on(texts, baseline, progress)
+        if isinstance(baseline, StreamedBaseline):
+            return baseline.behind(States((entry.path / TENSORS).open("rb"), entry.json(INDEX)))
         places, file = entry.json(INDEX), entry.path / TENSORS
 
         def kept(ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -323,6 +338,15 @@ def _write_logits(texts: Sequence[NDArray[np.int64]], logits: Logits, progress: 
             places[_hash_of_texts([ids])] = stream.tell(), made.shape
             stream.write(made.tobytes())
     _write_json(INDEX, places, folder)
+
+
+def _write_states(
+    texts: Sequence[NDArray[np.int64]], baseline: StreamedBaseline, progress: Progress, folder: Path
+) -> None:
+    """Write the hidden states of each text behind the last layer, and what they are."""
+    with (folder / TENSORS).open("w+b") as stream:
+        states = baseline.walk(texts, progress.advance, stream)
+        _write_json(INDEX, states.index, folder)
 
 
 def _write_json(name: str, facts: Any, folder: Path) -> None:

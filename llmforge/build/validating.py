@@ -29,9 +29,10 @@ from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine, quality
-from llmforge.evaluation.baseline import Baseline
+from llmforge.evaluation.baseline import open_baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.gates import Figure, Verdict
+from llmforge.evaluation.quality import Logits
 from llmforge.evaluation.runtimes import Interpreter
 from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.quality import DocumentSums
@@ -278,13 +279,15 @@ def decide(
             f"{len(ours)} documents were measured already, and there are no further ones up to {total}",
             hint="give more text with --text FILE.jsonl, or a larger --max-documents",
         )
-    baseline = Baseline(checkpoint, threads=recipe.engine.threads or physical_cores())
+    baseline = open_baseline(checkpoint, threads=recipe.engine.threads or physical_cores())
     looks: list[Look] = []
     for size, alpha in gates.schedule(len(ours), total):
         progress.stage(f"Measure up to {size} documents")
-        while len(ours) < size:
+        further = [pool.pop(0) for _ in range(size - len(ours))]
+        expected = baseline.of([window.ids for group in further for window in group], progress.advance)
+        for group in further:
             progress.advance(len(ours), size)
-            found = _measured(pool.pop(0), baseline, [runner.logits for runner in runners])
+            found = _measured(group, expected, [runner.logits for runner in runners])
             ours.append(found[0])
             theirs += found[1:]
         pairs: Pairs = (ours, theirs)
@@ -323,10 +326,10 @@ def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> li
 
 
 def _measured(
-    windows: Sequence[Window], baseline: Baseline, sides: Sequence[Callable[[list[int]], NDArray[np.float32]]]
+    windows: Sequence[Window], baseline: Logits, sides: Sequence[Callable[[list[int]], NDArray[np.float32]]]
 ) -> list[DocumentSums]:
     """Compare each side with the baseline, which runs once, on the windows of one document."""
-    expected = [baseline.logits(window.ids) for window in windows]
+    expected = [baseline(window.ids) for window in windows]
     found = []
     for logits in sides:
         kept = iter(expected)

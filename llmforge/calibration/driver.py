@@ -112,6 +112,7 @@ def _walk(
         inputs = {} if kept or InputRangeDemand() not in demands else _input_ranges(layer, original)
         result = _calibrate_layer(layer, original, current, weights, ranges, kept)
         done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
+        del layer  # before the next one is read
         if keeps and index + 1 < len(found):
             store.keep_states(own, index + 1, (state.numpy() for side in sides for state in side))
     store.drop_states(own, len(found) - 1)

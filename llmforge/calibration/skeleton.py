@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts
 from llmforge.calibration.layer import Call, DecoderLayer, copy_with_weights, linears_of
 from llmforge.checkpoint import Checkpoint
-from llmforge.trace.export import depth
+from llmforge.trace.export import depth, stored_matrix
 from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.export.weights import Source, plan
 from llmforge.trace.hooks import internals
@@ -56,6 +56,16 @@ class Skeleton:
         prefixes = [f"{name}.{index}" for index in range(len(layers))]
         return cls(checkpoint, model, list(layers), prefixes, plan(model, checkpoint))
 
+    def frame(self) -> Frame:
+        """Give the model without its layers what stands around them.
+
+        Raises:
+            UnsupportedError: a parameter there has no source.
+        """
+        model = copy.deepcopy(self.model)
+        stored_matrix.give_weights(model, self.checkpoint, self.sources, without=self.prefixes)
+        return Frame(f"{self.checkpoint.path}: {type(model).__name__}", model, self.prefixes)
+
     def enter(self, windows: Sequence[NDArray[np.int64]]) -> tuple[list[list[Call]], list[torch.Tensor]]:
         """Embed every window, ids [tokens]: how each layer is called with each of them, and the first layer's states.
 
@@ -63,26 +73,12 @@ class Skeleton:
         hidden states fp32 [1, tokens, hidden] for each window.
 
         Raises:
-            UnsupportedError: what a layer is called with, besides the hidden states, depends on the text.
+            UnsupportedError: see `Frame.enter`.
         """
-        entrance = self._entrance()
-        layers, lookup = [entrance.get_submodule(prefix) for prefix in self.prefixes], self._lookup(entrance)
-        by_length: dict[int, list[Call]] = {}
-        calls: list[list[Call]] = [[] for _ in self.layers]
-        states = []
-        for ids in windows:
-            with lookup:
-                state, called = _calls_of(entrance, layers, ids)
-            first = by_length.setdefault(len(ids), called)
-            if not all(map(_same, first, called)):
-                raise UnsupportedError(
-                    f"{self.checkpoint.path}: cannot be calibrated: layers of {type(self.model).__name__} are called "
-                    "with more than the hidden states of the text"
-                )
-            states.append(state)
-            for of_layer, call in zip(calls, first, strict=True):
-                of_layer.append(call)
-        return calls, states
+        frame = self.frame()
+        entered = [frame.enter(ids) for ids in windows]
+        calls = [list(of_layer) for of_layer in zip(*(called for _, called in entered), strict=True)]
+        return calls, [state for state, _ in entered]
 
     def load(self, index: int, calls: Sequence[Call]) -> DecoderLayer:
         """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
@@ -100,61 +96,102 @@ class Skeleton:
             names += [f"{prefix}.{local}.{name}" for local, module in marks for name in experts.matrices(module)]
         return names
 
-    def _entrance(self) -> torch.nn.Module:
-        """Return the model with the weights of what stands before the layers, but for a table that is looked up."""
-        state = self.model.state_dict(keep_vars=True)
-        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        without = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-        without -= {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
-        without.add(id(state.get(self._table())))
-        inside = tuple(f"{prefix}." for prefix in self.prefixes)
-        names = [name for name, held in state.items() if id(held) not in without and not name.startswith(inside)]
-        return copy_with_weights(self.model, "", self.checkpoint, self.sources, names)
-
-    def _table(self) -> str:
-        """Name the table of tokens, if it is a plain one that the checkpoint holds as it is; "" where it is not."""
-        embedding = self.model.get_input_embeddings()
-        if not isinstance(embedding, torch.nn.Embedding) or embedding.max_norm is not None:
-            return ""
-        state = self.model.state_dict(keep_vars=True)
-        name = next((name for name, tensor in state.items() if tensor is embedding.weight), "")
-        return name if name and self.sources[name].converted is None else ""
-
-    def _lookup(self, entrance: torch.nn.Module) -> _Lookup:
-        """Make what answers lookups in the table of tokens of `entrance`, a copy of the model."""
-        if not (name := self._table()):
-            return _Lookup(None, np.empty((0, 0)))
-        return _Lookup(entrance.get_parameter(name), self.checkpoint.tensor(self.sources[name].tensors[0]).numpy())
-
 
 class _LastLayerReached(Exception):
     """Every layer was called."""
 
 
-def _calls_of(
-    model: torch.nn.Module, layers: Sequence[torch.nn.Module], ids: NDArray[np.int64]
-) -> tuple[torch.Tensor, list[Call]]:
-    """Run `model` with its decoder layers left out, up to where the last of them would have run.
+class Frame:
+    """A model whose layers are left out: it leads a text to the first of them, and from behind the last to logits."""
 
-    Return the hidden states in front of the first, and how each is called.
-    """
-    states: list[torch.Tensor] = []
-    calls: list[Call] = []
+    def __init__(self, name: str, model: torch.nn.Module, prefixes: Sequence[str]) -> None:
+        """Take `model`, a copy that is given away; `prefixes` are the names of its layers."""
+        self._name, self._model, self._depth = name, model, len(prefixes)
+        self._in_tuples = False  # what layers return
+        self._by_length: dict[int, list[Call]] = {}
+        self._given: list[torch.Tensor] = []  # hidden states that each layer is called with
+        self._calls: list[Call] = []
+        self._behind: torch.Tensor | None = None  # what the last layer makes; None: the run ends in front of it
+        for prefix in prefixes:
+            model.get_submodule(prefix).forward = self._layer_out
 
-    def layer_out(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        states.append(hidden)
-        calls.append(Call(args, kwargs))
-        if len(calls) == len(layers):
+    def enter(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor, list[Call]]:
+        """Embed a text, ids [tokens]: the first layer's states [1, tokens, hidden], and how each layer is called.
+
+        Texts of one length share the tensors of their calls.
+
+        Raises:
+            UnsupportedError: more goes from one layer to the next than hidden states.
+        """
+        states, called = self._run(ids)
+        if not self._handed_on(states):  # to a model that takes the first of a tuple
+            self._in_tuples = not self._in_tuples
+            states, called = self._run(ids)
+        self._require_handed_on(states)
+        if not all(_fixed((call.args, *call.kwargs.values())) for call in called):
+            raise UnsupportedError(f"{self._name} cannot be run layer by layer: its layers share a state")
+        first = self._by_length.setdefault(len(ids), called)
+        if not all(map(_same, first, called)):
+            raise UnsupportedError(
+                f"{self._name} cannot be run layer by layer: layers are called with more than the hidden states of the "
+                "text"
+            )
+        return states, first
+
+    def leave(self, ids: NDArray[np.int64], states: torch.Tensor) -> torch.Tensor:
+        """Compute the logits [tokens, V] of a text from the hidden `states` [1, tokens, hidden] behind its last layer.
+
+        Raises:
+            UnsupportedError: see `enter`.
+        """
+        self._given, self._calls, self._behind = [], [], states
+        try:
+            output = self._model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
+        finally:
+            self._behind = None
+        self._given[0] = states
+        self._require_handed_on(states)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _run(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor, list[Call]]:
+        """Run the model up to where the last of its layers would have run."""
+        self._given, self._calls = [], []
+        try:
+            self._model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
+        except _LastLayerReached:
+            return self._given[0], self._calls
+        raise UnsupportedError(f"{self._name} called {len(self._calls)} of its {self._depth} decoder layers")
+
+    def _layer_out(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Stand for a layer."""
+        self._given.append(hidden)
+        self._calls.append(Call(args, kwargs))
+        if self._behind is None and len(self._calls) == self._depth:
             raise _LastLayerReached
-        return hidden
+        made = hidden if self._behind is None else self._behind
+        return (made,) if self._in_tuples else made
 
-    for layer in layers:
-        layer.forward = layer_out  # `model` is a copy, made for this
-    try:
-        model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
-    except _LastLayerReached:
-        return states[0], calls
-    raise UnsupportedError(f"{type(model).__name__} called {len(calls)} of its {len(layers)} decoder layers")
+    def _handed_on(self, states: torch.Tensor) -> bool:
+        """Say if every layer was given `states` by the one before it."""
+        return len(self._given) == self._depth and all(
+            given is states or (isinstance(given, torch.Tensor) and torch.equal(given, states)) for given in self._given
+        )
+
+    def _require_handed_on(self, states: torch.Tensor) -> None:
+        if not self._handed_on(states):
+            raise UnsupportedError(
+                f"{self._name} cannot be run layer by layer: it changes hidden states between its layers"
+            )
+
+
+def _fixed(value: Any) -> bool:
+    """Say if what a layer is called with stays as it is: a cache, or a place for what layers share, may not."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(_fixed, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_fixed, value))
+    return isinstance(value, torch.Tensor | torch.dtype | bool | int | float | str | None)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -166,16 +203,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
-
-
-class _Lookup(TorchFunctionMode):
-    """Answers a lookup in `weight`, which has no memory, with fp32 rows of `table` [V, K], which is mapped."""
-
-    def __init__(self, weight: torch.Tensor | None, table: NDArray[Any]) -> None:
-        super().__init__()
-        self.weight, self.table = weight, table
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.embedding and args[1] is self.weight:
-            return torch.from_numpy(self.table[args[0].numpy()].astype(np.float32))
-        return func(*args, **(kwargs or {}))

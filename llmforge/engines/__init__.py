@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from llmforge.runtime.backends.config import RuntimeConfig
     from llmforge.targets import Target
 
+# Of weights: up to here a build loads an engine as a server does. ONNX Runtime then holds them twice.
+WHOLE_BYTES = 1 << 30
+RunInParts = Callable[[Path, int, int], None]  # of a `model.onnx`, for a context of so many tokens, on so many threads
+
 
 @dataclass(frozen=True)
 class BuildRequest:
@@ -37,6 +41,7 @@ class BuildRequest:
     eos_token_ids: Sequence[int]
     bos_token_id: int | None
     progress: Progress = field(default_factory=Silent)
+    run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as registry
 from llmforge import native
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import BuildRequest, Engine, kernels, onnx_file, signatures
+from llmforge.engines import WHOLE_BYTES, BuildRequest, Engine, kernels, onnx_file, signatures
 from llmforge.engines.kernels import Kernel
 from llmforge.ir import constant_folding, dialect, graph, operators
 from llmforge.ir.operators import canonical
@@ -33,6 +33,7 @@ from llmforge.runtime.backends.session import PROVIDER, Session
 from llmforge.runtime.serving import chat
 from llmforge.targets import Target
 
+_AS_STORED = {"session.disable_prepacking": "1"}
 TOKENIZER_FILES = ("tokenizer.json", *chat.SPECIAL_TOKEN_FILES)
 
 
@@ -143,7 +144,9 @@ def _decomposes(node: ir.Node, opset: int) -> bool:
 def build(request: BuildRequest) -> Engine:
     """Write `model.onnx`, its data and `runtime.json`, load them once, and run two steps; the target changes nothing.
 
-    Weights stream one tensor at a time: memory grows with the largest tensor, not with the model.
+    Weights stream one tensor at a time: memory grows with the largest tensor, not with the model. An engine of more
+    than `WHOLE_BYTES` is loaded with its weights as they are stored, which costs no memory and would run slowly; the
+    steps are run part by part.
 
     Raises:
         UnsupportedError: an operator has no CPU kernel, ONNX Runtime refuses the graph, or `spec.max_context` is more
@@ -156,12 +159,21 @@ def build(request: BuildRequest) -> Engine:
     folder.mkdir(parents=True, exist_ok=True)
     onnx_file.write(model, folder, request.progress)
     options = session_options(spec.threads)
-    session = Session(folder / MODEL_FILE, options.resolve())
-    prove(session, session.allocate(1, spec.max_context))
+    session_config, notes = options.resolve(), []
+    if request.run_in_parts is not None and graph.weight_bytes(model) > WHOLE_BYTES:
+        Session(folder / MODEL_FILE, replace(session_config, entries={**session_config.entries, **_AS_STORED}))
+        request.run_in_parts(folder / MODEL_FILE, spec.max_context, session_config.threads)
+        notes.append(
+            f"engine: {graph.weight_bytes(model) / 1e9:.1f} GB of weights: this build loaded it without bringing them "
+            "into the order that kernels want, and ran it part by part"
+        )
+    else:
+        session = Session(folder / MODEL_FILE, session_config)
+        prove(session, session.allocate(1, spec.max_context))
     own_kernels = native.VERSION if native.DOMAIN in model.opset_imports else None
     config = replace(signatures.config(request, options), onnxruntime=onnxruntime.__version__, kernels=own_kernels)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    return Engine.built(request, config)
+    return Engine.built(request, config, notes=notes)
 
 
 def prove(session: Backend[C], cache: C) -> None:

@@ -15,6 +15,7 @@ from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, Answer, Sampl
 SHOWN = 5  # answers whose text a report has
 
 Generate = Callable[[NDArray[np.int64], int], Iterable[int]]  # ids [S] and a number of tokens -> so many greedy tokens
+Texts = Sequence[NDArray[np.int64]]  # ids [S] each
 
 
 def compare(
@@ -22,8 +23,8 @@ def compare(
     count: int,
     *,
     artifact: Generate,
-    baseline: Logits,
-    go_on: Generate,
+    baseline: Callable[[Texts], Logits],
+    go_on: Callable[[Texts, Sequence[int]], Sequence[Sequence[int]]],
     ends: Sequence[int],
     decode: Callable[[Sequence[int]], str],
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -32,33 +33,44 @@ def compare(
 
     Up to its first difference a greedy answer of the baseline has the artifact's tokens before it. So one run of
     `baseline` over prompt and answer tells where it would have chosen another token, and the baseline itself generates
-    (`go_on`) only what is shown, from there on. An answer ends behind the first of `ends`. `decode` makes text of ids.
+    (`go_on`) only what is shown, from there on: at most so many tokens of each text. All texts are given to either at
+    once. An answer ends behind the first of `ends`. `decode` makes text of ids.
 
     Raises:
         DataError: no document has a token to begin with.
     """
-    picked = beginnings(windows, count)
-    answers: list[Answer] = []
-    samples: list[Sample] = []
-    for done, window in enumerate(picked):
-        progress(done, len(picked))
-        prompt = window.ids[:PROMPT_TOKENS]
-        ours = ended(artifact(prompt, ANSWER_TOKENS), ends)
-        whole = np.concatenate([prompt, np.asarray(ours[:-1], np.int64)])
-        chosen = baseline(whole)[len(prompt) - 1 :].argmax(-1)
-        differs = np.flatnonzero(chosen != np.asarray(ours))
-        same = int(differs[0]) if len(differs) else None
-        answers.append(
-            Answer(document=window.document, prompt_tokens=len(prompt), tokens=len(ours), first_difference=same)
-        )
-        if len(samples) < SHOWN:
-            theirs = ours
-            if same is not None:
-                shared = np.concatenate([prompt, np.asarray(ours[:same], np.int64)])
-                theirs = ended([*ours[:same], *go_on(shared, ANSWER_TOKENS - same)], ends)
-            samples.append(_sample(window.document, *(decode(ids) for ids in (prompt.tolist(), theirs, ours))))
-    progress(len(picked), len(picked))
-    return tuple(answers), tuple(samples)
+    chosen = beginnings(windows, count)
+    said: list[list[int]] = []
+    for done, window in enumerate(chosen):
+        progress(done, len(chosen))
+        said.append(ended(artifact(window.ids[:PROMPT_TOKENS], ANSWER_TOKENS), ends))
+    progress(len(chosen), len(chosen))
+    prompts = [window.ids[:PROMPT_TOKENS] for window in chosen]
+    wholes = [_joined(prompt, ours[:-1]) for prompt, ours in zip(prompts, said, strict=True)]
+    logits = baseline(wholes)
+    same: list[int | None] = []  # tokens before the first difference
+    for prompt, whole, ours in zip(prompts, wholes, said, strict=True):
+        differs = np.flatnonzero(logits(whole)[len(prompt) - 1 :].argmax(-1) != np.asarray(ours))
+        same.append(int(differs[0]) if len(differs) else None)
+    answers = tuple(
+        Answer(document=window.document, prompt_tokens=len(prompt), tokens=len(ours), first_difference=until)
+        for window, prompt, ours, until in zip(chosen, prompts, said, same, strict=True)
+    )
+    theirs = [ours[:until] for ours, until in zip(said, same, strict=True)]
+    differing = [place for place, until in enumerate(same[:SHOWN]) if until is not None]
+    shared = [_joined(prompts[place], theirs[place]) for place in differing]
+    more = go_on(shared, [ANSWER_TOKENS - len(theirs[place]) for place in differing])
+    for place, tokens in zip(differing, more, strict=True):
+        theirs[place] = ended([*theirs[place], *tokens], ends)
+    samples = tuple(
+        _sample(window.document, *(decode(ids) for ids in (prompt.tolist(), them, ours)))
+        for window, prompt, them, ours in zip(chosen[:SHOWN], prompts, theirs, said, strict=False)
+    )
+    return answers, samples
+
+
+def _joined(prompt: NDArray[np.int64], tokens: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([prompt, np.asarray(tokens, np.int64)])
 
 
 def beginnings(windows: Sequence[Window], count: int) -> list[Window]:

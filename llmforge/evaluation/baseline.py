@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import CheckpointError
+from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
+from llmforge.evaluation.streamed_baseline import StreamedBaseline
+from llmforge.trace.export.limits import WHOLE_BYTES
+
+if TYPE_CHECKING:
+    from llmforge.evaluation.quality import Logits
+
+_FP32_BYTES = 4
+
+
+def open_baseline(
+    checkpoint: Checkpoint, *, threads: int, whole_bytes: int = WHOLE_BYTES
+) -> Baseline | StreamedBaseline:
+    """Load the baseline; one of more than `whole_bytes` of fp32 weights is run layer by layer, if its layers can be.
+
+    Its description says which. The model alone decides, not the memory of this machine.
+
+    Raises:
+        CheckpointError: transformers cannot load the checkpoint or misses weights.
+    """
+    if _FP32_BYTES * checkpoint.parameters <= whole_bytes:
+        return Baseline(checkpoint, threads=threads)
+    try:
+        return StreamedBaseline(checkpoint, threads=threads)
+    except UnsupportedError as error:
+        whole = Baseline(checkpoint, threads=threads)
+        whole.description += f"; loaded whole: {error.message}"
+        return whole
+
+
+def baseline_on(
+    texts: Sequence[NDArray[np.int64]], baseline: Baseline | StreamedBaseline, progress: Progress
+) -> Logits:
+    """Return what gives the logits [S, V] of each of `texts`; a baseline that is streamed runs here."""
+    if isinstance(baseline, Baseline):
+        return baseline.logits
+    progress.stage("Run baseline")
+    return baseline.behind(baseline.walk(texts, progress.advance))
 
 
 class Baseline:
@@ -56,6 +94,16 @@ class Baseline:
             output = self._model(input_ids=torch.from_numpy(np.array(ids, np.int64))[None], use_cache=False)
         logits: NDArray[np.float32] = output.logits[0].numpy()
         return logits
+
+    def of(
+        self, texts: Sequence[NDArray[np.int64]], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> Logits:
+        """Return what gives the logits [S, V] of each of `texts`; nothing is computed before it is asked for."""
+        return self.logits
+
+    def greedy(self, texts: Sequence[NDArray[np.int64]], counts: Sequence[int]) -> list[list[int]]:
+        """Continue each of `texts`, ids [S], by as many greedy tokens as `counts` says; EOS does not end it."""
+        return [[step[0] for step in self.generate(ids[None], count)] for ids, count in zip(texts, counts, strict=True)]
 
     def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[list[int]]:
         """Yield the next greedy token after each of the prompts `ids` [B, S], `tokens` times; EOS does not end it."""

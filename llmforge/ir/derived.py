@@ -7,7 +7,7 @@ proven of one holds for the other (`llmforge.verification.changed_subgraphs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -94,6 +94,17 @@ def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
     if isinstance(tensor, Derived) and transposed and is_stored(tensor):
         return np.concatenate([by_output(each, transposed=True) for each in tensor.operands])
     return tensor.numpy().T if transposed else tensor.numpy()
+
+
+def stored_pieces(tensor: ir.TensorProtocol) -> Iterator[NDArray[Any]]:
+    """Give what a tensor [K, N] that `is_stored` is made of, one after the other: [N, K] in all, as they are stored."""
+    if isinstance(tensor, Derived):
+        for each in tensor.operands:
+            yield from stored_pieces(each)
+    else:
+        assert isinstance(tensor, Stored)
+        assert tensor.transposed
+        yield tensor.stored()
 
 
 def side_by_side(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:

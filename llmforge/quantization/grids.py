@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base import mapped
 from llmforge.quantization.formats import Format
 
 Float32 = NDArray[np.float32]
@@ -138,6 +139,7 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
         blocks += zeros[part, :, None]
         np.clip(blocks, 0, grid.top, out=blocks)
         codes[part] = chunk[:, :k]
+        mapped.forget(weight[part])
     return assemble(grid, codes, scales, zeros)
 
 

@@ -1,12 +1,13 @@
 """How far graphs are from one another on text, document by document, with the cache in use: KL(reference || graph).
 
 The first quarter of each document is a prefill, the rest continues it a few tokens at a time, so that what is lost in a
-cache shows. Several documents run side by side. A graph that is too large to run whole is streamed block by block.
+cache shows. Several documents run side by side. A graph that is too large to run whole is streamed block by block, and
+document by document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,15 +17,13 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph
 from llmforge.metrics.tokens import KLD, Floats, require_finite, score
-from llmforge.runtime.backends.session import Cache
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.verification import probe, streamed_execution
+from llmforge.verification.probe import AfterStep
 
 ROWS = 8  # documents side by side
 CONTINUED = 32  # tokens of a step behind the prefill
 _FILE = "reference.f32"
-
-AfterStep = Callable[[Cache, probe.ProbeStep], None]  # may change what the step has put into the cache
 
 
 @dataclass(eq=False)
@@ -63,7 +62,7 @@ class Divergence:
         """Sum KL(reference || `model`) over the tokens of each document, in nats, [D].
 
         Raises:
-            UnsupportedError: ONNX Runtime refuses the graph; `after_step` is given, and the graph is streamed.
+            UnsupportedError: ONNX Runtime refuses the graph.
             VerificationError: a logit is NaN or infinite.
         """
         sums, at = np.zeros(len(self.texts)), 0
@@ -82,12 +81,13 @@ class Divergence:
 
     def _rows(self, model: ir.Model, after_step: AfterStep | None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Run all documents; give the logits [tokens, V] of each row of each step, and its document."""
-        firsts = range(0, len(self.texts), ROWS)
-        runs = [_run(f"documents from {first} on", self.texts[first : first + ROWS]) for first in firsts]
+        # Behind a past, GroupQueryAttention reads several tokens of one row alone; blocks are run as they are.
+        rows = 1 if self.streams(model) else ROWS
+        firsts = range(0, len(self.texts), rows)
+        runs = [_run(f"documents from {first} on", self.texts[first : first + rows]) for first in firsts]
         if self.streams(model):
-            assert after_step is None, "caches of a streamed graph are its own"
             made: Iterator[Iterable[NDArray[np.float32]]]
-            made = iter(streamed_execution.drive(model, runs, threads=self.threads))
+            made = iter(streamed_execution.drive(model, runs, threads=self.threads, after_step=after_step))
         else:
             session = probe.open_session(model, self.weights, self.threads)
             made = (probe.logits(session, run, after_step) for run in runs)

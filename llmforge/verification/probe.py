@@ -87,6 +87,10 @@ class Outcome:
     caches: Mapping[str, tuple[NDArray[Any], ...]]
 
 
+# May change what a step has put into caches, [batch, kv_heads, slots, head_dim] by input name: all of a graph, or some.
+AfterStep = Callable[[Mapping[str, NDArray[Any]], ProbeStep], None]
+
+
 def schedule(name: str, rows: Sequence[NDArray[np.int64]], counts: Sequence[Sequence[int]]) -> Run:
     """Divide rows of tokens among the steps of a run: step `i` takes the next `counts[i][b]` tokens of row `b`."""
     past = np.zeros(len(rows), np.int32)
@@ -195,9 +199,7 @@ def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
         yield Outcome(logits[step.valid], {name: tuple(real(name, buffer, filled)) for name, buffer in held})
 
 
-def logits(
-    session: Session, run: Run, after_step: Callable[[Cache, ProbeStep], None] | None = None
-) -> Iterator[NDArray[np.float32]]:
+def logits(session: Session, run: Run, after_step: AfterStep | None = None) -> Iterator[NDArray[np.float32]]:
     """Run the steps of `run` one by one; give the logits [B, S, V] of each, padding included.
 
     `after_step` may change what a step has put into the cache.
@@ -206,7 +208,7 @@ def logits(
     for step in run.steps:
         made = _step(session, step, cache)
         if after_step is not None:
-            after_step(cache, step)
+            after_step(cache.buffers, step)
         yield made
 
 

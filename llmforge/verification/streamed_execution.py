@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.base import mapped
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Stored
 from llmforge.ir.graph import is_constant
@@ -46,8 +47,12 @@ def drive(
     capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
     fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
+    optimize: bool = False,
+    after_step: probe.AfterStep | None = None,
 ) -> Logits:
     """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
+
+    ONNX Runtime may `optimize` blocks, as it does when it serves; by default they run as they are written.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a block.
@@ -61,6 +66,8 @@ def drive(
         capacity=capacity,
         fill=fill,
         block_bytes=block_bytes,
+        optimize=optimize,
+        after_step=after_step,
     )
     return [[step[interface.LOGITS] for step in steps] for steps in made]
 
@@ -76,10 +83,13 @@ def outputs(
     fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
     given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {},
+    optimize: bool = False,
+    after_step: probe.AfterStep | None = None,
 ) -> Values:
     """Run `model`, which stays as it is, on `runs` and return the outputs `names`, logits of `rows` alone.
 
-    `given` are inputs of the graph besides those of each step; they take precedence.
+    `given` are inputs of the graph besides those of each step; they take precedence. `after_step` may change what a
+    step has put into the caches of a block.
 
     Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it.
 
@@ -96,7 +106,7 @@ def outputs(
     ahead = list(blocks(index, block_bytes))
     while ahead:
         block = ahead.pop(0)
-        session = _open(extract(index, block.outputs, block.inputs), threads, block_bytes)
+        session = _open(extract(index, block.outputs, block.inputs), threads, block_bytes, optimize=optimize)
         later = {name for other in ahead for name in other.inputs}
         if isinstance(session, _LargeTable):
             session.run(
@@ -113,6 +123,8 @@ def outputs(
             more = given(run)
             for step, held in zip(run.steps, values, strict=True):
                 held |= session.run(step, {**held, **more}, caches, None if rows is None else rows(step))
+                if after_step is not None:
+                    after_step(caches, step)
                 _forget([[held]], later | kept)
     return live
 
@@ -151,17 +163,18 @@ class _LargeTable:
         for at in range(0, v, size):
             tile = x @ self.table[at : at + size].astype(np.float32).T
             product[:, at : at + size] = tile.astype(self.dtype.numpy(), copy=False)
+            mapped.forget(self.table[at : at + size])
         ends = np.cumsum([each.size // k for each in read])[:-1]
         for (_, given), each, made in zip(steps, read, np.split(product, ends), strict=True):
             given[self.name] = made.reshape(*each.shape[:-1], v)
 
 
-def _open(block: ir.Model, threads: int, block_bytes: int) -> SubgraphSession | _LargeTable:
+def _open(block: ir.Model, threads: int, block_bytes: int, *, optimize: bool) -> SubgraphSession | _LargeTable:
     """Load a block in ONNX Runtime, or read it in tiles where it is one large table."""
     if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, block_bytes)) is not None:
         return table
     multiply_as_stored(block)
-    return SubgraphSession(block, probe.Weights(), threads)
+    return SubgraphSession(block, probe.Weights(), threads, optimize=optimize)
 
 
 def _large_table(block: ir.Model, tile_bytes: int) -> _LargeTable | None:

@@ -122,8 +122,11 @@ class Pair:
         """Take the weights of another subgraph of the kind."""
         if not (self.before.reloads and self.after.reloads):
             self.changed = member
+            del self.before, self.after  # what they hold goes before the next is read
             self._open(member)
             return
+        self.before.unload()
+        self.after.unload()
         weights = probe.Weights()
         for session, model in zip((self.before, self.after), self._extract(member), strict=True):
             session.load(model, weights)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmforge import native
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.ir import dialect, graph, interface, operators
-from llmforge.ir.derived import by_output, is_stored
+from llmforge.ir.derived import is_stored, stored_pieces
 from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.standard import MatMul
@@ -37,6 +37,7 @@ Arrays = dict[str, NDArray[Any]]
 
 # ONNX Runtime copies every initializer that it is handed, and no input.
 _FED_BYTES = 1 << 20
+_GONE: NDArray[Any] = np.empty(0)
 
 
 def _is_fed(array: NDArray[Any], least_bytes: int) -> bool:
@@ -45,7 +46,7 @@ def _is_fed(array: NDArray[Any], least_bytes: int) -> bool:
 
 
 class SubgraphSession:
-    """A subgraph in ONNX Runtime, with its optimizations off.
+    """A subgraph in ONNX Runtime; its optimizations are off, unless it is to `optimize`.
 
     `MatMul(x, Transpose(W))` runs as one operator, or the head of a tied model would be copied in every step.
     Weights of `fed_bytes` and more are handed over in every step; with 0, all, so that others can be loaded.
@@ -54,11 +55,19 @@ class SubgraphSession:
         UnsupportedError: ONNX Runtime refuses the graph.
     """
 
-    def __init__(self, model: ir.Model, weights: probe.Weights, threads: int, *, fed_bytes: int = _FED_BYTES) -> None:
+    def __init__(
+        self,
+        model: ir.Model,
+        weights: probe.Weights,
+        threads: int,
+        *,
+        fed_bytes: int = _FED_BYTES,
+        optimize: bool = False,
+    ) -> None:
         shapes = {str(value.name): graph.dims(value) for value in (*model.graph.inputs, *model.graph.outputs)}
         executable = _executable(model)
         self._order = _read_order(executable)
-        options = session_options(SessionConfig(threads=threads, optimize=False, entries=probe.QUIET))
+        options = session_options(SessionConfig(threads=threads, optimize=optimize, entries=probe.QUIET))
         native.register(options)
         arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
         self._weights: Arrays = {}
@@ -106,6 +115,10 @@ class SubgraphSession:
         """Size of what its caches hold of one token of one row."""
         slots = [cache for name, cache in self._caches.items() if not interface.is_state(name)]
         return sum(np.dtype(dtype).itemsize * shape[1] * shape[3] for dtype, shape in slots)
+
+    def unload(self) -> None:
+        """Let go of the weights, until others are loaded."""
+        self._weights = dict.fromkeys(self._weights, _GONE)
 
     def load(self, model: ir.Model, weights: probe.Weights) -> None:
         """Take the weights of `model` from now on, a subgraph of the same nodes; only where it `reloads`."""
@@ -192,6 +205,10 @@ def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     k, n = tensor.shape.numpy()
 
     def read() -> ir.TensorProtocol:
-        return ir.Tensor(by_output(tensor, transposed=True).astype(np.float32), name=tensor.name)
+        array, at = np.empty((n, k), np.float32), 0
+        for piece in stored_pieces(tensor):
+            array[at : at + len(piece)] = piece
+            at += len(piece)
+        return ir.Tensor(array, name=tensor.name)
 
     return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmforge import passes, targets
 from llmforge.build import bisecting, keeping, parts
 from llmforge.build.bisecting import Findings, Search
-from llmforge.build.parts import CacheLoss, Leaf, Loss, LossyStep, Part, WeightLoss
+from llmforge.build.parts import CacheLoss, Leaf, Loss, LossyStep, Part, WeightLoss, of_pass
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import Window
 from llmforge.ir import graph
@@ -220,7 +220,7 @@ class Drawn(Loss):
 def found_in_draws(lossy: LossyStep, windows: Sequence[Window], folder: Path, runs: int = 200) -> list[list[str]]:
     """Search again and again, on other documents each time: names of what stands out in each run."""
     texts = bisecting.choose(windows, 0, 64, 56, TOKENS, 1)
-    loss = parts.of_pass(lossy, Divergence(texts, folder, 2))
+    loss = of_pass(lossy, Divergence(texts, folder, 2))
     assert loss is not None
     loss.divergence.hold_against(lossy.before, loss.watch)
     rng, known, found = np.random.default_rng(0), dict[Any, Any](), []
@@ -247,6 +247,33 @@ def test_what_is_planted_is_found_in_most_runs(fused: ir.Model, windows: list[Wi
     replace(lossy.after, f"{name}.codes", in_two_bits(graph.tensor(codes).numpy()))
     found = found_in_draws(lossy, windows, tmp_path)
     assert sum(names == [O_PROJ] for names in found) >= 0.95 * len(found)
+
+
+def test_the_cache_of_a_model_that_is_streamed_is_measured_as_that_of_one_that_runs_whole(
+    fused: ir.Model, windows: list[Window], tmp_path: Path
+) -> None:
+    texts = [np.array(window.ids[:24]) for window in windows[:3]]
+    wide = np.full((4, 32), 6, np.float32)
+    ranges = {layer: KvRange(wide, wide) for layer in range(6)}
+    lossy = quantized(fused, KNOWN["quantize-kv-cache"](budget=LOOSE), Statistics(0, 0, {}, ranges))  # type: ignore[call-arg]
+    sides = []
+    for whole_bytes in (1 << 30, 0):
+        (tmp_path / str(whole_bytes)).mkdir()
+        divergence = Divergence(texts, tmp_path / str(whole_bytes), 1, whole_bytes)
+        assert divergence.streams(fused) == (whole_bytes == 0)
+        loss = of_pass(lossy, divergence)
+        assert isinstance(loss, CacheLoss)
+        divergence.hold_against(fused, loss.watch)
+        sides.append((loss, loss.of(), loss.of(loss.parts[1].leaves), loss.renewed(loss.parts[1].leaves)))
+    (whole, *expected), (streamed, *found) = sides
+    assert whole._peaks.keys() == streamed._peaks.keys()
+    assert len(whole._peaks) == 12
+    for name, peak in whole._peaks.items():
+        np.testing.assert_allclose(streamed._peaks[name], peak, rtol=1e-4)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-2, atol=1e-6)
+    assert expected[0].sum() > 1.05 * expected[1].sum()  # a layer that is kept gains, and one whose ranges fit
+    assert expected[0].sum() > 1.05 * expected[2].sum()
 
 
 def test_a_renewed_matrix_is_what_the_pass_writes(fused: ir.Model, tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from llmforge import targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Silent
-from llmforge.build import pipeline
+from llmforge.build import evidence, pipeline
 from llmforge.cache import Cache, Code
 from llmforge.cache.remote import Remote
 from llmforge.checkpoint import Checkpoint
-from llmforge.evaluation.baseline import Baseline
+from llmforge.evaluation.baseline import Baseline, open_baseline
+from llmforge.evaluation.streamed_baseline import StreamedBaseline
 from llmforge.ir import graph
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context
@@ -150,6 +151,51 @@ def test_the_baseline_runs_once(recipe: Write, tmp_path: Path, monkeypatch: pyte
     assert again.build.reused.stages == ("trace", "trace-proof", "baseline")
     assert without.quality == report.quality == again.quality
     assert again.quality is not None
+
+
+def test_a_baseline_that_is_streamed_gives_the_same_quality_and_is_kept_as_hidden_states(
+    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = {"data": "evaluation.jsonl", "context": 64}
+    (tmp_path / "evaluation.jsonl").write_text(
+        "\n".join(json.dumps({"id": f"e{i}", "text": f"text {i}: " + " ".join(WORDS[i:])}) for i in range(8))
+    )
+    _, whole = build(recipe(quality=text), tmp_path, cached=False)
+    monkeypatch.setattr(evidence, "open_baseline", partial(open_baseline, whole_bytes=0))
+    recorded = Recorded()
+    _, without = build(recipe(quality=text), tmp_path, cached=False, progress=recorded)
+    assert recorded.titles.index("Run baseline") < recorded.titles.index("Load engine")  # not both in memory
+    _, cold = build(recipe(quality=text), tmp_path)
+    monkeypatch.setattr(StreamedBaseline, "walk", None)
+    _, warm = build(recipe(quality=text), tmp_path)
+    assert warm.build.reused.stages == ("trace", "trace-proof", "baseline")
+    assert warm.quality is not None
+    assert whole.quality == without.quality == cold.quality == warm.quality
+    assert "layer by layer" not in str(whole.quality_baseline)
+    assert "layer by layer" in str(warm.quality_baseline)
+
+
+def test_answers_of_a_streamed_baseline_are_short_and_the_report_says_so(
+    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evaluation.jsonl").write_text(
+        "\n".join(json.dumps({"id": f"e{i}", "text": f"text {i}: " + " ".join(WORDS[i:])}) for i in range(3))
+    )
+    write_checkpoint(tmp_path / "longer", max_position_embeddings=192)
+    room = {"checkpoint": "longer", "engine": {"max_context": 192, "max_batch": 2, "threads": 1}}
+    asked = recipe(quality={"data": "evaluation.jsonl", "context": 64, "samples": 3}, changes=room)
+    _, whole = build(asked, tmp_path)
+    monkeypatch.setattr(evidence, "open_baseline", partial(open_baseline, whole_bytes=0))
+    _, streamed = build(asked, tmp_path)
+    assert whole.quality is not None
+    assert streamed.quality is not None
+    assert streamed.quality.answers == whole.quality.answers
+    assert any(answer.first_difference is not None for answer in whole.quality.answers)
+    for ours, theirs in zip(streamed.quality.samples, whole.quality.samples, strict=True):
+        assert theirs.baseline.startswith(ours.baseline)
+    notes = [note for note in streamed.notes if "behind the first difference" in note]
+    assert len(notes) == 1
+    assert not [note for note in whole.notes if "behind the first difference" in note]
 
 
 def test_a_changed_tail_reuses_the_head(recipe: Write, tmp_path: Path) -> None:

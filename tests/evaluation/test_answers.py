@@ -49,8 +49,10 @@ def compare(cut: list[Window], count: int, noise: float, ends: tuple[int, ...] =
         cut,
         count,
         artifact=generator(artifact),
-        baseline=baseline,
-        go_on=generator(baseline),
+        baseline=lambda texts: baseline,
+        go_on=lambda texts, counts: [
+            list(generator(baseline)(ids, count)) for ids, count in zip(texts, counts, strict=True)
+        ],
         ends=ends,
         decode=lambda ids: " ".join(map(str, ids)),
     )

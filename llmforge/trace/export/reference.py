@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.trace.export import depth, skeleton, weights
+from llmforge.trace.export import depth, skeleton, stored_matrix, weights
 from llmforge.trace.export.pattern import Irregular
-from llmforge.trace.export.stored_matrix import TILE_BYTES, StoredMatrix
 from llmforge.trace.hooks import internals, masks
 
 NUMBERS = re.compile("layer|idx|index|block")  # in the name of an integer by which a module knows its own place
@@ -308,30 +306,6 @@ def _part(checkpoint: Checkpoint) -> tuple[PreTrainedModel, weights.Plan, list[i
     sources = weights.plan(model, checkpoint)
     stack, modules = depth.stack_of(model, checkpoint.geometry.layers)
     kept, twins = _chosen(_kinds(checkpoint.config, list(modules)))
-    absent = tuple(f"{stack}.{index}." for index in range(len(modules)) if index not in kept)
-    read: dict[weights.Source, Tensor] = {}
-    for name, tensor in list(model.state_dict(keep_vars=True).items()):
-        if name.startswith(absent):
-            continue
-        source = sources[name]
-        owner, _, leaf = name.rpartition(".")
-        module, is_parameter = model.get_submodule(owner), isinstance(tensor, nn.Parameter)
-        if is_parameter and source.converted is None and tensor.dim() == 2 and 4 * tensor.numel() > TILE_BYTES:
-            # no nn.Parameter, which would be a copy
-            module._parameters[leaf] = _stored(checkpoint, source.tensors[0])  # type: ignore[assignment]
-            continue
-        if source not in read:
-            read[source] = weights.load_fp32(checkpoint, source)
-        if is_parameter:
-            module._parameters[leaf] = nn.Parameter(read[source], requires_grad=False)
-        else:
-            module._buffers[leaf] = read[source].to(tensor.dtype)
-    left = [name for name, each in model.named_parameters() if each.is_meta and not name.startswith(absent)]
-    if left:
-        raise UnsupportedError(f"parameter {left[0]} has no numbers")
+    absent = [f"{stack}.{index}" for index in range(len(modules)) if index not in kept]
+    stored_matrix.give_weights(model, checkpoint, sources, without=absent)
     return model, sources, kept, twins
-
-
-def _stored(checkpoint: Checkpoint, name: str) -> StoredMatrix:
-    """Map a tensor anew whenever it is read: pages of a file that is mapped for long would all stay resident."""
-    return StoredMatrix.of(lambda: checkpoint.tensor(name).numpy(), checkpoint.tensors[name].shape)

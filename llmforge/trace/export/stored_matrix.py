@@ -1,4 +1,4 @@
-"""A matrix of a checkpoint as a parameter of a module that costs no memory: read whenever it is used, in fp32.
+"""Give a model the numbers of a checkpoint, in fp32: a large matrix costs no memory, and is read whenever it is used.
 
 Multiplying by it, and looking rows up in it, reads it in tiles. Any other operation reads all of it, and forgets it.
 """
@@ -11,13 +11,56 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from llmforge.base import mapped
+from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import Checkpoint
+from llmforge.trace.export import weights
+from llmforge.trace.export.weights import Source
 from llmforge.trace.hooks import internals
 
 TILE_BYTES = 1 << 26  # of fp32
+
+
+def give_weights(
+    model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str, Source], *, without: Sequence[str]
+) -> None:
+    """Give parameters and persistent buffers of `model` their numbers, but for those of the modules `without`.
+
+    Matrices of more than `TILE_BYTES` that the checkpoint holds as they are become a `StoredMatrix`.
+
+    Raises:
+        UnsupportedError: a parameter has no source.
+    """
+    absent = tuple(f"{name}." for name in without)
+    read: dict[Source, Tensor] = {}
+    for name, tensor in list(model.state_dict(keep_vars=True).items()):
+        if name.startswith(absent):
+            continue
+        source = sources[name]
+        owner, _, leaf = name.rpartition(".")
+        module, is_parameter = model.get_submodule(owner), isinstance(tensor, nn.Parameter)
+        if is_parameter and source.converted is None and tensor.dim() == 2 and 4 * tensor.numel() > TILE_BYTES:
+            # no nn.Parameter, which would be a copy
+            module._parameters[leaf] = _stored(checkpoint, source.tensors[0])  # type: ignore[assignment]
+            continue
+        if source not in read:
+            read[source] = weights.load_fp32(checkpoint, source)
+        if is_parameter:
+            module._parameters[leaf] = nn.Parameter(read[source], requires_grad=False)
+        else:
+            module._buffers[leaf] = read[source].to(tensor.dtype)
+    left = [name for name, each in model.named_parameters() if each.is_meta and not name.startswith(absent)]
+    if left:
+        raise UnsupportedError(f"parameter {left[0]} has no numbers")
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> StoredMatrix:
+    """Map a tensor anew whenever it is read: pages of a file that is mapped for long would all stay resident."""
+    return StoredMatrix.of(lambda: checkpoint.tensor(name).numpy(), checkpoint.tensors[name].shape)
 
 
 class StoredMatrix(Tensor):
@@ -38,6 +81,7 @@ class StoredMatrix(Tensor):
         rows = max(1, TILE_BYTES // (4 * array.shape[1]))
         for at in range(0, len(array), rows):
             yield torch.from_numpy(array[at : at + rows].astype(np.float32))
+            mapped.forget(array[at : at + rows])
 
     def whole(self) -> Tensor:
         """Read all of it."""
@@ -69,5 +113,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if not isinstance(weight, StoredMatrix):  # the input is one, or the bias
         with internals.without_torch_function():
             return functional.linear(input, weight, bias)
-    product = torch.cat([functional.linear(input, tile) for tile in weight.tiles()], dim=-1)
+    product, at = input.new_empty((*input.shape[:-1], weight.shape[0])), 0
+    for tile in weight.tiles():
+        product[..., at : at + len(tile)] = functional.linear(input, tile)
+        at += len(tile)
     return product if bias is None else product + bias
