@@ -94,8 +94,8 @@ class Run:
 class Outcome:
     """What one step gave, without padding.
 
-    logits: fp32 [tokens, vocabulary] of those that the step asks for, row after row.  caches: by input name, the filled slots of each row,
-    [kv_heads, slots, head_dim], or its state as a whole.
+    logits: fp32 [tokens, vocabulary] of those that the step asks for, row after row.
+    caches: by input name, the filled slots of each row, [kv_heads, slots, head_dim], or its state as a whole.
     """
 
     logits: NDArray[np.float32]
@@ -136,8 +136,8 @@ def random_runs(vocabulary: int, rng: np.random.Generator | None = None) -> tupl
 def text_runs(texts: Sequence[NDArray[np.int64]], vocabulary: int) -> tuple[Run, ...]:
     """Make the probes of a lossy pass from token windows; every window is one text of the sample.
 
-    The beginnings of the first few run side by side, of unequal lengths: a prefill, then decode. Each of the others runs
-    by itself: most of it in a prefill, then a continuation, then decode. Of a prefill and a continuation, one token in
+    The beginnings of the first few run side by side, of unequal lengths: a prefill, then decode. The others each run
+    alone: most of it in a prefill, then a continuation, then decode. Of a prefill and a continuation, one token in
     `_SAMPLED` is asked for logits, or fewer where the vocabulary is so large that they would take `_LOGITS`.
     """
     runs = []
