@@ -166,7 +166,7 @@ def build(
             output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
         else:
             output.write_summary(result.report)
-            click.echo(str(result.path))
+            output.write_lines(str(result.path))
     undecided = [gate.explanation for gate in result.report.gates if gate.verdict is result.report.verdict]
     hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
     if result.report.verdict is Verdict.FAIL:

@@ -100,8 +100,8 @@ def _mean_klds(step: probe.ProbeStep, before: NDArray[np.float32], after: NDArra
     row, _ = np.nonzero(step.answered)
     found = score(before, after, np.zeros(len(after), np.int64), (KLD,))[KLD.name]
     counts = np.bincount(row, minlength=len(step.lengths))
-    sums: Floats = np.bincount(row, found, minlength=len(step.lengths))
-    return sums / np.maximum(counts, 1)
+    means: Floats = np.bincount(row, found, minlength=len(step.lengths)) / np.maximum(counts, 1)
+    return means
 
 
 def _decided(texts: Sequence[tuple[float, int]], budget: float) -> bool:
