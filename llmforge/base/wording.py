@@ -65,6 +65,8 @@ def plain_json(written: str) -> str:
 
 def plain_text(text: str) -> str:
     """Write out what a terminal would obey in a text of several lines, as it stands otherwise."""
+    if text.isprintable():
+        return text
     return "".join(c if c in "\n\t" or not _obeyed(c) else _escaped(c) for c in text)
 
 

@@ -10,7 +10,7 @@ from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.metrics import catalog
 from llmforge.report.release import Judgement
 
-_MARKUP = re.compile(r"([\\`*_\[\]|<>#~!])")
+_MARKUP = re.compile(r"([\\`*\[\]|<>#~!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 
 
 def headline(judgement: Judgement) -> str:

@@ -130,7 +130,7 @@ def _render(
     finalize: Callable[[object], object] | None,
     facts: Mapping[str, Any] | None = None,
 ) -> str:
-    report = view.plain(report)
+    report = view.plain_page(report)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("llmforge.report", ""),
         autoescape=autoescape,

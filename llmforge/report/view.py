@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
 from enum import Enum
@@ -45,8 +45,13 @@ class KeyFigure:
 
 
 def plain(report: Report) -> Report:
-    """Write out what a terminal or a browser would obey in the words of a report, which may be a stranger's."""
-    return _plain(report)
+    """Make the words of a report, which may be a stranger's, lines that a terminal may show."""
+    return _plain(report, lambda text: wording.plain(text, LONGEST_TEXT))
+
+
+def plain_page(report: Report) -> Report:
+    """Write out control characters in the words of a report, but for line ends: answers have several lines."""
+    return _plain(report, wording.plain_text)
 
 
 def headline(report: Report) -> str:
@@ -77,23 +82,23 @@ def value(figure: Estimate | float) -> float:
     return figure.value if isinstance(figure, Estimate) else figure
 
 
-def _plain(value: T) -> T:
+def _plain(value: T, write: Callable[[str], str]) -> T:
     """Make every text inside of a value plain; what has none is returned as it is."""
     made: Any = value
     if isinstance(value, str) and not isinstance(value, Enum):
-        made = wording.plain(value, LONGEST_TEXT)
+        made = write(value)
     elif isinstance(value, BaseModel):
         fields = {**dict(value), **(value.__pydantic_extra__ or {})}
-        changed = {name: new for name, old in fields.items() if (new := _plain(old)) is not old}
+        changed = {name: new for name, old in fields.items() if (new := _plain(old, write)) is not old}
         made = value.model_copy(update=changed) if changed else value
     elif is_dataclass(value) and not isinstance(value, type):
         old = {each.name: getattr(value, each.name) for each in fields_of(value)}
-        changed = {name: new for name, each in old.items() if (new := _plain(each)) is not each}
+        changed = {name: new for name, each in old.items() if (new := _plain(each, write)) is not each}
         made = replace(value, **changed) if changed else value
     elif isinstance(value, dict):
-        made = {_plain(key): _plain(each) for key, each in value.items()}
+        made = {_plain(key, write): _plain(each, write) for key, each in value.items()}
     elif isinstance(value, tuple | list):
-        parts = [_plain(each) for each in value]
+        parts = [_plain(each, write) for each in value]
         if any(new is not old for new, old in zip(parts, value, strict=True)):
             made = type(value)(parts)
     return made  # type: ignore[no-any-return]

@@ -181,7 +181,7 @@ def test_files_for_pipelines_and_pages_escape_it_too(
     for written in (*(file.read_text() for file in files), page, document):
         check_plain(written)
         assert "<script>alert" not in written
-        assert "<img src=x" not in written
+        assert not re.search(r"(?<!\\)<img", written)
     assert "&lt;script&gt;alert(1)" in page
     assert not re.search(r"(?<!\\)\[[^\]\n]*(?<!\\)\]\((http://evil|javascript)", document)
 
