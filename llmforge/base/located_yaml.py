@@ -65,7 +65,13 @@ def read(path: Path) -> Source:
     Raises:
         RecipeError: the file cannot be read, is no YAML, is empty, repeats a key, or holds more than plain data.
     """
-    data = small_file.read(path, MOST_BYTES, error=RecipeError, hint="expected the path of a readable YAML file")
+    data = small_file.read(
+        path,
+        MOST_BYTES,
+        error=RecipeError,
+        hint="expected the path of a readable YAML file",
+        smaller="check the path: recipes and targets have some kilobytes",
+    )
     return parse(small_file.decode(data, path, error=RecipeError, hint="expected YAML in UTF-8"), path)
 
 

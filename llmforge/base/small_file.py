@@ -29,9 +29,12 @@ def read(
     *,
     error: type[ForgeError] = InputError,
     hint: str | None = None,
+    smaller: str | None = None,
     links: bool = True,
 ) -> bytes:
     """Read a regular file of at most `limit_bytes`; with `links`, a link may lead to it.
+
+    `smaller` is the hint where the file is too large, `hint` by default.
 
     Neither a FIFO nor a device is opened for good: it would block, or never end.
 
@@ -47,7 +50,7 @@ def read(
             if not stat.S_ISREG(status.st_mode):
                 raise error(f"{path}: cannot be read: not a regular file", hint=hint)
             if status.st_size > limit_bytes:
-                raise error(f"{path}: {status.st_size} bytes; at most {limit_bytes} are allowed", hint=hint)
+                raise error(f"{path}: {status.st_size} bytes; at most {limit_bytes} are allowed", hint=smaller or hint)
             data = stream.read(limit_bytes + 1)
     except OSError as found:
         if found.errno == errno.ELOOP and not links:
@@ -56,7 +59,7 @@ def read(
     except ValueError as found:  # a path that holds a zero byte
         raise error(f"{shown(str(path))}: cannot be read: {found}", hint=hint) from found
     if len(data) > limit_bytes:  # it grew, or does not tell its size, as files of /proc
-        raise error(f"{path}: more than the {limit_bytes} bytes that are allowed", hint=hint)
+        raise error(f"{path}: more than the {limit_bytes} bytes that are allowed", hint=smaller or hint)
     return data
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 SHOWN = 60  # characters of a value
 LONGEST_MESSAGE = 700  # bytes; with its hint a message stays below 1 kB
 LONGEST_HINT = 280
+LONGEST_LINE = 5000  # characters of a line of standard output: longer than any path
 _LONGEST_WORD = 80  # characters of one word of a message that is too long
 _MARK = "…"
+_OBEYED = frozenset({"Cc", "Cs", "Zl", "Zp"})  # controls of C0 and C1, halves of pairs, separators of lines
+_BIDIRECTIONAL = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
 
 
 def shown(value: object, length: int = SHOWN) -> str:
@@ -41,6 +45,31 @@ def cut(text: str, length: int = SHOWN) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+def plain(text: str, limit: int = LONGEST_LINE) -> str:
+    """Write a text of a stranger's on one line: control characters, line ends too, written out, and shortened.
+
+    A terminal obeys escape sequences, and shows what bidirectional controls say in place of what is there.
+    """
+    kept = text[: limit + 1]
+    if not kept.isprintable():
+        kept = "".join(c if c.isprintable() else _escaped(c) for c in kept)
+    return cut(kept, limit)
+
+
+def plain_json(written: str) -> str:
+    """Escape in JSON, which may be indented, what a terminal would obey; it stays the same value."""
+    if all(line.isprintable() for line in written.split("\n")):
+        return written
+    return "".join(c if c.isprintable() or c == "\n" else _json_escaped(c) for c in written)
+
+
+def plain_text(text: str) -> str:
+    """Write out what a terminal would obey in a text of several lines, as it stands otherwise."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in "\n\t" or not _obeyed(c) else _escaped(c) for c in text)
+
+
 def bounded(text: str, limit: int = LONGEST_MESSAGE) -> str:
     """Shorten a message to `limit` bytes, and write control characters out: a terminal would obey them.
 
@@ -70,6 +99,14 @@ def bounded(text: str, limit: int = LONGEST_MESSAGE) -> str:
 
 def _short(word: str) -> str:
     return word if len(word) <= _LONGEST_WORD else f"{word[: _LONGEST_WORD // 2]}{_MARK}{word[-_LONGEST_WORD // 4 :]}"
+
+
+def _obeyed(character: str) -> bool:
+    return unicodedata.category(character) in _OBEYED or unicodedata.bidirectional(character) in _BIDIRECTIONAL
+
+
+def _json_escaped(character: str) -> str:
+    return json.dumps(character)[1:-1] if ord(character) > 0x7F else f"\\u{ord(character):04x}"
 
 
 def _escaped(character: str) -> str:

@@ -18,7 +18,7 @@ from llmforge.evaluation.footprint import BytesRead
 from llmforge.ir import graph
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.tokens import Floats
-from llmforge.report.attribution import AttributedStep, Attribution, LayerCost
+from llmforge.report.attribution import AttributedStep, Attribution, LayerCost, estimate, estimates
 from llmforge.targets import Target
 from llmforge.verification.divergence import Divergence
 
@@ -77,6 +77,7 @@ def measure(
     return Attribution(
         documents=len(tokens),
         tokens=int(tokens.sum()),
+        document_tokens=tuple(int(count) for count in tokens),
         context=context,
         predicted_by=source,
         steps=tuple(steps),
@@ -93,8 +94,9 @@ def _step(
 ) -> AttributedStep:
     return AttributedStep(
         name=name,
-        kld_mean=bisecting.estimate(reached, tokens),
-        added=bisecting.estimate(added, tokens),
+        kld_mean=estimate(reached, tokens),
+        added=estimate(added, tokens),
+        reached=tuple(reached.tolist()),
         weight_bytes=read.weights,
         kv_bytes_per_token=read.kv,
         step_ms=step_ms(read),
@@ -108,8 +110,12 @@ def _layers(lossy: LossyStep, divergence: Divergence) -> tuple[LayerCost, ...]:
         return ()
     divergence.hold_against(lossy.before, loss.watch)
     total, tokens = loss.of(), divergence.tokens
+    if not loss.parts:
+        return ()
+    gained = np.stack([total - loss.of(part.leaves) for part in loss.parts], 1)
     return tuple(
-        LayerCost(name=part.name, gain=bisecting.estimate(total - loss.of(part.leaves), tokens)) for part in loss.parts
+        LayerCost(name=part.name, gain=gain, gained=tuple(sums.tolist()))
+        for part, gain, sums in zip(loss.parts, estimates(gained, tokens), gained.T, strict=True)
     )
 
 

@@ -18,11 +18,12 @@ from llmforge.checkpoint.text import Window
 from llmforge.evaluation import footprint
 from llmforge.ir import graph
 from llmforge.metrics import standouts
-from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate, bootstrap
+from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate
 from llmforge.metrics.record import Record
 from llmforge.metrics.standouts import ALPHA
 from llmforge.metrics.tokens import Floats
 from llmforge.recipe import Recipe
+from llmforge.report.attribution import estimate
 from llmforge.verification.divergence import Divergence
 
 DOCUMENTS, TOKENS = 48, 128  # that are run, and of each; 1.2 s a graph of the sample on two cores
@@ -181,14 +182,6 @@ def _levels(parts: Sequence[Part]) -> list[int]:
 def _tensors(part: Part) -> Sequence[Part]:
     """Return what an option keeps of a part: the tensors of a layer; a cache as a whole."""
     return part.parts if part.parameters and part.parts and part.name.startswith("layer ") else (part,)
-
-
-def estimate(sums: Floats, tokens: Floats) -> Estimate:
-    """Make the mean over tokens of sums over documents [D], with its interval over documents."""
-    both = np.stack([sums, tokens], 1)
-    bounds = bootstrap(both, lambda totals: totals[:, :1] / totals[:, 1:], seed=0)
-    low, high = (None, None) if bounds is None else (float(bound) for bound in bounds[0])
-    return Estimate(value=float(sums.sum() / tokens.sum()), low=low, high=high, samples=len(sums))
 
 
 def choose(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import Artifact
-from llmforge.base.errors import UsageError
+from llmforge.base.errors import InputError, UsageError
 from llmforge.base.progress import Progress
 from llmforge.build import comparison, finishing, lock, pipeline
 from llmforge.build.comparison import Comparison
@@ -22,28 +22,37 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
     """Make the recipe that the artifact at `path` records, of inputs that lie here; it is written into `folder`.
 
     Raises:
+        InputError: what it records is no recipe of a build.
         UsageError: a text that it names is not among `texts`; the recipe's target is a file.
     """
     opened = Artifact.open(path)
     plain: dict[str, Any] = json.loads(json.dumps(opened.manifest.recipe))
-    if isinstance(plain["target"], dict):
+    try:
+        named_ones = plain.get("calibration"), (plain.get("validation") or {}).get("quality")
+        sections: list[dict[str, Any]] = [section for section in named_ones if section is not None]
+        wanted_texts = [(section["data"]["sha256"], section["data"]["name"]) for section in sections]
+        target = plain["target"]
+        named = target["name"] if isinstance(target, dict) else target
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}: its manifest records no recipe of a build: {type(error).__name__}: {error}",
+            hint="give the recipe with --recipe; fetch or build the artifact again",
+        ) from error
+    if isinstance(target, dict):
         raise UsageError(
-            f"{path}: its recipe names the target file {plain['target']['name']}, which the artifact does not hold",
+            f"{path}: its recipe names the target file {named}, which the artifact does not hold",
             hint="give the recipe with --recipe",
         )
     plain["checkpoint"] = str(checkpoint.resolve())
     here = {documents.digest(text): text for text in texts}
-    for section in (plain.get("calibration"), (plain.get("validation") or {}).get("quality")):
-        if section is None:
-            continue
-        wanted = section["data"]
-        if wanted["sha256"] not in here:
+    for section, (digest, name) in zip(sections, wanted_texts, strict=True):
+        if digest not in here:
             raise UsageError(
-                f"{path}: was built with the text {wanted['name']} ({wanted['sha256'][:12]}…), which is none of "
+                f"{path}: was built with the text {name} ({digest[:12]}…), which is none of "
                 f"those given: {', '.join(map(str, texts)) or 'none'}",
                 hint="give it with --text FILE",
             )
-        section["data"] = str(here[wanted["sha256"]].resolve())
+        section["data"] = str(here[digest].resolve())
     validation = plain.get("validation") or {}
     for number, task in enumerate(validation.get("tasks") or []):
         if isinstance(task, dict):

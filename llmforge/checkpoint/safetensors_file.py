@@ -34,6 +34,7 @@ SMALL_BYTES = 64 << 20  # of a file without weights: the largest tokenizers have
 RANK_LIMIT = 64  # numpy's NPY_MAXDIMS
 CHUNK_BYTES = 1 << 20  # one read: stays in the L2 cache between hashing and the check of its values
 DAMAGED = "the file is damaged, or was edited: fetch the checkpoint again"
+TOO_LARGE = "files beside the weights are smaller than that; fetch the checkpoint again"
 DENIED = "check the permissions of the checkpoint"
 NAMES_SHOWN = 3  # names that a message lists before it counts the rest
 LFS_POINTER = b"version https://git-lfs"
@@ -112,7 +113,7 @@ def read_small(file: Path, limit_bytes: int = SMALL_BYTES) -> bytes:
         CheckpointError: it is missing, no regular file, not readable, or larger than `limit_bytes`.
     """
     _refuse_irregular(file)
-    data = small_file.read(file, limit_bytes, error=CheckpointError, hint=DENIED)
+    data = small_file.read(file, limit_bytes, error=CheckpointError, hint=DENIED, smaller=TOO_LARGE)
     if data.startswith(LFS_POINTER):
         raise _lfs_pointer(file)
     return data

@@ -90,9 +90,9 @@ def bisect(
     if as_json:
         output.write_json(found.model_dump(mode="json"))
     else:
-        click.echo("\n".join(_lines(found)))
+        output.write_lines(*_lines(found))
         if written is not None and kept:
-            click.echo(f"recipe: {written}")
+            output.write_lines(f"recipe: {written}")
 
 
 def _lines(found: Findings) -> Iterator[str]:

@@ -172,6 +172,6 @@ def build(
             output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
         else:
             output.write_summary(result.report)
-            click.echo(str(result.path))
+            output.write_lines(str(result.path))
     hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
     verdicts.end_of(result.report, result.path, hint)

@@ -98,7 +98,7 @@ def rm(entries: tuple[str, ...], everything: bool, as_json: bool) -> None:
     from llmforge.metrics import units
 
     still = f"; {kept} in use by running builds" if kept else ""
-    click.echo(f"removed {len(removed)} entries, {units.size(size_bytes)}{still}")
+    output.write_lines(f"removed {len(removed)} entries, {units.size(size_bytes)}{still}")
 
 
 @cache.command()
@@ -118,7 +118,7 @@ def stats(as_json: bool) -> None:
         by_kind = {kind: {"entries": len(kinds[kind]), "size_bytes": size} for kind, size in sizes.items()}
         output.write_json({"folder": str(store.folder), "size_bytes": total, "limit_bytes": limit, "kinds": by_kind})
         return
-    click.echo(f"{store.folder}: {units.size(total)} of {units.size(limit)}")
+    output.write_lines(f"{store.folder}: {units.size(total)} of {units.size(limit)}")
     rows = [(kind, str(len(kinds[kind])), units.size(size)) for kind, size in sizes.items()]
     output.write_columns([("kind", "entries", "size"), *rows])
 
@@ -148,8 +148,8 @@ def push(entries: tuple[str, ...], remote_cache: str | None, signer: Path, as_js
         output.write_json({"pushed": done, "notes": notes})
         return
     for note in notes:
-        click.echo(f"note: {note}", err=True)
-    click.echo(f"pushed {done} entries")
+        output.write_lines(f"note: {note}", err=True)
+    output.write_lines(f"pushed {done} entries")
 
 
 def _opened() -> Cache:

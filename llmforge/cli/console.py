@@ -16,7 +16,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from llmforge.base import spans
+from llmforge.base import spans, wording
 from llmforge.base.errors import ForgeError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cli import output
@@ -54,13 +54,13 @@ def say(message: str) -> None:
     if is_json_log():
         log("note", message=message.removeprefix("note: "))
     else:
-        click.echo(message, err=True)
+        click.echo(wording.bounded(message), err=True)
 
 
 def log(event: str, **fields: Any) -> None:
     """Write one event of the JSON log: a line of standard error."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    click.echo(json.dumps({"time": now, "event": event, **fields}, ensure_ascii=False), err=True)
+    click.echo(wording.plain_json(json.dumps({"time": now, "event": event, **fields}, ensure_ascii=False)), err=True)
 
 
 class JsonProgress:

@@ -91,26 +91,25 @@ def graph_text(facts: GraphFacts, pattern: Pattern | None) -> str:
     return "\n".join([*lines, "", *(f"  {count:>6,}  {name}" for name, count in facts.operators.items())])
 
 
-def artifact_text(artifact: Artifact, tools: Mapping[str, str]) -> str:
+def artifact_lines(artifact: Artifact, tools: Mapping[str, str]) -> list[str]:
     """Write what an artifact is, what is known of it, and what it was made of, with `tools` the last time."""
     manifest = artifact.manifest
     evidence = [
         f"{record.created:%Y-%m-%d %H:%M %Z}  {record.verdict:<12}  {record.home}report/report.html"
         for record in artifact.evidence
     ]
-    rows = {
-        "gates": artifact.verdict,
-        "evidence": f"\n{'':<14}".join(evidence),
-        "target": manifest.target,
-        "content": manifest.content_digest,
-        "checkpoint": manifest.checkpoint,
-        **({"engine": "not built yet; run `llmforge build --finish`"} if _PENDING in manifest.files else {}),
-        "requires": ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing",
-        "built with": ", ".join(f"{tool} {version}" for tool, version in tools.items()),
-    }
-    lines = [f"{manifest.name} {manifest.version}", *(f"  {title:<12}{value}" for title, value in rows.items())]
-    lines += [f"  {record.size_bytes:>14,}  {path}" for path, record in artifact.listed.items()]
-    return "\n".join(lines)
+    rows = [
+        ("gates", artifact.verdict),
+        *zip(("evidence", *[""] * len(evidence)), evidence, strict=False),
+        ("target", manifest.target),
+        ("content", manifest.content_digest),
+        ("checkpoint", manifest.checkpoint),
+        *([("engine", "not built yet; run `llmforge build --finish`")] if _PENDING in manifest.files else ()),
+        ("requires", ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing"),
+        ("built with", ", ".join(f"{tool} {version}" for tool, version in tools.items())),
+    ]
+    lines = [f"{manifest.name} {manifest.version}", *(f"  {title:<12}{value}" for title, value in rows)]
+    return [*lines, *(f"  {record.size_bytes:>14,}  {path}" for path, record in artifact.listed.items())]
 
 
 def _documentation(cls: type[Pass]) -> str:

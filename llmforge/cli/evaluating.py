@@ -10,7 +10,7 @@ import click
 
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
-from llmforge.cli import output
+from llmforge.cli import output, verdicts
 from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def evaluate(
     if found.result is None:
         return
     if not as_json:
-        click.echo(str(found.result.path))
-    output.end_by_gates(found.result.report)
+        output.write_lines(str(found.result.path))
+    verdicts.end_of(found.result.report, found.result.path)
 
 
 def _checkpoint(recipe: Path | None, folder: Path | None) -> Checkpoint:

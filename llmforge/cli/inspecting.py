@@ -41,7 +41,7 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
             f"{artifact}: its newest report cannot be shown: {type(error).__name__}: {error}",
             hint="run `llmforge verify ARTIFACT`; fetch or build the artifact again",
         ) from error
-    click.echo("\n".join([describe.artifact_text(opened, report.versions), *verified, ""]))
+    output.write_lines(*describe.artifact_lines(opened, report.versions), *verified, "")
     output.write(summary, output.SUMMARY_WIDTH)
 
 
@@ -84,9 +84,9 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
         layers = json.loads(model.metadata_props[pattern.LAYERS])
         output.write_json({**vars(facts), "layers": layers, "files": [str(file) for file in files]})
     else:
-        click.echo(describe.graph_text(facts, pattern.recorded(model)))
+        output.write_lines(*describe.graph_text(facts, pattern.recorded(model)).split("\n"))
         for file in files:
-            click.echo(str(file))
+            output.write_lines(str(file))
 
 
 @click.command("diff-graph")
@@ -105,7 +105,7 @@ def diff_graph(a: Path, b: Path, as_json: bool) -> None:
     if as_json:
         output.write_json(vars(difference))
     else:
-        click.echo("\n".join(diff.text(difference)))
+        output.write_lines(*diff.text(difference))
 
 
 @click.command()
@@ -132,7 +132,7 @@ def passes(name: str | None, as_json: bool) -> None:
     if as_json:
         output.write_json(describe.pass_facts(known[name]))
     else:
-        click.echo(describe.pass_text(known[name]))
+        output.write_lines(*describe.pass_text(known[name]).split("\n"))
 
 
 @click.command()
@@ -151,7 +151,7 @@ def targets(name: str | None, as_json: bool) -> None:
         facts = [target.model_dump(mode="json", exclude_none=True) for target in found]
         output.write_json(facts if name is None else facts[0])
     elif name is not None:
-        click.echo(describe.target_text(found[0]))
+        output.write_lines(*describe.target_text(found[0]).split("\n"))
     else:
         output.write_columns([(target.name, target.kind, target.title) for target in found])
 

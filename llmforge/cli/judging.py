@@ -124,7 +124,10 @@ def gate(
     if markdown is not None:
         with output.writing(markdown):
             markdown.write_text(release_text.markdown(judged), encoding="utf-8")
-    click.echo(judged.to_json().rstrip("\n") if as_json else "\n".join(release_text.text(judged)))
+    if as_json:
+        output.write_data(judged.to_json())
+    else:
+        output.write_lines(*release_text.text(judged))
     _end(judged, opened.path)
 
 
@@ -276,7 +279,7 @@ def validate(
         output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
     else:
         output.write_summary(result.report)
-        click.echo(str(result.path))
+        output.write_lines(str(result.path))
     verdicts.end_of(result.report, result.path)
 
 
@@ -303,7 +306,7 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
     if as_json:
         output.write_json({**json.loads(found.to_json()), "graph": graph})
         return
-    click.echo("\n".join([*comparing.text(found), *(f"graph: {line}" for line in graph)]))
+    output.write_lines(*comparing.text(found), *(f"graph: {line}" for line in graph))
 
 
 def _graphs(a: Path, b: Path, *, brief: bool) -> list[str]:

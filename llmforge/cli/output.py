@@ -1,4 +1,8 @@
-"""What commands write to standard output: data."""
+"""What commands write to standard output: data. All of it goes through here.
+
+Much of it is in the words of an artifact, a checkpoint or a recipe, which may come from anyone: a terminal is not to
+obey them.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,43 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge.base import resources
-from llmforge.base.errors import EnvironmentLacks, GateFailed, GateInconclusive, UsageError
+from llmforge.base import resources, wording
+from llmforge.base.errors import EnvironmentLacks, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from llmforge.report.model import Report
 
+_LONGEST_CELL = 300  # characters
 _PLAIN_WIDTH = 200  # columns of a table where there is no terminal; rich would break lines at 80
 SUMMARY_WIDTH = 120  # … of the summary of a report
 
 
 def write_json(value: Any) -> None:
     """Write a value as indented JSON."""
-    click.echo(json.dumps(value, indent=1, ensure_ascii=False))
+    write_data(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def write_data(written: str) -> None:
+    """Write what is JSON already."""
+    click.echo(wording.plain_json(written.rstrip("\n")))
+
+
+def write_lines(*lines: str, err: bool = False) -> None:
+    """Write lines of text; what is no character to show in one, line ends too, is written out."""
+    click.echo("\n".join(map(wording.plain, lines)), err=err)
+
+
+def write_generated(text: str) -> None:
+    """Write a piece of a text that a model makes: as it is, but for what a terminal would obey."""
+    click.echo(wording.plain_text(text) if sys.stdout.isatty() else text, nl=False, color=True)
+    sys.stdout.flush()
 
 
 def write_columns(rows: Sequence[tuple[str, ...]]) -> None:
     """Write rows of equal length, their cells below one another."""
+    rows = [tuple(wording.plain(cell, _LONGEST_CELL) for cell in row) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -43,26 +65,17 @@ def write_summary(report: Report) -> None:
     write(summary(report), SUMMARY_WIDTH)
 
 
-def end_by_gates(report: Report) -> None:
-    """Return where the gates of a report passed, or there are none.
-
-    Raises:
-        GateFailed, GateInconclusive: they did not; says which.
-    """
-    from llmforge.evaluation.gates import Verdict
-
-    undecided = [each.explanation for each in report.gates if each.verdict is report.verdict]
-    if report.verdict is Verdict.FAIL:
-        raise GateFailed("\n".join(["a gate failed", *undecided]))
-    if report.verdict is Verdict.INCONCLUSIVE:
-        raise GateInconclusive("\n".join(["a gate is inconclusive", *undecided]))
-
-
 def write(content: RenderableType, plain_width: int = _PLAIN_WIDTH) -> None:
     """Write tables and text as wide as the terminal, or `plain_width` columns where there is none."""
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.segment import Segment
 
-    Console(highlight=False, width=None if sys.stdout.isatty() else plain_width).print(content)
+    class Plain:
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for text, style, control in console.render(content, options):
+                yield Segment(wording.plain_text(text), style, control)
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else plain_width).print(Plain())
 
 
 @contextmanager

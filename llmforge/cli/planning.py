@@ -136,7 +136,7 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, a
     else:
         output.write(render.report(checks, ceilings))
     if path is not None:
-        click.echo(str(path), err=as_json)
+        output.write_lines(str(path), err=as_json)
 
 
 def _measured(

@@ -58,7 +58,7 @@ def reproduce(
     if as_json:
         output.write_json({**found.model_dump(mode="json"), "equal": found.equal})
     else:
-        click.echo("\n".join(found.lines()))
+        output.write_lines(*found.lines())
     if not found.equal:
         raise VerificationError(
             f"{artifact}: was not reproduced: {len(found.files)} files differ",
@@ -89,7 +89,7 @@ def sign(artifact: Path, key: Path, certificate: Path | None, chain: tuple[Path,
         raise UsageError("--chain requires --certificate")
     encrypted = certificate is None and b"ENCRYPTED" in small_file.read(key, signing.KEY_BYTES, error=UsageError)
     password = click.prompt(f"Password of {key}", hide_input=True, err=True) if encrypted else None
-    click.echo(str(signing.sign(Artifact.open(artifact), signing.Signer(key, certificate, chain, password))))
+    output.write_lines(str(signing.sign(Artifact.open(artifact), signing.Signer(key, certificate, chain, password))))
 
 
 _VERIFY = """\b
@@ -113,7 +113,7 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...]) -> Non
     """
     from llmforge.artifact import Artifact
 
-    click.echo("\n".join(verified(Artifact.open(artifact), key, authority)))
+    output.write_lines(*verified(Artifact.open(artifact), key, authority))
 
 
 def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, ...] = ()) -> list[str]:

@@ -51,7 +51,7 @@ def push(artifact: Path, reference: str, insecure: bool, as_json: bool, quiet: b
         return
     if not quiet:
         console.say(f"uploaded {pushed.uploaded} of {pushed.files} files, {size(pushed.uploaded_bytes)}")
-    click.echo(to.at(pushed.digest))
+    output.write_lines(to.at(pushed.digest))
 
 
 _PULL = """\b
@@ -89,4 +89,4 @@ def pull(
     if as_json:
         output.write_json({"artifact": str(path), "digest": digest})
     else:
-        click.echo(str(path))
+        output.write_lines(str(path))

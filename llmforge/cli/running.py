@@ -92,10 +92,9 @@ def run(
     for chunk in runner.generate(runner.encode_chat([{"role": "user", "content": text}]) if chat else text, sampling):
         chunks.append(chunk)
         if not as_json:
-            click.echo(chunk.text, nl=False)
-            sys.stdout.flush()
+            output.write_generated(chunk.text)
     if not as_json:
-        click.echo()
+        output.write_lines("")
         return
     last = chunks[-1]
     logprobs = [vars(chunk.logprob) for chunk in chunks if chunk.logprob is not None]

@@ -193,7 +193,7 @@ def bench(
         with output.writing(path):
             path.write_text(report.to_json(), encoding="utf-8")
     if as_json:
-        click.echo(report.to_json(), nl=False)
+        output.write_data(report.to_json())
     else:
         output.write(measuring.table(report))
 
@@ -257,10 +257,10 @@ def triton(
     admit(opened, allow, rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
     chosen = check_name(name) if name is not None else None
     model = repository.of_artifact(opened, name=chosen, overrides=overrides, allow=allow)
-    click.echo(str(repository.export(opened, model, models, version=version, copy=copy)))
+    output.write_lines(str(repository.export(opened, model, models, version=version, copy=copy)))
     if binary is not None:
         line = starting.command(binary, models, starting.Ports(**ports), server_options)
-        click.echo(shlex.join(line))
+        output.write_lines(shlex.join(line))
         sys.stdout.flush()
         os.execv(binary, line)
 

@@ -83,7 +83,7 @@ def rm(artifacts: tuple[Path, ...], out: Path, as_json: bool) -> None:
         output.write_json({"removed": removed})
     else:
         for reference in removed:
-            click.echo(f"removed {reference}")
+            output.write_lines(f"removed {reference}")
 
 
 _GC = """\b
@@ -114,9 +114,9 @@ def gc(name: str | None, keep: int, dry_run: bool, out: Path, as_json: bool) -> 
         output.write_json(facts)
         return
     for each in removed:
-        click.echo(f"{'would remove' if dry_run else 'removed'} {each.reference}")
+        output.write_lines(f"{'would remove' if dry_run else 'removed'} {each.reference}")
     count = f"{len(removed)} {'version' if len(removed) == 1 else 'versions'}"
-    click.echo(f"{count}, {size(freed)} {'to be removed' if dry_run else 'removed'}")
+    output.write_lines(f"{count}, {size(freed)} {'to be removed' if dry_run else 'removed'}")
 
 
 _TAG = """\b
@@ -209,7 +209,7 @@ def export(artifact: Path, path: Path | Url, as_json: bool) -> None:
     if as_json:
         output.write_json({"archive": str(path), "size_bytes": size_bytes})
     else:
-        click.echo(str(path))
+        output.write_lines(str(path))
 
 
 _IMPORT = """\b
@@ -238,7 +238,7 @@ def import_(archive: Path | Url, out: Path, require_signature: bool, key: Path |
     if as_json:
         output.write_json({"artifact": str(path)})
     else:
-        click.echo(str(path))
+        output.write_lines(str(path))
 
 
 def _require_passed(artifact: Artifact) -> None:
@@ -273,11 +273,11 @@ def _say(tag: str, version: str, moved: Move | None, as_json: bool) -> None:
     if as_json:
         output.write_json({"tag": tag, "moved": None if moved is None else json.loads(moved.model_dump_json())})
     elif moved is None:
-        click.echo(f"{tag} is on {version} already")
+        output.write_lines(f"{tag} is on {version} already")
     elif moved.after is None:
-        click.echo(f"{tag} deleted; it was on {moved.before}")
+        output.write_lines(f"{tag} deleted; it was on {moved.before}")
     else:
-        click.echo(f"{tag} is now on {moved.after}{f'; it was on {moved.before}' if moved.before else ''}")
+        output.write_lines(f"{tag} is now on {moved.after}{f'; it was on {moved.before}' if moved.before else ''}")
 
 
 def _facts(version: Version) -> dict[str, Any]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
 from pydantic import Field
 
-from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.intervals import Estimate, bootstrap
+from llmforge.metrics.quality import MOST_DOCUMENTS
 from llmforge.metrics.record import Record
+from llmforge.metrics.tokens import Floats
 
 MOST_STEPS = 257  # the traced graph, and behind it the passes that a recipe may have
 MOST_LAYERS = 65_536
+_AT_ONCE = 256  # sums that are resampled together
 
 
 class LayerCost(Record):
@@ -16,6 +23,7 @@ class LayerCost(Record):
 
     name: str
     gain: Estimate
+    gained: tuple[float, ...] = Field(max_length=MOST_DOCUMENTS)  # sum over each document, nats
 
 
 class AttributedStep(Record):
@@ -27,6 +35,7 @@ class AttributedStep(Record):
     weight_bytes: int  # that a decode step reads
     kv_bytes_per_token: int
     step_ms: float | None  # predicted, of a decode step at batch 1; None: no bandwidth is known
+    reached: tuple[float, ...] = Field(max_length=MOST_DOCUMENTS)  # KLD, summed over each document
     layers: tuple[LayerCost, ...] = Field(default=(), max_length=MOST_LAYERS)  # of a pass that has them
 
 
@@ -35,6 +44,52 @@ class Attribution(Record):
 
     documents: int
     tokens: int
+    document_tokens: tuple[int, ...] = Field(max_length=MOST_DOCUMENTS)
     context: int  # tokens in the cache of the decode step that is predicted
     predicted_by: str | None  # whose bandwidth, in words
     steps: tuple[AttributedStep, ...] = Field(max_length=MOST_STEPS)
+
+
+def estimates(sums: Floats, tokens: Floats) -> list[Estimate]:
+    """Make the mean over tokens of each column of sums over documents [D, F], with its interval over documents."""
+    found = []
+    for at in range(0, sums.shape[1], _AT_ONCE):
+        some = sums[:, at : at + _AT_ONCE]
+        bounds = bootstrap(np.column_stack([some, tokens]), lambda totals: totals[:, :-1] / totals[:, -1:], seed=0)
+        for number, value in enumerate(some.sum(0) / tokens.sum()):
+            low, high = (None, None) if bounds is None else (float(bound) for bound in bounds[number])
+            found.append(Estimate(value=float(value), low=low, high=high, samples=len(tokens)))
+    return found
+
+
+def estimate(sums: Floats, tokens: Floats) -> Estimate:
+    """Make the mean over tokens of sums over documents [D], with its interval over documents."""
+    return estimates(sums[:, None], tokens)[0]
+
+
+def recomputed(said: Attribution) -> Iterator[tuple[str, Estimate, Estimate]]:
+    """Make every figure of divergence again from the sums over documents: what it is, as said, and as made.
+
+    Raises:
+        ValueError: there are no steps, or other documents than counted; sums are not of each document.
+    """
+    tokens = np.array(said.document_tokens, np.float64)
+    if not said.steps or not len(tokens) or (said.documents, said.tokens) != (len(tokens), int(tokens.sum())):
+        raise ValueError("attribution: documents or tokens")
+    if (tokens < 1).any():
+        raise ValueError("attribution: a document without tokens")
+    figures: list[tuple[str, Estimate, tuple[float, ...] | Floats]] = []
+    for step in said.steps:
+        figures.append((f"kld_mean of step {step.name[:40]}", step.kld_mean, step.reached))
+        figures += [
+            (f"gain of {layer.name[:40]} in step {step.name[:40]}", layer.gain, layer.gained) for layer in step.layers
+        ]
+    if any(len(sums) != len(tokens) for _, _, sums in figures):
+        raise ValueError("attribution: sums of other documents")
+    first = said.steps[0]
+    figures.append((f"added of step {first.name[:40]}", first.added, first.reached))
+    for before, step in pairwise(said.steps):
+        added = np.array(step.reached) - np.array(before.reached)
+        figures.append((f"added of step {step.name[:40]}", step.added, added))
+    made = estimates(np.array([sums for _, _, sums in figures], np.float64).T, tokens)
+    yield from ((what, figure, again) for (what, figure, _), again in zip(figures, made, strict=True))

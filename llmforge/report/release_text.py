@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
+from llmforge.base import wording
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.metrics import catalog
 from llmforge.report.release import Judgement
 
-# What XML 1.0 does not allow, section 2.2.
-_ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_MARKUP = re.compile(r"([\\`*\[\]|<>#~!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 
 
 def headline(judgement: Judgement) -> str:
@@ -62,12 +62,12 @@ def markdown(judgement: Judgement) -> str:
         write = catalog.named(gate.metric).unit.write
         found = "–" if gate.measured is None else _measured(gate, write(gate.measured.value), write)
         could = "–" if gate.detectable is None else write(gate.detectable)
-        cells = (f"`{gate.metric}` {gate.bound}{_post_hoc(gate)}", f"{icons[gate.verdict]} {gate.verdict.value}", found)
-        lines.append(f"| {' | '.join(map(_cell, (*cells, write(gate.limit), could)))} |")
+        cells = (f"{gate.bound}{_post_hoc(gate)}", f"{icons[gate.verdict]} {gate.verdict.value}", found)
+        lines.append(f"| `{gate.metric}` {' | '.join(map(_cell, (*cells, write(gate.limit), could)))} |")
     undecided = [gate for gate in judgement.gates if gate.verdict is not Verdict.PASS]
     lines += ["", *(f"- {_cell(gate.explanation)}" for gate in undecided)] if undecided else []
     paired = "" if judgement.paired_documents is None else f"; {judgement.paired_documents} documents paired"
-    lines += ["", f"α {judgement.alpha:g} a gate{paired}; measured {judgement.artifact.created}"]
+    lines += ["", f"α {judgement.alpha:g} a gate{paired}; measured {_cell(judgement.artifact.created)}"]
     return "\n".join([*lines, *(f"Note: {_cell(note)}" for note in judgement.notes), ""])
 
 
@@ -124,9 +124,10 @@ def _post_hoc(gate: GateResult) -> str:
 
 
 def _cell(text: str) -> str:
-    """Keep a text in its cell of a Markdown table, without markup of its own."""
-    return re.sub(r"([|<>\\])", r"\\\1", " ".join(text.split()))
+    """Keep a text in its cell of a Markdown table, without markup of its own, and without calling for anybody."""
+    return _MARKUP.sub(r"\\\1", wording.plain(" ".join(text.split()))).replace("@", "@<!-- -->")
 
 
 def _legal(text: str) -> str:
-    return _ILLEGAL.sub("\ufffd", text)
+    """Write out what XML 1.0 does not allow (section 2.2), and what a terminal would obey."""
+    return wording.plain(text)

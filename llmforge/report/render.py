@@ -28,6 +28,7 @@ _STYLES = {
 }
 _LOADS_AT_THE_TOP = 2  # that a summary has no table for: its key figures have the one, and the report has the other
 _NOISY = 0.25  # of a median: above, a summary says so
+_NOTES = 100  # that a summary shows
 _NAMED = 4  # nodes that Markdown names of those that a pass says the same of; HTML and JSON have all
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]|<>])")
 
@@ -55,6 +56,7 @@ def to_html(report: Report) -> str:
 
 def summary(report: Report) -> RenderableType:
     """Make what the command line shows after a build: verdict, the figures that count, every gate, every note."""
+    report = view.plain(report)
     head = Text.assemble(
         (f" {report.verdict.name} ", f"{_STYLES[report.verdict]} reverse"),
         f"  {view.headline(report)}  ",
@@ -71,7 +73,8 @@ def summary(report: Report) -> RenderableType:
         gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.explanation))
     unverified = report.engine.unmeasured
     labels = (Text(f"unverified: the engine was not run: {unverified}", "yellow"),) if unverified else ()
-    notes = (*labels, *(Text(f"note: {note}", "dim") for note in report.notes))
+    more = [f"{len(report.notes) - _NOTES} more notes"] if len(report.notes) > _NOTES else []
+    notes = (*labels, *(Text(f"note: {note}", "dim") for note in (*report.notes[:_NOTES], *more)))
     reused = view.reused(report.build)
     cached = (Text(f"reused from the build cache: {reused}", "dim"),) if reused else ()
     others = Table.grid(padding=(0, 2))
@@ -135,6 +138,7 @@ def _render(
     finalize: Callable[[object], object] | None,
     facts: Mapping[str, Any] | None = None,
 ) -> str:
+    report = view.plain_page(report)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("llmforge.report", ""),
         autoescape=autoescape,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
+from llmforge.lowering.pass_base import Numerics
 from llmforge.metrics import agreement, catalog
 from llmforge.metrics import workload as workloads
 from llmforge.metrics.catalog import Measured, QualityMetric
@@ -21,7 +22,7 @@ from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
 from llmforge.metrics.token_records import KEPT_TOKENS
 from llmforge.recipe import GateSpec
-from llmforge.report import model
+from llmforge.report import attribution, model
 from llmforge.report.model import CheckpointRecord, Report
 
 CLOSE = 1e-6  # relative; sums of 64-bit floats differ by less between processors
@@ -38,7 +39,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
     latency of the time of each token, agreement of other runtimes of each place of an answer, scores of tasks of their
-    items, size of the manifest.
+    items, what a pass cost of its sums over documents, size of the manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
 
     Raises:
@@ -118,6 +119,15 @@ def _figures(report: Report) -> Iterator[str]:
         for name, again in task.again().items():
             if not _close(task.scores[name].figures, again):
                 yield f"{name} of task {task.name[:40]}"
+    if (attributed := report.attribution) is not None:
+        yield from (what for what, said, made in attribution.recomputed(attributed) if not _close(said, made))
+        if (names := [step.name for step in attributed.steps[1:]]) != _lossy(report, names):
+            yield "attribution: steps that are no lossy passes"
+
+
+def _lossy(report: Report, names: Sequence[str]) -> list[str]:
+    """List the lossy passes that changed something, as far as `names` has them."""
+    return [each.name for each in report.passes if each.numerics is Numerics.LOSSY and each.rewritten][: len(names)]
 
 
 def _timings(found: Latency) -> Iterator[str]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import fields as fields_of
+from enum import Enum
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
+from llmforge.base import wording
 from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import catalog, units
@@ -29,6 +34,9 @@ from llmforge.metrics.serving import Distribution
 from llmforge.metrics.tasks import PREFIX, TaskResult
 from llmforge.report.model import BuildRecord, Report
 
+LONGEST_TEXT = 1000  # characters of a text of a report
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class KeyFigure:
@@ -37,6 +45,16 @@ class KeyFigure:
     title: str
     value: str
     notes: tuple[str, ...]
+
+
+def plain(report: Report) -> Report:
+    """Make the words of a report, which may be a stranger's, lines that a terminal may show."""
+    return _plain(report, lambda text: wording.plain(text, LONGEST_TEXT))
+
+
+def plain_page(report: Report) -> Report:
+    """Write out control characters in the words of a report, but for line ends: answers have several lines."""
+    return _plain(report, wording.plain_text)
 
 
 def headline(report: Report) -> str:
@@ -87,6 +105,28 @@ def key_figures(report: Report) -> list[KeyFigure]:
 def value(figure: Estimate | float) -> float:
     """Take a figure without its bounds."""
     return figure.value if isinstance(figure, Estimate) else figure
+
+
+def _plain(value: T, write: Callable[[str], str]) -> T:
+    """Make every text inside of a value plain; what has none is returned as it is."""
+    made: Any = value
+    if isinstance(value, str) and not isinstance(value, Enum):
+        made = write(value)
+    elif isinstance(value, BaseModel):
+        fields = {**dict(value), **(value.__pydantic_extra__ or {})}
+        changed = {name: new for name, old in fields.items() if (new := _plain(old, write)) is not old}
+        made = value.model_copy(update=changed) if changed else value
+    elif is_dataclass(value) and not isinstance(value, type):
+        old = {each.name: getattr(value, each.name) for each in fields_of(value)}
+        changed = {name: new for name, each in old.items() if (new := _plain(each, write)) is not each}
+        made = replace(value, **changed) if changed else value
+    elif isinstance(value, dict):
+        made = {_plain(key, write): _plain(each, write) for key, each in value.items()}
+    elif isinstance(value, tuple | list):
+        parts = [_plain(each, write) for each in value]
+        if any(new is not old for new, old in zip(parts, value, strict=True)):
+            made = type(value)(parts)
+    return made  # type: ignore[no-any-return]
 
 
 def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:

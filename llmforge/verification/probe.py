@@ -8,7 +8,7 @@ and a tensor that two graphs share is read once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ _INLINE_BYTES = 1024
 _SEED = 20_240_229  # any fixed number: probes must be the same in every build
 # Threads of a session that waits for work would take the cores from the one that it is held against.
 QUIET = {"session.intra_op.allow_spinning": "0"}
+_TOGETHER = 4  # windows that run side by side
+_SAMPLED = 4  # one token in so many of a long step is asked for logits: each costs the vocabulary
+_LOGITS = 1 << 25  # of a step, at most: 128 MiB
 _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 16 of 512 lift the mean over any budget
 
 
@@ -33,12 +36,14 @@ class ProbeStep:
 
     ids: int64 [B, S], padded on the right.  lengths: int64 [B], the real tokens of each row.  past: int32 [B].
     text_lengths: int64 [B], the tokens of the text of each row, of which the step is a part.
+    every: a token in how many gets logits, the first one first.
     """
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
     past: NDArray[np.int32]
     text_lengths: NDArray[np.int64] | None = None  # None: the step ends it
+    every: int = 1
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -49,6 +54,16 @@ class ProbeStep:
     def valid(self) -> NDArray[np.bool_]:
         """Mark the real tokens: bool [B, S]."""
         return self.rows < self.lengths[:, None]
+
+    @property
+    def asked(self) -> NDArray[np.int64]:
+        """Positions of the tokens that get logits, [R]."""
+        return self.rows[:: self.every]
+
+    @property
+    def answered(self) -> NDArray[np.bool_]:
+        """Mark the real tokens among `asked`: bool [B, R]."""
+        return self.asked < self.lengths[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +94,8 @@ class Run:
 class Outcome:
     """What one step gave, without padding.
 
-    logits: fp32 [tokens, vocabulary], row after row.  caches: by input name, the filled slots of each row,
-    [kv_heads, slots, head_dim], or its state as a whole.
+    logits: fp32 [tokens, vocabulary] of those that the step asks for, row after row.
+    caches: by input name, the filled slots of each row, [kv_heads, slots, head_dim], or its state as a whole.
     """
 
     logits: NDArray[np.float32]
@@ -122,24 +137,41 @@ def random_runs(vocabulary: int, rng: np.random.Generator | None = None) -> tupl
     )
 
 
-def text_runs(texts: Sequence[NDArray[np.int64]]) -> tuple[Run, ...]:
-    """Make the probes of a lossy pass from token windows: most of each in a prefill, then a continuation, then decode.
+def text_runs(texts: Sequence[NDArray[np.int64]], vocabulary: int) -> tuple[Run, ...]:
+    """Make the probes of a lossy pass from token windows; every window is one text of the sample.
 
-    The first two windows also run side by side, of unequal lengths, as a ragged batch, which comes first.
+    The beginnings of the first few run side by side, of unequal lengths: a prefill, then decode. The others each run
+    alone: most of it in a prefill, then a continuation, then decode. Of a prefill and a continuation, one token in
+    `_SAMPLED` is asked for logits, or fewer where the vocabulary is so large that they would take `_LOGITS`.
     """
     runs = []
-    for index, window in enumerate(texts):
+    together = min(_TOGETHER, len(texts)) if len(texts) > 1 else 0
+    begun = [window[: _beginning(window, row)] for row, window in enumerate(texts[:together])]
+    decoded = min((min(_DECODED_OF_WINDOW // 2, len(window) // 4) for window in begun), default=0)
+    if decoded:
+        prefill = tuple(len(window) - decoded for window in begun)
+        name = f"windows 0 to {together - 1}, ragged"
+        runs.append(schedule(name, begun, [prefill, *[(1,) * together] * decoded]))
+    alone = max(0, min(together, len(texts) - 1)) if decoded else 0
+    for index, window in enumerate(texts[alone:], alone):
         decoded = min(_DECODED_OF_WINDOW, len(window) // 4)
         continued = len(window) // 4
         counts = [(len(window) - continued - decoded,), (continued,), *[(1,)] * decoded]
         runs.append(schedule(f"window {index}", [window], [count for count in counts if count[0]]))
-    if len(texts) > 1:
-        first, second = texts[:2]
-        decoded = min(_DECODED_OF_WINDOW, len(first) // 2, len(second) // 4)
-        prefill = (len(first) - decoded, len(second) // 2)
-        if prefill[1] > 0:
-            runs.insert(0, schedule("windows 0 and 1, ragged", [first, second], [prefill, *[(1, 1)] * decoded]))
-    return tuple(runs)
+    return tuple(Run(run.name, tuple(_sampled(step, vocabulary) for step in run.steps)) for run in runs)
+
+
+def _beginning(window: NDArray[np.int64], row: int) -> int:
+    """Count the tokens that a window takes part with in row `row` of a ragged batch: a half of it or a little less."""
+    return -(-len(window) * (_TOGETHER * 4 - row) // (_TOGETHER * 8))
+
+
+def _sampled(step: ProbeStep, vocabulary: int) -> ProbeStep:
+    """Ask for the logits of few tokens of a long step, and of all tokens of a short one."""
+    tokens = step.ids.shape[1]
+    if tokens < 2 * _SAMPLED:
+        return step
+    return replace(step, every=max(_SAMPLED, -(-step.ids.size * vocabulary // _LOGITS)))
 
 
 @dataclass
@@ -196,7 +228,7 @@ def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
         logits = _step(session, step, cache)
         filled = step.past + step.lengths
         held = cache.buffers.items() if caches else ()
-        yield Outcome(logits[step.valid], {name: tuple(real(name, buffer, filled)) for name, buffer in held})
+        yield Outcome(logits[step.answered], {name: tuple(real(name, buffer, filled)) for name, buffer in held})
 
 
 def logits(session: Session, run: Run, after_step: AfterStep | None = None) -> Iterator[NDArray[np.float32]]:
@@ -228,4 +260,4 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
 
 
 def _step(session: Session, step: ProbeStep, cache: Cache) -> NDArray[np.float32]:
-    return session.step(step.ids, step.past, cache, step.rows, lengths=step.lengths, text_lengths=step.text_lengths)
+    return session.step(step.ids, step.past, cache, step.asked, lengths=step.lengths, text_lengths=step.text_lengths)

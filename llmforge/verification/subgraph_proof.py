@@ -385,9 +385,13 @@ def _fill(buffer: NDArray[Any], rng: np.random.Generator) -> None:
 
 
 def _coarse(array: NDArray[Any]) -> NDArray[Any]:
-    """Round to numbers that fp16 and bf16 both hold."""
-    mantissa, exponent = np.frexp(array)
-    rounded: NDArray[Any] = np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(array.dtype)
+    """Round to numbers that fp16 and bf16 both hold; those of 8 bits, and codes, stay as they are."""
+    if array.dtype.itemsize == 1 or (not np.issubdtype(array.dtype, np.floating) and array.dtype.name != "bfloat16"):
+        return array
+    bits = np.array(array, np.float32).view(np.uint32)
+    bits += 0x8000
+    bits &= 0xFFFF0000
+    rounded: NDArray[Any] = bits.view(np.float32).astype(array.dtype)
     return rounded
 
 

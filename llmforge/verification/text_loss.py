@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.metrics.tokens import mean_kld
+from llmforge.metrics.tokens import KLD, Floats, require_finite, score
 from llmforge.runtime.backends.session import Session
 from llmforge.verification import comparison, probe
 
-# Runs after which a budget may be decided early, and the one-sided 99.9 % quantile of Student's t for their number
+# Texts after which a budget may be decided early, and the one-sided 99.9 % quantile of Student's t for their number
 # less one. Only a cost below its budget ends early: what exceeds it is measured on everything, and the worst is named.
 LOOKS: Mapping[int, float] = {5: 7.173, 9: 4.501, 17: 3.686}
 KEPT_BYTES = 256 << 20  # of logits that the next pass is held against; what does not fit is computed again
@@ -43,43 +43,48 @@ class TextLoss:
     _before: dict[int, list[NDArray[np.float32]]] = field(default_factory=dict)  # by run, then step: [tokens, V]
 
     def measure(self, before: Callable[[], Session], after: Session, budget: float) -> TextCost:
-        """Measure the divergence of `after` from the graph that `before` opens, run by run.
+        """Measure the divergence of `after` from the graph that `before` opens, run by run; a row of a run is a text.
 
-        Runs end when the mean over all of them is below `budget` with 99.9 % confidence. `before` is not run where the
+        Of a step that is asked for few logits, their mean counts for all its tokens. Runs end when the mean over all
+        texts is below `budget` with 99.9 % confidence. `before` is not run where the
         last call ran it as its `after`: passes in between that keep what they declare moved it by rounding at most.
         """
         opened: Session | None = None
         kept, size = {}, 0
-        sums: list[tuple[float, int]] = []  # of each run: KLD, tokens
+        texts: list[tuple[float, int]] = []  # of each: KLD, tokens
         worst = (-1.0, 0, 0)
         moved, moments = 0.0, np.zeros(3)  # of the logits before: their number, sum and sum of squares
+        ran = 0
         for number, run in enumerate(self.runs):
             expected = self._before.get(number)
             if expected is None:
                 opened = opened or before()
                 expected = _logits(opened, run)
-            made = _logits(after, run)
-            total, tokens = 0.0, 0
-            for step, (b, a) in enumerate(zip(expected, made, strict=True)):
+            made, ran = _logits(after, run), number + 1
+            lost = np.zeros(run.batch)
+            for index, (step, b, a) in enumerate(zip(run.steps, expected, made, strict=True)):
                 if not np.isfinite(a).all():
-                    return TextCost(np.nan, tokens, self._names(number + 1), (run, step), np.inf)
-                mean = mean_kld(b, a)
+                    return TextCost(np.nan, 0, self._names(ran), (run, index), np.inf)
+                of_rows = _mean_klds(step, b, a)
+                lost += of_rows * step.lengths
+                mean = float(of_rows @ step.lengths / step.lengths.sum())
                 moved = max(moved, comparison.largest(b, a))
                 moments += b.size, b.sum(dtype=np.float64), np.square(b).sum(dtype=np.float64)
-                total, tokens, worst = total + mean * len(a), tokens + len(a), max(worst, (mean, number, step))
-            sums.append((total, tokens))
+                worst = max(worst, (mean, number, index))
+            tokens = sum(step.lengths for step in run.steps)
+            texts += zip(lost.tolist(), np.asarray(tokens).tolist(), strict=True)
             size += sum(logits.nbytes for logits in made)
             if size <= KEPT_BYTES:
                 kept[number] = made
-            if _decided(sums, budget):
+            if _decided(texts, budget):
                 break
         self._before = kept
-        tokens = sum(tokens for _, tokens in sums)
-        mean, at, step = worst
-        count, total, squares = moments
-        spread = float(np.sqrt(squares / count - (total / count) ** 2))
-        kld_mean = sum(total for total, _ in sums) / tokens
-        return TextCost(kld_mean, tokens, self._names(len(sums)), (self.runs[at], step), mean, moved / spread)
+        count = sum(tokens for _, tokens in texts)
+        mean, at, index = worst
+        total, squares = moments[1] / moments[0], moments[2] / moments[0]
+        spread = float(np.sqrt(squares - total**2))
+        kld_mean = sum(lost for lost, _ in texts) / count
+        return TextCost(kld_mean, count, self._names(ran), (self.runs[at], index), mean, moved / spread)
 
     def _names(self, count: int) -> tuple[str, ...]:
         return tuple(run.name for run in self.runs[:count])
@@ -89,12 +94,22 @@ def _logits(session: Session, run: probe.Run) -> list[NDArray[np.float32]]:
     return [outcome.logits for outcome in probe.drive(session, run, caches=False)]
 
 
-def _decided(sums: Sequence[tuple[float, int]], budget: float) -> bool:
-    """Say whether the mean of a ratio estimate over runs of (KLD, tokens) is below `budget` beyond doubt."""
-    quantile = LOOKS.get(len(sums))
+def _mean_klds(step: probe.ProbeStep, before: NDArray[np.float32], after: NDArray[np.float32]) -> Floats:
+    """Average KL(before || after) over the tokens of each row that were asked for logits, in nats, [B]."""
+    require_finite("reference", before)
+    row, _ = np.nonzero(step.answered)
+    found = score(before, after, np.zeros(len(after), np.int64), (KLD,))[KLD.name]
+    counts = np.bincount(row, minlength=len(step.lengths))
+    means: Floats = np.bincount(row, found, minlength=len(step.lengths)) / np.maximum(counts, 1)
+    return means
+
+
+def _decided(texts: Sequence[tuple[float, int]], budget: float) -> bool:
+    """Say whether the mean of a ratio estimate over texts of (KLD, tokens) is below `budget` beyond doubt."""
+    quantile = LOOKS.get(len(texts))
     if quantile is None:
         return False
-    totals, tokens = np.array(sums, np.float64).T
+    totals, tokens = np.array(texts, np.float64).T
     mean = totals.sum() / tokens.sum()
-    error = ((totals - mean * tokens) / tokens.mean()).std(ddof=1) / np.sqrt(len(sums))
+    error = ((totals - mean * tokens) / tokens.mean()).std(ddof=1) / np.sqrt(len(texts))
     return bool(mean + quantile * error <= budget)

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 # Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
 # 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
 TOLERANCE = 1e-4
+# What differs by more is held against how far transformers' own numbers move when all that it begins with, and a vector
+# of each module, are off by 2⁻²¹, as errors of rounding are: scores in the thousands make much of little.
+NUDGE, NUDGES = 2.0**-21, 8.0
+DRAWN = 2  # of which the larger counts
+CHAOTIC = 0.1  # of the deviation of a token: where rounding moves more than that, no comparison can tell
 SPARE, GARBAGE = 3, 7  # slots of a cache that no token reaches, and what all hold before one does
 LARGER_TOLERANCE = 1e-3  # of the run on larger numbers, in which scores and so the rounding of softmax are larger
 LARGE_VOCABULARY, FEW = 32_768, 4  # beyond it, the logits of a few rows of a step are compared, as hidden states tell
@@ -53,6 +58,7 @@ class TraceProof:
     allowed: float
     probes: tuple[str, ...]
     unexceeded_windows: tuple[int, ...]  # attention windows longer than every prompt that ran
+    undecided: int  # tokens of the run on larger numbers that transformers computes otherwise with every rounding
     seconds: float
 
     def note(self) -> str:
@@ -61,6 +67,11 @@ class TraceProof:
             "all layers" if self.layers == self.depth else f"{self.layers} of {self.depth} layers, the others like them"
         )
         beyond = "".join(f"; no prompt exceeded the attention window of {window}" for window in self.unexceeded_windows)
+        if self.undecided:
+            beyond += (
+                f"; {self.undecided} tokens of larger numbers are undecided: errors of rounding alone move "
+                "transformers' own results"
+            )
         return (
             f"trace: logits match transformers within {self.max_abs_difference:.2g} (allowed: {self.allowed:.2g}), "
             f"verified with {of} on {', '.join(self.probes)}{beyond}"
@@ -148,6 +159,16 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     runs.append(larger)
     kept_layers = reference.kept
     where = [f"{reference.stack}.{index}" for index in kept_layers]
+
+    def moved(run: probe.Run, seed: int) -> list[Observation]:
+        """Compute what is expected of `run` once more, of numbers that errors of rounding moved."""
+        again = Reference(checkpoint, part=part)
+        with again.nudged(NUDGE, seed):
+            if run is larger:
+                with again.magnified(large.weights, magnified.ADDED, magnified.SCALES):
+                    return again.run_batch(np.stack(_rows(run)), _kept(run, few), head=head)
+            return [again.run(ids, min(len(ids), _kept(run, few)), head=head or run is runs[0]) for ids in _rows(run)]
+
     del reference  # its weights make room for those of the graph
     _give_out(large.model, states)
 
@@ -167,27 +188,38 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
         )
     except RunFailed as error:
         raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error
-    compared = [
-        comparison
+    compared = {
+        run.name: _compare(run, steps, wanted, states, few, head=head or run is runs[0])
         for run, steps, wanted in zip(runs, made, expected, strict=True)
-        for comparison in _compare(run, steps, wanted, states, few, head=head or run is runs[0])
-    ]
-    plain = np.concatenate([each.expected.ravel() for each in compared if each.run is not larger])
-    allowed = TOLERANCE * float(plain.std())
-    for comparison in compared:
-        if comparison.run is larger:
-            comparison.require(LARGER_TOLERANCE * _deviation(comparison.expected), LARGER_TOLERANCE, where)
+    }
+    plain = [each for run in runs if run is not larger for each in compared[run.name]]
+    allowed = TOLERANCE * float(np.concatenate([each.expected.ravel() for each in plain]).std())
+    undecided, moves = 0, 0.0
+    for run, steps in zip(runs, made, strict=True):
+        here = compared[run.name]
+        tolerance = LARGER_TOLERANCE if run is larger else TOLERANCE
+        bounds = [tolerance * _deviation(each.expected) if run is larger else allowed for each in here]
+        if any(each.diverges(bound, tolerance) for each, bound in zip(here, bounds, strict=True)):
+            others = [
+                _compare(run, steps, moved(run, seed), states, few, head=head or run is runs[0])
+                for seed in range(DRAWN)
+            ]
+            noises = [_Noise.between(each, [other[at] for other in others]) for at, each in enumerate(here)]
         else:
-            comparison.require(allowed, TOLERANCE, where)
+            noises = [_Noise()] * len(here)
+        for each, bound, noise in zip(here, bounds, noises, strict=True):
+            undecided += each.require(bound, tolerance, where, noise, may_be_chaotic=run is larger)
+            moves = max(moves, 0.0 if run is larger else NUDGES * noise.logits)
     longest = max(run.capacity for run in runs)
     return TraceProof(
         layers=len(kept_layers),
         depth=depth,
         parameters=parameters,
-        max_abs_difference=max(each.difference for each in compared if each.run is not larger),
-        allowed=allowed,
+        max_abs_difference=max(each.difference for each in plain),
+        allowed=max(allowed, moves),
         probes=tuple(run.name for run in runs),
         unexceeded_windows=tuple(sorted(window for window in unknown if window >= longest)),
+        undecided=undecided,
         seconds=time.perf_counter() - began,
     )
 
@@ -249,33 +281,81 @@ class _Comparison:
     def difference(self) -> float:
         return float(np.abs(self.got - self.expected).max(initial=0.0))
 
-    def require(self, allowed: float, tolerance: float, layers: Sequence[str]) -> None:
-        """Return if all of it is equal.
+    def diverges(self, allowed: float, tolerance: float) -> bool:
+        """Say whether logits differ by more than `allowed`, or hidden states by more than `tolerance`."""
+        return not self.difference <= allowed or any(
+            not (np.abs(got - expected).max(-1) <= tolerance * expected.std(-1)).all() for got, expected in self.hidden
+        )
 
-        Logits may differ by `allowed`, hidden states of `layers` by `tolerance` of the deviation of their token.
+    def require(
+        self, allowed: float, tolerance: float, layers: Sequence[str], noise: _Noise, *, may_be_chaotic: bool
+    ) -> int:
+        """Return how many tokens are undecided, if all others are equal.
+
+        Logits may differ by `allowed`, hidden states of `layers` by `tolerance` of the deviation of their token; both
+        by as much as `noise` moves them. Where that is too much to tell, a token is undecided.
 
         Raises:
-            VerificationError: it is not; names the step and the first layer that differs.
+            VerificationError: they are not; names the step and the first layer that differs. Or tokens are undecided,
+                and it is not so that the run `may_be_chaotic`.
         """
         at = f"the traced graph does not match the model in {self.run.where(self.step)}, row {self.row}"
-        for layer, (got, expected) in zip(layers, self.hidden, strict=False):
+        chaotic = np.zeros(len(self.hidden[0][1]) if self.hidden else 1, np.bool_)
+        for number, (layer, (got, expected)) in enumerate(zip(layers, self.hidden, strict=False)):
             difference, spread = np.abs(got - expected).max(-1), expected.std(-1)
-            wrong = ~(difference <= tolerance * spread)  # `not <=`: NaN differs; a token of zeros is one without spread
-            if wrong.any():
-                token = int(np.argmax(wrong))
+            moves = NUDGES * noise.hidden[number] if noise.hidden else np.zeros_like(spread)
+            chaotic |= moves > CHAOTIC * spread
+            wrong = ~(difference <= np.maximum(tolerance * spread, moves))  # `not <=`: NaN differs
+            if chaotic.any() and not may_be_chaotic:
+                raise _undecided(f"hidden states of {layer}", self.run.where(self.step))
+            if (wrong & ~chaotic).any():
+                token = int(np.argmax(wrong & ~chaotic))
                 raise VerificationError(
                     f"{at}; first diverging layer: {layer}, whose hidden states of token {token} differ by "
                     f"{difference[token]:.3g}, their standard deviation is {spread[token]:.3g} "
-                    f"(allowed: {tolerance:g} of it)",
+                    f"(allowed: {max(tolerance, moves[token] / max(spread[token], 1e-30)):.3g} of it)",
                     hint=HINT,
                 )
-        if not self.difference <= allowed:
+        moves_logits = NUDGES * noise.logits
+        if not self.hidden and moves_logits > CHAOTIC * _deviation(self.expected):
+            if not may_be_chaotic:
+                raise _undecided("logits", self.run.where(self.step))
+            chaotic[:] = True
+        if not self.difference <= max(allowed, moves_logits) and not chaotic.any():
             agree = f"the hidden states of all {len(self.hidden)} layers agree: it is what follows them"
             raise VerificationError(
-                f"{at}: logits differ from transformers' by {self.difference:.3g} (allowed: {allowed:.3g}); "
+                f"{at}: logits differ from transformers' by {self.difference:.3g} "
+                f"(allowed: {max(allowed, moves_logits):.3g}); "
                 f"{agree if self.hidden else 'no layer can be named'}",
                 hint=HINT,
             )
+        return int(chaotic.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class _Noise:
+    """How far errors of rounding move what transformers computes: a logit, and hidden states by layer and token."""
+
+    logits: float = 0.0
+    hidden: tuple[NDArray[np.float32], ...] = ()
+
+    @classmethod
+    def between(cls, each: _Comparison, others: Sequence[_Comparison]) -> _Noise:
+        """Take what is expected `each` time, and what of numbers that were moved, of which the largest counts."""
+        logits = max(float(np.abs(other.expected - each.expected).max(initial=0.0)) for other in others)
+        hidden = tuple(
+            np.max([np.abs(other.hidden[at][1] - expected).max(-1) for other in others], axis=0)
+            for at, (_, expected) in enumerate(each.hidden)
+        )
+        return cls(logits, hidden)
+
+
+def _undecided(what: str, where: str) -> VerificationError:
+    return VerificationError(
+        f"the traced graph cannot be held against the model: {what} move by more than {CHAOTIC:g} of their deviation "
+        f"in transformers itself, in {where}, where its numbers are off by errors of rounding",
+        hint="the checkpoint's weights are extreme or damaged: no two computations of it agree in fp32",
+    )
 
 
 def _deviation(logits: NDArray[np.float32]) -> float:

@@ -96,7 +96,7 @@ class Verifier:
         model = self._before.model
         self._tolerance = _tolerance(model)
         self._loss = Loss(texts, threads) if graph.weight_bytes(model) > whole_bytes else None
-        self._text = TextLoss(probe.text_runs(texts))
+        self._text = TextLoss(probe.text_runs(texts, promises.vocabulary))
 
     @property
     def streams(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from click.testing import CliRunner, Result
 from llmforge.cli import cli
 from llmforge.recipe import Recipe
 from llmforge.report import charts
+
+from ..cli.test_sealed import rewrite_record
 
 WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
 
@@ -57,6 +60,22 @@ def test_a_build_says_where_quality_went_and_bisecting_looks_into_it(recipe_file
     assert "Where quality went" in page
     assert "– layer 1" in page
 
+    verified = run("verify", built["artifact"])
+    assert verified.exit_code == 0, verified.output
+    for edit, told in (
+        (lambda steps: steps[1]["kld_mean"].update(value=1e-3), "kld_mean of step quantize-weights"),
+        (lambda steps: steps[1]["added"].update(low=1e-3), "added of step quantize-weights"),
+        (lambda steps: steps[1]["layers"][1]["gain"].update(high=9.0), "gain of layer 0 in step quantize-weights"),
+        (lambda steps: steps[1]["reached"].pop(), "sums of other documents"),
+        (lambda steps: steps[1].update(name="flash-attention"), "steps that are no lossy passes"),
+    ):
+        copy = tmp_path / f"edited {told}" / "tiny" / Path(built["artifact"]).name
+        shutil.copytree(built["artifact"], copy)
+        rewrite_record(copy, lambda record, edit=edit: edit(record["attribution"]["steps"]))
+        refused = run("verify", str(copy))
+        assert refused.exit_code == 5
+        assert told in refused.stderr
+
     better = tmp_path / "better.yaml"
     done = run("bisect", built["artifact"], "--recipe", str(recipe_file), "--json", "--quiet", "-o", str(better))
     assert done.exit_code == 0, done.output
@@ -87,14 +106,14 @@ def test_what_a_pass_costs_stands_out_in_the_waterfall() -> None:
         return Estimate(value=value, low=value / 2, high=value * 2, samples=24)
 
     def step(name: str, reached: float, added: float, *layers: float) -> AttributedStep:
-        costs = tuple(LayerCost(name=f"layer {i}", gain=of(cost)) for i, cost in enumerate(layers))
+        costs = tuple(LayerCost(name=f"layer {i}", gain=of(cost), gained=()) for i, cost in enumerate(layers))
         return AttributedStep(
             name=name, kld_mean=of(reached), added=of(added), weight_bytes=9, kv_bytes_per_token=2, step_ms=1.0,
-            layers=costs,
+            reached=(), layers=costs,
         )  # fmt: skip
 
     found = Attribution(
-        documents=24, tokens=999, context=64, predicted_by="a test",
+        documents=24, tokens=999, document_tokens=(), context=64, predicted_by="a test",
         steps=(step("traced", 0.0, 0.0), step("first", 0.08, 0.08, 0.06, 0.01), step("second", 0.07, -0.01)),
     )  # fmt: skip
     (_, [first, heavy, light]), (_, [second]) = charts.waterfall(found)

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import passes, targets
-from llmforge.build import bisecting, keeping, parts
+from llmforge.build import bisecting, keeping
 from llmforge.build.bisecting import Findings, Search
 from llmforge.build.parts import CacheLoss, Leaf, Loss, LossyStep, Part, WeightLoss, of_pass
 from llmforge.checkpoint import Checkpoint, documents, text

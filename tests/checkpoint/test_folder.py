@@ -523,3 +523,13 @@ def test_sizes_are_those_that_optimum_reads(kind: str, tmp_path: Path) -> None:
     assert geometry.layers == normalized.num_layers
     assert geometry.hidden == normalized.hidden_size
     assert geometry.vocabulary == normalized.vocab_size
+
+
+def test_a_file_that_is_too_large_is_not_said_to_be_forbidden(tmp_path: Path) -> None:
+    from llmforge.checkpoint import safetensors_file
+
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(b" " * 11)
+    with pytest.raises(CheckpointError, match="11 bytes; at most 10 are allowed") as caught:
+        safetensors_file.read_small(file, 10)
+    assert caught.value.hint == safetensors_file.TOO_LARGE

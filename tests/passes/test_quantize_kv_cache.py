@@ -124,7 +124,7 @@ def test_channels_are_finer_than_tensors() -> None:
 def test_the_numerics_hold_and_a_second_run_changes_nothing(spec: graphs.Llama, tmp_path: Path) -> None:
     model = lowered(spec, packed=True)
     text = np.random.default_rng(0).integers(0, 96, 40)
-    given = context(ranges(model, runs=[*RUNS, *probe.text_runs([text])]))
+    given = context(ranges(model, runs=[*RUNS, *probe.text_runs([text], 96)]))
     verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
     step = QuantizeKvCache(BUDGET)
     changes = step.run(model, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,3 +81,23 @@ def test_logits_that_are_not_finite_are_told_at_once(runs: list[probe.Run]) -> N
     assert not cost.finite
     assert cost.where[0].name == "window 1"
     assert np.isnan(cost.kld_mean)
+
+
+def test_rows_of_a_run_are_texts_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's loss is its own; the mean of the tokens that were asked for counts for all of a step."""
+    run = probe.schedule("ragged", [np.zeros(9, np.int64), np.zeros(6, np.int64)], [(8, 5), (1, 1)])
+    run = probe.Run(run.name, (replace(run.steps[0], every=4), run.steps[1]))
+    rng = np.random.default_rng(0)
+    true = [rng.normal(size=(4, VOCABULARY)).astype(np.float32), rng.normal(size=(2, VOCABULARY)).astype(np.float32)]
+    moved = [each.copy() for each in true]
+    moved[0][2:] += rng.normal(size=(2, VOCABULARY)).astype(np.float32)  # of the second row: tokens 0 and 4
+
+    def drive(session: list[np.ndarray], run: probe.Run, *, caches: bool) -> Iterator[probe.Outcome]:
+        yield from (probe.Outcome(logits, {}) for logits in session)
+
+    monkeypatch.setattr(probe, "drive", drive)
+    cost = TextLoss([run]).measure(lambda: true, moved, budget=9.0)  # type: ignore[arg-type, return-value]
+    assert cost.tokens == 15
+    assert cost.kld_mean == pytest.approx(
+        text_loss.score(true[0], moved[0], np.zeros(4, np.int64), (text_loss.KLD,))["kld"][2:].mean() * 5 / 15
+    )

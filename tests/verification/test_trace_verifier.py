@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.trace import trace
-from llmforge.verification import probe
+from llmforge.verification import probe, trace_verifier
 from llmforge.verification.trace_verifier import verify_trace
 
 from .. import zoo
@@ -130,3 +131,63 @@ def test_a_graph_that_does_not_run_and_a_bug_of_ours_are_told_apart(
     monkeypatch.setattr(probe.ProbeStep, "rows", property(buggy))
     with pytest.raises(RuntimeError, match="a bug"):
         verify_trace(checkpoint, canonical)
+
+
+@pytest.fixture(scope="module")
+def steep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, ir.Model]:
+    """The same with queries and keys ten times as large: attention chooses between tokens that are almost equal."""
+    folder = tmp_path_factory.mktemp("steep")
+    zoo.write("qwen2-mixed-windows", folder, num_hidden_layers=5)
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in tensors:
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensors[name] = tensors[name] * np.float32(10)
+    save_file(tensors, file, metadata={"format": "pt"})
+    checkpoint = Checkpoint.open(folder)
+    return checkpoint, trace(checkpoint)
+
+
+def test_huge_scores_are_held_to_how_far_rounding_moves_transformers(steep: tuple[Checkpoint, ir.Model]) -> None:
+    proof = verify_trace(*steep)
+    assert trace_verifier.TOLERANCE * 0.6 < proof.max_abs_difference <= proof.allowed
+    assert proof.undecided == 0
+
+
+def _other_scale(model: ir.Model) -> None:
+    node = _node(model, "model.layers.3.self_attn/Attention")
+    node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * 1.05)
+
+
+@pytest.mark.parametrize("spoil", [_other_scale, _no_residual, _other_rows])
+def test_a_wrong_graph_of_huge_scores_still_fails(spoil: object, steep: tuple[Checkpoint, ir.Model]) -> None:
+    checkpoint, right = steep
+    wrong = right.clone()
+    assert callable(spoil)
+    spoil(wrong)
+    with pytest.raises(VerificationError, match="does not match the model in"):
+        verify_trace(checkpoint, wrong)
+
+
+def test_what_rounding_decides_is_said_to_be_undecided() -> None:
+    """On made-up numbers it stands in the report; on the checkpoint's own it refuses the trace."""
+    run = probe.schedule("made up", [np.zeros(3, np.int64)], [(3,)])
+    expected = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    got = expected.copy()
+    got[1] += 0.05
+    nothing = trace_verifier.NOTHING
+    compared = trace_verifier._Comparison(run, 0, 0, nothing, nothing, [(got, expected)])
+    assert compared.diverges(1.0, 1e-3)
+    steady = trace_verifier._Noise(hidden=(np.array([0, 1e-3, 0], np.float32),))
+    with pytest.raises(
+        VerificationError, match=r"hidden states of token 1 differ by 0\.05.* \(allowed: 0\.00\d+ of it\)"
+    ):
+        compared.require(1.0, 1e-3, ["layer 0"], steady, may_be_chaotic=True)
+    enough = trace_verifier._Noise(hidden=(np.array([0, 8e-3, 0], np.float32),))
+    assert compared.require(1.0, 1e-3, ["layer 0"], enough, may_be_chaotic=False) == 0
+    chaotic = trace_verifier._Noise(hidden=(np.array([0, 0.1, 0], np.float32),))
+    assert compared.require(1.0, 1e-3, ["layer 0"], chaotic, may_be_chaotic=True) == 1
+    with pytest.raises(
+        VerificationError, match="cannot be held against the model: hidden states of layer 0 move by more"
+    ):
+        compared.require(1.0, 1e-3, ["layer 0"], chaotic, may_be_chaotic=False)

@@ -200,6 +200,27 @@ class Reference:
                 parameter.data = numbers
 
     @contextmanager
+    def nudged(self, by: float, seed: int) -> Iterator[None]:
+        """Compute with embeddings, and vectors of every layer, that are off by the share `by` of themselves."""
+        drawn = torch.Generator().manual_seed(seed)
+        embedding: nn.Module = self.model.get_input_embeddings()
+        vectors = [each for each in self.model.parameters() if each.dim() == 1 and each.device.type == "cpu"]
+        held = [vector.data for vector in vectors]
+
+        def moved(numbers: Tensor) -> Tensor:
+            return numbers * (1 + by * (2.0 * torch.randint(0, 2, numbers.shape, generator=drawn) - 1))
+
+        hook = embedding.register_forward_hook(lambda module, args, output: moved(output))
+        try:
+            for vector, numbers in zip(vectors, held, strict=True):
+                vector.data = moved(numbers)
+            yield
+        finally:
+            hook.remove()
+            for vector, numbers in zip(vectors, held, strict=True):
+                vector.data = numbers
+
+    @contextmanager
     def watched(self) -> Iterator[list[Given]]:
         """Write down what each layer is given in a run inside; those that hand on are given it, too."""
         given = [Given() for _ in self.layers]
