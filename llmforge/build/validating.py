@@ -29,8 +29,8 @@ from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.gates import Verdict
 from llmforge.metrics.quality import DocumentSums
 from llmforge.recipe import GateSpec, Recipe
+from llmforge.report import comparing, release, render
 from llmforge.report import model as records
-from llmforge.report import release, render
 from llmforge.report.release import Judgement, Look, Pairs, Subject
 from llmforge.runtime import load as load_runner
 from llmforge.runtime.backends.config import FILE, RuntimeConfig, physical_cores
@@ -110,7 +110,10 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
             assert is_content(name)
             shutil.copyfile(opened.path / name, staging / name)
         (staging / artifact.REPORT).mkdir()
-        render.write(report, staging / artifact.REPORT)
+        previous = comparing.previous(out, report, made=opened.evidence[0].created)
+        if isinstance(previous, str):
+            report, previous = report.model_copy(update={"notes": (*report.notes, previous)}), None
+        render.write(report, staging / artifact.REPORT, previous)
         published = artifact.publish(staging, opened.manifest, json.loads(report.to_json()))
     return BuildResult(published.path, records.read(published))
 

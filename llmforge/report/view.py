@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from llmforge.evaluation.gates import Verdict
 from llmforge.lowering.pass_base import Rewritten, Skipped
@@ -21,7 +21,7 @@ from llmforge.metrics.catalog import (
     WorkloadMetric,
 )
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Latency, Noise, Spread
+from llmforge.metrics.latency import Latency, Noise, Point, Spread
 from llmforge.metrics.quality import ByPosition, OfSums, Quality
 from llmforge.metrics.serving import Distribution
 from llmforge.report.model import BuildRecord, Report
@@ -34,6 +34,8 @@ class KeyFigure:
     title: str
     value: str
     notes: tuple[str, ...]
+    metric: str  # of the catalog
+    section: Literal["size", "quality", "latency"]
 
 
 def headline(report: Report) -> str:
@@ -55,7 +57,8 @@ def key_figures(report: Report) -> list[KeyFigure]:
         bits = 8 * report.passes[-1].weight_bytes_after / report.checkpoint.parameters
         notes.append(f"{bits:.2f} bits per weight")
     title = "To build" if report.engine.pending else catalog.SIZE.title
-    size = KeyFigure(title, catalog.SIZE.unit.write(report.engine.size_bytes), tuple(notes))
+    written = catalog.SIZE.unit.write(report.engine.size_bytes)
+    size = KeyFigure(title, written, tuple(notes), catalog.SIZE.name, "size")
     return [size, *(figure for _, figure in sorted(_key_metrics(report), key=lambda placed: placed[0]))]
 
 
@@ -72,14 +75,22 @@ def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:
                 estimate, write = quality.figures[metric.name], metric.unit.write
                 note = metric.unit.name if metric.note is None else metric.note(quality)
                 notes = (note, units.interval(estimate, write))
-                yield metric.key, KeyFigure(metric.title, write(estimate.value), notes)
+                yield metric.key, KeyFigure(metric.title, write(estimate.value), notes, metric.name, "quality")
     if report.latency is not None:
-        # All of them at one load, the longest prompt of one sequence: figures that stand side by side belong together.
-        point = max(report.latency.single, key=lambda point: (point.prompt_tokens, point.output_tokens))
+        point = key_load(report.latency)
         for timed in catalog.of_kind(TimingMetric):
             if timed.key is not None and timed.name in point.artifact.figures:
                 spread: Spread = point.artifact.figures[timed.name]
-                yield timed.key, KeyFigure(timed.title, timed.unit.write(spread.p50.value), timed.notes(point))
+                written = timed.unit.write(spread.p50.value)
+                yield timed.key, KeyFigure(timed.title, written, timed.notes(point), timed.name, "latency")
+
+
+def key_load(latency: Latency) -> Point:
+    """Choose the load of the key figures: the longest prompt of one sequence.
+
+    There is one: figures that stand side by side belong together.
+    """
+    return max(latency.single, key=lambda point: (point.prompt_tokens, point.output_tokens))
 
 
 @dataclass(frozen=True)
