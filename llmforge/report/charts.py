@@ -419,7 +419,7 @@ def _course(entries: Sequence[Entry], of: Sequence[Change]) -> Course:
         return min(max((value - bottom) / span, 0.0), 1.0) if top > bottom else 0.5
 
     def place(number: int) -> float:
-        return 8 + 84 * number / (len(entries) - 1) if len(entries) > 1 else 50.0
+        return 22 + 72 * number / (len(entries) - 1) if len(entries) > 1 else 50.0
 
     places = []
     for number, (entry, change) in enumerate(zip(entries, of, strict=True)):
