@@ -115,7 +115,7 @@ def validate(path: Path, recipe: Recipe, progress: Progress | None = None) -> Bu
             report, previous = report.model_copy(update={"notes": (*report.notes, previous)}), None
         render.write(report, staging / artifact.REPORT, previous)
         published = artifact.publish(staging, opened.manifest, json.loads(report.to_json()))
-    return BuildResult(published.path, records.read(published))
+    return BuildResult(published.path, records.read(published), previous)
 
 
 def decide(

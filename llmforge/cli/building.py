@@ -165,7 +165,7 @@ def build(
         if as_json:
             output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
         else:
-            output.write_summary(result.report)
+            output.write_summary(result.report, result.previous)
             click.echo(str(result.path))
     undecided = [gate.explanation for gate in result.report.gates if gate.verdict is result.report.verdict]
     hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"

@@ -235,7 +235,7 @@ def validate(artifact: Path, recipe: Path, as_json: bool, quiet: bool) -> None:
     if as_json:
         output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
     else:
-        output.write_summary(result.report)
+        output.write_summary(result.report, result.previous)
         click.echo(str(result.path))
     undecided = [each.explanation for each in result.report.gates if each.verdict is result.report.verdict]
     if result.report.verdict is Verdict.FAIL:

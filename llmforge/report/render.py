@@ -71,16 +71,23 @@ def history_page(name: str, entries: Sequence[Entry]) -> str:
     return page("history.html.jinja", name=name, entries=entries, courses=charts.courses(entries))
 
 
-def summary(report: Report) -> RenderableType:
-    """Make what the command line shows after a build: verdict, the figures that count, every gate, every note."""
+def summary(report: Report, previous: Previous | None = None) -> RenderableType:
+    """Make what the command line shows after a build: verdict, the figures that count, every gate, every note.
+
+    Figures of the `previous` version stand beside those that count.
+    """
     head = Text.assemble(
         (f" {report.verdict.name} ", f"{_STYLES[report.verdict]} reverse"),
         f"  {view.headline(report)}  ",
         (f"{report.name} {report.version}", "dim"),
     )
     key = Table.grid(padding=(0, 2))
-    for figure in view.key_figures(report):
-        key.add_row(Text(figure.title, "dim"), Text(figure.value, "bold"), Text("; ".join(figure.notes)))
+    for tile in (tile for panel in top.panels(report, previous) for tile in panel.tiles):
+        notes = Text("; ".join(tile.figure.notes))
+        if tile.before is not None:
+            kind, style = tile.moved
+            notes.append("; ").append(f"{kind} {tile.before} before".strip(), style)
+        key.add_row(Text(tile.figure.title, "dim"), Text(tile.figure.value, "bold"), notes)
     quality = Table.grid(padding=(0, 2))
     for title, figures in () if report.quality is None else view.summary_rows(report.quality):
         quality.add_row(Text(title, "dim"), Text(figures))
@@ -90,11 +97,14 @@ def summary(report: Report) -> RenderableType:
     unverified = report.engine.unmeasured
     labels = (Text(f"unverified: the engine was not run: {unverified}", "yellow"),) if unverified else ()
     proven = (Text.assemble(("proven: ", "green"), (proof, "dim")) for proof in report.proven)
-    notes = (*labels, *proven, *(Text(f"note: {note}", "dim") for note in report.notes))
+    said = (*labels, *proven, *(Text(f"note: {note}", "dim") for note in report.notes))
     reused = view.reused(report.build)
     cached = (Text(f"reused from the build cache: {reused}", "dim"),) if reused else ()
-    tables = (quality, *_latency(report.latency), *((gates,) if report.gates else ()))
-    return Group(head, key, *tables, *cached, *notes)
+    since = () if previous is None else (Text(f"before: {previous.reference}", "dim"),)
+    blocks: list[list[RenderableType]] = [[head], [key], [gates] if report.gates else [], [quality]]
+    blocks += [[*_latency(report.latency)], [*since, *cached, *said]]
+    shown = [block for block in blocks if block and not (isinstance(block[0], Table) and not block[0].row_count)]
+    return Group(*(part for block in shown for part in (*block, Text())))
 
 
 def _latency(measured: Latency | None) -> Iterator[RenderableType]:

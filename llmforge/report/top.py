@@ -24,6 +24,15 @@ class Tile:
     before: str | None  # as written; None: there is none of the same load
     change: Change | None  # None: chance, or the machine, cannot be told from it
 
+    @property
+    def moved(self) -> tuple[str, str]:
+        """Say in words how it moved since, as far as that is shown, and in which color a terminal says so."""
+        if self.change is not None and self.change.worse:
+            return "▼ worse than", "red"
+        if self.change is not None and self.change.better:
+            return "▲ better than", "green"
+        return "", "dim"
+
 
 @dataclass(frozen=True)
 class Panel:
