@@ -25,6 +25,7 @@ from llmforge.report.model import (
     StageRecord,
     TargetRecord,
     VerificationRecord,
+    WeightGroup,
 )
 
 
@@ -215,6 +216,10 @@ PASSES = (
 ENGINE = EngineRecord(
     backend="onnxruntime",
     files=(EngineFile(name="model.onnx", size_bytes=61_330), EngineFile(name="model.onnx.data", size_bytes=5_025_792)),
+    weights=(
+        WeightGroup(name="model.layers.*.mlp.down_proj.weight", dtype="uint8", tensors=6, size_bytes=2_949_120),
+        WeightGroup(name="model.embed_tokens.weight", dtype="uint8", tensors=1, size_bytes=2_064_384),
+    ),
     session={"threads": 2, "optimize": True, "entries": {"session.intra_op.allow_spinning": "1"}},
 )
 

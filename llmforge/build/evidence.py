@@ -18,13 +18,14 @@ from llmforge.build.reuse import Reuse
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
-from llmforge.evaluation import answers, gates, machine, quality, runtimes, streamed_baseline
+from llmforge.evaluation import answers, footprint, gates, machine, quality, runtimes, streamed_baseline
 from llmforge.evaluation.baseline import Baseline, baseline_on, open_baseline
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.quality import Logits
 from llmforge.evaluation.runtimes import Interpreter
 from llmforge.evaluation.streamed_baseline import StreamedBaseline
+from llmforge.ir import onnx_file
 from llmforge.metrics.agreement import RuntimeName, RuntimeRun
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Answer, Quality, Sample
@@ -54,12 +55,15 @@ class Evidence:
 
     def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
+        graphs = [onnx_file.load(file) for file in sorted(folder.glob(f"*{onnx_file.SUFFIX}"))]
+        groups = [group for graph in graphs for group in footprint.weights(graph)]
         runs_in_onnxruntime = engine is not None and engine.config.plan is None
         return records.EngineRecord(
             backend=backend,
             files=tuple(
                 records.EngineFile(name=file.name, size_bytes=file.stat().st_size) for file in sorted(folder.iterdir())
             ),
+            weights=tuple(records.WeightGroup.model_validate(group, from_attributes=True) for group in groups),
             session=dataclasses.asdict(engine.config.session) if engine is not None and runs_in_onnxruntime else {},
             facts={} if engine is None else dict(engine.facts),
             pending=engine is None,

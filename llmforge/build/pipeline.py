@@ -158,7 +158,7 @@ def make(
     read = replace(footprint.count(model), multiply_adds=multiply_adds)
     engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
     proofs.finish(progress)
-    notes += [of_trace.result(), *of_passes]
+    notes += of_passes
     found = Evidence(None, None, None, evidence.NOT_ASKED)
     if measure:
         found = evidence.measure(
@@ -202,6 +202,7 @@ def make(
         "passes": tuple(record(verification=proof.result()) for record, proof in done),
         "calibration": seen,
         "attribution": attributed,
+        "proven": (of_trace.result(),),
         "notes": (*notes, *said, *found.notes),
         "recipe": resolved,
     }

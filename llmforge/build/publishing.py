@@ -17,8 +17,9 @@ from llmforge.build.lock import Lock
 from llmforge.engines import Engine
 from llmforge.evaluation import gates, machine
 from llmforge.recipe import GateSpec
+from llmforge.report import comparing, render
 from llmforge.report import model as records
-from llmforge.report import render
+from llmforge.report.comparing import Previous
 from llmforge.report.model import Report, ReusedRecord
 from llmforge.targets import Target
 
@@ -31,6 +32,7 @@ class BuildResult:
 
     path: Path
     report: Report
+    previous: Previous | None = None  # what it was held against: the version before
 
 
 def publish(
@@ -85,8 +87,11 @@ def publish(
     }
     report = Report(**{**facts, **measured})
     progress.stage("Publish")
+    before = comparing.previous(staging.parent.parent, report)
+    if isinstance(before, str):
+        report, before = report.model_copy(update={"notes": (*report.notes, before)}), None
     (staging / artifact.REPORT).mkdir()
-    render.write(report, staging / artifact.REPORT)
+    render.write(report, staging / artifact.REPORT, before)
     provenance.write(staging, report, lock.with_engine(manifest.files), manifest)
     published = artifact.publish(staging, manifest, json.loads(report.to_json()))
-    return BuildResult(published.path, records.read(published))
+    return BuildResult(published.path, records.read(published), before)

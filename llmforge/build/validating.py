@@ -38,8 +38,8 @@ from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.quality import DocumentSums
 from llmforge.metrics.tasks import TaskResult
 from llmforge.recipe import GateSpec, Recipe
+from llmforge.report import comparing, release, render, verdict
 from llmforge.report import model as records
-from llmforge.report import release, render, verdict
 from llmforge.report.model import Report
 from llmforge.report.release import Judgement, Look, Pairs, Subject
 from llmforge.runtime import load as load_runner
@@ -148,9 +148,12 @@ def _add(opened: Artifact, report: Report) -> BuildResult:
             assert is_content(name)
             shutil.copyfile(opened.path / name, staging / name)
         (staging / artifact.REPORT).mkdir()
-        render.write(report, staging / artifact.REPORT)
+        previous = comparing.previous(out, report, made=opened.evidence[0].created)
+        if isinstance(previous, str):
+            report, previous = report.model_copy(update={"notes": (*report.notes, previous)}), None
+        render.write(report, staging / artifact.REPORT, previous)
         published = artifact.publish(staging, opened.manifest, json.loads(report.to_json()))
-    return BuildResult(published.path, records.read(published))
+    return BuildResult(published.path, records.read(published), previous)
 
 
 def _others(recipe: Recipe, target: Target, pythons: Mapping[RuntimeName, Path]) -> tuple[Interpreter, ...]:

@@ -171,7 +171,7 @@ def build(
         if as_json:
             output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
         else:
-            output.write_summary(result.report)
+            output.write_summary(result.report, result.previous)
             output.write_lines(str(result.path))
     hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
     verdicts.end_of(result.report, result.path, hint)

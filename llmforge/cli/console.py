@@ -82,6 +82,14 @@ class JsonProgress:
             log("progress", name=self._title, done=done, total=total)
 
 
+class _LiveBar(bars.BarColumn):
+    """A bar that is gone once its stage has ended: what is done shows its time alone."""
+
+    def render(self, task: bars.Task) -> Any:
+        """Draw it for a stage that goes on."""
+        return Text() if task.finished else super().render(task)
+
+
 class TerminalProgress:
     """Draws the stages of a build (`base.progress.Progress`) on a terminal: one line each, the last one alive."""
 
@@ -89,7 +97,7 @@ class TerminalProgress:
         self._bars = bars.Progress(
             bars.SpinnerColumn(finished_text="[green]✓"),
             bars.TextColumn("{task.description}"),
-            bars.BarColumn(bar_width=24),
+            _LiveBar(bar_width=24),
             bars.TextColumn("{task.fields[count]}"),
             bars.TimeElapsedColumn(),
             console=console,

@@ -278,22 +278,25 @@ def validate(
     if as_json:
         output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
     else:
-        output.write_summary(result.report)
+        output.write_summary(result.report, result.previous)
         output.write_lines(str(result.path))
     verdicts.end_of(result.report, result.path)
 
 
+_HTML = click.option("--html", type=PATH, metavar="FILE.html", help="Write a page with everything in one file.")
 _DIFF = """\b
 Examples:
   llmforge diff NAME:prod NAME/VERSION
+  llmforge diff NAME:prod NAME/VERSION --html diff.html
 """
 
 
 @click.command(epilog=_DIFF)
 @click.argument("a", type=ARTIFACT)
 @click.argument("b", type=ARTIFACT)
+@_HTML
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-def diff(a: Path, b: Path, as_json: bool) -> None:
+def diff(a: Path, b: Path, html: Path | None, as_json: bool) -> None:
     """Compare the artifacts A and B: recipe, graph, size, and every metric with its interval.
 
     Differences are B less A; those of quality are of the same documents, one by one.
@@ -301,8 +304,15 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
     from llmforge.artifact import Artifact
     from llmforge.report import comparing
 
+    if html is not None:
+        output.check_file(html)
     found = comparing.compare(Artifact.open(a), Artifact.open(b))
     graph = _graphs(a, b, brief=not as_json)
+    if html is not None:
+        from llmforge.report import render
+
+        with output.writing(html):
+            html.write_text(render.diff_page(found, graph), encoding="utf-8")
     if as_json:
         output.write_json({**json.loads(found.to_json()), "graph": graph})
         return
@@ -330,6 +340,7 @@ _HISTORY = """\b
 Examples:
   llmforge history NAME
   llmforge history NAME --metric kld_mean --json
+  llmforge history NAME --html history.html
 """
 
 
@@ -339,8 +350,9 @@ Examples:
     "--metric", "metrics", multiple=True, metavar="METRIC", help="Show this metric; repeatable. Default: all."
 )
 @out_option("Folder of the artifacts.")
+@_HTML
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-def history(name: str, metrics: tuple[str, ...], out: Path, as_json: bool) -> None:
+def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, as_json: bool) -> None:
     """Show each metric of NAME by version, oldest first, and mark regressions.
 
     A regression is a change for the worse, against the version before, whose 95 % interval does not include 0.
@@ -350,6 +362,8 @@ def history(name: str, metrics: tuple[str, ...], out: Path, as_json: bool) -> No
     from llmforge.metrics import catalog
     from llmforge.report import comparing
 
+    if html is not None:
+        output.check_file(html)
     if unknown := [metric for metric in metrics if catalog.find(metric) is None]:
         known = ", ".join(catalog.deciding())
         raise UsageError(f"no such metric: {', '.join(unknown)}; known: {known}, task.NAME.SCORE")
@@ -361,6 +375,11 @@ def history(name: str, metrics: tuple[str, ...], out: Path, as_json: bool) -> No
         (each.artifact for each in found if each.artifact is not None), key=lambda each: each.evidence[0].created
     )
     entries = comparing.history(whole, metrics or tuple(known))
+    if html is not None:
+        from llmforge.report import render
+
+        with output.writing(html):
+            html.write_text(render.history_page(name, entries), encoding="utf-8")
     if as_json:
         output.write_json([json.loads(entry.to_json()) for entry in entries])
     elif entries:

@@ -22,6 +22,7 @@ from llmforge.base.errors import EnvironmentLacks, UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from llmforge.report.comparing import Previous
     from llmforge.report.model import Report
 
 _LONGEST_CELL = 300  # characters
@@ -58,11 +59,11 @@ def write_columns(rows: Sequence[tuple[str, ...]]) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def write_summary(report: Report) -> None:
-    """Write the summary of a report."""
+def write_summary(report: Report, previous: Previous | None = None) -> None:
+    """Write the summary of a report, beside the `previous` version."""
     from llmforge.report.render import summary
 
-    write(summary(report), SUMMARY_WIDTH)
+    write(summary(report, previous), SUMMARY_WIDTH)
 
 
 def write(content: RenderableType, plain_width: int = _PLAIN_WIDTH) -> None:

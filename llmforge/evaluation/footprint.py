@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -65,6 +66,30 @@ def multiply_adds(model: ir.Model) -> int:
         for value in model.graph.initializers.values()
         if (tensor := value.const_value) is not None and len(tensor.shape) >= 2 and not _only_looked_up(value)
     )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Initializers of one dtype whose names are the same but for the numbers between dots."""
+
+    name: str  # "model.layers.*.mlp.down_proj.weight"
+    dtype: str
+    tensors: int
+    size_bytes: int
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def weights(model: ir.Model) -> list[Weights]:
+    """Group all initializers, the largest group first; the values of none are read."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for name, value in model.graph.initializers.items():
+        if (tensor := value.const_value) is not None:
+            key = _NUMBER.sub("*", name), tensor.dtype.name.lower()
+            found.setdefault(key, []).append(tensor.nbytes)
+    groups = [Weights(*key, tensors=len(sizes), size_bytes=sum(sizes)) for key, sizes in found.items()]
+    return sorted(groups, key=lambda group: (-group.size_bytes, group.name, group.dtype))
 
 
 def _only_looked_up(value: ir.Value) -> bool:

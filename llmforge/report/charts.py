@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from string import ascii_lowercase
+from typing import Literal
 
 from llmforge.evaluation.gates import GateResult
 from llmforge.metrics import catalog, units
-from llmforge.metrics.catalog import QualityMetric, TimingMetric
+from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Latency, Spread
 from llmforge.metrics.quality import ByPosition, Quality, Segment
 from llmforge.metrics.quality import Histogram as LogHistogram
 from llmforge.report import view
 from llmforge.report.attribution import AttributedStep, Attribution
-from llmforge.report.model import BuildRecord, PassRecord, StageRecord
+from llmforge.report.comparing import Change, Entry
+from llmforge.report.model import BuildRecord, EngineRecord, PassRecord, StageRecord
 
 _MARGIN = 0.2  # of a gate's span, left free on both sides
+_NARROWEST = 300.0  # pixels of a drawing in a window of 390
+_LETTER = 6.5  # pixels of a letter of a label, about
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,14 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Flag(Mark):
+    """A mark whose label lies in a row above the drawing, to one side of its line."""
+
+    row: int  # from the top
+    side: Literal["start", "end"]  # of the label that is at the line
+
+
+@dataclass(frozen=True)
 class Histogram:
     """Tokens by the decade of a value."""
 
@@ -59,7 +72,7 @@ class Histogram:
     description: str
     columns: tuple[Column, ...]
     ticks: tuple[Mark, ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[Flag, ...]
 
 
 def gate(result: GateResult) -> GatePlot | None:
@@ -117,18 +130,33 @@ def _histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> H
         )
         for i, tokens in enumerate(counts[offset : offset + bins])
     )
-    marks = {label: view.value(quality.figures[name]) for label, name in form.marks.items()}
-    written = (f"{label} {metric.unit.write(value)}" for label, value in marks.items())
+    figures = {label: quality.figures[name] for label, name in form.marks.items()}
+    labels = {label: f"{label} {metric.unit.write(view.value(figure))}" for label, figure in figures.items()}
+    places = [Mark(min(at(view.value(figure)), 100), labels[label]) for label, figure in figures.items()]
     return Histogram(
         title=metric.title,
-        description=f"{metric.meaning}: {', '.join(written)}",
+        description=f"{metric.meaning}: {', '.join(labels.values())}",
         columns=columns,
         ticks=tuple(
             Mark(100 * (decade - low) / (high - low), f"1e{decade}" if decade < -2 else f"{10.0**decade:g}")
             for decade in range(low, min(high, last) + 1)
         ),
-        marks=tuple(Mark(min(at(value), 100), label) for label, value in marks.items()),
+        marks=_apart(places),
     )
+
+
+def _apart(marks: Sequence[Mark]) -> tuple[Flag, ...]:
+    """Give the label of each mark a row of its own, so that neither another label nor another line runs through it.
+
+    A line begins at the row of its label. Labels go to the right, the leftmost in the top row; where the last one has
+    no room there, to the left, the rightmost in the top row.
+    """
+    ordered = sorted(marks, key=lambda mark: mark.at)
+    room = max(100 * _LETTER * (len(mark.label) + 1) / _NARROWEST for mark in ordered)
+    right = ordered[-1].at + room <= 100
+    if not right:
+        ordered.reverse()
+    return tuple(Flag(mark.at, mark.label, row, "start" if right else "end") for row, mark in enumerate(ordered))
 
 
 @dataclass(frozen=True)
@@ -203,139 +231,6 @@ def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Curve:
     )
 
 
-@dataclass(frozen=True)
-class LatencyBar:
-    """One side at one load; p50 and p95 in percent of the largest of the chart."""
-
-    load: tuple[str, ...]
-    side: str
-    spread: Spread
-    percent: float
-    tail_percent: float
-
-
-def latency(measured: Latency) -> dict[str, list[LatencyBar]]:
-    """Lay out every duration of the catalog that has a chart, by its title."""
-    found = {}
-    for metric in catalog.of_kind(TimingMetric):
-        if metric.chart:
-            spreads: list[tuple[tuple[str, ...], str, Spread]] = [
-                (load, side, timing.figures[metric.name])
-                for point, load in zip(measured.points, view.loads(measured).rows, strict=True)
-                for side, timing in point.sides.items()
-            ]
-            longest = max(max(spread.p50.value, spread.p95.value) for _, _, spread in spreads)
-            found[f"{metric.title}: {metric.meaning}"] = [
-                LatencyBar(load, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95.value / longest)
-                for load, side, spread in spreads
-            ]
-    return found
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a diagram: its places in percent of the width and shares of the height, each with what it says."""
-
-    label: str
-    style: int  # a color; a line and its bound share one
-    bound: bool  # drawn as what cannot be passed
-    places: tuple[tuple[float, float, str], ...]
-
-    @property
-    def segments(self) -> list[tuple[tuple[float, float, str], tuple[float, float, str]]]:
-        """Pairs of neighbouring places."""
-        return list(pairwise(self.places))
-
-
-@dataclass(frozen=True)
-class Diagram:
-    """Lines over an axis with one place for each value that was measured."""
-
-    title: str
-    description: str
-    top: str  # what the height is
-    axis: str
-    ticks: tuple[Mark, ...]
-    lines: tuple[Line, ...]
-
-
-_MOST_LINES = 4  # that can be told apart; a table beside the diagram has all
-
-
-def over_load(measured: Latency) -> list[Diagram]:
-    """Lay out the time per token over the length of the prompt, above what the bandwidth allows; and rates over batch.
-
-    Only what was measured at several lengths, or several batch sizes, has a diagram. Answers of the longest length
-    stand for all.
-    """
-    output = max(point.output_tokens for point in measured.points)
-    points = [point for point in measured.points if point.output_tokens == output]
-    batches, prompts = (
-        sorted({point.batch for point in points}),
-        sorted({point.prompt_tokens for point in points}),
-    )
-    found: list[Diagram] = []
-    if len(prompts) > 1:
-        lines = []
-        for style, batch in enumerate(_spread_out(batches)):
-            own = sorted((p for p in points if p.batch == batch), key=lambda p: p.prompt_tokens)
-            label = "1 sequence" if batch == 1 else f"{batch} sequences"
-            lines.append(
-                (label, style, False, [(p.prompt_tokens, p.artifact.figures["tpot_ms"].p50.value) for p in own])
-            )
-            if (bandwidth := measured.bandwidth) is not None:
-                floor = 1e3 / bandwidth.working_set_bytes_per_second
-                at = [(p.prompt_tokens, p.figures["bytes_read_per_token"] * floor) for p in own]
-                lines.append((f"{label}: limit of the bandwidth", style, True, at))
-        found.append(_diagram("Time per output token (TPOT), median", "ms", "prompt tokens", prompts, lines))
-    if len(batches) > 1:
-        rates = []
-        for style, prompt in enumerate(_spread_out(prompts)):
-            own = sorted((p for p in points if p.prompt_tokens == prompt), key=lambda p: p.batch)
-            at = [(p.batch, p.figures["output_tokens_per_second"].value) for p in own]
-            rates.append((f"{prompt}-token prompts", style, False, at))
-        found.append(_diagram("Output tokens per second", "tokens/s", "sequences at once", batches, rates))
-    return found
-
-
-def _spread_out(values: Sequence[int]) -> list[int]:
-    """Choose some of ascending values: the first, the last, and what lies evenly between."""
-    if len(values) <= _MOST_LINES:
-        return list(values)
-    return [values[round(at * (len(values) - 1) / (_MOST_LINES - 1))] for at in range(_MOST_LINES)]
-
-
-def _diagram(
-    title: str,
-    unit: str,
-    axis: str,
-    at: Sequence[int],
-    lines: Sequence[tuple[str, int, bool, Sequence[tuple[int, float]]]],
-) -> Diagram:
-    """Lay out lines of (place on the axis, value); places are evenly spaced, whatever lies between them."""
-    top = max(value for *_, line in lines for _, value in line) or 1.0
-    across = {place: 4 + 92 * number / (len(at) - 1) for number, place in enumerate(at)}
-    made = tuple(
-        Line(
-            label,
-            style,
-            bound,
-            tuple(
-                (across[x], value / top, f"{label}, {x} {axis}: {units.significant(value)} {unit}") for x, value in line
-            ),
-        )
-        for label, style, bound, line in lines
-    )
-    return Diagram(
-        title=title,
-        description=f"{title}, by {axis}: " + "; ".join(line.places[-1][2] for line in made if line.places),
-        top=f"{units.significant(top)} {unit}",
-        axis=axis,
-        ticks=tuple(Mark(across[place], str(place)) for place in at),
-        lines=made,
-    )
-
-
 def passes(records: Sequence[PassRecord]) -> list[tuple[PassRecord, float, float]]:
     """Lay out what each pass cost in KLD and what the weights came to after it: the lengths of both bars in percent."""
     kld = _shares([record.verification.kld_mean for record in records])
@@ -345,39 +240,251 @@ def passes(records: Sequence[PassRecord]) -> list[tuple[PassRecord, float, float
 
 @dataclass(frozen=True)
 class Fall:
-    """One bar of a waterfall: where it begins and how long it is, in percent; of a layer if it is `inner`."""
+    """One bar of a waterfall: where it begins, how long it is and where it ends, in percent of the width."""
 
-    name: str
+    step: AttributedStep
     start: float
     width: float
+    end: float  # what the next bar begins at
     gains: bool  # the divergence becomes smaller
-    inner: bool
-    cost: Estimate
 
 
-def waterfall(attribution: Attribution) -> list[tuple[AttributedStep, list[Fall]]]:
-    """Lay out what each lossy pass added to the divergence, end to end, and what of it is in which layer.
-
-    Bars of layers begin where that of their pass does. Layers that cost nothing have no length.
-    """
-    ends = [step.kld_mean.value for step in attribution.steps]
-    scale = 100 / (max(max(ends), *_layer_ends(attribution)) or 1.0)
-    laid_out = []
+def waterfall(attribution: Attribution) -> list[Fall]:
+    """Lay out what each lossy pass added to the divergence, end to end."""
+    scale = 100 / (max(step.kld_mean.value for step in attribution.steps) or 1.0)
+    falls = []
     for before, step in pairwise(attribution.steps):
         begin, added = before.kld_mean.value, step.added.value
-        start = min(begin, begin + added)
-        falls = [Fall(step.name, start * scale, abs(added) * scale, added < 0, False, step.added)]
-        for layer in step.layers:
-            width = max(layer.gain.value, 0.0) * scale
-            falls.append(Fall(layer.name, begin * scale, width, False, True, layer.gain))
-        laid_out.append((step, falls))
-    return laid_out
+        start, end = min(begin, begin + added) * scale, (begin + added) * scale
+        falls.append(Fall(step, max(start, 0.0), abs(added) * scale, max(end, 0.0), added < 0))
+    return falls
 
 
-def _layer_ends(attribution: Attribution) -> list[float]:
-    """Tell where the bars of layers would end."""
-    pairs = pairwise(attribution.steps)
-    return [0.0, *(before.kld_mean.value + layer.gain.value for before, step in pairs for layer in step.layers)]
+@dataclass(frozen=True)
+class LayerColumn:
+    """What one layer costs; left edge and width in percent, heights as shares of the largest bound of the pass."""
+
+    left: float
+    width: float
+    zero: float  # height of 0: below it is what would not be gained but lost
+    value: float
+    low: float | None
+    high: float | None
+    label: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What keeping each layer as it was before a pass would gain."""
+
+    name: str  # of the pass
+    description: str
+    top: str
+    columns: tuple[LayerColumn, ...]
+    ticks: tuple[Mark, ...]
+    others: tuple[tuple[str, str], ...]  # letter and name of what is no layer
+
+
+def by_layer(attribution: Attribution) -> list[Layers]:
+    """Lay out the cost of each layer, for every pass that has them."""
+    return [_layers(step) for step in attribution.steps if step.layers]
+
+
+def _layers(step: AttributedStep) -> Layers:
+    gains = [layer.gain for layer in step.layers]
+    drawn = [bound for gain in gains for bound in (gain.value, gain.low, gain.high) if bound is not None]
+    bottom, top = min(0.0, *drawn), max(0.0, *drawn)
+    span, width, write = (top - bottom) or 1.0, 100 / len(gains), catalog.KLD_MEAN.unit.write
+
+    def at(value: float | None) -> float | None:
+        return None if value is None else (value - bottom) / span
+
+    columns = tuple(
+        LayerColumn(
+            left=number * width,
+            width=width,
+            zero=-bottom / span,
+            value=(layer.gain.value - bottom) / span,
+            low=at(layer.gain.low),
+            high=at(layer.gain.high),
+            label=layer.name,
+            title=f"{layer.name}: {write(layer.gain.value)} ({units.interval(layer.gain, write)})",
+        )
+        for number, layer in enumerate(step.layers)
+    )
+    most = max(step.layers, key=lambda layer: layer.gain.value)
+    named = [layer.name for layer in step.layers if _LAYER.match(layer.name) is None]
+    others = dict(zip(named, ascii_lowercase, strict=False))
+    labels = [_label(column.label, others) for column in columns]
+    every = math.ceil(len(columns) / 12)
+    return Layers(
+        name=step.name,
+        description=f"Mean KLD that keeping each layer as it was before {step.name} would gain; most: {most.name}, "
+        f"{write(most.gain.value)} nats per token",
+        top=write(top),
+        columns=columns,
+        ticks=tuple(
+            Mark(column.left + column.width / 2, label)
+            for number, (column, label) in enumerate(zip(columns, labels, strict=True))
+            if number % every == 0 or label in others.values()
+        ),
+        others=tuple((letter, name) for name, letter in others.items()),
+    )
+
+
+_LAYER = re.compile(r"layer (\d+)")
+
+
+def _label(name: str, others: Mapping[str, str]) -> str:
+    """Write a layer as its number, what is none as its letter."""
+    found = _LAYER.match(name)
+    return others.get(name, "") if found is None else found[1]
+
+
+@dataclass(frozen=True)
+class ChangePlot:
+    """A difference and its interval around 0, which is in the middle; in percent of the width."""
+
+    value: float
+    low: float
+    high: float
+    kind: Literal["better", "worse", "same"]  # "same": its interval holds 0
+
+
+def change(found: Change) -> ChangePlot | None:
+    """Lay out a difference; None where there is none, or no interval."""
+    moved = found.difference
+    if moved is None or moved.low is None or moved.high is None or not math.isfinite(moved.value):
+        return None
+    bounds = [bound for bound in (moved.value, moved.low, moved.high) if math.isfinite(bound)]
+    reach = max(abs(bound) for bound in bounds) * (1 + _MARGIN) or 1.0
+
+    def at(value: float) -> float:
+        return min(max(50 + 50 * value / reach, 0.0), 100.0)
+
+    kind: Literal["better", "worse", "same"] = "worse" if found.worse else "better" if found.better else "same"
+    return ChangePlot(at(moved.value), at(moved.low), at(moved.high), kind)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A version in the course of a metric: its place in percent of the width, heights as shares."""
+
+    at: float
+    value: float
+    low: float | None
+    high: float | None
+    kind: Literal["better", "worse", "same"]  # than the version before
+    title: str
+
+
+@dataclass(frozen=True)
+class Course:
+    """A metric by version."""
+
+    title: str
+    meaning: str
+    better: Literal["lower", "higher"]
+    description: str
+    bottom: str  # of the vertical axis, as written
+    top: str
+    places: tuple[Place, ...]
+    ticks: tuple[Mark, ...]
+
+
+def courses(entries: Sequence[Entry]) -> list[Course]:
+    """Lay out every metric that a version has, over all versions."""
+    by_metric = zip(*(entry.metrics for entry in entries), strict=True)
+    return [_course(entries, of) for of in by_metric if any(_finite(change.b) is not None for change in of)]
+
+
+def _finite(estimate: Estimate | None) -> Estimate | None:
+    return None if estimate is None or not math.isfinite(estimate.value) else estimate
+
+
+def _course(entries: Sequence[Entry], of: Sequence[Change]) -> Course:
+    metric = catalog.deciding()[of[0].metric]
+    write, known = metric.unit.write, [each for change in of if (each := _finite(change.b)) is not None]
+    drawn = [
+        bound
+        for each in known
+        for bound in (each.value, each.low, each.high)
+        if bound is not None and math.isfinite(bound)
+    ]
+    bottom, top = min(drawn), max(drawn)
+    span = (top - bottom) or 1.0
+
+    def height(value: float) -> float:
+        return min(max((value - bottom) / span, 0.0), 1.0) if top > bottom else 0.5
+
+    def place(number: int) -> float:
+        return 22 + 72 * number / (len(entries) - 1) if len(entries) > 1 else 50.0
+
+    places = []
+    for number, (entry, change) in enumerate(zip(entries, of, strict=True)):
+        if (each := _finite(change.b)) is None:
+            continue
+        kind: Literal["better", "worse", "same"] = "worse" if change.worse else "better" if change.better else "same"
+        low, high = (None, None) if each.low is None or each.high is None else (height(each.low), height(each.high))
+        said = f"{entry.side.version}: {write(each.value)} ({units.interval(each, write)})"
+        places.append(Place(place(number), height(each.value), low, high, kind, said))
+    every = math.ceil(len(entries) / 3)  # as many names of versions as a narrow window has room for
+    shown = range(len(entries) - 1, -1, -every)
+    regressions = [entry.side.version for entry, change in zip(entries, of, strict=True) if change.worse]
+    said = f"regressions in {', '.join(regressions)}" if regressions else "no regression"
+    return Course(
+        title=metric.title,
+        meaning=metric.meaning,
+        better=metric.better,
+        description=f"{metric.title} by version: {write(known[0].value)} to {write(known[-1].value)}; {said}",
+        bottom=write(bottom),
+        top=write(top),
+        places=tuple(places),
+        ticks=tuple(Mark(place(number), entries[number].side.version[:7]) for number in sorted(shown)),
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of the engine's size."""
+
+    name: str
+    what: str
+    size_bytes: int
+    share: float  # of the engine
+    start: float  # where it begins, end to end, in percent
+    style: int  # a color; the rest has -1
+
+
+_MOST_PARTS = 6  # that have a color of their own
+
+
+def sizes(engine: EngineRecord) -> list[Part]:
+    """Break the engine's size down: the largest groups of weights, all others, and what is no weight."""
+    shown, others = engine.weights[:_MOST_PARTS], engine.weights[_MOST_PARTS:]
+    total = engine.size_bytes or 1
+    found = [
+        (group.name, f"{group.tensors} × {group.dtype}" if group.tensors > 1 else group.dtype, group.size_bytes, number)
+        for number, group in enumerate(shown)
+    ]
+    if others:
+        found.append(
+            (
+                "all other weights",
+                f"{sum(group.tensors for group in others)} tensors",
+                sum(g.size_bytes for g in others),
+                -1,
+            )
+        )
+    rest = engine.size_bytes - sum(group.size_bytes for group in engine.weights)
+    if found and rest > 0:
+        found.append(("no weights", "graph, configuration and alignment", rest, -2))
+    ends = accumulate((size for *_, size, _ in found), initial=0)
+    return [
+        Part(name, what, size, size / total, 100 * start / total, style)
+        for (name, what, size, style), start in zip(found, ends, strict=False)
+    ]
 
 
 def stages(build: BuildRecord) -> list[tuple[StageRecord, float, float]]:

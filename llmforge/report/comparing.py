@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from llmforge.artifact import Artifact
+from llmforge.artifact import Artifact, versions
+from llmforge.base.errors import InputError
 from llmforge.evaluation.gates import ALPHA, Figure
 from llmforge.metrics import catalog, units
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Record
 from llmforge.metrics.resampling import Resampled
 from llmforge.report import release
-from llmforge.report.release import Side, Subject
+from llmforge.report.model import Report
+from llmforge.report.release import Reported, Side, Subject
 
 
 class Change(Record):
@@ -25,6 +30,19 @@ class Change(Record):
     difference: Estimate | None  # b - a, paired where the metric is of documents; None: it cannot be told
     why_not: str | None = None  # it cannot
     worse: bool = False  # it is a regression: the whole interval is on the worse side of 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether it was measured of any of both."""
+        return self.a is not None or self.b is not None
+
+    @property
+    def better(self) -> bool:
+        """Whether it is an improvement: the whole interval is on the better side of 0."""
+        found = self.difference
+        if found is None or found.low is None or found.high is None:
+            return False
+        return found.high < 0 if catalog.deciding()[self.metric].better == "lower" else found.low > 0
 
 
 class Comparison(Record):
@@ -48,6 +66,49 @@ class Entry(Record):
     metrics: tuple[Change, ...]  # `a` is the version before; `b` this one
 
 
+@dataclass(frozen=True)
+class Previous:
+    """The version before one that is not published yet, and how far each metric moved since."""
+
+    report: Report
+    changes: tuple[Change, ...]  # `a` is the version before
+
+    @property
+    def reference(self) -> str:
+        """NAME/VERSION."""
+        return f"{self.report.name}/{self.report.version}"
+
+    def change(self, metric: str) -> Change | None:
+        """Find the change of a metric; None: it was measured of neither."""
+        return next((each for each in self.changes if each.metric == metric), None)
+
+
+def previous(out: Path, report: Report, *, made: datetime | None = None) -> Previous | str | None:
+    """Hold `report` against the newest other version of its name in `out`; with `made`, the newest built before that.
+
+    Return why it cannot be read where that is so; None: there is no other version.
+    """
+    if report.name not in versions.names(out):
+        return None
+    others = [
+        each
+        for each in versions.listed(out, report.name)
+        if each.path.name != report.version
+        and (made is None or each.artifact is None or each.artifact.evidence[0].created <= made)
+    ]
+    if not others:
+        return None
+    newest = others[0]  # damaged ones are last
+    if newest.artifact is None:
+        return f"the version before, {newest.reference}, cannot be read: {newest.damage}"
+    try:
+        before = Subject.of(newest.artifact)
+    except InputError as error:
+        return f"the version before, {newest.reference}, cannot be read: {error.message}"
+    moved = changes(before, Reported(report), tuple(catalog.deciding()))
+    return Previous(before.report, tuple(each for each in moved if each.a is not None or each.b is not None))
+
+
 def compare(a: Artifact, b: Artifact) -> Comparison:
     """Compare what is recorded of two artifacts; differences are of B less A."""
     before, after = Subject.of(a), Subject.of(b)
@@ -64,7 +125,7 @@ def compare(a: Artifact, b: Artifact) -> Comparison:
     )
 
 
-def changes(before: Subject | None, after: Subject, metrics: Sequence[str]) -> tuple[Change, ...]:
+def changes(before: Subject | None, after: Reported, metrics: Sequence[str]) -> tuple[Change, ...]:
     """Take the difference of each of `metrics` from `before` to `after`."""
     there = {} if before is None else catalog.estimates(before.measured)
     here = catalog.estimates(after.measured)

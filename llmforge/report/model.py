@@ -102,11 +102,23 @@ class EngineFile(Record):
     size_bytes: int
 
 
+class WeightGroup(Record):
+    """Tensors of the engine's graph that have one name but for the numbers in it, such as one weight of each layer."""
+
+    name: str  # "model.layers.*.mlp.down_proj.weight"
+    dtype: str  # as stored: codes of less than a byte may lie in bytes
+    tensors: int
+    size_bytes: int
+
+
 class EngineRecord(Record):
     """What the runtime loads, and how."""
 
     backend: str
     files: tuple[EngineFile, ...]
+    weights: tuple[WeightGroup, ...] = Field(
+        default=(), max_length=65_536
+    )  # the largest first; none: not an ONNX graph
     session: dict[str, Any]  # the options that the runtime sets, as they stand in its configuration
     facts: dict[str, str] = Field(default_factory=dict)  # what else its builder knows of it, in words
     pending: bool = False  # the files are what it is built of, later and elsewhere
@@ -178,6 +190,7 @@ class Report(Record):
     engine: EngineRecord
     passes: tuple[PassRecord, ...]
     calibration: CalibrationRecord | None
+    proven: tuple[str, ...] = ()  # what was proven of the whole: it is no reason to look closer
     notes: tuple[str, ...]  # every fallback and every thing that a reader might miss
     build: BuildRecord
     machine: Machine

@@ -75,12 +75,24 @@ class Judgement(Record):
     notes: tuple[str, ...] = ()
 
 
-class Subject:
+class Reported:
+    """What was measured of an artifact, which may not be published yet."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    @property
+    def measured(self) -> Measured:
+        """All that a gate can decide on."""
+        return self.report.measured
+
+
+class Subject(Reported):
     """An artifact and what was measured of it, as its newest record with a measurement says."""
 
     def __init__(self, opened: Artifact, report: Report, head: Head) -> None:
+        super().__init__(report)
         self.opened = opened
-        self.report = report
         self.head = head
 
     @classmethod
@@ -109,11 +121,6 @@ class Subject:
             created=self.report.created,
             documents=0 if quality is None else len(quality.per_document),
         )
-
-    @property
-    def measured(self) -> Measured:
-        """All that a gate can decide on."""
-        return self.report.measured
 
     @property
     def sealed_limits(self) -> dict[str, GateSpec]:
@@ -208,7 +215,7 @@ def judge(
     )
 
 
-def pairs(release: Subject, against: Subject) -> Pairs:
+def pairs(release: Reported, against: Reported) -> Pairs:
     """Find the documents that were measured of both."""
     ours, theirs = release.report.quality, against.report.quality
     if ours is None or theirs is None:
@@ -217,7 +224,7 @@ def pairs(release: Subject, against: Subject) -> Pairs:
 
 
 def compare(
-    release: Subject,
+    release: Reported,
     against: Subject,
     left: Sequence[DocumentSums],
     right: Sequence[DocumentSums],
@@ -265,7 +272,7 @@ def _paired(
     return resampling.difference(form, left, right, seed=0)
 
 
-def _decoded(release: Subject, against: Subject, measured: Sequence[DocumentSums]) -> Pairs:
+def _decoded(release: Reported, against: Reported, measured: Sequence[DocumentSums]) -> Pairs:
     """Find those of the documents `measured` of both that both also read as many tokens of through decode steps."""
     ours, theirs = release.report.quality, against.report.quality
     if ours is None or theirs is None:

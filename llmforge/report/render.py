@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +19,8 @@ from llmforge.evaluation.gates import Verdict
 from llmforge.metrics import catalog, units
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Latency
-from llmforge.report import charts, view
+from llmforge.report import by_layer, charts, load_charts, top, view
+from llmforge.report.comparing import Comparison, Entry, Previous
 from llmforge.report.model import Report
 
 _STYLES = {
@@ -27,16 +30,15 @@ _STYLES = {
     Verdict.NONE: "bold",
 }
 _LOADS_AT_THE_TOP = 2  # that a summary has no table for: its key figures have the one, and the report has the other
-_NOISY = 0.25  # of a median: above, a summary says so
 _NOTES = 100  # that a summary shows
-_NAMED = 4  # nodes that Markdown names of those that a pass says the same of; HTML and JSON have all
+_SEPARATOR = re.compile(r"([./_-])(?=\w)")  # a `;`, which ends what is escaped, is none of them
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*\[\]|<>])")
 
 
-def write(report: Report, folder: Path) -> None:
-    """Write `report.md` and `report.html` into an existing folder."""
+def write(report: Report, folder: Path, previous: Previous | None = None) -> None:
+    """Write `report.md` and `report.html` into an existing folder; `previous` stands beside it on the page."""
     (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
-    (folder / "report.html").write_text(to_html(report), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(report, previous), encoding="utf-8")
 
 
 def to_markdown(report: Report) -> str:
@@ -49,13 +51,34 @@ def to_card(report: Report, facts: Mapping[str, Any]) -> str:
     return _render("card.md.jinja", report, autoescape=False, finalize=_markdown_escaped, facts=facts)
 
 
-def to_html(report: Report) -> str:
+def to_html(report: Report, previous: Previous | None = None) -> str:
     """Write the report as one HTML file with nothing from outside and no script; every value is escaped."""
-    return _render("report.html.jinja", report, autoescape=True, finalize=None)
+    report, previous = view.plain_page(report), view.plain_page(previous)
+    facts = {
+        "previous": previous,
+        "in_words": top.in_words(report),
+        "panels": top.panels(report, previous),
+        "warnings": top.warnings(report),
+    }
+    return _render("report.html.jinja", report, autoescape=True, finalize=None, facts=facts)
 
 
-def summary(report: Report) -> RenderableType:
-    """Make what the command line shows after a build: verdict, the figures that count, every gate, every note."""
+def diff_page(found: Comparison, graph: Sequence[str]) -> str:
+    """Write a comparison as one HTML file like that of a report; `graph` is what differs in the graphs."""
+    return page("diff.html.jinja", found=view.plain_page(found), graph=view.plain_page(graph))
+
+
+def history_page(name: str, entries: Sequence[Entry]) -> str:
+    """Write the history of `name` as one HTML file like that of a report."""
+    shown = view.plain_page(entries)
+    return page("history.html.jinja", name=name, entries=shown, courses=charts.courses(shown))
+
+
+def summary(report: Report, previous: Previous | None = None) -> RenderableType:
+    """Make what the command line shows after a build: verdict, the figures that count, every gate, every note.
+
+    Figures of the `previous` version stand beside those that count.
+    """
     report = view.plain(report)
     head = Text.assemble(
         (f" {report.verdict.name} ", f"{_STYLES[report.verdict]} reverse"),
@@ -63,8 +86,12 @@ def summary(report: Report) -> RenderableType:
         (f"{report.name} {report.version}", "dim"),
     )
     key = Table.grid(padding=(0, 2))
-    for figure in view.key_figures(report):
-        key.add_row(Text(figure.title, "dim"), Text(figure.value, "bold"), Text("; ".join(figure.notes)))
+    for tile in (tile for panel in top.panels(report, previous) for tile in panel.tiles):
+        notes = Text("; ".join(tile.figure.notes))
+        if tile.before is not None:
+            kind, style = tile.moved
+            notes.append("; ").append(f"{kind} {tile.before} before".strip(), style)
+        key.add_row(Text(tile.figure.title, "dim"), Text(tile.figure.value, "bold"), notes)
     quality = Table.grid(padding=(0, 2))
     for title, figures in () if report.quality is None else view.summary_rows(report.quality):
         quality.add_row(Text(title, "dim"), Text(figures))
@@ -73,20 +100,19 @@ def summary(report: Report) -> RenderableType:
         gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.explanation))
     unverified = report.engine.unmeasured
     labels = (Text(f"unverified: the engine was not run: {unverified}", "yellow"),) if unverified else ()
+    proven = (Text.assemble(("proven: ", "green"), (proof, "dim")) for proof in report.proven)
     more = [f"{len(report.notes) - _NOTES} more notes"] if len(report.notes) > _NOTES else []
-    notes = (*labels, *(Text(f"note: {note}", "dim") for note in (*report.notes[:_NOTES], *more)))
+    said = (*labels, *proven, *(Text(f"note: {note}", "dim") for note in (*report.notes[:_NOTES], *more)))
     reused = view.reused(report.build)
     cached = (Text(f"reused from the build cache: {reused}", "dim"),) if reused else ()
+    since = () if previous is None else (Text(f"before: {previous.reference}", "dim"),)
     others = Table.grid(padding=(0, 2))
-    for title, said in view.runtime_rows(report):
-        others.add_row(Text(title, "dim"), Text(said))
-    tables = (
-        quality,
-        *_latency(report.latency),
-        *((others,) if report.runtimes else ()),
-        *((gates,) if report.gates else ()),
-    )
-    return Group(head, key, *tables, *cached, *notes)
+    for title, found in view.runtime_rows(report):
+        others.add_row(Text(title, "dim"), Text(found))
+    blocks: list[list[RenderableType]] = [[head], [key], [gates] if report.gates else [], [quality]]
+    blocks += [[*_latency(report.latency)], [others], [*since, *cached, *said]]
+    shown = [block for block in blocks if block and not (isinstance(block[0], Table) and not block[0].row_count)]
+    return Group(*(part for block in shown for part in (*block, Text())))
 
 
 def _latency(measured: Latency | None) -> Iterator[RenderableType]:
@@ -123,7 +149,7 @@ def _latency(measured: Latency | None) -> Iterator[RenderableType]:
             parts.append(f"{made.failed} failed")
         yield Text.assemble((f"{workload.name.replace('_', ' ')}: ", "dim"), ", ".join(parts))
     noise = catalog.NOISE.estimate(Measured(latency=measured))
-    if noise is not None and noise.value > _NOISY:
+    if noise is not None and noise.value > top.NOISY:
         told = (
             f"note: the machine was noisy: the slowest 5 % of one computation took {noise.value:.0%} longer than usual"
         )
@@ -139,6 +165,25 @@ def _render(
     facts: Mapping[str, Any] | None = None,
 ) -> str:
     report = view.plain_page(report)
+    known: dict[str, Any] = {
+        "report": report,
+        "headline": view.headline(report),
+        "key_figures": view.key_figures(report),
+        "unmeasured": report.engine.unmeasured or "the recipe does not ask for it",
+        "metrics": {**catalog.deciding(), **{gate.metric: catalog.named(gate.metric) for gate in report.gates}},
+        "load_charts": load_charts,
+        "by_layer": by_layer,
+        "view": view,
+        "explained": top.explained,
+        "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),
+    }
+    return page(template, autoescape=autoescape, finalize=finalize, **known, **(facts or {}))
+
+
+def page(
+    template: str, *, autoescape: bool = True, finalize: Callable[[object], object] | None = None, **facts: Any
+) -> str:
+    """Fill a template of this room; it knows the catalog, the charts and how figures are written."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("llmforge.report", ""),
         autoescape=autoescape,
@@ -147,31 +192,32 @@ def _render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    written = (units.significant, units.size, units.count, units.ms, units.duration, units.interval)
-    environment.filters.update({write.__name__: write for write in written}, words=_words, listed=_listed)
-    known: dict[str, Any] = {
-        "report": report,
-        "headline": view.headline(report),
-        "key_figures": view.key_figures(report),
-        "unmeasured": report.engine.unmeasured or "the recipe does not ask for it",
-        "metrics": {**catalog.deciding(), **{gate.metric: catalog.named(gate.metric) for gate in report.gates}},
-        "charts": charts,
-        "ms": units.ms,
-        "view": view,
-        "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),
-    }
-    return environment.get_template(template).render({**known, **(facts or {})}).strip() + "\n"
+    written = (units.significant, units.size, units.count, units.ms, units.duration, units.interval, units.percent)
+    environment.filters.update({write.__name__: write for write in written}, words=_words)
+    environment.filters.update(minute=_minute, moved=_moved, breakable=_breakable)
+    known = {"metrics": catalog.deciding(), "charts": charts, "ms": units.ms}
+    return environment.get_template(template).render({**known, **facts}).strip() + "\n"
+
+
+def _minute(written: str) -> str:
+    """Write a moment to the minute, "2026-11-21 10:42 UTC"."""
+    return f"{datetime.fromisoformat(written).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _moved(difference: float, unit: units.Unit) -> str:
+    """Write a difference with its sign."""
+    written = unit.write(difference).replace("-", "−")
+    return written if difference <= 0 or written.startswith("+") else f"+{written}"
+
+
+def _breakable(name: str) -> Markup:
+    """Let a long name break behind what separates its words, and nowhere else."""
+    return Markup(_SEPARATOR.sub(r"\1<wbr>", str(escape(name))))
 
 
 def _words(value: object) -> str:
     """Write an option's value as in YAML's flow style: strings bare, the rest as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Name the first few and count the rest."""
-    shown = ", ".join(names[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
 
 
 def _markdown_escaped(value: object) -> str:

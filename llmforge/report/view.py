@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
 from enum import Enum
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -28,7 +28,7 @@ from llmforge.metrics.catalog import (
     WorkloadMetric,
 )
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Latency, Noise, Spread
+from llmforge.metrics.latency import Latency, Noise, Point, Spread
 from llmforge.metrics.quality import ByPosition, OfSums, Quality
 from llmforge.metrics.serving import Distribution
 from llmforge.metrics.tasks import PREFIX, TaskResult
@@ -45,6 +45,8 @@ class KeyFigure:
     title: str
     value: str
     notes: tuple[str, ...]
+    metric: str  # of the catalog
+    section: Literal["size", "quality", "latency"]
 
 
 def plain(report: Report) -> Report:
@@ -52,9 +54,12 @@ def plain(report: Report) -> Report:
     return _plain(report, lambda text: wording.plain(text, LONGEST_TEXT))
 
 
-def plain_page(report: Report) -> Report:
-    """Write out control characters in the words of a report, but for line ends: answers have several lines."""
-    return _plain(report, wording.plain_text)
+def plain_page(shown: T) -> T:
+    """Write out control characters in the words of a report, or of a part or several of them, but for line ends.
+
+    Answers have several lines.
+    """
+    return _plain(shown, wording.plain_text)
 
 
 def headline(report: Report) -> str:
@@ -98,7 +103,8 @@ def key_figures(report: Report) -> list[KeyFigure]:
         f"{catalog.WEIGHT_BITS.unit.write(catalog.WEIGHT_BITS.figure(sizes))} bits per weight",
     )
     title = "To build" if report.engine.pending else catalog.SIZE.title
-    size = KeyFigure(title, catalog.SIZE.unit.write(catalog.SIZE.figure(sizes)), notes)
+    written = catalog.SIZE.unit.write(catalog.SIZE.figure(sizes))
+    size = KeyFigure(title, written, notes, catalog.SIZE.name, "size")
     return [size, *(figure for _, figure in sorted(_key_metrics(report), key=lambda placed: placed[0]))]
 
 
@@ -137,14 +143,22 @@ def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:
                 estimate, write = quality.figures[metric.name], metric.unit.write
                 note = metric.unit.name if metric.note is None else metric.note(quality)
                 notes = (note, units.interval(estimate, write))
-                yield metric.key, KeyFigure(metric.title, write(estimate.value), notes)
+                yield metric.key, KeyFigure(metric.title, write(estimate.value), notes, metric.name, "quality")
     if report.latency is not None:
-        # All of them at one load, the longest prompt of one sequence: figures that stand side by side belong together.
-        point = max(report.latency.single, key=lambda point: (point.prompt_tokens, point.output_tokens))
+        point = key_load(report.latency)
         for timed in catalog.of_kind(TimingMetric):
             if timed.key is not None and timed.name in point.artifact.figures:
                 spread: Spread = point.artifact.figures[timed.name]
-                yield timed.key, KeyFigure(timed.title, timed.unit.write(spread.p50.value), timed.notes(point))
+                written = timed.unit.write(spread.p50.value)
+                yield timed.key, KeyFigure(timed.title, written, timed.notes(point), timed.name, "latency")
+
+
+def key_load(latency: Latency) -> Point:
+    """Choose the load of the key figures: the longest prompt of one sequence.
+
+    There is one: figures that stand side by side belong together.
+    """
+    return max(latency.single, key=lambda point: (point.prompt_tokens, point.output_tokens))
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,21 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     assert stages["Calibrate"] > 0
     assert stages["Measure quality"] > 0
     assert report.engine.size_bytes == sum(file.stat().st_size for file in (path / "engine").iterdir())
+    assert [proof.partition(":")[0] for proof in report.proven] == ["trace"]
+    assert not any(note.startswith("trace") for note in report.notes)
+    weights = sum(group.size_bytes for group in report.engine.weights)
+    assert 0.5 * report.engine.size_bytes < weights < report.engine.size_bytes
+    assert any(group.name.startswith("model.layers.*.") for group in report.engine.weights)
     chunks = list(load(path).generate("graph", Sampling(max_tokens=8, ignore_eos=True)))
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.output_tokens == 8
+
+    later = run(tmp_path / "recipe.yaml", "--set", "engine.max_context=64")
+    assert later.exit_code == 0, later.output
+    page = Path(later.stdout.splitlines()[-1]) / "report/report.html"
+    assert f"Against tiny/{path.name} (PASS" in page.read_text()
+    assert f"before: tiny/{path.name}" in later.stdout
+    assert "Since the previous version" not in (path / "report/report.html").read_text()
 
 
 @pytest.mark.slow

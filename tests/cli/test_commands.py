@@ -502,6 +502,8 @@ def test_progress_on_a_terminal_finishes_its_stages() -> None:
     last_frame = screen.getvalue().rpartition("\x1b[1A\x1b[2K")[2]  # up one line, erase it
     lines = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", last_frame).splitlines()
     assert [line.split()[:2] for line in lines] == [["✓", "Trace"], ["✓", "Quantize"]]
+    assert "━" in screen.getvalue()
+    assert "━" not in last_frame  # what is done has no bar
 
 
 def test_progress_without_a_terminal_tells_long_stages(monkeypatch: pytest.MonkeyPatch) -> None:

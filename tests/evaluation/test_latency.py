@@ -203,6 +203,25 @@ def test_footprint_leaves_out_the_looked_up_embedding() -> None:
     assert got.kv_bytes_per_token == 2 * 8 * 4 + 2 * 16
 
 
+def test_weights_of_all_layers_are_one_group_and_none_is_read() -> None:
+    def tensor(name: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
+        lazy = ir.LazyTensor(_not_to_be_read, dtype=dtype, shape=ir.Shape(shape), name=name)
+        return ir.Value(name=name, shape=lazy.shape, type=ir.TensorType(dtype), const_value=lazy)
+
+    layers = [tensor(f"h.{layer}.mlp.weight", ir.DataType.INT4, [8, 4]) for layer in range(12)]
+    others = [tensor("h.12.mlp.weight", ir.DataType.FLOAT, [8, 4]), tensor("wte.2", ir.DataType.UINT8, [99])]
+    model = ir.Model(ir.Graph([], [], nodes=[], initializers=[*layers, *others]), ir_version=10)
+    assert footprint.weights(model) == [
+        footprint.Weights("h.*.mlp.weight", "int4", tensors=12, size_bytes=12 * 16),
+        footprint.Weights("h.*.mlp.weight", "float", tensors=1, size_bytes=128),
+        footprint.Weights("wte.2", "uint8", tensors=1, size_bytes=99),
+    ]
+
+
+def _not_to_be_read() -> ir.Tensor:
+    raise AssertionError
+
+
 def test_footprint_counts_a_tied_embedding_once() -> None:
     text = FOOTPRINT_GRAPH.replace(", float[4, 6] head = {0" + ", 0" * 23 + "}", "").replace(
         "logits = MatMul (again, head)", "head = Transpose (embedding)\n logits = MatMul (again, head)"

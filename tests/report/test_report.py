@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ from rich.console import Console
 
 from llmforge.evaluation.gates import Verdict, judge, overall
 from llmforge.lowering.pass_base import Rewritten, Skipped
-from llmforge.metrics import catalog
+from llmforge.metrics import catalog, units
 from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Compute, DataSheet, Noise, Price, Side, Start
@@ -20,41 +18,14 @@ from llmforge.metrics.quality import Sample
 from llmforge.metrics.token_records import DocumentTokens
 from llmforge.metrics.workload import RequestTimes, Slo, Workload
 from llmforge.recipe import GateSpec
-from llmforge.report import charts, render, view
+from llmforge.report import by_layer, charts, load_charts, render, top, view
+from llmforge.report.attribution import AttributedStep, Attribution, LayerCost
 from llmforge.report.model import Report, ReusedRecord
 
-from .. import reports
+from .. import pages, reports
+from ..pages import Page
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-VOID = {"meta", "br"}
-
-
-class Page(HTMLParser):
-    """Collects what a page shows, and checks that its elements nest."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"style", "title"} & set(self.open):
-            self.text += data
 
 
 def golden(name: str, text: str) -> None:
@@ -110,20 +81,10 @@ def test_page_holds_the_facts() -> None:
         assert catalog.deciding()[metric].title in page.text
 
 
-def test_page_stands_alone() -> None:
-    html = render.to_html(reports.make())
-    assert not re.search(r"""\ssrc=|href|url\(|@import|<script""", html)
-    assert "default-src 'none'" in html
-
-
-def test_page_is_accessible() -> None:
-    page = Page(render.to_html(reports.make()))
-    svgs = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(svgs) == 4 + 1 + 1 + 8 + 1 + 8 + 4  # gates, histogram, position, latency, loads, passes, stages
-    assert all(svg["role"] == "img" and svg["aria-label"] for svg in svgs)
-    assert [tag for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)][:2] == ["h1", "h2"]
-    assert ("html", {"lang": "en"}) in page.tags
-    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
+def test_page_stands_alone_and_is_accessible() -> None:
+    page = pages.check(render.to_html(reports.make()))
+    # gates, histogram, position, latency, loads (TPOT, TTFT), passes (weights of all, KLD of all), sizes, stages
+    assert len(page.all("svg")) == 4 + 1 + 1 + 8 + 2 + 8 + 1 + 4
 
 
 HOSTILE = "<script>alert(1)</script>|`*[x](y)\n# & \"'"
@@ -202,7 +163,7 @@ def test_what_was_not_measured_is_said() -> None:
                           gates=judge({"kld_mean": GateSpec(max=1)}, {}), verdict=Verdict.FAIL)  # fmt: skip
     page, markdown = Page(render.to_html(report)), render.to_markdown(report)
     assert page.text.count("Not measured: the recipe does not ask for it.") == 2
-    assert "kld_mean: not measured, limit: at most 1" in page.text
+    assert "Mean KLD: not measured, limit: at most 1" in page.text
     assert markdown.count("Not measured: the recipe does not ask for it.") == 2
     assert "| Mean KLD | max 1.00 | – | not measured | **FAIL** |" in markdown
     assert "kld_mean: not measured" in shown(report)
@@ -262,8 +223,20 @@ def test_histogram_shows_all_tokens_at_their_place() -> None:
     tallest = max(plot.columns, key=lambda column: column.height)
     ticks = {tick.label: tick.at for tick in plot.ticks}
     assert ticks["1e-3"] < tallest.left < ticks["0.01"]
-    marks = {mark.label: mark.at for mark in plot.marks}
+    marks = {mark.label.rpartition(" ")[0]: mark.at for mark in plot.marks}
     assert ticks["0.01"] < marks["median"] < marks["mean"] < ticks["0.1"] < marks["99 %"] < ticks["1"]
+    assert {mark.label for mark in plot.marks} == {"median 0.0114", "mean 0.0210", "99 % 0.119"}
+
+
+@pytest.mark.parametrize("places", [(10, 12, 40), (50, 51, 52), (60, 90, 99), (0, 1, 2)])
+def test_no_label_of_a_mark_is_crossed(places: tuple[float, ...]) -> None:
+    flags = charts._apart(
+        [charts.Mark(at, f"{label} 0.0123") for at, label in zip(places, ("a", "b", "c"), strict=True)]
+    )
+    assert sorted(flag.row for flag in flags) == [0, 1, 2]
+    for flag in flags:
+        lines = [other.at for other in flags if other.row < flag.row]  # of lines that begin above this label
+        assert all(at <= flag.at if flag.side == "start" else at >= flag.at for at in lines)
 
 
 def test_a_curve_shows_every_stretch_at_its_height() -> None:
@@ -291,10 +264,10 @@ def test_the_summary_has_tails_positions_steps_and_answers() -> None:
 
 def test_answers_stand_side_by_side_with_their_difference_marked() -> None:
     page = render.to_html(reports.make())
-    assert "<p> the whole interval <mark>lies within its limit.</mark></p>" in page
-    assert "<p> the whole interval <mark>is inside of it.</mark></p>" in page
-    assert "<strong>guide-0</strong>: differs after 20 characters" in page
-    assert "<strong>guide-1</strong>: the same" in page
+    assert '<p class="text"> the whole interval <mark>lies within its limit.</mark></p>' in page
+    assert '<p class="text"> the whole interval <mark>is inside of it.</mark></p>' in page
+    assert "<strong>guide-<wbr>0</strong>: differs after 20 characters" in page
+    assert "<strong>guide-<wbr>1</strong>: the same" in page
     markdown = render.to_markdown(reports.make())
     assert "- artifact goes on: is inside of it." in markdown
 
@@ -312,6 +285,99 @@ def test_what_was_scored_and_kept_is_said() -> None:
 def test_equal_reasons_are_told_once() -> None:
     places = [Skipped("a", "odd"), Skipped("b", "even"), Skipped("c", "odd")]
     assert list(view.grouped(places).items()) == [("odd", ["a", "c"]), ("even", ["b"])]
+
+
+def test_what_a_pass_did_in_each_layer_is_told_once() -> None:
+    places = [
+        *(Rewritten(f"model.layers.{n}.mlp/Norm", f"merged with model.layers.{n}/Add") for n in (0, 1, 2, 4)),
+        *(Rewritten(f"model.layers.{n}.norm/Norm", f"merged with model.layers.{n - 1}/Add_2") for n in (1, 2)),
+        Rewritten("model.layers.3.mlp/Norm", "merged with model.layers.9/Add"),
+        Rewritten("model.norm/Norm", "merged with model.layers.4/Add_2"),
+    ]
+    assert by_layer.groups(places) == [
+        by_layer.Group("0–2, 4", "model.layers.N.mlp/Norm", "merged with model.layers.N/Add", 4),
+        by_layer.Group("1–2", "model.layers.N.norm/Norm", "merged with model.layers.N-1/Add_2", 2),
+        by_layer.Group("3", "model.layers.N.mlp/Norm", "merged with model.layers.9/Add", 1),
+        by_layer.Group("", "model.norm/Norm", "merged with model.layers.4/Add_2", 1),
+    ]
+
+
+def test_experts_of_all_layers_are_told_once_and_other_sizes_apart() -> None:
+    experts = [Skipped(f"model.layers.{n}.experts.{e}.up", "it has 2 bits") for n in range(3) for e in range(4)]
+    assert by_layer.groups(experts) == [by_layer.Group("0–2", "model.layers.N.experts.*.up", "it has 2 bits", 12)]
+    sizes = [Rewritten(f"h.{n}.attn", f"[256, {n}]") for n in range(2)]
+    assert [group.what for group in by_layer.groups(sizes)] == ["[256, 0]", "[256, 1]"]
+
+
+def test_what_is_proven_does_not_look_like_a_warning() -> None:
+    report = reports.make(proven=("trace: logits match",), notes=("a note",))
+    html = render.to_html(report)
+    assert '<li class="proven"><span class="pass" aria-hidden="true">✓</span> <strong>Proven</strong> trace' in html
+    assert 'class="warning"' not in html
+    assert top.warnings(report) == []
+    assert "proven: trace: logits match" in shown(report)
+    assert "- Proven: trace: logits match" in render.to_markdown(report)
+
+
+def test_what_speaks_against_figures_is_a_warning() -> None:
+    unmeasured = reports.make(engine=reports.ENGINE.model_copy(update={"unmeasured": "it has no GPU"}))
+    assert '<p class="warning"><strong>Warning</strong> the engine was not run: it has no GPU' in render.to_html(
+        unmeasured
+    )
+    assert ["noisy" in warning for warning in top.warnings(wide())] == [True]
+
+
+def test_the_verdict_is_said_in_words() -> None:
+    assert top.in_words(reports.make()) == [
+        "TPOT, median is 0.611 ms (95 % interval 0.599 ms – 0.629 ms); the limit is max 0.500 ms."
+    ]
+    passed = reports.make(verdict=Verdict.PASS)
+    (gains,) = top.in_words(passed)
+    assert gains == (
+        "37.3 % of the checkpoint's size, 9.8× the speed of the baseline in decoding, perplexity ratio 1.0108, "
+        "top-1 agreement 89.9 %."
+    )
+    limits = {name: GateSpec(max=0) for name in ("kld_mean", "kld_p99", "kld_p95", "kld_p90")}
+    failed = reports.make(gates=judge(limits, catalog.estimates(reports.MEASURED)))
+    assert top.in_words(failed)[-1] == "And 1 more, below."
+
+
+def test_parts_of_the_size_add_up() -> None:
+    parts = charts.sizes(reports.ENGINE)
+    assert sum(part.size_bytes for part in parts) == reports.ENGINE.size_bytes
+    assert sum(part.share for part in parts) == pytest.approx(1)
+    assert [part.name for part in parts][-1] == "no weights"
+    assert parts[1].start == pytest.approx(100 * parts[0].share)
+    many = tuple(reports.ENGINE.weights[0].model_copy(update={"name": f"{n}", "size_bytes": 9}) for n in range(9))
+    few = charts.sizes(reports.ENGINE.model_copy(update={"weights": many}))
+    assert [part.what for part in few][6:] == ["18 tensors", "graph, configuration and alignment"]
+
+
+def test_errors_by_layer_stand_in_the_order_of_layers() -> None:
+    def cost(name: str, gain: float) -> LayerCost:
+        return LayerCost(name=name, gain=Estimate(value=gain, low=gain - 0.001, high=gain + 0.001, samples=9))
+
+    def step(name: str, kld: float, added: float, *layers: LayerCost) -> AttributedStep:
+        of = Estimate(value=kld, low=None, high=None, samples=9)
+        return AttributedStep(name=name, kld_mean=of, added=of.model_copy(update={"value": added}), weight_bytes=9,
+                              kv_bytes_per_token=9, step_ms=None, layers=layers)  # fmt: skip
+
+    layers = cost("model.embed_tokens.weight", -0.0005), cost("layer 0", 0.001), cost("layer 1", 0.008)
+    steps = step("traced", 0, 0), step("quantize-weights", 0.012, 0.012, *layers), step("better", 0.009, -0.003)
+    attribution = Attribution(documents=9, tokens=99, context=512, predicted_by=None, steps=steps)
+    (plot,) = charts.by_layer(attribution)
+    assert [mark.label for mark in plot.ticks] == ["a", "0", "1"]
+    assert plot.others == (("a", "model.embed_tokens.weight"),)
+    assert plot.columns[2].high == 1
+    assert plot.columns[0].low == 0
+    assert plot.columns[0].zero == pytest.approx(0.0015 / 0.0105)
+    assert "most: layer 1, 0.00800" in plot.description
+    falls = charts.waterfall(attribution)
+    assert [(round(fall.start), round(fall.width), round(fall.end), fall.gains) for fall in falls] == [
+        (0, 100, 100, False), (75, 25, 75, True),
+    ]  # fmt: skip
+    page = pages.check(render.to_html(reports.make(attribution=attribution)))
+    assert "Errors by layer" in page.text
 
 
 def test_a_difference_and_what_is_allowed_are_told_in_one_unit() -> None:
@@ -380,22 +446,52 @@ def test_curves_lie_over_the_limit_of_the_bandwidth_and_true_to_scale() -> None:
     measured = wide().latency
     assert measured is not None
     assert measured.bandwidth is not None
-    tpot, rate = charts.over_load(measured)
+    tpot, ttft, rate = load_charts.over_load(measured)
     assert [line.bound for line in tpot.lines] == [False, True] * 3
     assert [mark.label for mark in tpot.ticks] == ["32", "128", "512"]
+    levels = {mark.label: mark.at / 100 for mark in tpot.levels}
+    assert list(levels) == ["0.01 ms", "0.1 ms", "1 ms", "10 ms"]  # whole decades around all that is drawn
     medians = [point.artifact.figures["tpot_ms"].p50.value for point in measured.points]
-    assert [place[1] for place in tpot.lines[0].places] == pytest.approx([v / max(medians) for v in medians[:3]])
+    heights = [place[1] for place in tpot.lines[0].places]
+    assert heights == pytest.approx([(math.log10(value) + 2) / 3 for value in medians[:3]])
     floor = measured.points[0].figures["bytes_read_per_token"] / measured.bandwidth.working_set_bytes_per_second * 1e3
-    assert tpot.lines[1].places[0][1] == pytest.approx(floor / max(medians))
+    assert tpot.lines[1].places[0][1] == pytest.approx((math.log10(floor) + 2) / 3)
+    products = 2 * 6_800_000 * 32 / 5e11 * 1e3  # of a prompt of 32 tokens, at the measured rate of int8
+    assert f"limit of the compute rate, 32 prompt tokens: {units.ms(products)}" in ttft.lines[1].places[0][2]
     assert [line.label for line in rate.lines] == ["32-token prompts", "128-token prompts", "512-token prompts"]
     assert max(place[1] for line in rate.lines for place in line.places) == 1
-    assert charts.over_load(measured.model_copy(update={"points": measured.points[:1]})) == []
+    assert load_charts.over_load(measured.model_copy(update={"points": measured.points[:1]})) == []
     many = measured.points[0].model_copy
     crowd = measured.model_copy(update={"points": tuple(many(update={"batch": b}) for b in range(1, 12))})
-    (rates,) = charts.over_load(crowd)
+    (rates,) = load_charts.over_load(crowd)
     assert len(rates.ticks) == 11
 
 
+def test_a_surface_has_a_cell_for_each_batch_and_prompt() -> None:
+    measured = wide().latency
+    assert measured is not None
+    found = load_charts.surfaces(measured)
+    assert [surface.title for surface in found] == ["TTFT, median", "TPOT, median", "Output tokens/s"]
+    for surface in found:
+        assert surface.prompts == (32, 128, 512)
+        assert [batch for batch, _ in surface.rows] == [1, 2, 8]
+    ttft, surface = dict(found[0].rows), found[0].prompts
+    at = {(point.batch, point.prompt_tokens): point for point in measured.points}
+    shown = {
+        (batch, prompt): cell for batch, cells in ttft.items() for prompt, cell in zip(surface, cells, strict=True)
+    }
+    for load, cell in shown.items():
+        assert cell is not None
+        assert cell.value == units.ms(at[load].artifact.figures["ttft_ms"].p50.value)
+    shades = [cell.shade for cell in shown.values() if cell is not None]
+    assert min(shades) == 0
+    assert max(shades) == pytest.approx(1)
+    assert shown[8, 512].shade == max(shades)
+    holes = measured.model_copy(update={"points": measured.points[1:]})
+    assert dict(load_charts.surfaces(holes)[0].rows)[1][0] is None
+    assert load_charts.surfaces(load_charts.single(measured)) == []
+
+
 def test_more_lines_than_can_be_told_apart_are_left_to_the_table() -> None:
-    assert charts._spread_out([1, 2, 4, 8]) == [1, 2, 4, 8]
-    assert charts._spread_out([1, 2, 4, 8, 16, 32, 64]) == [1, 4, 16, 64]
+    assert load_charts._spread_out([1, 2, 4, 8]) == [1, 2, 4, 8]
+    assert load_charts._spread_out([1, 2, 4, 8, 16, 32, 64]) == [1, 4, 16, 64]
