@@ -358,7 +358,7 @@ def transform(
             changes = pass_base.run(step, model, context)
         seconds = time.perf_counter() - began
         found = kept.reused(entry, model, changes)
-        kept.keep_tensors(model, there)
+        kept.keep_tensors(model, there, context.scratch)
         if found is not None:
             verification.skip()
             proof = Proof(found)

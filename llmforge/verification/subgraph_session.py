@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmforge import native
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.ir import dialect, graph, interface, operators
-from llmforge.ir.derived import by_output, is_stored
+from llmforge.ir.derived import by_output_fp32, is_stored
 from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.standard import MatMul
@@ -192,6 +192,6 @@ def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     k, n = tensor.shape.numpy()
 
     def read() -> ir.TensorProtocol:
-        return ir.Tensor(by_output(tensor, transposed=True).astype(np.float32), name=tensor.name)
+        return ir.Tensor(by_output_fp32(tensor), name=tensor.name)
 
     return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)

@@ -54,9 +54,13 @@ def test_what_stumbles_over_a_graph_that_is_refused_is_not_blamed() -> None:
 
 
 def test_what_fails_without_a_refusal_is_raised() -> None:
-    with Proofs() as proofs, pytest.raises(KeyError, match="no such value"), proofs.blamed():
-        proofs.begin(nullcontext(), lambda: None)
-        raise KeyError("no such value")
+    def build() -> None:
+        with Proofs() as proofs, proofs.blamed():
+            proofs.begin(nullcontext(), lambda: None)
+            raise KeyError("no such value")
+
+    with pytest.raises(KeyError, match="no such value"):
+        build()
 
 
 def test_what_did_not_run_is_dropped_and_lets_go() -> None:
