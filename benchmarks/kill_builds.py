@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -85,10 +84,10 @@ def main() -> None:
                 env=environment,
             )  # fmt: skip
             try:
-                _, told = killed.communicate(timeout=moment)
+                killed.communicate(timeout=moment)
             except subprocess.TimeoutExpired:
                 killed.send_signal(signal.SIGKILL)
-                _, told = killed.communicate()
+                killed.communicate()
             known |= finished(cache)
             artifacts, entries = check(out, cache)
             line = f"{number + 1}: after {moment:.1f} s: {entries} entries, {artifacts} artifacts, passes {len(known)}"
