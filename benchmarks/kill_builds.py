@@ -28,7 +28,6 @@ import time
 from pathlib import Path
 
 from llmforge.artifact import Artifact
-from llmforge.build.proofs import FINISH
 from llmforge.cache import Cache, Key
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,15 +42,11 @@ def command(recipe: Path, out: Path, changed: tuple[str, ...] = FAST) -> list[st
     ]  # fmt: skip
 
 
-def finished(told: str) -> set[str]:
-    """Name the passes that a build had finished: all that it began, but for the last stage that it told.
-
-    The proof of the last pass runs beside the build of the engine, and may not have ended before what comes behind it.
-    """
-    stages = [line for line in told.splitlines() if line and not re.search(r": (took|failed|\d)", line)]
-    while stages and stages[-1] in ("Build engine", FINISH):
-        stages.pop()
-    return {stage.removeprefix("Pass ").removesuffix(": reused") for stage in stages[:-1] if stage.startswith("Pass ")}
+def finished(cache: Path) -> set[str]:
+    """Name the passes whose proofs a cache holds."""
+    if not cache.is_dir():
+        return set()
+    return {entry.parts["pass"] for entry in Cache(cache).entries() if entry.kind == "proof"}
 
 
 def check(out: Path, cache: Path) -> tuple[int, int]:
@@ -168,11 +163,11 @@ def main() -> None:
                 env=environment,
             )  # fmt: skip
             try:
-                _, told = killed.communicate(timeout=moment)
+                killed.communicate(timeout=moment)
             except subprocess.TimeoutExpired:
                 killed.send_signal(signal.SIGKILL)
-                _, told = killed.communicate()
-            known |= finished(told)
+                killed.communicate()
+            known |= finished(cache)
             artifacts, entries = check(out, cache)
             line = f"{number + 1}: after {moment:.1f} s: {entries} entries, {artifacts} artifacts, passes {len(known)}"
             if number % 4 == 3:

@@ -32,12 +32,21 @@ def unwatched() -> Iterator[None]:
 
     What was imported stays, and is not walked over later either.
     """
+    with uncollected():
+        try:
+            yield
+        finally:
+            gc.freeze()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Do what makes many small objects, and drops few of them, without the garbage collector in between."""
     watched = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if watched:
             gc.enable()
 

@@ -16,7 +16,7 @@ import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from llmforge.evaluation.baseline import Baseline, baseline_on
 from llmforge.evaluation.quality import Logits
 from llmforge.evaluation.streamed_baseline import States, StreamedBaseline
 from llmforge.ir import graph
+from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Changes, Pass
 from llmforge.report import model as records
@@ -114,7 +115,8 @@ class Reuse:
             if found is not None:
                 self.stages.append("trace")
                 return found
-            model = trace.trace(checkpoint)
+            with process.uncollected():
+                model = trace.trace(checkpoint)
             if entry is not None:  # of a checkpoint with other ties
                 return model
             written = self.cache.put(key, partial(kept_graph.write, model))
@@ -259,11 +261,14 @@ class Step:
         with self.cache.computing(self.proof) as entry:
             yield entry
 
-    def keep_tensors(self, model: ir.Model, before: Mapping[str, ir.TensorProtocol | None]) -> None:
+    def keep_tensors(
+        self, model: ir.Model, before: Mapping[str, ir.TensorProtocol | None], scratch: Scratch | None = None
+    ) -> None:
         """Compute the tensors that the pass made, once for all that read them, or take those of an earlier build.
 
         Of the initializers of `model` that were not there `before`, that is all but what is in memory and what can be
-        seen to be made of others (`llmforge.ir.derived`): those stay references.
+        seen to be made of others (`llmforge.ir.derived`): those stay references. The `scratch` of the pass is for where
+        they cannot be kept.
         """
         there = {id(tensor) for tensor in before.values()}
         made = {
@@ -281,7 +286,8 @@ class Step:
             return
         if entry is None:
             tensors = {name: graph.tensor(value) for name, value in made.items()}
-            entry = self.cache.put(self.tensors, partial(_write_tensors, tensors))
+            with nullcontext() if scratch is None else scratch.idle():
+                entry = self.cache.put(self.tensors, partial(_write_tensors, tensors))
         if entry is None:  # the disk is full: they are computed whenever they are read
             return
         for name, (offset, size_bytes) in entry.json(INDEX).items():
@@ -360,7 +366,10 @@ def _write_tensors(tensors: Mapping[str, ir.TensorProtocol], folder: Path) -> No
         for name, tensor in tensors.items():
             stream.seek(math.ceil(stream.tell() / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
             places[name] = stream.tell(), tensor.nbytes
-            stream.write(tensor.tobytes())
+            if tensor.dtype.bitwidth < 8:  # packed where it is stored, and nowhere else
+                stream.write(tensor.tobytes())
+            else:  # without a copy
+                stream.write(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
     _write_json(INDEX, places, folder)
 
 

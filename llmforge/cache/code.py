@@ -16,6 +16,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
+_BLOCKS = "body", "orelse", "finalbody", "handlers", "cases"  # where a statement holds others
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Code:
     root: Path = _PACKAGE
     _imports: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)
     _digests: dict[Path, str] = field(default_factory=dict, repr=False)
+    _found: dict[str, Path | None] = field(default_factory=dict, repr=False)  # files of modules
+    _compiled: dict[Path, tuple[Path, ...]] = field(default_factory=dict, repr=False)  # by the folder of a package
 
     def digest(self, *modules: str) -> str:
         """Hash the text of `modules` and of everything inside the package that they import, directly or not."""
@@ -54,9 +57,19 @@ class Code:
             assert file is not None, f"no module is called {module}"
             yield file
             if file.name == "__init__.py":
-                yield from (each for suffix in EXTENSION_SUFFIXES for each in file.parent.glob(f"*{suffix}"))
+                yield from self._libraries(file.parent)
+
+    def _libraries(self, folder: Path) -> tuple[Path, ...]:
+        if folder not in self._compiled:
+            self._compiled[folder] = tuple(x for suffix in EXTENSION_SUFFIXES for x in folder.glob(f"*{suffix}"))
+        return self._compiled[folder]
 
     def _file(self, module: str) -> Path | None:
+        if module not in self._found:
+            self._found[module] = self._look_for(module)
+        return self._found[module]
+
+    def _look_for(self, module: str) -> Path | None:
         first, *parts = module.split(".")
         if first != self.root.name:
             return None
@@ -91,11 +104,12 @@ class Code:
 
 
 def _at_runtime(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk over `node`, but for what stands behind `if TYPE_CHECKING`."""
+    """Walk over the statements of `node`, but for what stands behind `if TYPE_CHECKING`: nothing else imports."""
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         for other in node.orelse:
             yield from _at_runtime(other)
         return
     yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _at_runtime(child)
+    for block in _BLOCKS:
+        for child in getattr(node, block, ()):
+            yield from _at_runtime(child)

@@ -7,7 +7,7 @@ proven of one holds for the other (`llmforge.verification.changed_subgraphs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -49,7 +49,7 @@ class Derived(ir.LazyTensor):
             array = self.function([each.numpy() for each in self.operands])
         except OverflowError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
-        if self._scratch is not None:
+        if self._scratch is not None and not self._scratch.is_idle:
             self._scratch.put(self, array)
         return ir.Tensor(array, name=self.name)
 
@@ -96,15 +96,26 @@ def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
     return tensor.numpy().T if transposed else tensor.numpy()
 
 
-def stored_pieces(tensor: ir.TensorProtocol) -> Iterator[NDArray[Any]]:
-    """Give what a tensor [K, N] that `is_stored` is made of, one after the other: [N, K] in all, as they are stored."""
-    if isinstance(tensor, Derived):
+def by_output_fp32(tensor: ir.TensorProtocol) -> NDArray[np.float32]:
+    """Return the weight [K, N] of a linear layer as [N, K], in fp32, which holds what is stored in fp16 and bf16.
+
+    What is stored as [N, K], whole or as several that are side by side, is widened on the way, without another copy.
+    """
+    k, n = tensor.shape.numpy()
+    widened = np.empty((n, k), np.float32)
+    _write_by_output(tensor, widened)
+    return widened
+
+
+def _write_by_output(tensor: ir.TensorProtocol, out: NDArray[np.float32]) -> None:
+    if isinstance(tensor, Derived) and tensor.function is side_by_side and is_stored(tensor):
+        at = 0
         for each in tensor.operands:
-            yield from stored_pieces(each)
+            count = int(each.shape.numpy()[-1])
+            _write_by_output(each, out[at : at + count])
+            at += count
     else:
-        assert isinstance(tensor, Stored)
-        assert tensor.transposed
-        yield tensor.stored()
+        out[...] = by_output(tensor, transposed=True)
 
 
 def side_by_side(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:

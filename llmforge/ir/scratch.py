@@ -9,6 +9,8 @@ from __future__ import annotations
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,8 +27,18 @@ class Scratch:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: BinaryIO | None = None
+        self.is_idle = False
         self._turn = threading.Lock()  # a proof reads beside what writes the engine
         self._places: dict[object, tuple[int, tuple[int, ...], np.dtype[np.generic]]] = {}
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let nothing be put there for a while: what is computed inside is kept elsewhere, and read from there."""
+        self.is_idle = True
+        try:
+            yield
+        finally:
+            self.is_idle = False
 
     def put(self, key: object, array: NDArray[np.generic]) -> None:
         """Write `array` to the end of the file, under a `key` of its own."""

@@ -31,8 +31,8 @@ class PackedInitializers:
 class LazyMatrix:
     """A quantized matrix [n, k] on `grid`, computed when the first of its parts is read.
 
-    With a `scratch` it is computed once. Without one, the other parts are kept until each has been read once: writing a
-    model computes the matrix once and keeps nothing.
+    With a `scratch` it is computed once. Without one, or where it is idle, the other parts are kept until each has been
+    read once: writing a model computes the matrix once and keeps nothing.
     """
 
     calculate: Callable[[], QuantizedMatrix]
@@ -52,7 +52,7 @@ class LazyMatrix:
             assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
             packed = pack(matrix)
             made: dict[str, NDArray[np.generic]] = {name: getattr(packed, name) for name, _, _ in self.parts()}
-            if self.scratch is not None:
+            if self.scratch is not None and not self.scratch.is_idle:
                 for name, array in made.items():
                     self.scratch.put((self, name), array)
                 return made[part]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.methods.base import Method
+
+if TYPE_CHECKING:
+    from llmforge.quantization.grids import Grid, QuantizedMatrix
 
 
 @dataclass(frozen=True)

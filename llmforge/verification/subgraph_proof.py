@@ -379,9 +379,12 @@ def _fill(buffer: NDArray[Any], rng: np.random.Generator) -> None:
     """Fill a cache, whatever its dtype."""
     count = min(buffer.size, _PERIOD)
     if np.issubdtype(buffer.dtype, np.integer):
-        buffer[...] = np.resize(rng.integers(-100, 101, count).astype(buffer.dtype), buffer.shape)
+        numbers = rng.integers(-100, 101, count).astype(buffer.dtype)
     else:
-        buffer[...] = np.resize(rng.standard_normal(count, np.float32).astype(buffer.dtype), buffer.shape)
+        numbers = rng.standard_normal(count, np.float32).astype(buffer.dtype)
+    flat = buffer.reshape(-1)  # in place: a cache may be as large as `CACHE_BYTES`
+    for at in range(0, flat.size, _PERIOD):
+        flat[at : at + _PERIOD] = numbers[: flat.size - at]
 
 
 def _coarse(array: NDArray[Any]) -> NDArray[Any]:

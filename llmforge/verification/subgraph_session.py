@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmforge import native
 from llmforge.engines.onnxruntime import fuse_transposed_weights
 from llmforge.ir import dialect, graph, interface, operators
-from llmforge.ir.derived import is_stored, stored_pieces
+from llmforge.ir.derived import by_output_fp32, is_stored
 from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.standard import MatMul
@@ -205,10 +205,6 @@ def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     k, n = tensor.shape.numpy()
 
     def read() -> ir.TensorProtocol:
-        array, at = np.empty((n, k), np.float32), 0
-        for piece in stored_pieces(tensor):
-            array[at : at + len(piece)] = piece
-            at += len(piece)
-        return ir.Tensor(array, name=tensor.name)
+        return ir.Tensor(by_output_fp32(tensor), name=tensor.name)
 
     return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge.ir import graph
-from llmforge.ir.derived import Derived
+from llmforge.ir.derived import Derived, Stored, by_output_fp32, side_by_side, swapped
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import initializers
 from llmforge.quantization.grids import Grid, QuantizedMatrix, pack
@@ -81,3 +81,61 @@ def test_a_derived_tensor_is_computed_once(tmp_path: Path) -> None:
     for _ in range(3):
         np.testing.assert_array_equal(tensor.numpy(), 2 * operand.numpy())
     assert calls == ["doubled"]
+
+
+def test_an_idle_scratch_is_given_nothing_and_still_read(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path)
+    operand = ir.Tensor(np.arange(6, dtype=np.float32))
+
+    def made(name: str) -> Derived:
+        return Derived(
+            swapped, [ir.Tensor(operand.numpy()[None])], operand.dtype, ir.Shape([6, 1]), name, scratch=scratch
+        )
+
+    kept, other = made("kept"), made("other")
+    expected = kept.numpy()
+    with scratch.idle():
+        np.testing.assert_array_equal(kept.numpy(), expected)
+        np.testing.assert_array_equal(other.numpy(), expected)
+    assert scratch.get(kept) is not None
+    assert scratch.get(other) is None
+    np.testing.assert_array_equal(other.numpy(), expected)
+    assert scratch.get(other) is not None
+
+
+def test_a_matrix_is_quantized_once_where_the_scratch_is_idle(tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 24}), ir_version=12)
+    value = graph.initializer(model, "w", weight)
+    matrix = initializers.quantized(value, Rtn(), Grid(4, 32, False))
+    calculate, calls = matrix.calculate, []
+
+    def counted() -> QuantizedMatrix:
+        calls.append("calculate")
+        return calculate()
+
+    matrix.calculate = counted
+    scratch = Scratch(tmp_path)
+    parts = initializers.register(model, value, matrix, scratch=scratch)
+    assert parts.zero_points is not None
+    with scratch.idle():
+        read = [graph.tensor(part).numpy() for part in (parts.codes, parts.scales, parts.zero_points)]
+    wanted = pack(Rtn().quantize(weight.T, Grid(4, 32, False)))
+    for got, expected in zip(read, (wanted.codes, wanted.scales, wanted.zero_points), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert calls == ["calculate"]
+    assert all(scratch.get((matrix, part)) is None for part in ("codes", "scales", "zero_points"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_a_stored_weight_is_widened_by_output(dtype: type) -> None:
+    rng = np.random.default_rng(3)
+    stored = [rng.standard_normal((n, 8)).astype(dtype) for n in (4, 2, 6)]
+    halves = [
+        Stored(lambda array=array: array, ir.DataType.FLOAT, ir.Shape((8, len(array))), "w", transposed=True)
+        for array in stored
+    ]
+    side = Derived(side_by_side, halves, ir.DataType.FLOAT, ir.Shape((8, 12)), "side")
+    plain = ir.Tensor(rng.standard_normal((8, 5)).astype(np.float32))
+    for tensor in (halves[0], side, plain):
+        np.testing.assert_array_equal(by_output_fp32(tensor), tensor.numpy().T)

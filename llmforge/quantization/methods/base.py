@@ -6,12 +6,14 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from numpy.typing import NDArray
 
 from llmforge.quantization.formats import Format
-from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
+
+if TYPE_CHECKING:  # what chooses codes counts with a method, not with all that knows what one is
+    from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
 
 
 class InputStatistic(enum.Enum):
