@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.quantization import trellis
 from llmforge.quantization.formats import Format
 
 Float32 = NDArray[np.float32]
 
-BITS = (4, 8)
+BITS = (3, 4, 5, 6, 8)
+Scale = Literal["fp32", "fp16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
+SUPERBLOCK = 256  # columns that share a superscale
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
 CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and temporaries stay in the L2 cache
 
@@ -38,10 +41,14 @@ class Grid:
     bits: int
     block_size: int
     symmetric: bool
+    scale: Scale = "fp32"
+    trellis: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}, is {self.bits}")
+        if self.trellis and (self.bits != 4 or not self.symmetric):
+            raise ValueError("a trellis has 4 bits and no zero points")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
 
@@ -144,6 +151,8 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
 def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     """Return the fp32 [N, K] weights that a quantized matrix stands for."""
     grid, (_, k) = matrix.grid, matrix.shape
+    if grid.trellis:
+        return trellis.decode(matrix.codes) * _spread(matrix.scales, grid, k)
     zeros = np.float32(grid.middle) if matrix.zero_points is None else _spread(matrix.zero_points, grid, k)
     values: NDArray[np.float32] = (matrix.codes - zeros.astype(np.float32)) * _spread(matrix.scales, grid, k)
     return values
@@ -263,3 +272,65 @@ def assemble(
 def _spread(of_blocks: NDArray[Any], grid: Grid, k: int) -> NDArray[Any]:
     """Repeat [N, blocks] to [N, K]."""
     return np.repeat(of_blocks, grid.block_size, axis=1)[:, :k]
+
+
+def stored(scales: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
+    """Round scales [N, blocks] to those that the grid stores, none of them 0.
+
+    int8: codes -127 … 127 times the superscale of a superblock, which is its largest scale / 127 in bf16.
+
+    Raises:
+        ValueError: a scale is too large for fp16.
+    """
+    if grid.scale == "fp32":
+        return scales
+    if grid.scale == "fp16":
+        rounded = scales.astype(np.float16)
+        if not np.isfinite(rounded).all():
+            raise ValueError("scales above 65504 cannot be stored as fp16")
+        smallest = np.where(scales < 0, np.float16(-(2**-24)), np.float16(2**-24))
+        return np.where(rounded == 0, smallest, rounded).astype(np.float32)
+    by_super, _ = _by_superblock(scales, grid)
+    supers = bf16(np.abs(by_super).max(-1, keepdims=True) / np.float32(127))
+    supers = np.where(supers == 0, np.float32(2.0**-126), supers)
+    codes = np.clip(np.rint(by_super / supers), -127, 127)
+    codes = np.where(codes == 0, np.where(by_super < 0, np.float32(-1), np.float32(1)), codes)
+    return np.ascontiguousarray((codes * supers).reshape(len(scales), -1)[:, : scales.shape[1]], np.float32)
+
+
+def split(scales: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+    """Split scales that int8 `stored` into codes [N, blocks] and the bits of bf16 superscales [N, superblocks].
+
+    Raises:
+        ValueError: they are none that int8 stores.
+    """
+    by_super, blocks = _by_superblock(scales, grid)
+    largest = np.abs(by_super).max(-1, keepdims=True)
+    supers = np.zeros_like(largest)
+    for most in range(127, 0, -1):  # the largest code: 127, or a few less where the superscale was rounded up
+        tried = largest / np.float32(most)
+        codes = by_super / np.where(tried == 0, np.float32(1), tried)
+        fits = (bf16(tried) == tried) & (np.rint(codes) == codes).all(-1, keepdims=True)
+        supers = np.where((supers == 0) & fits, tried, supers)
+        if supers.all():
+            break
+    else:
+        raise ValueError("these scales were not rounded to int8 under a superscale")
+    codes = np.rint(by_super / supers).astype(np.int8).reshape(len(scales), -1)[:, :blocks]
+    bits = (np.ascontiguousarray(supers[..., 0]).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return codes, bits
+
+
+def bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Round finite numbers to bf16; ties go to the even one."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _by_superblock(scales: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], int]:
+    """Return scales as [N, superblocks, blocks of one], the last filled up with its last scale, and their number."""
+    n, blocks = scales.shape
+    each = max(SUPERBLOCK // grid.block_size, 1)
+    filled = np.pad(scales, ((0, 0), (0, -blocks % each)), mode="edge")
+    return filled.reshape(n, -1, each), blocks
