@@ -26,7 +26,7 @@ from llmforge.ir.operators.standard import (
     Split,
 )
 from llmforge.ir.scratch import Scratch
-from llmforge.native import layout
+from llmforge.quantization import cpu_layout as layout
 from llmforge.quantization.grids import Grid, unpack_bits
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear

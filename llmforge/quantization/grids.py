@@ -1,4 +1,4 @@
-"""Arithmetic of weight quantization: grids, rounding to nearest, packing. Numpy alone: no graph, no files.
+"""Arithmetic of weight quantization: grids, rounding to nearest, packing: arrays alone, no graph, no files.
 
 Weights are [N, K] (output by input features), and a block is `block_size` neighbours along K; the last block of a row
 is shorter where `block_size` does not divide K.
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.native import rounding as kernels
 from llmforge.quantization import trellis
 from llmforge.quantization.formats import Format
 
@@ -22,6 +23,7 @@ BITS = (3, 4, 5, 6, 8)
 Scale = Literal["fp32", "fp16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
 SUPERBLOCK = 256  # columns that share a superscale
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
+_NOT_FINITE = "the matrix holds NaN or infinity"
 CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and temporaries stay in the L2 cache
 
 
@@ -128,6 +130,19 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     """
     if weight.ndim != 2:
         raise ValueError(f"a matrix is needed, this has shape {weight.shape}")
+    if not kernels.takes(weight):
+        return _round_in_numpy(weight, grid)
+    n, k = weight.shape
+    codes = np.empty((n, k), np.uint8)
+    scales = np.empty((n, grid.blocks(k)), np.float32)
+    points = None if grid.symmetric else np.empty(scales.shape, np.uint8)
+    if not kernels.round_to_nearest(weight, grid.bits, grid.block_size, codes, scales, points):
+        raise ValueError(_NOT_FINITE)
+    return QuantizedMatrix(grid, codes, scales, points)
+
+
+def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
+    """Do it where there are no kernels for it, with the same bits."""
     n, k = weight.shape
     codes = np.empty((n, k), np.uint8)
     scales = np.empty((n, grid.blocks(k)), np.float32)
@@ -209,6 +224,8 @@ def pack_bits(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return codes
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
+    if (packed := kernels.pack(codes)) is not None:
+        return packed
     return codes[:, ::2] | (codes[:, 1::2] << np.uint8(4))
 
 
@@ -230,7 +247,7 @@ def require_finite(matrix: NDArray[Any]) -> None:
     if matrix.ndim != 2:
         raise ValueError(f"a matrix is needed, this has shape {matrix.shape}")
     if not np.isfinite(matrix).all():
-        raise ValueError("the matrix holds NaN or infinity")
+        raise ValueError(_NOT_FINITE)
 
 
 def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from llmforge import native
 from llmforge.base.errors import UsageError
-from llmforge.native import layout
+from llmforge.quantization import cpu_layout as layout
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.grids import round_to_nearest as rtn
 

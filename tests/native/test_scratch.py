@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.native import layout
+from llmforge.quantization import cpu_layout as layout
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.grids import round_to_nearest as rtn
 
