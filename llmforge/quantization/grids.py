@@ -60,6 +60,11 @@ class Grid:
         return Format(f"int{self.bits}", self.block_size, zero_points=not self.symmetric)
 
     @property
+    def portable(self) -> bool:
+        """Say whether com.microsoft::MatMulNBits and GatherBlockQuantized read it; others are for the CPU kernels."""
+        return self.bits in (4, 8) and self.scale != "int8" and not self.trellis
+
+    @property
     def top(self) -> int:
         """The largest code."""
         return (1 << self.bits) - 1
@@ -130,7 +135,7 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     """
     if weight.ndim != 2:
         raise ValueError(f"a matrix is needed, this has shape {weight.shape}")
-    if not kernels.takes(weight):
+    if grid.trellis or grid.scale != "fp32" or not kernels.takes(weight):
         return _round_in_numpy(weight, grid)
     n, k = weight.shape
     codes = np.empty((n, k), np.uint8)
@@ -148,11 +153,17 @@ def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     scales = np.empty((n, grid.blocks(k)), np.float32)
     zeros = np.empty_like(scales)
     rows = max(1, CHUNK_BYTES // (4 * max(k, 1)))
+    if grid.trellis:
+        rows = -(-rows // trellis.LANES) * trellis.LANES  # no group of rows is cut
     for at in range(0, n, rows):
         part = slice(at, at + rows)
         chunk = _padded(weight[part].astype(np.float32), grid)
         require_finite(chunk)
         scales[part], zeros[part] = span(chunk, grid)
+        if grid.trellis:
+            steps = _spread(scales[part], grid, chunk.shape[1])
+            codes[part] = trellis.nearest(chunk / steps, steps * steps)[:, :k]
+            continue
         blocks = chunk.reshape(len(chunk), -1, grid.block_size)
         # `nearest`, without a copy
         np.divide(blocks, scales[part, :, None], out=blocks)
@@ -167,7 +178,8 @@ def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     """Return the fp32 [N, K] weights that a quantized matrix stands for."""
     grid, (_, k) = matrix.grid, matrix.shape
     if grid.trellis:
-        return trellis.decode(matrix.codes) * _spread(matrix.scales, grid, k)
+        decoded: NDArray[np.float32] = trellis.decode(matrix.codes) * _spread(matrix.scales, grid, k)
+        return decoded
     zeros = np.float32(grid.middle) if matrix.zero_points is None else _spread(matrix.zero_points, grid, k)
     values: NDArray[np.float32] = (matrix.codes - zeros.astype(np.float32)) * _spread(matrix.scales, grid, k)
     return values
@@ -251,18 +263,25 @@ def require_finite(matrix: NDArray[Any]) -> None:
 
 
 def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return scales and zero points, fp32 [N, blocks], of the grid that spans each block of `weight` [N, K]."""
+    """Return scales and zero points, fp32 [N, blocks], of the grid that spans each block of `weight` [N, K].
+
+    Scales are such that the grid stores, so that a block may reach a little beyond its outermost codes.
+    """
     n, _ = weight.shape
     blocks = _padded(weight, grid).reshape(n, -1, grid.block_size)
-    if grid.symmetric:
+    if grid.trellis:
+        scales = np.abs(blocks).max(-1) / trellis.FULL
+        zeros = np.zeros_like(scales)
+    elif grid.symmetric:
         at = np.abs(blocks).argmax(-1, keepdims=True)
         scales = np.take_along_axis(blocks, at, -1)[..., 0] / np.float32(-grid.middle)
         zeros = np.full_like(scales, grid.middle)
     else:
         low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
         scales = high / np.float32(grid.top) - low / np.float32(grid.top)  # the difference itself may overflow
-        zeros = np.clip(np.rint(-low / np.where(scales == 0, np.float32(1), scales)), 0, grid.top)
-    return np.where(scales == 0, np.float32(1), scales), zeros  # 1: the scale of a block of zeros
+        scales = stored(np.where(scales == 0, np.float32(1), scales), grid)
+        return scales, np.clip(np.rint(-low / scales), 0, grid.top)
+    return stored(np.where(scales == 0, np.float32(1), scales), grid), zeros  # 1: the scale of a block of zeros
 
 
 def _padded(weight: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
