@@ -24,6 +24,8 @@ Scale = Literal["fp32", "fp16", "int8"]  # as what scales are stored; int8 under
 SUPERBLOCK = 256  # columns that share a superscale
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
 _NOT_FINITE = "the matrix holds NaN or infinity"
+# of the scales to the codes of a trellis: of what asymmetric codes lose of normal numbers, .83, .79, .77, .76 stay
+REFITS = 3
 CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and temporaries stay in the L2 cache
 
 
@@ -161,8 +163,7 @@ def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
         require_finite(chunk)
         scales[part], zeros[part] = span(chunk, grid)
         if grid.trellis:
-            steps = _spread(scales[part], grid, chunk.shape[1])
-            codes[part] = trellis.nearest(chunk / steps, steps * steps)[:, :k]
+            codes[part], scales[part] = _round_by_trellis(chunk, scales[part], k, grid)
             continue
         blocks = chunk.reshape(len(chunk), -1, grid.block_size)
         # `nearest`, without a copy
@@ -172,6 +173,22 @@ def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
         np.clip(blocks, 0, grid.top, out=blocks)
         codes[part] = chunk[:, :k]
     return assemble(grid, codes, scales, zeros)
+
+
+def _round_by_trellis(
+    weight: NDArray[np.float32], scales: NDArray[np.float32], k: int, grid: Grid
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Choose codes [N, k], then the scales that fit them best, and so on, from `scales` [N, blocks]."""
+    blocks = weight.reshape(len(weight), -1, grid.block_size)
+    for left in reversed(range(REFITS + 1)):
+        steps = np.repeat(scales, grid.block_size, axis=1)
+        codes = trellis.nearest(weight / steps, steps * steps)
+        if left:
+            levels = trellis.decode(codes).reshape(blocks.shape)
+            squares = (levels * levels).sum(-1)
+            fitted = np.divide((blocks * levels).sum(-1), squares, out=scales.copy(), where=squares > 0)
+            scales = stored(np.where(fitted > 0, fitted, scales), grid)
+    return codes[:, :k], scales
 
 
 def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
@@ -321,7 +338,8 @@ def stored(scales: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
     if grid.scale == "fp32":
         return scales
     if grid.scale == "fp16":
-        rounded = scales.astype(np.float16)
+        with np.errstate(over="ignore"):
+            rounded = scales.astype(np.float16)
         if not np.isfinite(rounded).all():
             raise ValueError("scales above 65504 cannot be stored as fp16")
         smallest = np.where(scales < 0, np.float16(-(2**-24)), np.float16(2**-24))
