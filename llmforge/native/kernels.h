@@ -8,26 +8,64 @@
 #define LANES 16 /* rows of weights that stand side by side in one group */
 #define LARGEST_DIM 1024 /* channels of a head */
 
-/* Weights of one linear layer, quantized to 4 or 8 bits in blocks of columns: groups of 16 rows, one after the other. A
- * group holds, for every block of columns in turn, its codes; then for every block 16 fp32 scales; then, where there are
- * any, for every block 16 uint8 zero points; and ends at a multiple of 64 bytes. A code c of a row stands for
- * (c - zero point)·scale; the zero point is 8 or 128 where none are stored.
- * Codes of a block are vectors of 64 bytes. 4 bits: byte 4·lane + j of vector v holds, of row `lane` of the group, column
- * 4v + j of the block in its low half and column block/2 + 4v + j in its high half. 8 bits: column 4v + j.
- * Rows beyond `n` pad the last group. */
+/* Weights of one linear layer, quantized in blocks of columns: groups of 16 rows, one after the other. A group holds the
+ * codes of all blocks; then the scales of every block, 16 numbers each; then, where there are any, the zero points of
+ * every block; then, where scales are int8, 16 bf16 superscales for every SUPERBLOCK columns (the last may be shorter).
+ * Each of these sections ends at a multiple of 64 bytes. Rows beyond `n` pad the last group.
+ *
+ * A code c of a row stands for (c - zero point)·scale, the zero point being 2^(bits-1) where none are stored. Scales are
+ * fp32, fp16, or int8 times the superscale (exact in fp32: 7 bits and 8). Zero points are bytes; where codes have 4 bits or fewer, byte
+ * i of 8 holds that of row i in its low half and that of row i + 8 in its high half.
+ *
+ * A trellis code of 4 bits is (u, i): u its top bit, i the number of a value among eight. Which eight is said by u and by
+ * those of the two rows before, u' and u'' (0 in front of the first row of a group): TRELLIS[2·u' + (u ^ u'')][i], times
+ * the scale. (Trellis-coded quantization, Marcellin and Fischer 1990; the code is Ungerboeck's with four states.)
+ *
+ * Codes come in parts of 32 columns, each a number of vectors of 64 bytes. Byte 4·lane + j of vector v of a part with 8
+ * bits is the code of row `lane` and column 4v + j, for eight v. With fewer bits the same eight vectors are cut into planes
+ * of 4, 2 and 1 bits, the lowest bits in the widest plane, and planes stand one after the other, wide ones first:
+ *   4 bits: four vectors, the w-th with vector w of the codes in the low half of each byte and vector w + 4 in the high;
+ *   2 bits: two vectors, the w-th with vector 4w + v of the codes in bits 2v and 2v + 1;
+ *   1 bit: one vector, with vector v of the codes in bit v. */
+enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2 };
+#define PART 32
+#define SUPERBLOCK 256 /* columns; blocks of int8 scales divide it */
+#define TRELLIS_MIDDLE 128
+extern const int8_t TRELLIS[4][8];
 typedef struct Weights {
     const uint8_t *data;
     int64_t n, k, block;
-    int bits, zero_points;
+    int bits; /* 3, 4, 5, 6 or 8 */
+    int zero_points, scales, trellis;
 } Weights;
 
+static inline int64_t aligned_size(int64_t size) { return (size + 63) / 64 * 64; }
 static inline int64_t codes_size(const Weights *w) { return w->k * LANES * w->bits / 8; } /* bytes of a group's codes */
-static inline int64_t group_size(const Weights *w) {
-    int64_t blocks = w->k / w->block;
-    return codes_size(w) + blocks * 4 * LANES + (w->zero_points ? (blocks * LANES + 63) / 64 * 64 : 0);
+static inline int64_t scale_size(const Weights *w) { /* bytes of a block's scales */
+    return w->scales == SCALE_FP32 ? 4 * LANES : w->scales == SCALE_FP16 ? 2 * LANES : LANES;
 }
-static inline int32_t zero_factor(const Weights *w) { return w->zero_points ? -1 : w->bits == 4 ? -8 : -128; }
+static inline int64_t scales_size(const Weights *w) { return aligned_size(w->k / w->block * scale_size(w)); }
+static inline int64_t zeros_size(const Weights *w) {
+    return w->zero_points ? aligned_size(w->k / w->block * (w->bits <= 4 ? LANES / 2 : LANES)) : 0;
+}
+static inline int64_t supers_size(const Weights *w) {
+    return w->scales == SCALE_INT8 ? aligned_size((w->k + SUPERBLOCK - 1) / SUPERBLOCK * 2 * LANES) : 0;
+}
+static inline int64_t group_size(const Weights *w) {
+    return codes_size(w) + scales_size(w) + zeros_size(w) + supers_size(w);
+}
+static inline int64_t middle_of(const Weights *w) { return w->trellis ? TRELLIS_MIDDLE : 1 << (w->bits - 1); }
+static inline int32_t zero_factor(const Weights *w) { return w->zero_points ? -1 : -(int32_t)middle_of(w); }
 static inline int64_t groups_of(const Weights *w) { return (w->n + LANES - 1) / LANES; }
+
+/* Where the sections of a group are. */
+typedef struct Group {
+    const uint8_t *codes, *scales, *zeros, *supers; /* `zeros` NULL: there are none */
+} Group;
+static inline Group group_at(const Weights *w, const uint8_t *codes) {
+    const uint8_t *scales = codes + codes_size(w), *zeros = scales + scales_size(w);
+    return (Group){codes, scales, w->zero_points ? zeros : NULL, zeros + zeros_size(w)};
+}
 
 typedef struct Linear {
     Weights weights;
@@ -112,6 +150,6 @@ extern const Kernels kernels_avx2, kernels_avx512vnni, kernels_avx512bf16;
 /* Memory of the calling thread, `size` bytes aligned to 64, valid until its next call with the same `slot`; NULL where
  * there is none. */
 void *scratch(int slot, size_t size);
-enum { SCRATCH_ROWS, SCRATCH_NORM, SCRATCH_SHARED, SCRATCH_SCORES, SCRATCH_KEYS, SCRATCH_VALUES, SCRATCH_SLOTS };
+enum { SCRATCH_ROWS, SCRATCH_NORM, SCRATCH_SHARED, SCRATCH_SCORES, SCRATCH_KEYS, SCRATCH_VALUES, SCRATCH_CODES, SCRATCH_SLOTS };
 
 #endif

@@ -20,6 +20,15 @@
     } while (0)
 #define REFUSE(message) return ort_status(api, STATUS_INVALID_ARGUMENT, DOMAIN "::" message)
 
+/* Levels of the trellis, ascending 0 … 31, in the four subsets of every fourth: the 32 levels that round blocks of 32
+ * normal deviates, scaled by their largest, with the least squared error (tests/native/test_trellis.py finds them). */
+const int8_t TRELLIS[4][8] = {
+    {-127, -75, -45, -21, 3, 27, 52, 84},
+    {-97, -59, -33, -9, 15, 39, 66, 112},
+    {-112, -66, -39, -15, 9, 33, 59, 97},
+    {-84, -52, -27, -3, 21, 45, 75, 127},
+};
+
 static const Kernels *kernels;
 
 typedef struct Scratch {
@@ -114,15 +123,22 @@ static Status *keep(const Api *api, const void *made, size_t size, void **kernel
 }
 
 static Status *read_weights(const Api *api, const KernelInfo *info, Weights *w) {
-    int64_t bits, zero_points;
+    int64_t bits, zero_points, scales, trellis;
     TRY(ort_attribute_int(api, info, "N", &w->n));
     TRY(ort_attribute_int(api, info, "K", &w->k));
     TRY(ort_attribute_int(api, info, "block_size", &w->block));
     TRY(ort_attribute_int(api, info, "bits", &bits));
     TRY(ort_attribute_int(api, info, "zero_points", &zero_points));
+    TRY(ort_attribute_int(api, info, "scales", &scales));
+    TRY(ort_attribute_int(api, info, "trellis", &trellis));
     w->bits = (int)bits;
     w->zero_points = (int)zero_points;
-    if (bits != 4 && bits != 8) REFUSE("Linear, Embedding: bits is 4 or 8");
+    w->scales = (int)scales;
+    w->trellis = (int)trellis;
+    if (bits < 3 || bits == 7 || bits > 8) REFUSE("Linear, Embedding: bits is 3, 4, 5, 6 or 8");
+    if (scales < SCALE_FP32 || scales > SCALE_INT8) REFUSE("Linear, Embedding: scales is 0 … 2");
+    if (trellis && (bits != 4 || zero_points)) REFUSE("Linear, Embedding: a trellis has 4 bits and no zero points");
+    if (scales == SCALE_INT8 && SUPERBLOCK % w->block) REFUSE("Linear, Embedding: block_size must divide 256 with int8 scales");
     if (w->block < 32 || w->block % 32 || w->n < 1 || w->k < 1 || w->k % w->block)
         REFUSE("Linear, Embedding: block_size must be a multiple of 32 and divide K");
     return NULL;

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grids import SUPERBLOCK, Grid, split
 
 _T = TypeVar("_T", bound=np.generic)
 
 LANES = 16  # rows side by side
 ALIGNMENT = 64  # bytes that a group is a multiple of
 SMALLEST_BLOCK = 32
+PART = 32  # columns whose codes stand together
 
 
 def group_bytes(k: int, grid: Grid) -> int:
     """Size of a group of 16 rows of `k` columns."""
-    blocks = k // grid.block_size
-    zero_points = 0 if grid.symmetric else _aligned(blocks * LANES)
-    return k * LANES * grid.bits // 8 + blocks * 4 * LANES + zero_points
+    return k * LANES * grid.bits // 8 + sum(_aligned(size) for size in _sections(k, grid))
 
 
 def groups(n: int) -> int:
@@ -33,23 +33,60 @@ def arrange(
 ) -> NDArray[np.uint8]:
     """Arrange codes [n, k], scales [n, k / block_size] and zero points of that shape; returns uint8 [groups, bytes].
 
-    `grid.block_size` is 32 or more and divides k. Rows of zeros fill the last group.
+    `grid.block_size` is 32 or more and divides k; `scales` are numbers that the grid stores. Rows of zeros fill the
+    last group.
     """
     n, k = codes.shape
-    count, blocks, block = groups(n), k // grid.block_size, grid.block_size
-    padded = _rows(codes, count * LANES)
-    if grid.bits == 4:
-        # [group, lane, block, half, vector, column] -> [group, block, half, vector, lane, column]
-        halves = padded.reshape(count, LANES, blocks, 2, block // 8, 4).transpose(0, 2, 3, 4, 1, 5)
-        arranged = halves[:, :, 0] | (halves[:, :, 1] << np.uint8(4))
+    count, blocks = groups(n), k // grid.block_size
+    # [group, lane, part, vector, column] -> [group, part, vector, lane, column]
+    vectors = _rows(codes, count * LANES).reshape(count, LANES, k // PART, 8, 4).transpose(0, 2, 3, 1, 4)
+    parts = [np.ascontiguousarray(plane).reshape(count, k // PART, -1) for plane in _planes(vectors, grid.bits)]
+    arranged = [np.concatenate(parts, axis=2).reshape(count, -1)]
+    padding = 127 if grid.scale == "int8" else 0  # a scale that int8 stores, as it does not store 0
+    of_rows = _rows(scales.astype(np.float32), count * LANES, padding).reshape(count, LANES, blocks).transpose(0, 2, 1)
+    sections: list[NDArray[Any]] = []
+    if grid.scale == "int8":
+        stored, supers = split(of_rows.transpose(0, 2, 1).reshape(-1, blocks), grid)
+        sections = [stored.reshape(count, LANES, -1).transpose(0, 2, 1)]
     else:
-        arranged = padded.reshape(count, LANES, blocks, block // 4, 4).transpose(0, 2, 3, 1, 4)
-    of_rows = _rows(scales.astype(np.float32), count * LANES).reshape(count, LANES, blocks).transpose(0, 2, 1)
-    parts = [arranged.reshape(count, -1), np.ascontiguousarray(of_rows).view(np.uint8).reshape(count, -1)]
+        sections = [of_rows.astype(np.float16 if grid.scale == "fp16" else np.float32)]
     if zero_points is not None:
-        zeros = _rows(zero_points, count * LANES).reshape(count, LANES, blocks).transpose(0, 2, 1).reshape(count, -1)
-        parts.append(np.pad(zeros, ((0, 0), (0, _aligned(zeros.shape[1]) - zeros.shape[1]))))
-    return np.concatenate(parts, axis=1)
+        zeros = _rows(zero_points, count * LANES).reshape(count, LANES, blocks).transpose(0, 2, 1)
+        half = LANES // 2
+        sections.append(zeros if grid.bits > 4 else zeros[..., :half] | zeros[..., half:] << np.uint8(4))
+    if grid.scale == "int8":
+        sections.append(supers.reshape(count, LANES, -1).transpose(0, 2, 1))
+    for section in sections:
+        data = np.ascontiguousarray(section).view(np.uint8).reshape(count, -1)
+        arranged.append(np.pad(data, ((0, 0), (0, _aligned(data.shape[1]) - data.shape[1]))))
+    return np.concatenate(arranged, axis=1)
+
+
+def _sections(k: int, grid: Grid) -> Iterator[int]:
+    """Count the bytes of scales, zero points and superscales of a group."""
+    blocks = k // grid.block_size
+    yield blocks * LANES * {"fp32": 4, "fp16": 2, "int8": 1}[grid.scale]
+    if not grid.symmetric:
+        yield blocks * LANES // (2 if grid.bits <= 4 else 1)
+    if grid.scale == "int8":
+        yield -(-k // SUPERBLOCK) * 2 * LANES
+
+
+def _planes(vectors: NDArray[np.uint8], bits: int) -> Iterator[NDArray[np.uint8]]:
+    """Cut codes [groups, parts, 8, 16, 4] into planes of 4, 2 and 1 bits (kernels.h); of 8 bits there is one."""
+    if bits == 8:
+        yield vectors
+        return
+    if bits & 4:
+        yield vectors[:, :, :4] & np.uint8(15) | (vectors[:, :, 4:] & np.uint8(15)) << np.uint8(4)
+    below = bits & 4
+    if bits & 2:
+        pairs = (vectors >> np.uint8(below) & np.uint8(3)).reshape(*vectors.shape[:2], 2, 4, LANES, 4)
+        yield sum((pairs[:, :, :, v] << np.uint8(2 * v) for v in range(4)), start=np.zeros((), np.uint8))
+    below += bits & 2
+    if bits & 1:
+        single = vectors >> np.uint8(below) & np.uint8(1)
+        yield sum((single[:, :, v] << np.uint8(v) for v in range(8)), start=np.zeros((), np.uint8))
 
 
 def alternating(n: int) -> NDArray[np.intp]:
@@ -61,5 +98,5 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rows(array: NDArray[_T], count: int) -> NDArray[_T]:
-    return np.pad(array, ((0, count - len(array)), (0, 0)))
+def _rows(array: NDArray[_T], count: int, value: int = 0) -> NDArray[_T]:
+    return np.pad(array, ((0, count - len(array)), (0, 0)), constant_values=value)

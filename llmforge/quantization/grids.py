@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base import mapped
 from llmforge.native import rounding as kernels
+from llmforge.quantization import trellis
 from llmforge.quantization.formats import Format
 
 Float32 = NDArray[np.float32]
 
-BITS = (4, 8)
+BITS = (3, 4, 5, 6, 8)
+Scale = Literal["fp32", "fp16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
+SUPERBLOCK = 256  # columns that share a superscale
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
 _NOT_FINITE = "the matrix holds NaN or infinity"
+# of the scales to the codes of a trellis: of what asymmetric codes lose of normal numbers, .83, .79, .77, .76 stay
+REFITS = 3
 CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and temporaries stay in the L2 cache
 
 
@@ -41,10 +46,14 @@ class Grid:
     bits: int
     block_size: int
     symmetric: bool
+    scale: Scale = "fp32"
+    trellis: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}, is {self.bits}")
+        if self.trellis and (self.bits != 4 or not self.symmetric):
+            raise ValueError("a trellis has 4 bits and no zero points")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
 
@@ -52,6 +61,11 @@ class Grid:
     def format(self) -> Format:
         """The format of codes on this grid."""
         return Format(f"int{self.bits}", self.block_size, zero_points=not self.symmetric)
+
+    @property
+    def portable(self) -> bool:
+        """Say whether com.microsoft::MatMulNBits and GatherBlockQuantized read it; others are for the CPU kernels."""
+        return self.bits in (4, 8) and self.scale != "int8" and not self.trellis
 
     @property
     def top(self) -> int:
@@ -124,7 +138,7 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     """
     if weight.ndim != 2:
         raise ValueError(f"a matrix is needed, this has shape {weight.shape}")
-    if not kernels.takes(weight):
+    if grid.trellis or grid.scale != "fp32" or not kernels.takes(weight):
         return _round_in_numpy(weight, grid)
     n, k = weight.shape
     codes = np.empty((n, k), np.uint8)
@@ -142,11 +156,16 @@ def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     scales = np.empty((n, grid.blocks(k)), np.float32)
     zeros = np.empty_like(scales)
     rows = max(1, CHUNK_BYTES // (4 * max(k, 1)))
+    if grid.trellis:
+        rows = -(-rows // trellis.LANES) * trellis.LANES  # no group of rows is cut
     for at in range(0, n, rows):
         part = slice(at, at + rows)
         chunk = _padded(weight[part].astype(np.float32), grid)
         require_finite(chunk)
         scales[part], zeros[part] = span(chunk, grid)
+        if grid.trellis:
+            codes[part], scales[part] = _round_by_trellis(chunk, scales[part], k, grid)
+            continue
         blocks = chunk.reshape(len(chunk), -1, grid.block_size)
         # `nearest`, without a copy
         np.divide(blocks, scales[part, :, None], out=blocks)
@@ -158,9 +177,28 @@ def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     return assemble(grid, codes, scales, zeros)
 
 
+def _round_by_trellis(
+    weight: NDArray[np.float32], scales: NDArray[np.float32], k: int, grid: Grid
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Choose codes [N, k], then the scales that fit them best, and so on, from `scales` [N, blocks]."""
+    blocks = weight.reshape(len(weight), -1, grid.block_size)
+    for left in reversed(range(REFITS + 1)):
+        steps = np.repeat(scales, grid.block_size, axis=1)
+        codes = trellis.nearest(weight / steps, steps * steps)
+        if left:
+            levels = trellis.decode(codes).reshape(blocks.shape)
+            squares = (levels * levels).sum(-1)
+            fitted = np.divide((blocks * levels).sum(-1), squares, out=scales.copy(), where=squares > 0)
+            scales = stored(np.where(fitted > 0, fitted, scales), grid)
+    return codes[:, :k], scales
+
+
 def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     """Return the fp32 [N, K] weights that a quantized matrix stands for."""
     grid, (_, k) = matrix.grid, matrix.shape
+    if grid.trellis:
+        decoded: NDArray[np.float32] = trellis.decode(matrix.codes) * _spread(matrix.scales, grid, k)
+        return decoded
     zeros = np.float32(grid.middle) if matrix.zero_points is None else _spread(matrix.zero_points, grid, k)
     values: NDArray[np.float32] = (matrix.codes - zeros.astype(np.float32)) * _spread(matrix.scales, grid, k)
     return values
@@ -244,18 +282,25 @@ def require_finite(matrix: NDArray[Any]) -> None:
 
 
 def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return scales and zero points, fp32 [N, blocks], of the grid that spans each block of `weight` [N, K]."""
+    """Return scales and zero points, fp32 [N, blocks], of the grid that spans each block of `weight` [N, K].
+
+    Scales are such that the grid stores, so that a block may reach a little beyond its outermost codes.
+    """
     n, _ = weight.shape
     blocks = _padded(weight, grid).reshape(n, -1, grid.block_size)
-    if grid.symmetric:
+    if grid.trellis:
+        scales = np.abs(blocks).max(-1) / trellis.FULL
+        zeros = np.zeros_like(scales)
+    elif grid.symmetric:
         at = np.abs(blocks).argmax(-1, keepdims=True)
         scales = np.take_along_axis(blocks, at, -1)[..., 0] / np.float32(-grid.middle)
         zeros = np.full_like(scales, grid.middle)
     else:
         low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
         scales = high / np.float32(grid.top) - low / np.float32(grid.top)  # the difference itself may overflow
-        zeros = np.clip(np.rint(-low / np.where(scales == 0, np.float32(1), scales)), 0, grid.top)
-    return np.where(scales == 0, np.float32(1), scales), zeros  # 1: the scale of a block of zeros
+        scales = stored(np.where(scales == 0, np.float32(1), scales), grid)
+        return scales, np.clip(np.rint(-low / scales), 0, grid.top)
+    return stored(np.where(scales == 0, np.float32(1), scales), grid), zeros  # 1: the scale of a block of zeros
 
 
 def _padded(weight: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
@@ -282,3 +327,66 @@ def assemble(
 def _spread(of_blocks: NDArray[Any], grid: Grid, k: int) -> NDArray[Any]:
     """Repeat [N, blocks] to [N, K]."""
     return np.repeat(of_blocks, grid.block_size, axis=1)[:, :k]
+
+
+def stored(scales: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
+    """Round scales [N, blocks] to those that the grid stores, none of them 0.
+
+    int8: codes -127 … 127 times the superscale of a superblock, which is its largest scale / 127 in bf16.
+
+    Raises:
+        ValueError: a scale is too large for fp16.
+    """
+    if grid.scale == "fp32":
+        return scales
+    if grid.scale == "fp16":
+        with np.errstate(over="ignore"):
+            rounded = scales.astype(np.float16)
+        if not np.isfinite(rounded).all():
+            raise ValueError("scales above 65504 cannot be stored as fp16")
+        smallest = np.where(scales < 0, np.float16(-(2**-24)), np.float16(2**-24))
+        return np.where(rounded == 0, smallest, rounded).astype(np.float32)
+    by_super, _ = _by_superblock(scales, grid)
+    supers = bf16(np.abs(by_super).max(-1, keepdims=True) / np.float32(127))
+    supers = np.where(supers == 0, np.float32(2.0**-126), supers)
+    codes = np.clip(np.rint(by_super / supers), -127, 127)
+    codes = np.where(codes == 0, np.where(by_super < 0, np.float32(-1), np.float32(1)), codes)
+    return np.ascontiguousarray((codes * supers).reshape(len(scales), -1)[:, : scales.shape[1]], np.float32)
+
+
+def split(scales: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+    """Split scales that int8 `stored` into codes [N, blocks] and the bits of bf16 superscales [N, superblocks].
+
+    Raises:
+        ValueError: they are none that int8 stores.
+    """
+    by_super, blocks = _by_superblock(scales, grid)
+    largest = np.abs(by_super).max(-1, keepdims=True)
+    supers = np.zeros_like(largest)
+    for most in range(127, 0, -1):  # the largest code: 127, or a few less where the superscale was rounded up
+        tried = largest / np.float32(most)
+        codes = by_super / np.where(tried == 0, np.float32(1), tried)
+        fits = (bf16(tried) == tried) & (np.rint(codes) == codes).all(-1, keepdims=True)
+        supers = np.where((supers == 0) & fits, tried, supers)
+        if supers.all():
+            break
+    else:
+        raise ValueError("these scales were not rounded to int8 under a superscale")
+    codes = np.rint(by_super / supers).astype(np.int8).reshape(len(scales), -1)[:, :blocks]
+    bits = (np.ascontiguousarray(supers[..., 0]).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return codes, bits
+
+
+def bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Round finite numbers to bf16; ties go to the even one."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _by_superblock(scales: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], int]:
+    """Return scales as [N, superblocks, blocks of one], the last filled up with its last scale, and their number."""
+    n, blocks = scales.shape
+    each = max(SUPERBLOCK // grid.block_size, 1)
+    filled = np.pad(scales, ((0, 0), (0, -blocks % each)), mode="edge")
+    return filled.reshape(n, -1, each), blocks
