@@ -37,6 +37,7 @@ LIMITS = {
         "MOST_LENGTHS": "64 prompt lengths", "MOST_OF_SURFACE": "16 values of each axis", "MOST_STARTS": "100 starts",
         "MOST_WORKLOADS": "16 workloads",
     },
+    "llmforge.metrics.tasks": {"MOST_TASKS": "256 tasks", "MOST_ITEMS": "1,000,000 items"},
     "llmforge.metrics.workload": {"MOST_RUNS": "20 runs"},
     "llmforge.evaluation.latency": {"MOST_REPETITIONS": "1000 repetitions", "MOST_TIMES": "300,000 times"},
     "llmforge.artifact.signing": {"KEY_BYTES": "1 MiB"},

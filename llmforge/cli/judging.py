@@ -360,7 +360,7 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
     from llmforge.artifact import versions
     from llmforge.cli import console
     from llmforge.metrics import catalog
-    from llmforge.report import comparing
+    from llmforge.report import comparing, release
 
     if html is not None:
         output.check_file(html)
@@ -374,7 +374,8 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
     whole = sorted(
         (each.artifact for each in found if each.artifact is not None), key=lambda each: each.evidence[0].created
     )
-    entries = comparing.history(whole, metrics or tuple(known))
+    shown = metrics or catalog.names(*(release.Subject.of(each).measured for each in whole))
+    entries = comparing.history(whole, shown)
     if html is not None:
         from llmforge.report import render
 
@@ -383,4 +384,4 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
     if as_json:
         output.write_json([json.loads(entry.to_json()) for entry in entries])
     elif entries:
-        output.write_columns(comparing.history_rows(entries, metrics or tuple(known)))
+        output.write_columns(comparing.history_rows(entries, shown))

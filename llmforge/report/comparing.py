@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import Artifact, versions
+from llmforge.base import wording
 from llmforge.base.errors import InputError
 from llmforge.evaluation.gates import ALPHA, Figure
 from llmforge.metrics import catalog, units
@@ -185,7 +186,8 @@ def history_rows(entries: Sequence[Entry], metrics: Sequence[str]) -> list[tuple
 
 
 def _checkpoint(subject: Subject) -> str:
-    return f"{subject.report.checkpoint.name} {subject.report.checkpoint.digest[:12]}"
+    checkpoint = subject.report.checkpoint
+    return f"{wording.plain(checkpoint.name, 100)} {checkpoint.digest[:12]}"
 
 
 def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figure | str | None) -> Change:

@@ -199,7 +199,10 @@ def test_a_tail_of_too_few_repetitions_names_how_many_it_needs() -> None:
     few = Estimate(value=3.0, low=None, high=None, samples=40, of="repetitions")
     (result,) = judge({"tpot_p95_ms": GateSpec(max=5)}, {"tpot_p95_ms": few})
     assert (result.verdict, result.samples_needed) == (Verdict.INCONCLUSIVE, 72)
-    assert result.explanation == "tpot_p95_ms: 3 from only 40 repetitions; an interval needs 72"
+    assert (
+        result.explanation
+        == "tpot_p95_ms: 3 from only 40 repetitions; an interval needs 72: raise validation.latency.repetitions"
+    )
 
 
 def test_what_looking_often_does_not_change_is_decided_as_if_looked_at_once() -> None:

@@ -86,7 +86,7 @@ def loaded(tmp_path: Path, registered: None) -> Recipe:
 @pytest.fixture
 def report(loaded: Recipe) -> Report:
     found = compared()
-    results = Evidence(found, None, "the checkpoint").judge(loaded.gates, reports.ENGINE)
+    results = Evidence(found, None, "the checkpoint").judge(loaded.gates, reports.ENGINE, reports.CHECKPOINT)
     return reports.make(quality=found, gates=results, verdict=overall(results), latency=None)
 
 

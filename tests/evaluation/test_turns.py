@@ -81,6 +81,6 @@ def test_tails_are_compared_where_there_are_enough_repetitions() -> None:
 
 @pytest.mark.parametrize(("quantile", "fewest"), [(0.5, 6), (0.95, 72), (0.99, 368)])
 def test_the_fewest_repetitions_are_those_that_give_bounds(quantile: float, fewest: int) -> None:
-    assert intervals.fewest_for(quantile) == fewest
+    assert intervals.fewest(quantile) == fewest
     assert intervals.quantile_interval(np.arange(fewest, dtype=float), quantile) is not None
     assert intervals.quantile_interval(np.arange(fewest - 1, dtype=float), quantile) is None
