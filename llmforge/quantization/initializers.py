@@ -65,7 +65,7 @@ class LazyMatrix:
         yield "codes", ir.DataType.UINT8, (self.n, blocks, self.grid.block_size * bits // 8)
         yield "scales", ir.DataType.FLOAT, (self.n, blocks)
         if not self.grid.symmetric:
-            yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * bits // 8))
+            yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * self.grid.zero_bits // 8))
 
 
 def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True) -> LazyMatrix:

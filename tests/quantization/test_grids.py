@@ -14,7 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from llmforge.quantization.grids import Grid, dequantize, pack, rows, stack, unpack
 from llmforge.quantization.grids import round_to_nearest as rtn
 
-GRIDS = st.builds(Grid, bits=st.sampled_from([4, 8]), block_size=st.sampled_from([16, 32]), symmetric=st.booleans())
+GRIDS = st.builds(
+    Grid, bits=st.sampled_from([3, 4, 5, 6, 8]), block_size=st.sampled_from([16, 32]), symmetric=st.booleans()
+)
 # Ordinary weights, zeros, and magnitudes at both ends of fp32 (but for subnormal scales, which have few bits).
 WEIGHTS = hnp.arrays(
     np.float32,
@@ -117,7 +119,7 @@ def test_what_is_not_finite_is_refused(poison: float) -> None:
         rtn(weight, Grid(4, 32, True))
 
 
-@pytest.mark.parametrize(("bits", "block_size"), [(3, 32), (4, 24), (4, 8), (4, 0)])
+@pytest.mark.parametrize(("bits", "block_size"), [(2, 32), (7, 32), (4, 24), (4, 8), (4, 0)])
 def test_grids_without_a_kernel_are_refused(bits: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         Grid(bits, block_size, True)

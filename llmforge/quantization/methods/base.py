@@ -15,13 +15,15 @@ from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
 
 
 class InputStatistic(enum.Enum):
-    """A sum over the calibration tokens, fp32 [K, K], that a method may demand of each linear layer.
+    """A sum over the calibration tokens, fp32, that a method may demand of each linear layer.
 
-    x [K] is what the layer reads, behind layers that are quantized already, and x̃ what it would read in the checkpoint.
+    x [K] is what the layer reads, behind layers that are quantized already, and x̃ what it would read in the checkpoint;
+    r [N] is what the layer's output is added to, r̃ what it would be added to in the checkpoint.
     """
 
-    MOMENTS = "Σ x xᵀ"
-    DRIFT = "Σ (x̃ - x) xᵀ"
+    MOMENTS = "Σ x xᵀ"  # [K, K]
+    DRIFT = "Σ (x̃ - x) xᵀ"  # [K, K]
+    RESIDUAL = "Σ (r̃ - r) xᵀ"  # [N, K]; only of a layer whose output is added to something
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +31,17 @@ class LayerInputs:
     """What calibration saw a linear layer, or one expert, read: `tokens` inputs, and the `sums` that were demanded.
 
     An expert is `routed`: it sees the tokens that chose it, each with its weight there as a factor of x and x̃ - x.
+    `held` has the same sums over text that stands in no other, by which options are chosen; None: there is none.
+    `outputs` are, of each of the layers on top of each other, the mean of g gᵀ, [N, N], g the gradient of the loss in
+    the layer's output; empty where gradients are not known. `threads` is how many may compute.
     """
 
     tokens: int
     routed: bool
     sums: Mapping[InputStatistic, Float32]
+    held: Mapping[InputStatistic, Float32] | None = None
+    outputs: tuple[Float32, ...] = ()
+    threads: int = 1
 
 
 NO_INPUTS = LayerInputs(0, False, {})  # for a method that demands nothing
@@ -50,6 +58,7 @@ class Method(ABC):
     summary: ClassVar[str]  # what it does, in a line
     formats: ClassVar[tuple[Format, ...]]  # that it can give
     demands: ClassVar[frozenset[InputStatistic]] = frozenset()  # none: it needs no calibration text
+    demands_outputs: ClassVar[bool] = False  # whether it uses `LayerInputs.outputs`
     remedy: ClassVar[str] = ""  # an option that helps where the inputs do not allow it, "more damping"
 
     @abstractmethod
