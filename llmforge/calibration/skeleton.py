@@ -56,8 +56,12 @@ class Skeleton:
         prefixes = [f"{name}.{index}" for index in range(len(layers))]
         return cls(checkpoint, model, list(layers), prefixes, plan(model, checkpoint))
 
-    def enter(self, windows: Sequence[NDArray[np.int64]]) -> tuple[list[list[Call]], list[torch.Tensor]]:
+    def enter(
+        self, windows: Sequence[NDArray[np.int64]], table: NDArray[np.float32] | None = None
+    ) -> tuple[list[list[Call]], list[torch.Tensor]]:
         """Embed every window, ids [tokens]: how each layer is called with each of them, and the first layer's states.
+
+        `table` [V, H] is looked up in place of the embedding, which is a plain one.
 
         Returns calls [layer][window], which share the tensors of windows of one length (masks, rotary tables), and
         hidden states fp32 [1, tokens, hidden] for each window.
@@ -66,7 +70,7 @@ class Skeleton:
             UnsupportedError: what a layer is called with, besides the hidden states, depends on the text.
         """
         entrance = self._entrance()
-        layers, lookup = [entrance.get_submodule(prefix) for prefix in self.prefixes], self._lookup(entrance)
+        layers, lookup = [entrance.get_submodule(prefix) for prefix in self.prefixes], self._lookup(entrance, table)
         by_length: dict[int, list[Call]] = {}
         calls: list[list[Call]] = [[] for _ in self.layers]
         states = []
@@ -83,6 +87,53 @@ class Skeleton:
             for of_layer, call in zip(calls, first, strict=True):
                 of_layer.append(call)
         return calls, states
+
+    def leaving(
+        self, windows: Sequence[NDArray[np.int64]]
+    ) -> Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return what turns the hidden states after the layers, of one of `windows`, into logits [1, tokens, V].
+
+        With them come the inputs of the head, [1, tokens, H]; None where the head is no linear.
+        """
+        state = self.model.state_dict(keep_vars=True)
+        table, inside = self._table(), tuple(f"{prefix}." for prefix in self.prefixes)
+        names = [name for name in state if name != table and not name.startswith(inside)]
+        exit_ = copy_with_weights(self.model, "", self.checkpoint, self.sources, names)
+        lookup = self._lookup(exit_)
+        current: list[torch.Tensor] = []
+        read: list[torch.Tensor] = []
+
+        def layer_out(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return current[0]
+
+        for prefix in self.prefixes:
+            exit_.get_submodule(prefix).forward = layer_out  # `exit_` is a copy, made for this
+        head = exit_.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if isinstance(head, torch.nn.Linear):
+            head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+
+        def leave(window: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            current[:] = [hidden]
+            read.clear()
+            with lookup:
+                logits: torch.Tensor = exit_(input_ids=torch.from_numpy(windows[window])[None], use_cache=False).logits
+            return logits, read[0] if read else None
+
+        return leave
+
+    def tables(self) -> tuple[str, str]:
+        """Name the parameters of the embedding and of the head; twice the same where they are tied, "" where not plain."""
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        state, table = self.model.state_dict(keep_vars=True), self._table()
+        if not isinstance(head, torch.nn.Linear):
+            return table, ""
+        if table and state[table] is head.weight:
+            return table, table
+        return table, next((name for name, held in state.items() if held is head.weight), "")
+
+    def table(self, name: str) -> NDArray[Any]:
+        """Return the embedding or head called `name`, [V, H], as the checkpoint holds it."""
+        return self.checkpoint.tensor(self.sources[name].tensors[0]).numpy()
 
     def load(self, index: int, calls: Sequence[Call]) -> DecoderLayer:
         """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
@@ -120,11 +171,11 @@ class Skeleton:
         name = next((name for name, tensor in state.items() if tensor is embedding.weight), "")
         return name if name and self.sources[name].converted is None else ""
 
-    def _lookup(self, entrance: torch.nn.Module) -> _Lookup:
+    def _lookup(self, entrance: torch.nn.Module, table: NDArray[Any] | None = None) -> _Lookup:
         """Make what answers lookups in the table of tokens of `entrance`, a copy of the model."""
         if not (name := self._table()):
             return _Lookup(None, np.empty((0, 0)))
-        return _Lookup(entrance.get_parameter(name), self.checkpoint.tensor(self.sources[name].tensors[0]).numpy())
+        return _Lookup(entrance.get_parameter(name), self.table(name) if table is None else table)
 
 
 class _LastLayerReached(Exception):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,25 @@ class Store:
 
         entry = None if self.cache is None else self.cache.put(_key(key, index), write)
         return result if entry is None else replace(result, linears=dict.fromkeys(result.linears, entry.path / _FILE))
+
+    def gradients(self, key: str, write: Callable[[Path], None], stack: ExitStack) -> Path:
+        """Return the folder of gradients that `write` has filled, in an earlier calibration or now.
+
+        Without a cache it lasts as long as `stack`.
+        """
+        own = Key("calibration-gradients", {"calibration": key})
+        if self.cache is not None:
+            entry = self.cache.find(own) or self.cache.put(own, write)
+            if entry is not None:
+                return entry.path
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="llmforge-gradients-")))
+        write(folder)
+        return folder
+
+    def drop_gradients(self, key: str) -> None:
+        """Take away the gradients, which no calibration needs any more."""
+        if self.cache is not None:
+            self.cache.discard(Key("calibration-gradients", {"calibration": key}))
 
     def keeps_states(self, size_bytes: int) -> bool:
         """Say if hidden states of that size are kept, with a note where they are too large.

@@ -6,6 +6,7 @@ is shorter where `block_size` does not divide K.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -74,6 +75,10 @@ class Grid:
     def blocks(self, k: int) -> int:
         """Count the blocks of a row of `k` weights."""
         return -(-k // self.block_size)
+
+    def within(self, k: int) -> Grid:
+        """Return this grid with the largest block, up to its own, that divides rows of `k`, or that holds all of one."""
+        return self if self.block_size >= k else replace(self, block_size=math.gcd(k, self.block_size))
 
     def fitting(self, *widths: int) -> Grid | None:
         """Return this grid with the largest block, up to its own, that rows of each of `widths` hold twice or more.

@@ -16,13 +16,15 @@ from llmforge.quantization.methods.base import Method
 class WeightDemand:
     """Quantize every decoder linear and expert by `method`, but parameters that match a glob of `exclude`.
 
-    `routers` says whether linears that choose experts are quantized, too.
+    `routers` says whether linears that choose experts are quantized, too; `tables` is the grid of the embedding and of
+    the head, tied to it or not, with its largest block that divides their width; None: they are left alone.
     """
 
     method: Method
     grid: Grid
     exclude: tuple[str, ...] = ()
     routers: bool = False
+    tables: Grid | None = None
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class LayerInputs:
     """What calibration saw a linear layer, or one expert, read: `tokens` inputs, and the `sums` that were demanded.
 
     An expert is `routed`: it sees the tokens that chose it, each with its weight there as a factor of x and x̃ - x.
-    `held` has the same sums over text that stands in no other, by which options are chosen; None: there is none.
+    `held` has the same sums over a part of the tokens alone, for choices that should fit text on which they were not
+    made; None: there are too few.
     `outputs` are, of each of the layers on top of each other, the mean of g gᵀ, [N, N], g the gradient of the loss in
     the layer's output; empty where gradients are not known. `threads` is how many may compute.
     """

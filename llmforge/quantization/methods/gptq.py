@@ -8,7 +8,7 @@ of each part stands in docs/quantization.md.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -127,25 +127,45 @@ def target(weight: Float32, curvature: Curvature, inputs: LayerInputs) -> Float3
 
     With α = β = 1 it is the least-squares solution of Ŵx ≈ Wx̃ + r̃ - r over the calibration tokens: C = Σ (x̃ - x) xᵀ
     (GPTAQ, arXiv 2504.02692), R = Σ (r̃ - r) xᵀ (LoaQ, arXiv 2509.06297). That fits those tokens a little too well: α and
-    β are those of `SHARES` that leave the least error on the tokens of `inputs.held`.
+    β are those of `SHARES` that leave the least error on the tokens of `inputs.held` when made of the others.
     """
     if InputStatistic.DRIFT not in inputs.sums:
         return weight
-    moves = [curvature.solve(weight @ inputs.sums[InputStatistic.DRIFT])]
-    residual = inputs.sums.get(InputStatistic.RESIDUAL)
-    if residual is not None:
-        moves.append(curvature.solve(residual))
-    if inputs.held is None:
-        return weight + np.float32(DRIFT) * moves[0]
-    hessian = inputs.held[InputStatistic.MOMENTS]
-    pull = weight @ inputs.held[InputStatistic.DRIFT] + inputs.held.get(InputStatistic.RESIDUAL, np.float32(0))
-    # Σ |M x - (W(x̃ - x) + r̃ - r)|² over the held-out tokens, M = Σ share·move, is quadratic in the shares.
-    curved = [move @ hessian for move in moves]
+    shares: tuple[float, ...] = (DRIFT, 0.0)
+    if inputs.held is not None:
+        rest = {key: total - inputs.held[key] for key, total in inputs.sums.items()}
+        shares = _shares(weight, Curvature.of(rest[InputStatistic.MOMENTS], curvature.damping), rest, inputs.held)
+    moves = _moves(weight, curvature, inputs.sums)
+    return weight + sum((np.float32(share) * move for share, move in zip(shares, moves, strict=False)), np.float32(0))
+
+
+def _moves(weight: Float32, curvature: Curvature, sums: Mapping[InputStatistic, Float32]) -> list[Float32]:
+    """Return W·C·H⁻¹ and, where something is added to the output, R·H⁻¹."""
+    moves = [curvature.solve(weight @ sums[InputStatistic.DRIFT])]
+    if InputStatistic.RESIDUAL in sums:
+        moves.append(curvature.solve(sums[InputStatistic.RESIDUAL]))
+    return moves
+
+
+def _shares(
+    weight: Float32,
+    curvature: Curvature,
+    rest: Mapping[InputStatistic, Float32],
+    held: Mapping[InputStatistic, Float32],
+) -> tuple[float, ...]:
+    """Return the shares of corrections, made of the tokens of `rest`, that leave the least error on those of `held`."""
+    moves = _moves(weight, curvature, rest)
+    pull = weight @ held[InputStatistic.DRIFT] + held.get(InputStatistic.RESIDUAL, np.float32(0))
+    # Σ |M x - (W(x̃ - x) + r̃ - r)|² over the tokens, M = Σ share·move, is quadratic in the shares.
+    curved = [move @ held[InputStatistic.MOMENTS] for move in moves]
     curve = np.array([[np.vdot(one, other) for other in moves] for one in curved], np.float64)
     slope = np.array([np.vdot(move, pull) for move in moves], np.float64)
-    tried = [np.array(shares) for shares in itertools.product(SHARES, repeat=len(moves))]
-    best = min(tried, key=lambda shares: float(shares @ curve @ shares - 2 * shares @ slope))
-    return weight + sum((np.float32(share) * move for share, move in zip(best, moves, strict=True)), np.float32(0))
+
+    def error(shares: tuple[float, ...]) -> float:
+        taken = np.array(shares)
+        return float(taken @ curve @ taken - 2 * taken @ slope)
+
+    return min(itertools.product(SHARES, repeat=len(moves)), key=error)
 
 
 def gptq(
