@@ -125,7 +125,7 @@ def _quantize_linears(
     weights = [layer.weight(name) for name in names]
     with _refusals(name, demand.method):
         seen = sums.seen(routed=False, held=held, outputs=outputs, threads=threads)
-        matrix = demand.method.quantize(np.concatenate(weights), demand.grid, seen)
+        matrix = demand.method.quantize(np.concatenate(weights), demand.grid_of(names), seen)
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}
 
