@@ -102,8 +102,8 @@ def _walk(
 ) -> list[LayerResult]:
     """Carry the windows through the layers, and quantize and measure those that were not `found`, nor the `tables`.
 
-    They begin where `store` has the hidden states of the calibration `own`, in front of what is lacking. Returns results
-    of the embedding and head, and of each layer.
+    They begin where `store` has the hidden states of the calibration `own`, in front of what is lacking. Returns
+    results of the embedding and head, and of each layer.
     """
     weights = _weight_demand(demands)
     skeleton = Skeleton.build(checkpoint)

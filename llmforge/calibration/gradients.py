@@ -32,8 +32,8 @@ class Gradients:
     """Mean g gᵀ of outputs [N, N] by the parameter of their linear, in a file of `folder` each: `places`.
 
     `embedding` is that of the first layer's hidden states, [H, H], None where no gradient came so far.  `head` is the
-    mean of s·h hᵀ of what the head reads, s = Σ p(1 - p) over its probabilities, None where it is no linear.  `tokens` is
-    how many were taken.
+    mean of s·h hᵀ of what the head reads, s = Σ p(1 - p) over its probabilities, None where it is no linear.  `tokens`
+    is how many were taken.
     """
 
     folder: Path
@@ -46,8 +46,8 @@ class Gradients:
     def read(cls, folder: Path) -> Gradients:
         """Read what `take` wrote into `folder`, but the outputs."""
         described = json.loads((folder / _DESCRIBED).read_text())
-        tables = [_load(folder / f"{name}.npz") if described[name] else None for name in ("embedding", "head")]
-        return cls(folder, described["places"], *tables, described["tokens"])
+        embedding, head = (_load(folder / f"{name}.npz") if described[name] else None for name in ("embedding", "head"))
+        return cls(folder, described["places"], embedding, head, described["tokens"])
 
     def outputs(self, names: Sequence[str]) -> tuple[Float32, ...]:
         """Return those of linears `names`; none where one of them has none."""
@@ -118,7 +118,7 @@ def _backwards(
 
 def _save(place: Path, matrix: torch.Tensor) -> None:
     """Write a matrix of moments in fp16, with its largest number apart."""
-    largest = max(float(matrix.abs().max()), np.finfo(np.float32).tiny)
+    largest = max(float(matrix.abs().max()), 2.0**-126)
     np.savez(place, allow_pickle=False, share=(matrix / largest).numpy().astype(np.float16), largest=largest)
 
 

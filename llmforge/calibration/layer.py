@@ -176,8 +176,9 @@ class DecoderLayer:
             if torch.allclose(after - out, shift.expand_as(out), rtol=0, atol=float(1e-3 * shift.max())):
                 last.append(name)
         between = out - sum((made[name] for name in last), torch.zeros(()))
-        room = dict(rtol=0.0, atol=float(1e-4 * between.abs().amax()))
-        first = [n for n in fitting if n not in last and last and torch.allclose(state + made[n], between, **room)]
+        room = float(1e-4 * between.abs().amax())
+        others = [name for name in fitting if name not in last] if last else []
+        first = [name for name in others if torch.allclose(state + made[name], between, rtol=0, atol=room)]
         return Additions(tuple(first), tuple(last))
 
     def arguments_of(self, name: str, window: int, state: torch.Tensor) -> Arguments:

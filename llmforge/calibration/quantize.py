@@ -21,13 +21,12 @@ from llmforge.quantization.methods import PLAIN
 from llmforge.quantization.methods.base import InputStatistic, Method
 from llmforge.quantization.statistics import WeightDemand
 
-
 HELD_OUT = 8  # of so many windows, one is held out of what the others are measured by
 
 
 @dataclass(frozen=True, eq=False)
 class _Unquantized:
-    """What a linear reads in one window in the checkpoint, [tokens, K], and what its output is added to, [tokens, N]."""
+    """What a linear reads of a window in the checkpoint, [tokens, K], and what its output is added to, [tokens, N]."""
 
     read: torch.Tensor
     residual: torch.Tensor | None
@@ -78,7 +77,7 @@ def _residuals(
 ) -> dict[str, torch.Tensor]:
     """Return what the outputs of linears are added to, [tokens, N]; `made` is what the last of them make."""
     between = after - sum(made.values(), torch.zeros(())) if added.last else after
-    return {name: state[0] for name in added.first} | {name: between[0] for name in added.last}
+    return dict.fromkeys(added.first, state[0]) | dict.fromkeys(added.last, between[0])
 
 
 def _groups(layer: DecoderLayer, state: torch.Tensor, demand: WeightDemand) -> list[list[str]]:

@@ -122,7 +122,7 @@ class Skeleton:
         return leave
 
     def tables(self) -> tuple[str, str]:
-        """Name the parameters of the embedding and of the head; twice the same where they are tied, "" where not plain."""
+        """Name the parameters of the embedding and of the head; the same where they are tied, "" where not plain."""
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         state, table = self.model.state_dict(keep_vars=True), self._table()
         if not isinstance(head, torch.nn.Linear):

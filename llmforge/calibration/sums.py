@@ -22,7 +22,7 @@ class InputSums:
     @classmethod
     def start(cls, demands: Collection[InputStatistic], width: int, outputs: int | None = None) -> InputSums:
         """Begin with no token; inputs have `width` features, and what is added to has `outputs`; None: nothing is."""
-        rows = {statistic: width for statistic in demands}
+        rows = dict.fromkeys(demands, width)
         if InputStatistic.RESIDUAL in rows:
             del rows[InputStatistic.RESIDUAL]
             if outputs is not None:

@@ -1,7 +1,7 @@
 """Quantize the embedding and the head: how often a token is read and written counts for its row, and how both do.
 
-An error e of a row changes the loss by ½ eᵀHe: as a row of the head through its logit, H = Σ s·h hᵀ with s = Σ p(1 - p);
-as a row of the embedding through all layers, H = Σ g gᵀ with g the gradient in the embedded token. How often a token is
+An error e of a row changes the loss by ½ eᵀHe: as a row of the head through its logit, H = Σ s·h hᵀ, s = Σ p(1 - p); as
+a row of the embedding through all layers, H = Σ g gᵀ with g the gradient in the embedded token. How often a token is
 right, and how often it is read, are alike, so that all rows of a tied table share the sum of both.
 """
 
@@ -37,7 +37,7 @@ def quantize_tables(
         if gradients is None or len(known) < len(parts):
             matrices[name] = PLAIN().quantize(table, grid)
             continue
-        hessian = np.sum(known, 0, dtype=np.float32)
+        hessian: Float32 = np.stack(known).sum(0)
         seen = LayerInputs(gradients.tokens, False, {InputStatistic.MOMENTS: hessian}, threads=threads)
         matrices[name] = demand.method.quantize(table.astype(np.float32), grid, seen)
     return matrices

@@ -1,7 +1,7 @@
 """Which format each weight gets where bytes are limited: an exact knapsack over measured losses.
 
-A loss is ½ tr(O E H Eᵀ), in nats a token, of the rounding error E that a format really leaves: O is the mean g gᵀ of the
-layer's outputs, H the mean x xᵀ of its inputs. Losses of different weights are taken to add up.
+A loss is ½ tr(O E H Eᵀ), in nats a token, of the rounding error E that a format really leaves: O is the mean g gᵀ of
+the layer's outputs, H the mean x xᵀ of its inputs. Losses of different weights are taken to add up.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def allocate(choices: Mapping[str, Sequence[Choice]], budget_bytes: int) -> dict
                 ways[i, size:] = best[: cells + 1 - size] + each.loss
         taken.append(ways.argmin(0))
         best = ways.min(0)
-    chosen, left = {}, cells
-    for name, at in zip(reversed(choices), reversed(taken), strict=True):
+    chosen: dict[str, int] = {}
+    left = cells
+    for name, at in zip(reversed(list(choices)), reversed(taken), strict=True):
         chosen[name] = int(at[left])
         left -= -(-choices[name][chosen[name]].size_bytes // unit)
     return {name: chosen[name] for name in choices}

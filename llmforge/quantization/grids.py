@@ -77,7 +77,7 @@ class Grid:
         return -(-k // self.block_size)
 
     def within(self, k: int) -> Grid:
-        """Return this grid with the largest block, up to its own, that divides rows of `k`, or that holds all of one."""
+        """Return this grid with the largest block, up to its own, that divides rows of `k` or holds all of one."""
         return self if self.block_size >= k else replace(self, block_size=math.gcd(k, self.block_size))
 
     def fitting(self, *widths: int) -> Grid | None:

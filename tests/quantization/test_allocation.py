@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_the_quadratic_form() -> None:
     random = np.random.default_rng(0)
     x, g = random.standard_normal((50, 6)).astype(np.float32), random.standard_normal((50, 4)).astype(np.float32)
     error = random.standard_normal((4, 6)).astype(np.float32)
-    moments, outputs = x.T @ x / 50, g.T @ g / 50
+    moments, outputs = x.T @ x / np.float32(50), g.T @ g / np.float32(50)
     every = np.einsum("tn,nk,sk->ts", g, error, x) ** 2
     assert loss(error, moments, outputs) == pytest.approx(0.5 * every.mean(), rel=1e-4)
 

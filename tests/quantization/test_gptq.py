@@ -155,6 +155,7 @@ def test_the_error_of_each_row_is_told() -> None:
     matrix, left = rounding.choose(
         weight, curvature.order.astype(np.int32), curvature.hessian, curvature.inverse.T, grid, steps=8, sweeps=1
     )
+    assert matrix.zero_points is not None
     for n in range(40):
         row = QuantizedMatrix(grid, matrix.codes[n : n + 1], matrix.scales[n : n + 1], matrix.zero_points[n : n + 1])
         assert left[n] == pytest.approx(loss(weight[n : n + 1], row, x.T @ x), rel=1e-3)
@@ -172,7 +173,7 @@ def test_threads_change_nothing() -> None:
 def test_outputs_that_hang_together_share_their_errors() -> None:
     x, weight, grid = inputs(400, 96), weights(64, 96), Grid(4, 32, False)
     gradients = inputs(2000, 64, seed=9)
-    outputs = gradients.T @ gradients / 2000
+    outputs = gradients.T @ gradients / np.float32(2000)
     curvature = Curvature.of(x.T @ x, DAMPING)
 
     def cost(matrix: QuantizedMatrix) -> float:

@@ -1,8 +1,8 @@
 """Rounding weights with their inputs, and what their outputs do to the loss, in view: GPTQ and what refines it.
 
 What is minimized is tr(O (T - Ŵ) H (T - Ŵ)ᵀ): H = Σ x xᵀ of what the layer reads, O = mean g gᵀ of the gradients of the
-loss in what it makes, and T the weight that makes up best for what quantized layers before it have changed. The ablation
-of each part stands in docs/quantization.md.
+loss in what it makes, and T the weight that makes up best for what quantized layers before it have changed. The
+ablation of each part stands in docs/quantization.md.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def target(weight: Float32, curvature: Curvature, inputs: LayerInputs) -> Float3
     """Return the weight [N, K] that makes up for what the layers before have lost: W + α·W·C·H⁻¹ + β·R·H⁻¹.
 
     With α = β = 1 it is the least-squares solution of Ŵx ≈ Wx̃ + r̃ - r over the calibration tokens: C = Σ (x̃ - x) xᵀ
-    (GPTAQ, arXiv 2504.02692), R = Σ (r̃ - r) xᵀ (LoaQ, arXiv 2509.06297). That fits those tokens a little too well: α and
-    β are those of `SHARES` that leave the least error on the tokens of `inputs.held` when made of the others.
+    (GPTAQ, arXiv 2504.02692), R = Σ (r̃ - r) xᵀ (LoaQ, arXiv 2509.06297). That fits those tokens a little too well: α
+    and β are those of `SHARES` that leave the least error on the tokens of `inputs.held` when made of the others.
     """
     if InputStatistic.DRIFT not in inputs.sums:
         return weight
@@ -181,14 +181,14 @@ def gptq(
     """Round a weight [N, K] so that its products with the calibration inputs change the loss least.
 
     Column by column in the order of the Hessian's diagonal, each is rounded and its error moved onto the columns that
-    are still to come (Frantar et al. 2022, arXiv 2210.17323, section 3.3), on grids that were fitted before, so that the
-    codes can be put back in place and no `g_idx` is needed. Then coordinate descent: each column is rounded again given
+    are still to come (Frantar et al. 2022, arXiv 2210.17323, section 3.3), on grids that were fitted before, so that
+    the codes can be put back in place and no `g_idx` is needed. Then coordinate descent: each column is rounded again given
     the others, and scale and zero point of each block are fitted again given the codes.
 
     `outputs` are Hessians of the loss in the layer's output, one [Nᵢ, Nᵢ] for each of the layers on top of each other
     (none: all outputs count alike). Where outputs hang together, so should their errors: rows are rounded again in
-    groups, each with the target that makes up for the errors of the others: T_b + O_bb⁻¹ O_bc E_c (the feedback of YAQA,
-    arXiv 2505.22988, as a descent).
+    groups, each with the target that makes up for the errors of the others: T_b + O_bb⁻¹ O_bc E_c (the feedback of
+    YAQA, arXiv 2505.22988, as a descent).
 
     Returns codes in the order of the columns.
 
@@ -235,7 +235,7 @@ def _coupled(wanted: Float32, outputs: Float32, choose: Callable[..., QuantizedM
     for own, others, pull in groups * PASSES:
         again = choose(wanted[own] + pull @ error[others], rows(matrix, own))
         matrix.codes[own], matrix.scales[own] = again.codes, again.scales
-        if matrix.zero_points is not None:
+        if matrix.zero_points is not None and again.zero_points is not None:
             matrix.zero_points[own] = again.zero_points
         error[own] = wanted[own] - dequantize(again)
     return matrix

@@ -10,12 +10,14 @@ import ctypes
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks
-from llmforge.quantization.grids import SUPERBLOCK, Float32, Grid, QuantizedMatrix, assemble
+from llmforge.quantization.formats import SUPERBLOCK
+from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, assemble
 
 _STORAGE = {"fp32": 0, "fp16": 1, "int8": 2}  # as rounding.h counts them
 _INTEGERS = ("n", "k", "block", "superblock")
@@ -73,7 +75,7 @@ def choose(
     blocks = grid.blocks(k)
     weight = np.empty(k, np.float32)
     weight[order] = hessian.diagonal()
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "target": np.ascontiguousarray(target, np.float32),
         "order": np.ascontiguousarray(order, np.int32),
         "hessian": np.ascontiguousarray(hessian, np.float32),
