@@ -13,6 +13,7 @@ Runtime's kernel does at `accuracy_level` 4. SkipSimplifiedLayerNormalization in
 sum goes into the layer before, its norm into the one behind.
 
 Fires for
+- every plain Linear that quantize-weights wrote,
 - every MatMulNBits of `accuracy_level` 4 in blocks of 32 or more that divide K,
 - every GatherBlockQuantized whose table has such blocks,
 - every GroupQueryAttention with heads of a multiple of 16 channels and caches of fp32 or int8.
@@ -34,7 +35,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import native
 from llmforge.ir import graph
-from llmforge.ir.operators import contrib
+from llmforge.ir.operators import contrib, cpu
 from llmforge.lowering import cpu_attention, cpu_linear
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -67,7 +68,10 @@ class CpuKernels(Pass):
             return Changes(notes=[FALLBACK], skipped=left)
         native.require()
         changes = Changes()
-        layers = {layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)}
+        layers: dict[contrib.MatMulNBits | cpu.Linear, str | None] = {
+            **{layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)},
+            **{layer: None for layer in cpu.Linear.all(model) if cpu_linear.plain(layer)},
+        }
         ready = frozenset(layer.node for layer, reason in layers.items() if reason is None)
         rewriting = cpu_linear.Rewriting(model, ready, context.scratch)
         if rewriting.ready:

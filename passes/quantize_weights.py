@@ -1,4 +1,4 @@
-"""Quantize the weights of linear layers, experts, embedding and output head to 4 or 8 bits.
+"""Quantize the weights of linear layers, experts, embedding and output head to 3, 4, 5, 6 or 8 bits.
 
     y = x·W + b                     becomes  y = com.microsoft::MatMulNBits(x, codes, scales[, zero_points, , b])
     e = Gather(E, input_ids)        becomes  e = com.microsoft::GatherBlockQuantized(codes, input_ids, scales)
@@ -7,6 +7,11 @@
                                              reads the same codes
     y = llmforge::MoE(x, ids, …)    becomes  y = com.microsoft::QMoE(x, w, codes, scales, …, zero_points, …, w),
                                              w [batch·sequence, experts]: the weights at ids, 0 elsewhere
+
+or, where MatMulNBits has no such format (3, 5 or 6 bits, `scales: int8`, `codes: trellis`):
+
+    y = x·W + b                     becomes  y = llmforge.cpu::Linear(x, groups, b)
+    e = Gather(E, input_ids)        becomes  e = llmforge.cpu::Embedding(input_ids, groups)
 
 `x` is [batch, sequence, K], `W` fp32 [K, N], `b` [N], `E` [V, K]. With blocks = ceil(K / block_size), `codes` are uint8
 [N, blocks, block_size·bits/8], `scales` fp32 [N, blocks], `zero_points` uint8 [N, ceil(blocks·bits/8)]: lazy tensors,
@@ -53,16 +58,17 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from llmforge import native
 from llmforge.ir import graph, interface, logits_rows, operators, routing
-from llmforge.ir.operators import canonical, contrib
+from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
+from llmforge.lowering import cpu_linear, moe_kernels
 from llmforge.lowering import linear as linears
-from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import initializers, methods
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, rows, stack
+from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, rows, stack
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
@@ -80,15 +86,35 @@ class QuantizeWeights(Pass):
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
-    bits: Annotated[Literal[4, 8], Field(description="bits per weight of the linear layers of the decoder")] = 4
+    bits: Annotated[
+        Literal[3, 4, 5, 6, 8],
+        Field(description="bits per weight of the decoder's linear layers; 3, 5 and 6 need llmforge's CPU kernels"),
+    ] = 4
     block_size: Annotated[Literal[32, 64, 128], Field(description="consecutive input features that share a scale")] = 32
     symmetric: Annotated[
         bool, Field(description="no zero points; saves `bits` bits per block, at a cost in quality with 4 bits")
     ] = False
+    scales: Annotated[
+        Scale,
+        Field(
+            description="stored type of scales; fp16 costs next to nothing, int8 (under bf16 scales of 256 columns) "
+            "needs llmforge's CPU kernels"
+        ),
+    ] = "fp32"
+    codes: Annotated[
+        Literal["uniform", "trellis"],
+        Field(
+            description="trellis: 4 bits choose among 32 levels, by the codes of the rows before; needs llmforge's CPU "
+            "kernels"
+        ),
+    ] = "uniform"
     method: Annotated[str, methods.Named(), Field(description=methods.summaries())] = methods.DEFAULT.name
     embedding_bits: Annotated[
-        Literal[4, 8, 16], Field(description="bits of embedding and output head; 16 skips them")
+        Literal[3, 4, 5, 6, 8, 16], Field(description="bits of embedding and output head; 16 skips them")
     ] = 8
+    embedding_block_size: Annotated[
+        Literal[32, 64, 128] | None, Field(description="block size of embedding and head; default: `block_size`")
+    ] = None
     accuracy_level: Annotated[
         Literal[0, 1, 4],
         Field(description="accuracy_level of MatMulNBits; 4: int8 activations, 0 and 1: fp32 activations"),
@@ -104,15 +130,19 @@ class QuantizeWeights(Pass):
                 f"{eight[0]}: 8 bits run 400 times slower with accuracy_level: {self.accuracy_level} than with "
                 f"accuracy_level: {INT8_ACTIVATIONS}; use that, or other bits"
             )
+        if self.codes == "trellis" and (self.bits != 4 or not self.symmetric):
+            raise ValueError("codes: trellis has bits: 4 and symmetric: true")
+        native = not (self.grid.portable and self.embedding_bits in (4, 8, _KEEP))
+        if native and self.accuracy_level != INT8_ACTIVATIONS:
+            raise ValueError(f"this format needs llmforge's CPU kernels, which have accuracy_level: {INT8_ACTIVATIONS}")
         if self.grid.format not in self.chosen.formats:
-            given = ", ".join(format.name for format in self.chosen.formats)
-            raise ValueError(f"method: {self.method} supports {given}, not {self.grid.format.name}")
+            raise ValueError(f"method: {self.method} cannot give {self.grid.format.name}; use another format or method")
         return self
 
     @property
     def grid(self) -> Grid:
         """The grid of the decoder's linear layers."""
-        return Grid(self.bits, self.block_size, self.symmetric)
+        return Grid(self.bits, self.block_size, self.symmetric, self.scales, self.codes == "trellis")
 
     @property
     def chosen(self) -> Method:
@@ -187,7 +217,7 @@ class _Rewriting:
             raise _Skip(f"router of {self.routers[node].name}; `routers: true` quantizes it")
         else:
             matrix = self._matrix(layer.weight, n, k)
-        self._multiply(layer, matrix, self._register(layer.weight, matrix))
+        self._multiply(layer, matrix, self._store(layer.weight, matrix))
         self._note(node, f"{f'head, {_TABLES.name}' if head else self.step.method}, {_summary(matrix)}")
 
     def embedding(self, lookup: Gather) -> None:
@@ -199,7 +229,7 @@ class _Rewriting:
         self._refuse_excluded(_names(table))
         matrix = initializers.quantized(table, _TABLES, self._embedding_grid(k), transposed=False)
         tied = _tied_head(table, lookup.node, self.on_rows)
-        parts = self._register(table, matrix, flat=tied is None)
+        parts = self._store(table, matrix, flat=tied is None)
         self._gather(lookup, matrix, parts, tied is not None)
         self._note(lookup.node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
         if tied is not None:
@@ -223,6 +253,16 @@ class _Rewriting:
         moe_kernels.fuse_quantized(self.model, experts, up, down, self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
         self._note(layer.node, f"{self.step.method}, {_grid(grid)}, {shape}")
+
+    def _store(self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False) -> PackedInitializers | ir.Value:
+        """Register a matrix as ONNX Runtime reads it, or as the CPU kernels do, where they alone can."""
+        if matrix.grid.portable:
+            return self._register(weight, matrix, flat=flat)
+        self.context.require_cpu(f"{self.step.name} with {_grid(matrix.grid)}")
+        native.require()
+        if reason := cpu_linear.reason_against_grid(matrix.k, matrix.grid.block_size):
+            raise _Skip(reason)
+        return initializers.register_groups(self.model, weight, matrix, self.context.scratch)
 
     def _register(
         self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False, experts: int = 0
@@ -262,13 +302,25 @@ class _Rewriting:
         """Return the grid of an embedding or head with `k` features."""
         if self.step.embedding_bits == _KEEP:
             raise _Skip(f"embedding_bits is {_KEEP}")
-        block_size = math.gcd(k, self.step.block_size)  # of a power of two: the largest one that divides k
+        block_size = math.gcd(
+            k, self.step.embedding_block_size or self.step.block_size
+        )  # of a power of two: the largest one that divides k
         if block_size < SMALLEST_BLOCK:
             raise _Skip(f"its {k} features are not a multiple of {SMALLEST_BLOCK}, the smallest block")
-        return Grid(self.step.embedding_bits, block_size, True)
+        return Grid(self.step.embedding_bits, block_size, True, self.step.scales)
 
-    def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers) -> None:
-        """Put MatMulNBits in the place of a linear layer."""
+    def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
+        """Put MatMulNBits, or Linear, in the place of a linear layer."""
+        if isinstance(parts, ir.Value):
+            attributes = {
+                **cpu_linear.grid_attributes(matrix.n, matrix.k, matrix.grid),
+                "activation": cpu_linear.NO_ACTIVATION,
+                "epsilon": 0.0,
+            }
+            operands = {"x": layer.input, "weights": parts, "bias": layer.bias}
+            kernel = cpu.Linear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
+            self._replace(layer, kernel.output)
+            return
         attributes = {
             "N": matrix.n,
             "K": matrix.k,
@@ -279,19 +331,37 @@ class _Rewriting:
         inputs = {
             "a": layer.input,
             "b": parts.codes,
-            "scales": parts.scales,
+            "scales": self._in_fp32(layer.matmul, parts.scales),
             "zero_points": parts.zero_points,
             "bias": layer.bias,
         }
         product = contrib.MatMulNBits.insert(layer.matmul, inputs, attributes, name=layer.matmul.name)
-        graph.replace_value(layer.output, product.output)
+        self._replace(layer, product.output)
+
+    def _in_fp32(self, reader: ir.Node, scales: ir.Value) -> ir.Value:
+        """Cast scales that are stored as fp16 in front of `reader`; ONNX Runtime does so once, when it loads."""
+        if scales.dtype == ir.DataType.FLOAT:
+            return scales
+        [cast] = graph.insert(reader, "Cast", [scales], {"to": ir.DataType.FLOAT}, name=f"{reader.name}/scales_fp32")
+        return cast
+
+    def _replace(self, layer: linears.Linear, output: ir.Value) -> None:
+        graph.replace_value(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
-    def _gather(self, lookup: Gather, matrix: LazyMatrix, parts: PackedInitializers, tied: bool) -> None:
-        """Put GatherBlockQuantized in the place of the embedding."""
+    def _gather(self, lookup: Gather, matrix: LazyMatrix, parts: PackedInitializers | ir.Value, tied: bool) -> None:
+        """Put GatherBlockQuantized, or Embedding, in the place of the embedding."""
+        if isinstance(parts, ir.Value):
+            operands = {"ids": lookup.indices, "weights": parts}
+            attributes = cpu_linear.grid_attributes(matrix.n, matrix.k, matrix.grid)
+            found = cpu.Embedding.insert(lookup.node, operands, attributes, name=lookup.name)
+            graph.replace_value(lookup.output, found.y)
+            self.model.graph.remove(lookup.node, safe=True)
+            return
         v, k, grid = matrix.n, matrix.k, matrix.grid
         attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": grid.block_size, "bits": grid.bits}
-        node, scales, name = lookup.node, parts.scales, lookup.name
+        node, name = lookup.node, lookup.name
+        scales = self._in_fp32(node, parts.scales)
         if tied:
             attributes["quantize_axis"] = 2
             shape = graph.initializer(self.model, f"{parts.scales.name}.shape", np.array([v, grid.blocks(k), 1]))
@@ -320,7 +390,9 @@ def _summary(matrix: LazyMatrix) -> str:
 
 
 def _grid(grid: Grid) -> str:
-    return f"{grid.bits} bits, blocks of {grid.block_size}, {'symmetric' if grid.symmetric else 'asymmetric'}"
+    kind = "trellis" if grid.trellis else "symmetric" if grid.symmetric else "asymmetric"
+    scales = "" if grid.scale == "fp32" else f", scales {grid.scale}"
+    return f"{grid.bits} bits, blocks of {grid.block_size}, {kind}{scales}"
 
 
 def _layer(matmul: ir.Node) -> linears.Linear | None:

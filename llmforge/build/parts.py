@@ -19,20 +19,31 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import by_output
-from llmforge.ir.operators import canonical, contrib
-from llmforge.lowering import moe_kernels, options
+from llmforge.ir.operators import canonical, contrib, cpu
+from llmforge.lowering import cpu_linear, moe_kernels, options
 from llmforge.lowering.pass_base import Context, Pass
 from llmforge.metrics.tokens import Floats
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.formats import INT8_KV
-from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, dequantize, pack, round_to_nearest, stack, unpack
+from llmforge.quantization.grids import (
+    Grid,
+    Packed,
+    QuantizedMatrix,
+    Scale,
+    dequantize,
+    pack,
+    round_to_nearest,
+    stack,
+    unpack,
+)
+from llmforge.quantization.initializers import arrange
 from llmforge.runtime.backends.session import Cache
 from llmforge.verification.divergence import AfterStep, Divergence
 from llmforge.verification.probe import ProbeStep
 
 _NAMED = 3  # parameters that the name of a part gives: queries, keys and values
-_PARTS = ("codes", "scales", "zero_points")  # initializers of a quantized matrix, behind its name
+_PARTS = ("codes", "scales", "zero_points", "groups")  # initializers of a quantized matrix, behind its name
 _LAYER = re.compile(r"\.(\d+)\.")
 
 Leaf = tuple[str, int, int]  # an initializer and an expert or -1; a cache, a head and a channel
@@ -140,22 +151,27 @@ class _Matrix:
         points = self.parts.get("zero_points")
         packed = Packed(
             codes.reshape(-1, blocks, self.grid.block_size * self.grid.bits // 8),
-            scales.reshape(-1, blocks),
+            scales.reshape(-1, blocks).astype(np.float32),
             None if points is None else points.numpy().reshape(-1, int(points.shape.numpy()[-1])),
         )
         return unpack(packed, self.grid, self.k)
 
     def renewed(self) -> dict[str, ir.TensorProtocol]:
         """Pack it, rounded to nearest, in the shapes of what the pass wrote."""
+        if "groups" in self.parts:
+            return {"groups": ir.Tensor(arrange(self.fresh), name=self.parts["groups"].name)}
         packed = pack(self.fresh)
         made: dict[str, ir.TensorProtocol] = {}
         for part, tensor in self.parts.items():
             array: NDArray[Any] = getattr(packed, part)
-            made[part] = ir.Tensor(array.reshape(tensor.shape.numpy()), name=tensor.name)
+            shaped = array.reshape(tensor.shape.numpy()).astype(tensor.dtype.numpy())
+            made[part] = ir.Tensor(shaped, name=tensor.name)
         return made
 
     def differs(self, expert: int) -> bool:
         """Say if what the pass wrote is not what rounding to nearest gives, of an expert or (-1) of all."""
+        if "groups" in self.parts:
+            return not np.array_equal(self.parts["groups"].numpy(), arrange(self.fresh))
         own, found, fresh = slice(None), self.found, self.fresh
         if expert >= 0:
             rows = fresh.shape[0] // int(self.tensor.shape.numpy()[0])
@@ -193,14 +209,15 @@ class WeightLoss(Loss):
         found = {}
         after = self.lossy.after.graph.initializers
         for name, value in self.lossy.before.graph.initializers.items():
-            codes = after.get(f"{name}.codes")
+            codes = after.get(f"{name}.codes", after.get(f"{name}.groups"))
             if codes is None or value.const_value is None:
                 continue
             node = codes.consumers()[0]
-            grid = _grid(node, symmetric=f"{name}.zero_points" not in after)
+            grid = _grid(node, after, name)
             parts = {part: graph.tensor(after[f"{name}.{part}"]) for part in _PARTS if f"{name}.{part}" in after}
             reader = value.consumers()[0]
-            order, transposed = None, not any(contrib.GatherBlockQuantized.matches(each) for each in codes.consumers())
+            lookups = (contrib.GatherBlockQuantized, cpu.Embedding)
+            order, transposed = None, not any(kind.matches(each) for kind in lookups for each in codes.consumers())
             if canonical.MoE.matches(reader):
                 experts = moe_kernels.of(canonical.MoE(reader))
                 order = experts.order if experts.layer.up is value else np.arange(experts.hidden)
@@ -306,10 +323,14 @@ def literal(name: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", name)
 
 
-def _grid(node: ir.Node, *, symmetric: bool) -> Grid:
-    """Read the grid that a node of ONNX Runtime reads its codes on."""
+def _grid(node: ir.Node, initializers: Mapping[str, ir.Value], name: str) -> Grid:
+    """Read the grid that `node` reads the codes of weight `name` on."""
+    if (packed := cpu.Linear.of(node) or cpu.Embedding.of(node)) is not None:
+        return cpu_linear.grid_of(packed)
+    scale: Scale = "fp16" if initializers[f"{name}.scales"].dtype == ir.DataType.FLOAT16 else "fp32"
+    symmetric = f"{name}.zero_points" not in initializers
     bits = "expert_weight_bits" if contrib.QMoE.matches(node) else "bits"
-    return Grid(node.attributes[bits].as_int(), node.attributes["block_size"].as_int(), symmetric)
+    return Grid(node.attributes[bits].as_int(), node.attributes["block_size"].as_int(), symmetric, scale)
 
 
 # caches

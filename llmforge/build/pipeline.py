@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -51,6 +51,8 @@ from llmforge.verification.promises import Promises
 from llmforge.verification.reports import Snapshot
 from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
+
+T = TypeVar("T")
 
 
 def build(
@@ -136,20 +138,19 @@ def make(
     lossy_steps: list[LossyStep] = []
     done: list[tuple[partial[records.PassRecord], Proof[records.VerificationRecord]]] = []
     scratch = Scratch(staging.parent)
-    for step in steps:
-        if done:
-            proofs.wait(done[-1][1])
-        # A pass sees what it demands: what others measure is not part of its key.
-        context = Context(target, statistics if step.demands() else None, scratch)
-        before = model.clone() if recipe.validation.attribution else model
-        record, proof, noted = transform(step, model, context, chain, verification, progress)
-        done.append((record, proof))
-        stages.graph(step.name, model)
-        of_passes += noted
-        if recipe.validation.attribution and record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
-            lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
-    read = replace(footprint.count(model), multiply_adds=multiply_adds)
-    engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
+    with proofs.blamed():
+        for step in steps:
+            # A pass sees what it demands: what others measure is not part of its key.
+            context = Context(target, statistics if step.demands() else None, scratch)
+            before = model.clone() if recipe.validation.attribution else model
+            record, proof, noted = transform(step, model, context, chain, verification, progress)
+            done.append((record, proof))
+            stages.graph(step.name, model)
+            of_passes += noted
+            if recipe.validation.attribution and record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
+                lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
+        read = replace(footprint.count(model), multiply_adds=multiply_adds)
+        engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
     proofs.finish(progress)
     notes += [of_trace.result(), *of_passes]
     found = Evidence(None, None, None, evidence.NOT_ASKED)
@@ -231,10 +232,9 @@ def check_context(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model) -> li
 
 @dataclass(eq=False)
 class Verification:
-    """Proves passes beside the build, by a verifier that follows the graph from pass to pass.
+    """Proves passes beside the build, one after the other, by a verifier that follows the graph from pass to pass.
 
-    It is made when the first pass comes that is to be proven, and again behind one that is not. A proof has ended
-    before the next pass begins.
+    It is made when the first pass comes that is to be proven, and again behind one that is not.
     """
 
     folder: Path
@@ -243,15 +243,16 @@ class Verification:
     threads: int
     proofs: Proofs
     _last: Snapshot | None = None  # the graph as it is now; None: behind a pass that was not proven
-    _verifier: Verifier | None = None
+    _verifier: Callable[[], Verifier] | None = None  # makes it when a proof first asks
+    _behind: Proof[Any] | None = None  # what the next proof comes behind
 
     def before(self, step: Pass, model: ir.Model) -> Snapshot:
         """Record `model`, on which `step` is to run, and begin with what its proof needs of it."""
         if self._last is None:
-            self._last, self._verifier = Snapshot.of(model), None
-        before = self._last
-        self.proofs.begin(nullcontext(), lambda: self._at(before).prepare(step))
-        return before
+            self._last = Snapshot.of(model)
+            self._verifier = cache(partial(self._made, self._last))
+        self._begin(nullcontext(), lambda verifier: verifier.prepare(step))
+        return self._last
 
     def skip(self) -> None:
         """Forget the graph before a pass whose proof is reused."""
@@ -263,22 +264,30 @@ class Verification:
         """Begin the proof of a pass that has run on the graph `before`; `held` is left at its end."""
         overwritten, after = before.overwritten(), Snapshot.of(model)
         self._last = after
-        prepared = self.proofs.last
 
-        def prove() -> records.VerificationRecord:
-            prepared.result()
-            found = self._at(before).prove(step, after, changes, overwritten)
+        def prove(verifier: Verifier) -> records.VerificationRecord:
+            found = verifier.prove(step, after, changes, overwritten)
             kept.keep_proof(found, after.model, changes)
             return records.VerificationRecord.model_validate(found, from_attributes=True)
 
-        return self.proofs.begin(held, prove)
+        return self._begin(held, prove)
 
-    def _at(self, before: Snapshot) -> Verifier:
-        if self._verifier is None:
-            self._verifier = Verifier(
-                before, promises=self.promises, folder=self.folder, texts=self.texts, threads=self.threads
-            )
-        return self._verifier
+    def _begin(self, held: AbstractContextManager[object], prove: Callable[[Verifier], T]) -> Proof[T]:
+        """Begin behind the last one; where that failed, this one does not run, and fails alike."""
+        behind, verifier = self._behind, self._verifier
+        assert verifier is not None, "no graph was recorded"
+
+        def run() -> T:
+            if behind is not None:
+                behind.result()
+            return prove(verifier())
+
+        proof = self.proofs.begin(held, run)
+        self._behind = proof
+        return proof
+
+    def _made(self, before: Snapshot) -> Verifier:
+        return Verifier(before, promises=self.promises, folder=self.folder, texts=self.texts, threads=self.threads)
 
 
 def calibrate(

@@ -7,12 +7,13 @@ its publication does, which waits for all of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from llmforge.base import resources
 from llmforge.base.progress import Progress
 
 T = TypeVar("T")
@@ -64,21 +65,17 @@ class Proofs:
         self._begun.append(future)
         return Proof(future)
 
-    @property
-    def last(self) -> Proof[Any]:
-        """The one that was begun last."""
-        return Proof(self._begun[-1])
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Where what is done inside fails, wait for the proofs: one that fails is the reason, as `finish` raises it.
 
-    def wait(self, proof: Proof[T]) -> T:
-        """Wait for one of them, and, where it fails, for those that were begun before it.
-
-        Raises:
-            Exception: as `finish`.
+        A pass, or an engine, that stumbles over a graph which an earlier pass spoiled is not the one to be named.
         """
         try:
-            return proof.result()
-        except Exception:
-            self.finish()
+            yield
+        except Exception as error:
+            if resources.explain(error) is None:  # nor is a pass, where a disk is full
+                self.finish()
             raise
 
     def finish(self, progress: Progress | None = None) -> None:

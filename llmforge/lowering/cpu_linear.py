@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -16,6 +17,7 @@ from llmforge.ir.derived import Derived, Function
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.standard import (
     Add,
+    Cast,
     Gather,
     Gelu,
     Mul,
@@ -26,13 +28,40 @@ from llmforge.ir.operators.standard import (
     Split,
 )
 from llmforge.ir.scratch import Scratch
-from llmforge.native import layout
-from llmforge.quantization.grids import Grid, unpack_bits
+from llmforge.quantization import cpu_layout as layout
+from llmforge.quantization.grids import Grid, Scale, unpack_bits
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
 
 
 _Norm = RMSNormalization | SimplifiedLayerNormalization
+
+
+SCALES: Mapping[Scale, int] = {"fp32": 0, "fp16": 1, "int8": 2}  # attribute `scales`
+
+
+def grid_of(packed: cpu.Linear | cpu.Embedding) -> Grid:
+    """Return the grid of a node's weights."""
+    [scale] = [name for name, number in SCALES.items() if number == packed.scales]
+    return Grid(packed.bits, packed.block_size, not packed.zero_points, scale, bool(packed.trellis))
+
+
+def grid_attributes(n: int, k: int, grid: Grid) -> dict[str, Any]:
+    """Return the attributes that say what the weights of a Linear or Embedding are."""
+    return {
+        "N": n,
+        "K": k,
+        "bits": grid.bits,
+        "block_size": grid.block_size,
+        "zero_points": int(not grid.symmetric),
+        "scales": SCALES[grid.scale],
+        "trellis": int(grid.trellis),
+    }
+
+
+def plain(packed: cpu.Linear) -> bool:
+    """Say whether a Linear has taken nothing over yet: as quantize-weights writes it."""
+    return packed.norm is None and packed.residual is None and packed.activation == NO_ACTIVATION
 
 
 def reason_against(layer: contrib.MatMulNBits) -> str | None:
@@ -41,11 +70,11 @@ def reason_against(layer: contrib.MatMulNBits) -> str | None:
         return "its activations stay fp32 (accuracy_level), but the kernel quantizes them to int8"
     if layer.bits not in (4, 8):
         return f"weights of {layer.bits} bits; the kernel reads 4 or 8"
-    if reason := _reason_against_grid(layer.K, layer.block_size):
+    if reason := reason_against_grid(layer.K, layer.block_size):
         return reason
     if layer.g_idx is not None:
         return "its columns are in another order (g_idx)"
-    stored = (layer.b, layer.scales, layer.zero_points, layer.bias)
+    stored = (layer.b, _stored_scales(layer.scales)[0], layer.zero_points, layer.bias)
     if any(value is not None and not value.is_initializer() for value in stored):
         return "its weights are computed"
     if layer.zero_points is not None and layer.zero_points.dtype != ir.DataType.UINT8:
@@ -56,7 +85,8 @@ def reason_against(layer: contrib.MatMulNBits) -> str | None:
     return None
 
 
-def _reason_against_grid(k: int, block: int) -> str | None:
+def reason_against_grid(k: int, block: int) -> str | None:
+    """Say why the kernels do not read blocks of `block` columns of `k`; None where they do."""
     if block < layout.SMALLEST_BLOCK:
         return f"blocks of {block}; the kernel needs {layout.SMALLEST_BLOCK} or more"
     if k % block:
@@ -97,17 +127,15 @@ class Rewriting:
             graph.replace_value(y, normed.output)
             self.model.graph.remove(node, safe=True)
 
-    def linear(self, layer: contrib.MatMulNBits) -> str:
+    def linear(self, layer: contrib.MatMulNBits | cpu.Linear) -> str:
         """Put Linear in the place of `layer` and of what it takes over; return what was done."""
         bias, n, k = layer.bias, layer.N, layer.K
-        grid = Grid(layer.bits, layer.block_size, layer.zero_points is None)
-        source, norm = self._source(layer.a)
+        source, norm = self._source(layer.a if isinstance(layer, contrib.MatMulNBits) else layer.x)
         gate = _gate(layer.output, n) if bias is None else None
         last, residual = (gate.output, None) if gate else _residual(layer.output)
-        stored = [layer.b, layer.scales] + ([] if layer.zero_points is None else [layer.zero_points])
-        weights = self._weights(stored, n, k, grid, gate.first if gate else None)
+        grid, weights = self._weights_of(layer, gate.first if gate else None)
         attributes: dict[str, Any] = {
-            **_grid_attributes(n, k, grid),
+            **grid_attributes(n, k, grid),
             "activation": gate.activation if gate else NO_ACTIVATION,
             "epsilon": norm.epsilon if norm else 0.0,
         }
@@ -126,20 +154,33 @@ class Rewriting:
         besides = [what for what, value in taken.items() if value is not None]
         return ", ".join([f"Linear of {grid.bits} bits, [{n}, {k}]", *besides])
 
+    def _weights_of(self, layer: contrib.MatMulNBits | cpu.Linear, gate_first: bool | None) -> tuple[Grid, ir.Value]:
+        """Return the grid and the weights of `layer` as the kernels read them, halves alternating for a gate."""
+        n, k = layer.N, layer.K
+        if isinstance(layer, cpu.Linear):
+            grid = grid_of(layer)
+            if gate_first is None:
+                return grid, layer.weights
+            return grid, self._derived([layer.weights], n, k, grid, gate_first, _alternation(gate_first=gate_first))
+        scales, scale = _stored_scales(layer.scales)
+        grid = Grid(layer.bits, layer.block_size, layer.zero_points is None, scale)
+        stored = [layer.b, scales] + ([] if layer.zero_points is None else [layer.zero_points])
+        return grid, self._weights(stored, n, k, grid, gate_first)
+
     def embedding(self, lookup: contrib.GatherBlockQuantized) -> str | None:
         """Put Embedding in the place of a lookup of `input_ids`' kind; return what was done, None if it cannot be."""
         codes, ids, bits, shape = lookup.data, lookup.indices, lookup.bits, graph.static(lookup.data)
         reshaped = Reshape.made(lookup.scales)
-        scales = lookup.scales if reshaped is None else reshaped.x
+        scales, scale = _stored_scales(lookup.scales if reshaped is None else reshaped.x)
         if not (codes.is_initializer() and scales.is_initializer() and shape):
             return None
         if lookup.zero_points is not None or lookup.gather_axis != 0:
             return None
         n, k = shape[0], math.prod(shape[1:]) * 8 // bits
-        unfit = _reason_against_grid(k, lookup.block_size)
+        unfit = reason_against_grid(k, lookup.block_size)
         if codes.dtype != ir.DataType.UINT8 or ids.dtype != ir.DataType.INT64 or unfit:
             return None
-        grid, rows = Grid(bits, lookup.block_size, True), lookup.output
+        grid, rows = Grid(bits, lookup.block_size, True, scale), lookup.output
         if (row := Reshape.only_reader(rows)) is not None:  # of a tied table: blocks become a row
             rows = row.output
         elif len(shape) != 2:
@@ -147,7 +188,7 @@ class Rewriting:
         operands = {"ids": ids, "weights": self._weights([codes, scales], n, k, grid, None)}
         name = lookup.name
         lookup.node.name = f"{name}.replaced"
-        lowered = cpu.Embedding.insert(lookup.node, operands, _grid_attributes(n, k, grid), name=name)
+        lowered = cpu.Embedding.insert(lookup.node, operands, grid_attributes(n, k, grid), name=name)
         graph.replace_value(rows, lowered.output)
         return f"Embedding of {bits} bits, [{n}, {k}]"
 
@@ -156,14 +197,20 @@ class Rewriting:
 
         `stored` are its codes, its scales and its zero points, where it has some.
         """
+        return self._derived(stored, n, k, grid, gate_first, _arrangement(n, k, grid, gate_first))
+
+    def _derived(
+        self, stored: Sequence[ir.Value], n: int, k: int, grid: Grid, gate_first: bool | None, function: Function
+    ) -> ir.Value:
         codes = stored[0]
         key = (codes, gate_first)
         if key not in self._arranged:
             tensors = [graph.tensor(value) for value in stored]
             shape = ir.Shape([layout.groups(n), layout.group_bytes(k, grid)])
-            name = str(codes.name).removesuffix(".codes") + ".groups"
-            arrangement = _arrangement(n, k, grid, gate_first)
-            tensor = Derived(arrangement, tensors, ir.DataType.UINT8, shape, name, scratch=self.scratch)
+            name = str(codes.name).removesuffix(".codes").removesuffix(".groups") + ".groups"
+            if name == codes.name:
+                name += ".alternating"
+            tensor = Derived(function, tensors, ir.DataType.UINT8, shape, name, scratch=self.scratch)
             self._arranged[key] = graph.initializer(self.model, name, tensor, graph.sources(codes))
         return self._arranged[key]
 
@@ -208,6 +255,26 @@ def _arrangement(n: int, k: int, grid: Grid, gate_first: bool | None) -> Functio
         return layout.arrange(codes, scales, points, grid)
 
     return arrange
+
+
+@cache
+def _alternation(*, gate_first: bool) -> Function:
+    """Return what lets groups of gate and up take turns; one object for equal arguments."""
+
+    def alternate(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        gate, up = np.split(parts[0], 2)[:: 1 if gate_first else -1]
+        return np.stack([gate, up], axis=1).reshape(parts[0].shape)
+
+    return alternate
+
+
+def _stored_scales(scales: ir.Value) -> tuple[ir.Value, Scale]:
+    """Find the initializer of scales, behind a Cast where they are stored as fp16."""
+    cast = Cast.made(scales)
+    stored = cast.x if cast is not None else scales
+    if stored.is_initializer() and stored.dtype == ir.DataType.FLOAT16:
+        return stored, "fp16"
+    return scales, "fp32"
 
 
 class Gate(NamedTuple):
@@ -273,13 +340,3 @@ def _selection(node: ir.Node | None) -> Gather | None:
 
 def _rank(value: ir.Value) -> int:
     return len(value.shape) if value.shape is not None else 0
-
-
-def _grid_attributes(n: int, k: int, grid: Grid) -> dict[str, Any]:
-    return {
-        "N": n,
-        "K": k,
-        "bits": grid.bits,
-        "block_size": grid.block_size,
-        "zero_points": int(not grid.symmetric),
-    }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 DOMAIN = "llmforge.cpu"
-VERSION = 1  # of the operators and of the layout of their weights
+VERSION = 2  # of the operators and of the layout of their weights
 INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni", "avx512bf16")  # from the one that runs everywhere to the fastest
 
 

@@ -108,6 +108,19 @@ typedef struct Attention {
     float *y;                  /* [batch, sequence, heads·dim] */
 } Attention;
 
+enum { STORED_FP32 = 0, STORED_FP16 = 1, STORED_BF16 = 2 };
+
+/* A matrix [n, k], row after row, in a dtype of STORED_*, and where its codes go: uint8 [n, k], scales fp32 [n, blocks],
+ * zero points uint8 of that shape, NULL where the grid is symmetric. */
+typedef struct Rounding {
+    const void *weights;
+    int64_t n, k, block;
+    int stored, bits;
+    uint8_t *codes;
+    float *scales;
+    uint8_t *zero_points;
+} Rounding;
+
 typedef struct Kernels {
     const char *name;
     /* Quantize rows `first` … `last - 1` of x [m, k], each after RMSNorm with weights `gamma` where that is not NULL;
@@ -123,6 +136,10 @@ typedef struct Kernels {
     void (*attention_prepare)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
     /* Attend for queries `first` … `last - 1` of a row and of one key/value head; 0: out of memory, nothing was written. */
     int (*attention)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
+    /* Round weights to the nearest point of a grid; `row` is a place for k fp32. 0: one of them is not finite. */
+    int (*round)(const Rounding *rounding, float *row);
+    /* Pack `count` pairs of codes into bytes, the first of each in the low half. */
+    void (*pack)(const uint8_t *codes, int64_t count, uint8_t *packed);
 } Kernels;
 
 extern const Kernels kernels_generic;

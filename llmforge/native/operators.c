@@ -490,6 +490,20 @@ EXPORT const char *llmforge_kernels(const char *name) {
     return chosen ? chosen->name : NULL;
 }
 
+/* Round a matrix. Returns 1; 0 where it holds NaN or infinity; -1 where there is no memory. */
+EXPORT int llmforge_round(const Rounding *rounding) {
+    float *row = malloc((size_t)(rounding->k ? rounding->k : 1) * sizeof *row);
+    if (!row) return -1;
+    int finite = (kernels ? kernels : supported(NULL))->round(rounding, row);
+    free(row);
+    return finite;
+}
+
+/* Pack `count` pairs of 4-bit codes into bytes, the first of each in the low half. */
+EXPORT void llmforge_pack(const uint8_t *codes, int64_t count, uint8_t *packed) {
+    (kernels ? kernels : supported(NULL))->pack(codes, count, packed);
+}
+
 EXPORT Status *RegisterCustomOps(SessionOptions *options, const ApiBase *base) {
     static Domain *domain; /* shared by all sessions of the process, and never released */
     const Api *api = base->get_api(ORT_API_VERSION);

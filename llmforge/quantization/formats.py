@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 BITS: Mapping[str, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "fp4": 4} | {
     f"int{bits}": bits for bits in (3, 4, 5, 6, 8)
-}
+} | {"trellis4": 4}  # quantization.trellis
 SUPERBLOCK = 256  # input features that share a superscale, 16 bits, where scales are int8
 
 
@@ -68,3 +68,4 @@ NATIVE = tuple(
     for scale in ("fp32", "fp16", "int8")
     for zero_points in (False, True)
 )
+TRELLISES = tuple(Format("trellis4", 2**size, scale) for size in range(4, 17) for scale in ("fp32", "fp16", "int8"))

@@ -13,13 +13,19 @@ from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
 from llmforge.ir.derived import by_output
 from llmforge.ir.scratch import Scratch
+from llmforge.quantization import cpu_layout
 from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
 from llmforge.quantization.methods.base import Method
+
+SCALES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of a portable grid
 
 
 @dataclass(frozen=True, eq=False)
 class PackedInitializers:
-    """The initializers of a matrix in the layout of com.microsoft::MatMulNBits (`quantization.grids.Packed`)."""
+    """The initializers of a matrix in the layout of com.microsoft::MatMulNBits (`quantization.grids.Packed`).
+
+    scales are fp32 [N, blocks], or fp16 where the grid stores them so.
+    """
 
     codes: ir.Value
     scales: ir.Value
@@ -50,8 +56,7 @@ class LazyMatrix:
             matrix = self.calculate()
             assert matrix.grid == self.grid
             assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
-            packed = pack(matrix)
-            made: dict[str, NDArray[np.generic]] = {name: getattr(packed, name) for name, _, _ in self.parts()}
+            made = self._laid_out(matrix)
             if self.scratch is not None:
                 for name, array in made.items():
                     self.scratch.put((self, name), array)
@@ -59,13 +64,34 @@ class LazyMatrix:
             self._unread = made
         return self._unread.pop(part)
 
+    def _laid_out(self, matrix: QuantizedMatrix) -> dict[str, NDArray[np.generic]]:
+        if not self.grid.portable:
+            return {"groups": arrange(matrix)}
+        packed = pack(matrix)
+        made: dict[str, NDArray[np.generic]] = {name: getattr(packed, name) for name, _, _ in self.parts()}
+        if self.grid.scale == "fp16":
+            made["scales"] = packed.scales.astype(np.float16)
+        return made
+
     def parts(self) -> Iterator[tuple[str, ir.DataType, tuple[int, ...]]]:
-        """Name each part, with its dtype and shape."""
+        """Name each part, with its dtype and shape.
+
+        `groups` alone, in the layout of the CPU kernels, where the grid is not portable.
+        """
+        if not self.grid.portable:
+            shape = (cpu_layout.groups(self.n), cpu_layout.group_bytes(self.k, self.grid))
+            yield "groups", ir.DataType.UINT8, shape
+            return
         blocks, bits = self.grid.blocks(self.k), self.grid.bits
         yield "codes", ir.DataType.UINT8, (self.n, blocks, self.grid.block_size * bits // 8)
-        yield "scales", ir.DataType.FLOAT, (self.n, blocks)
+        yield "scales", SCALES[self.grid.scale], (self.n, blocks)
         if not self.grid.symmetric:
             yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * self.grid.zero_bits // 8))
+
+
+def arrange(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
+    """Lay a matrix out as the CPU kernels read it, uint8 [groups, bytes]."""
+    return cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, matrix.grid)
 
 
 def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True) -> LazyMatrix:
@@ -85,6 +111,14 @@ def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method,
         return stack([method.quantize(each.T[order], grid) for each in tensor.numpy()])
 
     return _lazy(weight, count * n, k, grid, calculate)
+
+
+def register_groups(owner: ir.Model, weight: ir.Value, matrix: LazyMatrix, scratch: Scratch | None = None) -> ir.Value:
+    """Register a matrix as the CPU kernels read it, `weight`'s .groups; with a `scratch` it is computed once."""
+    matrix.scratch = scratch
+    [(part, dtype, shape)] = matrix.parts()
+    name = f"{weight.name}.{part}"
+    return graph.initializer(owner, name, _tensor(matrix, part, dtype, shape, name), graph.sources(weight))
 
 
 def register(

@@ -1,10 +1,10 @@
 """Trellis-coded quantization with 4 bits: the value of a code depends on the codes of the two rows before.
 
-Rows stand in groups of 16. A code is (u, i), u its top bit; u and those of the two rows before, u' and u'' (0 in front of
-a group), choose one of four subsets of eight levels, number 2·u' + (u ^ u''), and i one of its levels. 4 bits thus choose
-among 32 levels: the same error would take plain codes of 4.3 bits, that of normal numbers 4.5 (Marcellin and Fischer,
-Trellis coded quantization of memoryless and Gauss-Markov sources, 1990; the code is Ungerboeck's with four states). Columns
-do not depend on one another, so that what GPTQ moves from column to column stays as it is.
+Rows stand in groups of 16. A code is (u, i), u its top bit; u and those of the two rows before, u' and u'' (0 in front
+of a group), choose one of four subsets of eight levels, number 2·u' + (u ^ u''), and i one of its levels. 4 bits thus
+choose among 32 levels, with an error for which plain codes of normal numbers would take 4.3 bits or more (Marcellin and
+Fischer, Trellis coded quantization of memoryless and Gauss-Markov sources, 1990; the code is Ungerboeck's with four
+states). Columns do not depend on one another, so that what GPTQ moves from column to column stays as it is.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 LANES = 16  # rows of a group
-# Ascending, of numbers divided by the largest of their block of 32 and multiplied by 127. Level j is in subset j % 4, as
-# its bits say, swapped: 2·(j % 2) + j // 2 % 2.
-LEVELS = (-127, -112, -97, -84, -75, -66, -59, -52, -45, -39, -33, -27, -21, -15, -9, -3)
-LEVELS += tuple(-level for level in reversed(LEVELS))
+# Half of the levels, which are mirrored around 0, of numbers divided by the largest of their block of 32 and multiplied
+# by 127. Of all of them, ascending, level j is in the subset of the last bits of j, swapped: 2·(j % 2) + j // 2 % 2.
+_LOWER = (-127, -112, -97, -84, -75, -66, -59, -52, -45, -39, -33, -27, -21, -15, -9, -3)
+LEVELS = (*_LOWER, *(-level for level in reversed(_LOWER)))
 SUBSETS: NDArray[np.float32] = np.array([LEVELS[0::4], LEVELS[2::4], LEVELS[1::4], LEVELS[3::4]], np.float32)
 FULL = np.float32(127)  # the largest level
 
@@ -33,7 +33,7 @@ def decode(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def nearest(values: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Choose the codes [N, K] whose levels have the least Σ weight·(value - level)² in each column of a group (Viterbi).
+    """Choose codes [N, K] whose levels have the least Σ weight·(value - level)² in each column of a group (Viterbi).
 
     `values` [N, K] are in units of a level, `weights` of their shape, the squares of what a level stands for.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,8 +27,36 @@ def test_the_failure_of_the_earlier_one_is_raised() -> None:
     with Proofs() as proofs:
         proofs.begin(nullcontext(), first)
         failed = proofs.begin(nullcontext(), second)
+        with pytest.raises(VerificationError, match="a pass"):
+            failed.result()
         with pytest.raises(VerificationError, match="the trace"):
-            proofs.wait(failed)
+            proofs.finish()
+
+
+def test_what_stumbles_over_a_graph_that_is_refused_is_not_blamed() -> None:
+    stumbled = threading.Event()
+
+    def refuse() -> None:
+        stumbled.wait(10)
+        raise VerificationError("a pass")
+
+    def build(error: Exception) -> None:
+        with Proofs() as proofs:
+            proofs.begin(nullcontext(), refuse)
+            with proofs.blamed():
+                stumbled.set()
+                raise error
+
+    with pytest.raises(VerificationError, match="a pass"):
+        build(KeyError("no such value"))
+    with pytest.raises(OSError, match="full"):
+        build(OSError(errno.ENOSPC, "full"))
+
+
+def test_what_fails_without_a_refusal_is_raised() -> None:
+    with Proofs() as proofs, pytest.raises(KeyError, match="no such value"), proofs.blamed():
+        proofs.begin(nullcontext(), lambda: None)
+        raise KeyError("no such value")
 
 
 def test_what_did_not_run_is_dropped_and_lets_go() -> None:

@@ -14,7 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from llmforge import native
 from llmforge.base.errors import UsageError
-from llmforge.native import layout
+from llmforge.lowering.cpu_linear import grid_attributes
+from llmforge.quantization import cpu_layout as layout
+from llmforge.quantization import grids
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.grids import round_to_nearest as rtn
 
@@ -73,8 +75,8 @@ def linear(matrix: QuantizedMatrix, x: Array, activation: int = 0, epsilon: floa
     held = {name: value for name, value in extra.items() if name != "residual"}
     fed = {"x": x, **({"residual": extra["residual"]} if "residual" in extra else {})}
     node = session(
-        "Linear", fed, {"w": weights, **held}, ["y"], order=LINEAR, N=n, K=k, bits=grid.bits,
-        block_size=grid.block_size, zero_points=int(not grid.symmetric), activation=activation, epsilon=epsilon,
+        "Linear", fed, {"w": weights, **held}, ["y"], order=LINEAR, **grid_attributes(n, k, grid),
+        activation=activation, epsilon=epsilon,
     )  # fmt: skip
     return np.asarray(node.run(None, fed)[0])
 
@@ -109,6 +111,53 @@ def test_linear_is_the_product_with_rounded_rows(kernels: str, grid: Grid, rows:
     matrix = random_matrix(100, 256, grid)  # 100: the last group of 16 is not full
     x = np.random.default_rng(1).standard_normal((rows, 256)).astype(np.float32)
     close(linear(matrix, x), rounded(x.astype(np.float64), grid.block_size) @ dequantized(matrix).T)
+
+
+FORMATS = [
+    Grid(bits, block_size, symmetric, scale, trellis)
+    for bits in (3, 4, 5, 6, 8)
+    for block_size in (32, 128)
+    for symmetric in (True, False)
+    for scale in ("fp32", "fp16", "int8")
+    for trellis in (False, True)
+    if not trellis or (bits == 4 and symmetric)
+]
+
+
+def matrix_of_any_codes(n: int, k: int, grid: Grid) -> QuantizedMatrix:
+    """Make a matrix with codes, scales and zero points of all kinds."""
+    rng = np.random.default_rng(n + k)
+    codes = rng.integers(0, 1 << grid.bits, (n, k)).astype(np.uint8)
+    scales = grids.stored(rng.standard_normal((n, k // grid.block_size)).astype(np.float32) / 8, grid)
+    points = None if grid.symmetric else rng.integers(0, 1 << grid.bits, scales.shape).astype(np.uint8)
+    return QuantizedMatrix(grid, codes, scales, points)
+
+
+@pytest.mark.parametrize("grid", FORMATS, ids=str)
+def test_every_instruction_set_gives_the_bits_of_plain_c(grid: Grid) -> None:
+    matrix = matrix_of_any_codes(100, 384, grid)  # 384: the second superblock is half one
+    values = grids.dequantize(matrix).astype(np.float64)
+    for rows in (1, 2, 5, 30):
+        x = np.random.default_rng(rows).standard_normal((rows, 384)).astype(np.float32)
+        found = {}
+        for name in available():
+            native.instruction_set(name)
+            found[name] = linear(matrix, x)
+        native.instruction_set()
+        close(found["generic"], rounded(x.astype(np.float64), grid.block_size) @ values.T)
+        for name, y in found.items():
+            np.testing.assert_array_equal(y, found["generic"], err_msg=name)
+
+
+@pytest.mark.parametrize("grid", FORMATS, ids=str)
+def test_embedding_gives_the_rows_of_any_format(kernels: str, grid: Grid) -> None:
+    matrix = matrix_of_any_codes(35, 128, grid)
+    weights = layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
+    ids = np.arange(35)[None]
+    node = session(
+        "Embedding", {"ids": ids}, {"w": weights}, ["y"], order=("ids", "w"), **grid_attributes(35, 128, grid)
+    )
+    np.testing.assert_array_equal(node.run(None, {"ids": ids})[0][0], grids.dequantize(matrix))
 
 
 def test_norm_bias_and_residual_go_into_the_layer(kernels: str) -> None:
@@ -157,8 +206,7 @@ def test_rows_of_an_embedding(kernels: str) -> None:
         weights = layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
         ids = np.array([[0, 49, 17], [16, 15, 0]])
         node = session(
-            "Embedding", {"ids": ids}, {"w": weights}, ["y"], order=("ids", "w"), N=50, K=128, bits=grid.bits,
-            block_size=grid.block_size, zero_points=int(not grid.symmetric),
+            "Embedding", {"ids": ids}, {"w": weights}, ["y"], order=("ids", "w"), **grid_attributes(50, 128, grid)
         )  # fmt: skip
         np.testing.assert_allclose(node.run(None, {"ids": ids})[0], dequantized(matrix)[ids], rtol=1e-6)
         with pytest.raises(Exception, match="outside the vocabulary"):
@@ -174,7 +222,7 @@ def test_operands_of_another_size_are_refused() -> None:
     with pytest.raises(Exception, match="weights have another size"):
         session(
             "Linear", {"x": np.zeros((1, 64), np.float32)}, {"w": np.zeros((2, 64), np.uint8)}, ["y"], order=LINEAR,
-            N=32, K=64, bits=4, block_size=32, zero_points=0, activation=0, epsilon=0.0,
+            **grid_attributes(32, 64, Grid(4, 32, True)), activation=0, epsilon=0.0,
         ).run(None, {"x": np.zeros((1, 64), np.float32)})  # fmt: skip
 
 

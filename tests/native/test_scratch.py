@@ -17,7 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.native import layout
+from llmforge.lowering.cpu_linear import grid_attributes
+from llmforge.quantization import cpu_layout as layout
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.grids import round_to_nearest as rtn
 
@@ -136,7 +137,7 @@ def linear(runtime: Runtime, rows: int, seed: int = 0) -> Array:
     rng, grid = np.random.default_rng(seed), Grid(4, 32, True)
     matrix = rtn(rng.standard_normal((512, 1024)).astype(np.float32), grid)
     weights = layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
-    attributes = {"N": 512, "K": 1024, "bits": 4, "block_size": 32, "zero_points": 0, "activation": 0, "epsilon": 0}
+    attributes = {**grid_attributes(512, 1024, grid), "activation": 0, "epsilon": 0}
     x = rng.standard_normal((rows, 1024)).astype(np.float32)
     return runtime.compute("Linear", attributes, x, weights)
 

@@ -281,7 +281,15 @@ def test_options() -> None:
     assert step.demands() == (WeightDemand(Gptq(), Grid(4, 64, False), ("*.k_proj.*",)),)
     with pytest.raises(ValidationError, match="budget"):
         options.make(QuantizeWeights, {})
-    for bad in ({"bits": 3}, {"block_size": 16}, {"damping": 0.0}, {"method": "awq"}, {"embedding_bits": 2}):
+    for bad in (
+        {"bits": 7},
+        {"codes": "trellis"},
+        {"bits": 5, "accuracy_level": 1},
+        {"block_size": 16},
+        {"damping": 0.0},
+        {"method": "awq"},
+        {"embedding_bits": 2},
+    ):
         with pytest.raises(ValidationError):
             options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, **bad})
 

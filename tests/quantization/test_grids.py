@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from llmforge.quantization.grids import Grid, dequantize, pack, rows, stack, unpack
+from llmforge.quantization.grids import SUPERBLOCK, Grid, Scale, dequantize, pack, rows, split, stack, stored, unpack
 from llmforge.quantization.grids import round_to_nearest as rtn
 
 GRIDS = st.builds(
@@ -165,3 +165,37 @@ def test_onnxruntime_multiplies_by_what_dequantize_says(bits: int, level: int, s
     x = random.standard_normal((5, k)).astype(np.float32)
     [y] = session.run(None, {"A": x})
     np.testing.assert_allclose(y, x @ dequantize(matrix).T, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", ["fp16", "int8"])
+@given(
+    hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=2, max_dims=2, max_side=40),
+        elements=st.floats(2.0**-20, 2.0**10, width=32).flatmap(lambda s: st.sampled_from([s, -s])),
+    ),
+    st.sampled_from([32, 128, 512]),
+)
+@settings(deadline=None)
+def test_stored_scales_can_be_stored(scale: Scale, scales: NDArray[np.float32], block_size: int) -> None:
+    grid = Grid(4, block_size, True, scale)
+    found = stored(scales, grid)
+    assert (found != 0).all()
+    np.testing.assert_array_equal(stored(found, grid), found)
+    if scale == "fp16":
+        np.testing.assert_array_equal(found.astype(np.float16).astype(np.float32), found)
+        np.testing.assert_allclose(found, scales, rtol=2.0**-11, atol=2.0**-24)
+        return
+    codes, supers = split(found, grid)
+    factors = (supers.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    each = max(SUPERBLOCK // block_size, 1)
+    np.testing.assert_array_equal(codes * np.repeat(factors, each, axis=1)[:, : scales.shape[1]], found)
+    # half a step of the superscale, or a whole one where it would be 0, or where the largest was cut off
+    assert (np.abs(found - scales) <= 1.01 * np.repeat(factors, each, axis=1)[:, : scales.shape[1]]).all()
+
+
+def test_scales_that_int8_does_not_store_are_refused() -> None:
+    with pytest.raises(ValueError, match="not rounded to int8"):
+        split(np.array([[0.1234567, 0.7654321]], np.float32), Grid(4, 32, True, "int8"))
+    with pytest.raises(ValueError, match="65504"):
+        stored(np.array([[1e6]], np.float32), Grid(4, 32, True, "fp16"))

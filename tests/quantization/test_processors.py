@@ -22,7 +22,7 @@ import hashlib, json
 import ml_dtypes, numpy as np
 from numpy._core import _multiarray_umath
 from llmforge.ir import derived
-from llmforge.native import layout
+from llmforge.quantization import cpu_layout as layout
 from llmforge.quantization import grids
 
 rng = np.random.default_rng(0)

@@ -30,6 +30,8 @@ class _Packed(_Kernel):
     bits = integer()
     block_size = integer()
     zero_points = integer()
+    scales = integer(0)  # SCALE_* of llmforge/native/kernels.h
+    trellis = integer(0)
 
 
 class Linear(_Packed):

@@ -182,8 +182,8 @@ def gptq(
 
     Column by column in the order of the Hessian's diagonal, each is rounded and its error moved onto the columns that
     are still to come (Frantar et al. 2022, arXiv 2210.17323, section 3.3), on grids that were fitted before, so that
-    the codes can be put back in place and no `g_idx` is needed. Then coordinate descent: each column is rounded again given
-    the others, and scale and zero point of each block are fitted again given the codes.
+    the codes can be put back in place and no `g_idx` is needed. Then coordinate descent: each column is rounded again
+    given the others, and scale and zero point of each block are fitted again given the codes.
 
     `outputs` are Hessians of the loss in the layer's output, one [Nᵢ, Nᵢ] for each of the layers on top of each other
     (none: all outputs count alike). Where outputs hang together, so should their errors: rows are rounded again in
@@ -196,6 +196,8 @@ def gptq(
         ValueError: `wanted` is not finite, or shapes do not fit.
     """
     require_finite(wanted)
+    if grid.trellis:
+        raise ValueError("the codes of a trellis are not chosen column by column")
     n, k = wanted.shape
     if k != len(curvature.order):
         raise ValueError(f"the weight has {k} input features, its Hessian {len(curvature.order)}")

@@ -1,0 +1,98 @@
+"""Rounding of weights by the compiled kernels: the codes that `llmforge.quantization.grids` computes in numpy, to the bit.
+
+The interpreter is free meanwhile: other threads go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge import native
+
+_STORED = {"float32": 0, "float16": 1, "bfloat16": 2}  # kernels.h, STORED_*
+
+
+class _Rounding(ctypes.Structure):
+    """kernels.h, `Rounding`."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("stored", ctypes.c_int),
+        ("bits", ctypes.c_int),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zero_points", ctypes.c_void_p),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    path = native.library()
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    library.llmforge_round.argtypes, library.llmforge_round.restype = [ctypes.POINTER(_Rounding)], ctypes.c_int
+    library.llmforge_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    library.llmforge_pack.restype = None
+    return library
+
+
+def takes(weight: NDArray[Any]) -> bool:
+    """Say whether there are kernels for matrices of the dtype of `weight` here."""
+    return _library() is not None and weight.dtype.isnative and weight.dtype.name in _STORED
+
+
+def round_to_nearest(
+    weight: NDArray[Any],
+    bits: int,
+    block_size: int,
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    zero_points: NDArray[np.uint8] | None,
+) -> bool:
+    """Write codes, scales and zero points (None: a symmetric grid) of `weight` [N, K], which is one that `takes` takes.
+
+    The others are contiguous: codes [N, K], scales and zero points [N, blocks]. Return False, and what was written is
+    of no meaning, where a weight is NaN or infinite.
+
+    Raises:
+        MemoryError: there is none for a row.
+    """
+    library = _library()
+    assert library is not None, "the kernels are not compiled here"
+    stored = np.ascontiguousarray(weight)
+    n, k = stored.shape
+    rounding = _Rounding(
+        stored.ctypes.data,
+        n,
+        k,
+        block_size,
+        _STORED[stored.dtype.name],
+        bits,
+        codes.ctypes.data,
+        scales.ctypes.data,
+        None if zero_points is None else zero_points.ctypes.data,
+    )
+    found = library.llmforge_round(ctypes.byref(rounding))
+    if found < 0:
+        raise MemoryError(f"a row of {k} numbers")
+    return bool(found)
+
+
+def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    """Pack 4-bit codes [N, C], C even, into bytes [N, C / 2], the first of a pair in the low half; None: no kernels."""
+    library = _library()
+    if library is None:
+        return None
+    pairs = np.ascontiguousarray(codes)
+    packed = np.empty((len(codes), codes.shape[1] // 2), np.uint8)
+    library.llmforge_pack(pairs.ctypes.data, packed.size, packed.ctypes.data)
+    return packed
