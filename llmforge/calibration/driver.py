@@ -84,6 +84,7 @@ def calibrate(
         tokens=sum(len(window.ids) for window in windows),
         linears=StoredMatrices(dict(item for result in done for item in result.linears.items())),
         kv={index: result.kv for index, result in enumerate(done[1:]) if result.kv is not None},
+        notes=tuple(note for result in done for note in result.notes),
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
     )
 
@@ -240,9 +241,10 @@ def _calibrate_layer(
 ) -> LayerResult:
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears: dict[str, QuantizedMatrix] = {}
+    notes: list[str] = []
     if weights is not None:
         if found is None:
-            linears = quantize_layer(layer, original, current, weights, taken, threads)
+            linears = quantize_layer(layer, original, current, weights, taken, threads, notes)
         else:
             for index, state in enumerate(original):
                 original[index] = layer.run(index, state)
@@ -259,7 +261,7 @@ def _calibrate_layer(
             f"{layer.name}: hidden states are NaN or infinite on the calibration text",
             hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
         )
-    return found or LayerResult(linears, kv)
+    return found or LayerResult(linears, kv, notes=tuple(notes))
 
 
 def _input_ranges(layer: DecoderLayer, states: Sequence[torch.Tensor]) -> dict[str, float]:

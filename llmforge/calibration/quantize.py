@@ -39,10 +39,11 @@ def quantize_layer(
     demand: WeightDemand,
     gradients: Gradients | None = None,
     threads: int = 1,
+    notes: list[str] | None = None,
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the linears and experts of `layer` in place, in the order in which they run.
 
-    The hidden states `original`, those of the checkpoint, end behind the layer; the `current` ones stay in front of it.
+    What a reader of the report should know is put to `notes`. The hidden states `original`, those of the checkpoint, end behind the layer; the `current` ones stay in front of it.
 
     Raises:
         DataError: what a matrix reads over the calibration text does not allow the method of `demand`.
@@ -58,14 +59,15 @@ def quantize_layer(
         inputs.append({name: _Unquantized(x, residuals.get(name)) for name, x in read.items()})
         original[window] = after
     results: dict[str, QuantizedMatrix] = {}
+    notes = [] if notes is None else notes
     for names in groups:
         unquantized = [read.pop(names[0]) for read in inputs]
         if names[0] in layer.experts():
             reads = [each.read for each in unquantized]
-            matrices = _quantize_experts(layer, names[0], current, reads, demand)
+            matrices = _quantize_experts(layer, names[0], current, reads, demand, notes)
         else:
             outputs = gradients.outputs(names) if gradients is not None else ()
-            matrices = _quantize_linears(layer, names, current, unquantized, added, demand, outputs, threads)
+            matrices = _quantize_linears(layer, names, current, unquantized, added, demand, outputs, threads, notes)
         for name, matrix in matrices.items():
             layer.set_weight(name, dequantize(matrix))
         results |= matrices
@@ -106,6 +108,7 @@ def _quantize_linears(
     demand: WeightDemand,
     outputs: tuple[Float32, ...],
     threads: int,
+    notes: list[str],
 ) -> dict[str, QuantizedMatrix]:
     """Quantize linears that read one tensor, `originals` in the checkpoint: their rows are one matrix."""
     name, residual = names[0], originals[0].residual
@@ -125,6 +128,7 @@ def _quantize_linears(
     with _refusals(name, demand.method):
         seen = sums.seen(routed=False, held=held, outputs=outputs, threads=threads)
         matrix = demand.method.quantize(np.concatenate(weights), demand.grid_of(names), seen)
+    notes += [f"{name}: {note}" for note in seen.notes]
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}
 
@@ -135,6 +139,7 @@ def _quantize_experts(
     states: Sequence[torch.Tensor],
     originals: Sequence[torch.Tensor],
     demand: WeightDemand,
+    notes: list[str],
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the experts `name`; nothing where no kernel has a grid for their widths."""
     module = layer.experts()[name]
@@ -146,6 +151,8 @@ def _quantize_experts(
     read = of_experts.RoutedInputs(tokens, ids, mixing, torch.cat(list(originals)))
     with _refusals(name, demand.method):
         matrices = of_experts.quantize(module, read, grid, demand.method)
+    if said := of_experts.scarcity(module, read):
+        notes.append(f"{name}: {said}")
     return dict(zip(_matrices(layer, name), matrices, strict=True))
 
 

@@ -60,6 +60,7 @@ class LayerResult:
     linears: Mapping[str, QuantizedMatrix | Path]
     kv: KvRange | None
     inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
+    notes: tuple[str, ...] = ()  # for the report
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Store:
         self.reused.append(index)
         with np.load(entry.path / _FILE, allow_pickle=False) as arrays:
             kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
-            names, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "inputs"))
-        return LayerResult(dict.fromkeys(names, entry.path / _FILE), kv, inputs)
+            names, inputs, notes = (json.loads(arrays[part].tobytes()) for part in ("grids", "inputs", "notes"))
+        return LayerResult(dict.fromkeys(names, entry.path / _FILE), kv, inputs, tuple(notes))
 
     def save(self, key: str, index: int, result: LayerResult) -> LayerResult:
         """Keep the result of layer `index`, and return one that reads from there."""
@@ -94,6 +95,7 @@ class Store:
         if result.kv is not None:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
         arrays["inputs"] = np.frombuffer(json.dumps(dict(result.inputs)).encode(), np.uint8)
+        arrays["notes"] = np.frombuffer(json.dumps(result.notes).encode(), np.uint8)
         arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
 
         def write(folder: Path) -> None:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-BITS: Mapping[str, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "fp4": 4} | {
-    f"int{bits}": bits for bits in (3, 4, 5, 6, 8)
-} | {"trellis4": 4}  # quantization.trellis
+BITS: Mapping[str, int] = (
+    {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "fp4": 4}
+    | {f"int{bits}": bits for bits in (3, 4, 5, 6, 8)}
+    | {"trellis4": 4}
+)  # quantization.trellis
 SUPERBLOCK = 256  # input features that share a superscale, 16 bits, where scales are int8
 
 

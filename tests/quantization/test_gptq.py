@@ -200,6 +200,10 @@ def test_a_hessian_that_cannot_be_factored_is_damped_more() -> None:
     curvature = Curvature.of(hessian, DAMPING)
     assert curvature.damping > DAMPING
     assert np.isfinite(curvature.inverse).all()
+    seen = LayerInputs(10, False, {InputStatistic.MOMENTS: hessian})
+    Gptq().quantize(weights(4, 64), Grid(4, 32, False), seen)
+    [note] = seen.notes
+    assert note.startswith(f"damping rose from {DAMPING} to ")
 
 
 def test_without_a_library_the_hint_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,15 +253,27 @@ def test_the_target_makes_up_for_what_was_lost_before() -> None:
     np.testing.assert_allclose(
         moved, weight + DRIFT * weight @ sums[InputStatistic.DRIFT] @ np.linalg.inv(curvature_of(curvature)), atol=2e-3
     )
-    other = LayerInputs(800, False, sums, statistics(original[held], current[held], residual[held]))
-    both = target(weight, curvature, other)
+    apart = statistics(original[held], current[held], residual[held])
+    together = {key: sums[key] + apart[key] for key in sums}
+    of_all = Curvature.of(together[InputStatistic.MOMENTS], DAMPING)
+    both = target(weight, of_all, LayerInputs(1600, False, together, apart))
     assert distance(both) < 0.9 * distance(moved) < distance(weight)
     # Text that says the opposite lets the weight stay.
-    against = LayerInputs(
-        800, False, sums, statistics(2 * current[held] - original[held], current[held], -residual[held])
+    against = {key: sums[key] if key == InputStatistic.MOMENTS else -2 * sums[key] for key in sums}
+    opposed = LayerInputs(1600, False, {key: sums[key] + against[key] for key in sums}, against)
+    np.testing.assert_array_equal(target(weight, curvature, opposed), weight)
+
+
+def test_the_method_rounds_the_target() -> None:
+    original, weight, grid = inputs(800, 96), weights(32, 96), Grid(8, 32, False)
+    current = original + 0.3 * inputs(800, 96, seed=5)
+    seen = LayerInputs(800, False, statistics(original, current))
+    wanted = target(weight, Curvature.of(seen.sums[InputStatistic.MOMENTS], Gptq().damping), seen)
+    matrix = Gptq().quantize(weight, grid, seen)
+    assert np.abs(wanted - weight).max() > 20 * np.abs(matrix.scales).max()
+    assert loss(wanted, matrix, seen.sums[InputStatistic.MOMENTS]) < 1e-3 * loss(
+        wanted, rtn(weight, grid), current.T @ current
     )
-    np.testing.assert_array_equal(target(weight, curvature, against), weight)
-    assert np.abs(dequantize(Gptq().quantize(weight, Grid(8, 32, False), other)) - both).max() < 0.1
 
 
 def curvature_of(curvature: Curvature) -> NDArray[np.float64]:

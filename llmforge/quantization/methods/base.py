@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ class LayerInputs:
     made; None: there are too few.
     `outputs` are, of each of the layers on top of each other, the mean of g gᵀ, [N, N], g the gradient of the loss in
     the layer's output; empty where gradients are not known. `threads` is how many may compute.
+    A method puts to `notes` what a reader of the report should know of this layer.
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class LayerInputs:
     held: Mapping[InputStatistic, Float32] | None = None
     outputs: tuple[Float32, ...] = ()
     threads: int = 1
+    notes: list[str] = field(default_factory=list)
 
 
 NO_INPUTS = LayerInputs(0, False, {})  # for a method that demands nothing

@@ -70,6 +70,10 @@ class Gptq(Method):
             damping += SCARCITY * weight.shape[1] / inputs.tokens
         require_finite(weight)
         curvature = Curvature.of(hessian, damping)
+        if curvature.damping > damping:
+            inputs.notes.append(
+                f"damping rose from {damping:g} to {curvature.damping:g}: its Hessian could not be factored"
+            )
         wanted = target(np.asarray(weight, np.float32), curvature, inputs)
         return gptq(wanted, curvature, grid, inputs.outputs, threads=inputs.threads)
 
