@@ -62,8 +62,8 @@ def quantize(
 def scarcity(module: nn.Module, seen: RoutedInputs) -> str:
     """Say how many experts saw fewer tokens than they read features, and what becomes of them; "" if none did.
 
-    Such a Hessian has no full rank: it is damped the more, the fewer tokens there were, and an expert without a token is
-    rounded to nearest.
+    Such a Hessian has no full rank: it is damped the more, the fewer tokens there were, and an expert without a token
+    is rounded to nearest.
     """
     held = weights(module)
     counts = np.bincount(seen.ids.reshape(-1).numpy(), minlength=len(held.up))

@@ -43,7 +43,8 @@ def quantize_layer(
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the linears and experts of `layer` in place, in the order in which they run.
 
-    What a reader of the report should know is put to `notes`. The hidden states `original`, those of the checkpoint, end behind the layer; the `current` ones stay in front of it.
+    The hidden states `original`, those of the checkpoint, end behind the layer; the `current` ones stay in front of it.
+    What a reader of the report should know is put to `notes`.
 
     Raises:
         DataError: what a matrix reads over the calibration text does not allow the method of `demand`.

@@ -71,5 +71,5 @@ class Statistics:
     # By parameter name, "model.layers.0.self_attn.q_proj.weight"; of experts [E·N, K], one after another. May be lazy.
     linears: Mapping[str, QuantizedMatrix]
     kv: Mapping[int, KvRange]  # by layer
-    notes: tuple[str, ...] = ()  # what a reader of the report should know
     inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
+    notes: tuple[str, ...] = ()  # what a reader of the report should know
