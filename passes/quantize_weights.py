@@ -135,9 +135,8 @@ class QuantizeWeights(Pass):
         native = not (self.grid.portable and self.embedding_bits in (4, 8, _KEEP))
         if native and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"this format needs llmforge's CPU kernels, which have accuracy_level: {INT8_ACTIVATIONS}")
-        if self.grid.portable and self.grid.format not in self.chosen.formats:
-            given = ", ".join(format.name for format in self.chosen.formats)
-            raise ValueError(f"method: {self.method} supports {given}, not {self.grid.format.name}")
+        if self.grid.format not in self.chosen.formats:
+            raise ValueError(f"method: {self.method} cannot give {self.grid.format.name}; use another format or method")
         return self
 
     @property

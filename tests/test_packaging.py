@@ -43,6 +43,7 @@ def shipped() -> dict[str, Path]:
 
 
 LIBRARY = "llmforge/native/_kernels.abi3.so"
+LOOPS = "llmforge/quantization/rounding/_rounding.abi3.so"
 
 
 def test_the_symlinks_lead_where_the_mapping_does() -> None:
@@ -62,7 +63,7 @@ def test_the_wheel_holds_every_file_once_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
         assert len(names) == len(set(names))
         content = {name for name in names if ".dist-info/" not in name}
-        assert content == {*expected, LIBRARY}
+        assert content == {*expected, LIBRARY, LOOPS}
         for name, path in expected.items():
             assert archive.read(name) == path.read_bytes(), name
     metadata = [name for name in names if name not in content]

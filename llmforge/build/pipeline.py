@@ -135,6 +135,8 @@ def make(
         proofs.finish(progress)
     statistics, seen, calibration_key = calibrate(recipe, checkpoint, model, demands, kept, progress)
     stages.statistics(statistics)
+    if statistics is not None:
+        notes += statistics.notes
     windows = texts.evaluation_windows(recipe, checkpoint)
     lossy = any(step.numerics is Numerics.LOSSY for step in steps)
     chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)] if lossy else []

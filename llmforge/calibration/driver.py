@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,10 +17,12 @@ import torch
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
+from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredMatrices
+from llmforge.calibration.tables import quantize_tables
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
@@ -26,6 +30,7 @@ from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
 from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
 
+_NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
 
 
@@ -65,18 +70,21 @@ def calibrate(
     progress, store = progress or Silent(), store or Store()
     own, layers = key(checkpoint, windows, demands, caches, threads), checkpoint.geometry.layers
     found = [store.load(own, index) for index in range(layers)]
-    if store.reused:
+    if store.reused:  # before those of embedding and head
         progress.stage(f"Calibrate: {numbered(store.reused, layers)} reused")
-    if None in found:
-        with torch.inference_mode(), fixed(threads):
-            done = _walk(checkpoint, windows, demands, _measured(caches), found, store, own, progress)
+    weights = _weight_demand(demands)
+    tables = store.load(own, layers) if weights is not None and weights.tables is not None else _NOTHING
+    if None in found or tables is None:
+        with torch.no_grad(), fixed(threads):
+            done = _walk(checkpoint, windows, demands, _measured(caches), found, tables, store, own, threads, progress)
     else:
-        done = [result for result in found if result is not None]
+        done = [tables, *(result for result in found if result is not None)]
     return Statistics(
         samples=len(windows),
         tokens=sum(len(window.ids) for window in windows),
         linears=StoredMatrices(dict(item for result in done for item in result.linears.items())),
-        kv={index: result.kv for index, result in enumerate(done) if result.kv is not None},
+        kv={index: result.kv for index, result in enumerate(done[1:]) if result.kv is not None},
+        notes=tuple(note for result in done for note in result.notes),
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
     )
 
@@ -87,37 +95,54 @@ def _walk(
     demands: Sequence[Demand],
     measured: Collection[int] | None,
     found: Sequence[LayerResult | None],
+    tables: LayerResult | None,
     store: Store,
     own: str,
+    threads: int,
     progress: Progress,
 ) -> list[LayerResult]:
-    """Carry the windows through the layers, and quantize and measure those that were not `found`.
+    """Carry the windows through the layers, and quantize and measure those that were not `found`, nor the `tables`.
 
-    They begin where `store` has the hidden states of the calibration `own`, in front of what is lacking.
+    They begin where `store` has the hidden states of the calibration `own`, in front of what is lacking. Returns
+    results of the embedding and head, and of each layer.
     """
     weights = _weight_demand(demands)
     skeleton = Skeleton.build(checkpoint)
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
     calls, original = skeleton.enter([window.ids for window in windows])
+    entered = list(original)
     current = list(original) if weights else original
     sides = (original, current) if weights else (original,)
     shapes = [tuple(state.shape) for side in sides for state in side]
-    begin = _resume(store.states(own, found.index(None), shapes), sides)
+    lacking = 0 if tables is None else next((i for i, each in enumerate(found) if each is None), 0)
+    begin = _resume(store.states(own, lacking, shapes), sides)
     keeps = store.keeps_states(sum(state.nbytes for side in sides for state in side))
     done = [result for result in found[:begin] if result is not None]
-    for index, kept in enumerate(found[begin:], begin):
-        progress.advance(index, len(found))
-        layer = skeleton.load(index, calls[index])
-        ranges = KvRangeDemand() in demands and (measured is None or index in measured)
-        inputs = {} if kept or InputRangeDemand() not in demands else _input_ranges(layer, original)
-        result = _calibrate_layer(layer, original, current, weights, ranges, kept)
-        done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
-        del layer  # before the next one is read
-        if keeps and index + 1 < len(found):
-            store.keep_states(own, index + 1, (state.numpy() for side in sides for state in side))
+    with ExitStack() as stack:
+        taken = None
+        if weights is not None and weights.method.demands_outputs:
+            ids = [window.ids for window in windows]
+            taken = Gradients.read(store.gradients(own, partial(take, skeleton, ids, calls, entered), stack))
+        if tables is None:
+            assert weights is not None
+            tables = store.save(own, len(found), LayerResult(quantize_tables(skeleton, taken, weights, threads), None))
+        embedding = StoredMatrices(tables.linears).get(skeleton.tables()[0])
+        if embedding is not None and begin == 0:
+            current[:] = skeleton.enter([window.ids for window in windows], dequantize(embedding))[1]
+        for index, kept in enumerate(found[begin:], begin):
+            progress.advance(index, len(found))
+            layer = skeleton.load(index, calls[index])
+            ranges = KvRangeDemand() in demands and (measured is None or index in measured)
+            inputs = {} if kept or InputRangeDemand() not in demands else _input_ranges(layer, original)
+            result = _calibrate_layer(layer, original, current, weights, taken, threads, ranges, kept)
+            done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
+            del layer  # before the next one is read
+            if keeps and index + 1 < len(found):
+                store.keep_states(own, index + 1, (state.numpy() for side in sides for state in side))
     store.drop_states(own, len(found) - 1)
+    store.drop_gradients(own)
     progress.advance(len(found), len(found))
-    return done
+    return [tables, *done]
 
 
 def _resume(found: tuple[int, Iterator[Float32]] | None, sides: Sequence[list[torch.Tensor]]) -> int:
@@ -210,14 +235,17 @@ def _calibrate_layer(
     original: list[torch.Tensor],
     current: list[torch.Tensor],
     weights: WeightDemand | None,
+    taken: Gradients | None,
+    threads: int,
     wants_ranges: bool,
     found: LayerResult | None,
 ) -> LayerResult:
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears: dict[str, QuantizedMatrix] = {}
+    notes: list[str] = []
     if weights is not None:
         if found is None:
-            linears = quantize_layer(layer, original, current, weights)
+            linears = quantize_layer(layer, original, current, weights, taken, threads, notes)
         else:
             for index, state in enumerate(original):
                 original[index] = layer.run(index, state)
@@ -234,7 +262,7 @@ def _calibrate_layer(
             f"{layer.name}: hidden states are NaN or infinite on the calibration text",
             hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
         )
-    return found or LayerResult(linears, kv)
+    return found or LayerResult(linears, kv, notes=tuple(notes))
 
 
 def _input_ranges(layer: DecoderLayer, states: Sequence[torch.Tensor]) -> dict[str, float]:

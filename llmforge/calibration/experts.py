@@ -59,6 +59,23 @@ def quantize(
     return grids.stack(ups), grids.stack(downs)
 
 
+def scarcity(module: nn.Module, seen: RoutedInputs) -> str:
+    """Say how many experts saw fewer tokens than they read features, and what becomes of them; "" if none did.
+
+    Such a Hessian has no full rank: it is damped the more, the fewer tokens there were, and an expert without a token
+    is rounded to nearest.
+    """
+    held = weights(module)
+    counts = np.bincount(seen.ids.reshape(-1).numpy(), minlength=len(held.up))
+    few, none = int((counts < held.up.shape[1]).sum()), int((counts == 0).sum())
+    if not few:
+        return ""
+    return (
+        f"{few} of {len(counts)} experts saw fewer calibration tokens than they read features, and are damped more"
+        + (f"; {none} saw none, and are rounded to nearest" if none else "")
+    )
+
+
 def matrices(module: nn.Module) -> list[str]:
     """Name the two parameters that hold the matrices of an experts module, in the order in which they are read."""
     return names(module)[:2]

@@ -32,6 +32,13 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
+class Additions(NamedTuple):
+    """Which linears and experts of a layer make what is added to hidden states; `first` to those it is called with."""
+
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+
+
 class _Reached(Exception):
     """The module that was waited for is about to run."""
 
@@ -88,7 +95,7 @@ class DecoderLayer:
                     return
             seen.append((x, [name]))
 
-        with self._watched(note, [*self._linears(), *experts]):
+        with self._watched(note, [*self.linears(), *experts]):
             self.run(0, state)
         return [names for _, names in seen]
 
@@ -100,7 +107,7 @@ class DecoderLayer:
         found: set[str] = set()
         for experts in self.experts():
             before = self.arguments_of(experts, 0, state)
-            for name in [name for group in groups for name in group if name in self._linears()]:
+            for name in [name for group in groups for name in group if name in self.linears()]:
                 with self._shifted(name):
                     after = self.arguments_of(experts, 0, state)
                 moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
@@ -126,6 +133,53 @@ class DecoderLayer:
         for name in set(names) - set(inputs):
             raise self._unread(name)
         return state, inputs
+
+    def run_with_outputs(
+        self, names: Sequence[str], window: int, state: torch.Tensor, read: Sequence[str] = ()
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Run, and return also what the linears or experts `names` made, [1, tokens, N], and what those of `read` read.
+
+        Raises:
+            UnsupportedError: one of them did not run.
+        """
+        outputs: dict[str, torch.Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            def after(module: torch.nn.Module, args: Any, y: Any) -> None:
+                outputs[name] = _hidden(y)
+
+            return after
+
+        modules = {**self.linears(), **self.experts()}
+        with ExitStack() as hooks:
+            for name in names:
+                hooks.enter_context(modules[name].register_forward_hook(keep(name)))
+            state, inputs = self.run_with_inputs(read, window, state)
+        for name in set(names) - set(outputs):
+            raise self._unread(name)
+        return state, {name: y.reshape(state.shape[0], state.shape[1], -1) for name, y in outputs.items()}, inputs
+
+    def additions(self, groups: Sequence[Sequence[str]], state: torch.Tensor) -> Additions:
+        """Find the linears and experts whose outputs are added to hidden states, of `groups` as found with `state`.
+
+        `last` are those whose output, shifted, shifts that of the layer by as much; `first` those whose output and
+        `state` together are what the `last` ones are added to.
+        """
+        names = [name for group in groups for name in group]
+        out, made, _ = self.run_with_outputs(names, 0, state)
+        fitting = [name for name, y in made.items() if y.shape == out.shape]
+        last = []
+        for name in fitting:
+            with self._shifted(name):
+                after = self.run(0, state)
+            shift = torch.linspace(0.5, 1.5, out.shape[-1]) * (1 + made[name].abs().amax())
+            if torch.allclose(after - out, shift.expand_as(out), rtol=0, atol=float(1e-3 * shift.max())):
+                last.append(name)
+        between = out - sum((made[name] for name in last), torch.zeros(()))
+        room = float(1e-4 * between.abs().amax())
+        others = [name for name in fitting if name not in last] if last else []
+        first = [name for name in others if torch.allclose(state + made[name], between, rtol=0, atol=room)]
+        return Additions(tuple(first), tuple(last))
 
     def arguments_of(self, name: str, window: int, state: torch.Tensor) -> Arguments:
         """Return what a linear, or experts, are called with, each [tokens, …]; the layer runs no further than there.
@@ -154,12 +208,12 @@ class DecoderLayer:
 
     def weight(self, name: str) -> Float32:
         """Return the weight of linear `name`, fp32 [N, K]."""
-        weight: Float32 = self._linears()[name].weight.detach().numpy()
+        weight: Float32 = self.linears()[name].weight.detach().numpy()
         return weight
 
     def set_weight(self, name: str, weight: Float32) -> None:
         """Give linear `name` another weight, fp32 [N, K], or experts another parameter, [E·N, K]."""
-        if name in (linears := self._linears()):
+        if name in (linears := self.linears()):
             linears[name].weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
             return
         owner, _, parameter = name.rpartition(".")
@@ -167,7 +221,7 @@ class DecoderLayer:
 
     def _watched(self, note: Callable[[str, Arguments], None], names: Sequence[str]) -> ExitStack:
         """Call `note` with the name of each of the linears or experts `names`, and what it is given, before it runs."""
-        modules = {**self._linears(), **self.experts()}
+        modules = {**self.linears(), **self.experts()}
 
         def hook(name: str) -> Callable[..., None]:
             def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -182,14 +236,15 @@ class DecoderLayer:
         return hooks
 
     def _shifted(self, name: str) -> AbstractContextManager[object]:
-        """Add to what linear `name` makes, to each feature something else."""
+        """Add to what linear or experts `name` makes, to each feature something else."""
 
         def shift(y: Any) -> Any:
             if isinstance(y, tuple):  # of a router that derives from Linear and returns its choice
                 return tuple(map(shift, y))
             return y + torch.linspace(0.5, 1.5, y.shape[-1]) * (1 + y.abs().amax()) if y.is_floating_point() else y
 
-        return self._linears()[name].register_forward_hook(lambda _, args, y: shift(y))
+        modules = {**self.linears(), **self.experts()}
+        return modules[name].register_forward_hook(lambda _, args, y: shift(y))
 
     def _unread(self, name: str) -> UnsupportedError:
         return UnsupportedError(
@@ -197,7 +252,8 @@ class DecoderLayer:
             hint=f"add it to `exclude`, or use method: {PLAIN.name}",
         )
 
-    def _linears(self) -> dict[str, torch.nn.Linear]:
+    def linears(self) -> dict[str, torch.nn.Linear]:
+        """Map the names of its linears to them."""
         return linears_of(self.module, self.name)
 
 

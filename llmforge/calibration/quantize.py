@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -11,41 +12,75 @@ import torch
 
 from llmforge.base.errors import DataError
 from llmforge.calibration import experts as of_experts
-from llmforge.calibration.layer import DecoderLayer
+from llmforge.calibration.gradients import Gradients
+from llmforge.calibration.layer import Additions, DecoderLayer
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.grids import QuantizedMatrix, dequantize, rows
+from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, rows
 from llmforge.quantization.methods import PLAIN
-from llmforge.quantization.methods.base import Method
+from llmforge.quantization.methods.base import InputStatistic, Method
 from llmforge.quantization.statistics import WeightDemand
+
+HELD_OUT = 8  # of so many windows, one is held out of what the others are measured by
+
+
+@dataclass(frozen=True, eq=False)
+class _Unquantized:
+    """What a linear reads of a window in the checkpoint, [tokens, K], and what its output is added to, [tokens, N]."""
+
+    read: torch.Tensor
+    residual: torch.Tensor | None
 
 
 def quantize_layer(
-    layer: DecoderLayer, original: list[torch.Tensor], current: Sequence[torch.Tensor], demand: WeightDemand
+    layer: DecoderLayer,
+    original: list[torch.Tensor],
+    current: Sequence[torch.Tensor],
+    demand: WeightDemand,
+    gradients: Gradients | None = None,
+    threads: int = 1,
+    notes: list[str] | None = None,
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the linears and experts of `layer` in place, in the order in which they run.
 
     The hidden states `original`, those of the checkpoint, end behind the layer; the `current` ones stay in front of it.
+    What a reader of the report should know is put to `notes`.
 
     Raises:
         DataError: what a matrix reads over the calibration text does not allow the method of `demand`.
     """
     groups = _groups(layer, current[0], demand)
-    inputs: list[dict[str, torch.Tensor]] = []  # of each window: what the first of each group reads in the checkpoint
+    wants_residual = InputStatistic.RESIDUAL in demand.method.demands
+    added = layer.additions(groups, original[0]) if wants_residual else Additions((), ())
+    inputs: list[dict[str, _Unquantized]] = []  # of each window, by the first of each group
     for window, state in enumerate(original):
-        original[window], read = layer.run_with_inputs([group[0] for group in groups], window, state)
-        inputs.append(read)
+        first = [group[0] for group in groups]
+        after, made, read = layer.run_with_outputs(added.last, window, state, first)
+        residuals = _residuals(added, state, after, made)
+        inputs.append({name: _Unquantized(x, residuals.get(name)) for name, x in read.items()})
+        original[window] = after
     results: dict[str, QuantizedMatrix] = {}
+    notes = [] if notes is None else notes
     for names in groups:
         unquantized = [read.pop(names[0]) for read in inputs]
         if names[0] in layer.experts():
-            matrices = _quantize_experts(layer, names[0], current, unquantized, demand)
+            reads = [each.read for each in unquantized]
+            matrices = _quantize_experts(layer, names[0], current, reads, demand, notes)
         else:
-            matrices = _quantize_linears(layer, names, current, unquantized, demand)
+            outputs = gradients.outputs(names) if gradients is not None else ()
+            matrices = _quantize_linears(layer, names, current, unquantized, added, demand, outputs, threads, notes)
         for name, matrix in matrices.items():
             layer.set_weight(name, dequantize(matrix))
         results |= matrices
     return results
+
+
+def _residuals(
+    added: Additions, state: torch.Tensor, after: torch.Tensor, made: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return what the outputs of linears are added to, [tokens, N]; `made` is what the last of them make."""
+    between = after - sum(made.values(), torch.zeros(())) if added.last else after
+    return dict.fromkeys(added.first, state[0]) | dict.fromkeys(added.last, between[0])
 
 
 def _groups(layer: DecoderLayer, state: torch.Tensor, demand: WeightDemand) -> list[list[str]]:
@@ -69,17 +104,32 @@ def _quantize_linears(
     layer: DecoderLayer,
     names: Sequence[str],
     states: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
+    originals: Sequence[_Unquantized],
+    added: Additions,
     demand: WeightDemand,
+    outputs: tuple[Float32, ...],
+    threads: int,
+    notes: list[str],
 ) -> dict[str, QuantizedMatrix]:
-    """Quantize linears that read one tensor, `originals` [tokens, K] in the checkpoint: their rows are one matrix."""
-    sums = InputSums.start(demand.method.demands, originals[0].shape[1])
+    """Quantize linears that read one tensor, `originals` in the checkpoint: their rows are one matrix."""
+    name, residual = names[0], originals[0].residual
+    rows_added = residual.shape[1] if residual is not None and len(names) == 1 else None
+    sums, held = (InputSums.start(demand.method.demands, originals[0].read.shape[1], rows_added) for _ in range(2))
     for window, (state, original) in enumerate(zip(states, originals, strict=True)):
-        x, *_ = layer.arguments_of(names[0], window, state)
-        sums.add(x, original - x)
+        now = None
+        if rows_added is not None and name in added.last:
+            after, made, read = layer.run_with_outputs(added.last, window, state, [name])
+            x, now = read[name], _residuals(added, state, after, made)[name]
+        else:
+            x, *_ = layer.arguments_of(name, window, state)
+            now = state[0]
+        lost = None if rows_added is None or original.residual is None else original.residual - now
+        (held if window % HELD_OUT == HELD_OUT - 1 else sums).add(x, original.read - x, lost)
     weights = [layer.weight(name) for name in names]
-    with _refusals(names[0], demand.method):
-        matrix = demand.method.quantize(np.concatenate(weights), demand.grid, sums.seen(routed=False))
+    with _refusals(name, demand.method):
+        seen = sums.seen(routed=False, held=held, outputs=outputs, threads=threads)
+        matrix = demand.method.quantize(np.concatenate(weights), demand.grid_of(names), seen)
+    notes += [f"{name}: {note}" for note in seen.notes]
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}
 
@@ -90,6 +140,7 @@ def _quantize_experts(
     states: Sequence[torch.Tensor],
     originals: Sequence[torch.Tensor],
     demand: WeightDemand,
+    notes: list[str],
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the experts `name`; nothing where no kernel has a grid for their widths."""
     module = layer.experts()[name]
@@ -101,6 +152,8 @@ def _quantize_experts(
     read = of_experts.RoutedInputs(tokens, ids, mixing, torch.cat(list(originals)))
     with _refusals(name, demand.method):
         matrices = of_experts.quantize(module, read, grid, demand.method)
+    if said := of_experts.scarcity(module, read):
+        notes.append(f"{name}: {said}")
     return dict(zip(_matrices(layer, name), matrices, strict=True))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
@@ -66,8 +68,12 @@ class Skeleton:
         stored_matrix.give_weights(model, self.checkpoint, self.sources, without=self.prefixes)
         return Frame(f"{self.checkpoint.path}: {type(model).__name__}", model, self.prefixes)
 
-    def enter(self, windows: Sequence[NDArray[np.int64]]) -> tuple[list[list[Call]], list[torch.Tensor]]:
+    def enter(
+        self, windows: Sequence[NDArray[np.int64]], table: NDArray[np.float32] | None = None
+    ) -> tuple[list[list[Call]], list[torch.Tensor]]:
         """Embed every window, ids [tokens]: how each layer is called with each of them, and the first layer's states.
+
+        `table` [V, H] is looked up in place of the embedding, which is a plain one.
 
         Returns calls [layer][window], which share the tensors of windows of one length (masks, rotary tables), and
         hidden states fp32 [1, tokens, hidden] for each window.
@@ -76,9 +82,57 @@ class Skeleton:
             UnsupportedError: see `Frame.enter`.
         """
         frame = self.frame()
-        entered = [frame.enter(ids) for ids in windows]
+        with nullcontext() if table is None else self._lookup(frame.model, table):
+            entered = [frame.enter(ids) for ids in windows]
         calls = [list(of_layer) for of_layer in zip(*(called for _, called in entered), strict=True)]
         return calls, [state for state, _ in entered]
+
+    def leaving(
+        self, windows: Sequence[NDArray[np.int64]]
+    ) -> Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return what turns the hidden states after the layers, of one of `windows`, into logits [1, tokens, V].
+
+        With them come the inputs of the head, [1, tokens, H]; None where the head is no linear.
+        """
+        state = self.model.state_dict(keep_vars=True)
+        table, inside = self._table(), tuple(f"{prefix}." for prefix in self.prefixes)
+        names = [name for name in state if name != table and not name.startswith(inside)]
+        exit_ = copy_with_weights(self.model, "", self.checkpoint, self.sources, names)
+        lookup = self._lookup(exit_)
+        current: list[torch.Tensor] = []
+        read: list[torch.Tensor] = []
+
+        def layer_out(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return current[0]
+
+        for prefix in self.prefixes:
+            exit_.get_submodule(prefix).forward = layer_out  # `exit_` is a copy, made for this
+        head = exit_.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if isinstance(head, torch.nn.Linear):
+            head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+
+        def leave(window: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            current[:] = [hidden]
+            read.clear()
+            with lookup:
+                logits: torch.Tensor = exit_(input_ids=torch.from_numpy(windows[window])[None], use_cache=False).logits
+            return logits, read[0] if read else None
+
+        return leave
+
+    def tables(self) -> tuple[str, str]:
+        """Name the parameters of the embedding and of the head; the same where they are tied, "" where not plain."""
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        state, table = self.model.state_dict(keep_vars=True), self._table()
+        if not isinstance(head, torch.nn.Linear):
+            return table, ""
+        if table and state[table] is head.weight:
+            return table, table
+        return table, next((name for name, held in state.items() if held is head.weight), "")
+
+    def table(self, name: str) -> NDArray[Any]:
+        """Return the embedding or head called `name`, [V, H], as the checkpoint holds it."""
+        return self.checkpoint.tensor(self.sources[name].tensors[0]).numpy()
 
     def load(self, index: int, calls: Sequence[Call]) -> DecoderLayer:
         """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
@@ -96,6 +150,23 @@ class Skeleton:
             names += [f"{prefix}.{local}.{name}" for local, module in marks for name in experts.matrices(module)]
         return names
 
+    def _table(self) -> str:
+        """Name the table of tokens, if it is a plain one that the checkpoint holds as it is; "" where it is not."""
+        embedding = self.model.get_input_embeddings()
+        if not isinstance(embedding, torch.nn.Embedding) or embedding.max_norm is not None:
+            return ""
+        state = self.model.state_dict(keep_vars=True)
+        name = next((name for name, tensor in state.items() if tensor is embedding.weight), "")
+        return name if name and self.sources[name].converted is None else ""
+
+    def _lookup(self, entrance: torch.nn.Module, table: NDArray[Any] | None = None) -> _Lookup:
+        """Make what answers lookups in the table of tokens of `entrance`, a copy of the model."""
+        if not (name := self._table()):
+            return _Lookup(None, np.empty((0, 0)))
+        owner, _, leaf = name.rpartition(".")
+        weight = entrance.get_submodule(owner)._parameters[leaf]
+        return _Lookup(weight, self.table(name) if table is None else table)
+
 
 class _LastLayerReached(Exception):
     """Every layer was called."""
@@ -106,7 +177,7 @@ class Frame:
 
     def __init__(self, name: str, model: torch.nn.Module, prefixes: Sequence[str]) -> None:
         """Take `model`, a copy that is given away; `prefixes` are the names of its layers."""
-        self._name, self._model, self._depth = name, model, len(prefixes)
+        self._name, self.model, self._depth = name, model, len(prefixes)
         self._in_tuples = False  # what layers return
         self._by_length: dict[int, list[Call]] = {}
         self._given: list[torch.Tensor] = []  # hidden states that each layer is called with
@@ -146,7 +217,7 @@ class Frame:
         """
         self._given, self._calls, self._behind = [], [], states
         try:
-            output = self._model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
+            output = self.model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
         finally:
             self._behind = None
         self._given[0] = states
@@ -158,7 +229,7 @@ class Frame:
         """Run the model up to where the last of its layers would have run."""
         self._given, self._calls = [], []
         try:
-            self._model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
+            self.model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
         except _LastLayerReached:
             return self._given[0], self._calls
         raise UnsupportedError(f"{self._name} called {len(self._calls)} of its {self._depth} decoder layers")
@@ -203,3 +274,16 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
+
+
+class _Lookup(TorchFunctionMode):
+    """Answers a lookup in `weight`, which has no memory, with fp32 rows of `table` [V, K], which is mapped."""
+
+    def __init__(self, weight: torch.Tensor | None, table: NDArray[Any]) -> None:
+        super().__init__()
+        self.weight, self.table = weight, table
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.embedding and args[1] is self.weight:
+            return torch.from_numpy(self.table[args[0].numpy()].astype(np.float32))
+        return func(*args, **(kwargs or {}))

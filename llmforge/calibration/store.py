@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,7 @@ class LayerResult:
     linears: Mapping[str, QuantizedMatrix | Path]
     kv: KvRange | None
     inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
+    notes: tuple[str, ...] = ()  # for the report
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Store:
         self.reused.append(index)
         with np.load(entry.path / _FILE, allow_pickle=False) as arrays:
             kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
-            names, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "inputs"))
-        return LayerResult(dict.fromkeys(names, entry.path / _FILE), kv, inputs)
+            names, inputs, notes = (json.loads(arrays[part].tobytes()) for part in ("grids", "inputs", "notes"))
+        return LayerResult(dict.fromkeys(names, entry.path / _FILE), kv, inputs, tuple(notes))
 
     def save(self, key: str, index: int, result: LayerResult) -> LayerResult:
         """Keep the result of layer `index`, and return one that reads from there."""
@@ -92,6 +95,7 @@ class Store:
         if result.kv is not None:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
         arrays["inputs"] = np.frombuffer(json.dumps(dict(result.inputs)).encode(), np.uint8)
+        arrays["notes"] = np.frombuffer(json.dumps(result.notes).encode(), np.uint8)
         arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
 
         def write(folder: Path) -> None:
@@ -99,6 +103,25 @@ class Store:
 
         entry = None if self.cache is None else self.cache.put(_key(key, index), write)
         return result if entry is None else replace(result, linears=dict.fromkeys(result.linears, entry.path / _FILE))
+
+    def gradients(self, key: str, write: Callable[[Path], None], stack: ExitStack) -> Path:
+        """Return the folder of gradients that `write` has filled, in an earlier calibration or now.
+
+        Without a cache it lasts as long as `stack`.
+        """
+        own = Key("calibration-gradients", {"calibration": key})
+        if self.cache is not None:
+            entry = self.cache.find(own) or self.cache.put(own, write)
+            if entry is not None:
+                return entry.path
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="llmforge-gradients-")))
+        write(folder)
+        return folder
+
+    def drop_gradients(self, key: str) -> None:
+        """Take away the gradients, which no calibration needs any more."""
+        if self.cache is not None:
+            self.cache.discard(Key("calibration-gradients", {"calibration": key}))
 
     def keeps_states(self, size_bytes: int) -> bool:
         """Say if hidden states of that size are kept, with a note where they are too large.

@@ -8,28 +8,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 
 
 @dataclass(eq=False)
 class InputSums:
-    """Those statistics of a layer's inputs that a method demands, fp32 [K, K] each."""
+    """Those statistics of a layer's inputs that a method demands, fp32."""
 
     totals: dict[InputStatistic, Tensor]
     tokens: int = 0
 
     @classmethod
-    def start(cls, demands: Collection[InputStatistic], width: int) -> InputSums:
-        """Begin with no token; inputs have `width` features."""
-        return cls({statistic: torch.zeros(width, width) for statistic in demands})
+    def start(cls, demands: Collection[InputStatistic], width: int, outputs: int | None = None) -> InputSums:
+        """Begin with no token; inputs have `width` features, and what is added to has `outputs`; None: nothing is."""
+        rows = dict.fromkeys(demands, width)
+        if InputStatistic.RESIDUAL in rows:
+            del rows[InputStatistic.RESIDUAL]
+            if outputs is not None:
+                rows[InputStatistic.RESIDUAL] = outputs
+        return cls({statistic: torch.zeros(count, width) for statistic, count in rows.items()})
 
-    def add(self, x: Tensor, lost: Tensor) -> None:
-        """Count inputs x and what was lost of them, x̃ - x, each [tokens, K]."""
-        with_x = {InputStatistic.MOMENTS: x, InputStatistic.DRIFT: lost}
+    def add(self, x: Tensor, lost: Tensor, residual: Tensor | None = None) -> None:
+        """Count inputs x and what was lost of them, x̃ - x, each [tokens, K], and of the residual, r̃ - r [tokens, N]."""
+        with_x = {InputStatistic.MOMENTS: x, InputStatistic.DRIFT: lost, InputStatistic.RESIDUAL: residual}
         for statistic, total in self.totals.items():
-            total.addmm_(with_x[statistic].T, x)
+            other = with_x[statistic]
+            assert other is not None
+            total.addmm_(other.T, x)
         self.tokens += len(x)
 
-    def seen(self, *, routed: bool) -> LayerInputs:
-        """Hand over what was counted."""
-        return LayerInputs(self.tokens, routed, {key: total.numpy() for key, total in self.totals.items()})
+    def seen(
+        self, *, routed: bool, held: InputSums | None = None, outputs: tuple[Float32, ...] = (), threads: int = 1
+    ) -> LayerInputs:
+        """Hand over what was counted, that of `held` among it."""
+        totals = {key: total.numpy() for key, total in self.totals.items()}
+        if held is None or not held.tokens or not self.tokens:
+            tokens = self.tokens + (held.tokens if held else 0)
+            if held is not None and held.tokens:
+                totals = {key: total.numpy() for key, total in held.totals.items()}
+            return LayerInputs(tokens, routed, totals, None, outputs, threads)
+        apart = {key: total.numpy() for key, total in held.totals.items()}
+        together = {key: total + apart[key] for key, total in totals.items()}
+        return LayerInputs(self.tokens + held.tokens, routed, together, apart, outputs, threads)

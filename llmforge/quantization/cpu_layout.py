@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.quantization.grids import SUPERBLOCK, Grid, split
+from llmforge.quantization.formats import SUPERBLOCK
+from llmforge.quantization.grids import Grid, split
 
 _T = TypeVar("_T", bound=np.generic)
 

@@ -6,16 +6,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-BITS: Mapping[str, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "fp4": 4}
+BITS: Mapping[str, int] = (
+    {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "fp4": 4}
+    | {f"int{bits}": bits for bits in (3, 4, 5, 6, 8)}
+    | {"trellis4": 4}
+)  # quantization.trellis
+SUPERBLOCK = 256  # input features that share a superscale, 16 bits, where scales are int8
 
 
 @dataclass(frozen=True)
 class Format:
     """A way to store numbers: `value ≈ (code - zero_point) · scale`.
 
-    `dtype` is that of a code and of its zero point, `scale` that of a scale, both of `BITS`. `block_size` neighbours
-    along the input features share a scale; None: all numbers of a channel do (an output feature of a weight, a cached
-    channel of a KV head).
+    `dtype` is that of a code, `scale` that of a scale, both of `BITS`; a zero point takes 4 bits, or 8 where a code has
+    more than 4. `block_size` neighbours along the input features share a scale; None: all numbers of a channel do (an
+    output feature of a weight, a cached channel of a KV head).
     """
 
     dtype: str
@@ -27,7 +32,8 @@ class Format:
     def name(self) -> str:
         """The format in a word: int4-block32-asymmetric, fp8-channel."""
         shared = f"block{self.block_size}" if self.block_size else "channel"
-        return f"{self.dtype}-{shared}" + "-asymmetric" * self.zero_points
+        scale = "" if self.scale == "fp32" else f"-{self.scale}"
+        return f"{self.dtype}-{shared}{scale}" + "-asymmetric" * self.zero_points
 
     @property
     def largest(self) -> float:
@@ -40,8 +46,10 @@ class Format:
     @property
     def bits_per_number(self) -> float:
         """The bits of a number with its share of scale and zero point; the scale of a channel is not counted."""
-        bits = BITS[self.dtype]
-        return bits + (BITS[self.scale] + bits * self.zero_points) / (self.block_size or math.inf)
+        bits, block_size = BITS[self.dtype], self.block_size or math.inf
+        shared = BITS[self.scale] + self.zero_points * (4 if bits <= 4 else 8)
+        superscale = 16 / max(SUPERBLOCK, block_size) if self.scale == "int8" else 0
+        return bits + shared / block_size + superscale
 
 
 INT8_CHANNEL, FP8_CHANNEL = Format("int8", None), Format("fp8", None)
@@ -54,3 +62,12 @@ BLOCKS = tuple(
     for size in (16, 32, 64, 128)
     for zero_points in (False, True)
 )
+# What integer codes in blocks may be beside them: more widths, narrower scales, blocks up to a whole row.
+NATIVE = tuple(
+    Format(dtype, 2**size, scale, zero_points=zero_points)
+    for dtype in ("int3", "int4", "int5", "int6", "int8")
+    for size in range(4, 17)
+    for scale in ("fp32", "fp16", "int8")
+    for zero_points in (False, True)
+)
+TRELLISES = tuple(Format("trellis4", 2**size, scale) for size in range(4, 17) for scale in ("fp32", "fp16", "int8"))

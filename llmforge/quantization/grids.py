@@ -6,8 +6,9 @@ is shorter where `block_size` does not divide K.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +17,12 @@ from numpy.typing import NDArray
 from llmforge.base import mapped
 from llmforge.native import rounding as kernels
 from llmforge.quantization import trellis
-from llmforge.quantization.formats import Format
+from llmforge.quantization.formats import SUPERBLOCK, Format
 
 Float32 = NDArray[np.float32]
 
 BITS = (3, 4, 5, 6, 8)
 Scale = Literal["fp32", "fp16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
-SUPERBLOCK = 256  # columns that share a superscale
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
 _NOT_FINITE = "the matrix holds NaN or infinity"
 # of the scales to the codes of a trellis: of what asymmetric codes lose of normal numbers, .83, .79, .77, .76 stay
@@ -60,7 +60,8 @@ class Grid:
     @property
     def format(self) -> Format:
         """The format of codes on this grid."""
-        return Format(f"int{self.bits}", self.block_size, zero_points=not self.symmetric)
+        kind = "trellis" if self.trellis else "int"
+        return Format(f"{kind}{self.bits}", self.block_size, self.scale, zero_points=not self.symmetric)
 
     @property
     def portable(self) -> bool:
@@ -77,9 +78,18 @@ class Grid:
         """The zero point of a symmetric grid."""
         return 1 << (self.bits - 1)
 
+    @property
+    def zero_bits(self) -> int:
+        """The bits that a zero point takes where it is stored."""
+        return 4 if self.bits <= 4 else 8
+
     def blocks(self, k: int) -> int:
         """Count the blocks of a row of `k` weights."""
         return -(-k // self.block_size)
+
+    def within(self, k: int) -> Grid:
+        """Return this grid with the largest block, up to its own, that divides rows of `k` or holds all of one."""
+        return self if self.block_size >= k else replace(self, block_size=math.gcd(k, self.block_size))
 
     def fitting(self, *widths: int) -> Grid | None:
         """Return this grid with the largest block, up to its own, that rows of each of `widths` hold twice or more.
@@ -89,7 +99,7 @@ class Grid:
         block_size = self.block_size
         while block_size >= SMALLEST_BLOCK:
             if all(width % block_size == 0 and width > block_size for width in widths):
-                return Grid(self.bits, block_size, self.symmetric)
+                return replace(self, block_size=block_size)
             block_size //= 2
         return None
 
@@ -228,7 +238,10 @@ def rows(matrix: QuantizedMatrix, which: slice | NDArray[np.intp]) -> QuantizedM
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """Lay a matrix out as com.microsoft::MatMulNBits reads it."""
+    """Lay a matrix out as com.microsoft::MatMulNBits reads it, and one of 3, 5 or 6 bits alike.
+
+    A zero point takes 4 bits, or 8 where a code has more than 4.
+    """
     grid, (n, k) = matrix.grid, matrix.shape
     blocks = grid.blocks(k)
     codes = matrix.codes
@@ -237,7 +250,7 @@ def pack(matrix: QuantizedMatrix) -> Packed:
         last = np.full((n, 1), grid.middle, np.uint8) if points is None else points[:, -1:]
         codes = np.concatenate([codes, np.repeat(last, padding, 1)], 1)
     packed = pack_bits(codes, grid.bits).reshape(n, blocks, grid.block_size * grid.bits // 8)
-    zero_points = None if matrix.zero_points is None else pack_bits(matrix.zero_points, grid.bits)
+    zero_points = None if matrix.zero_points is None else pack_bits(matrix.zero_points, grid.zero_bits)
     return Packed(packed, matrix.scales, zero_points)
 
 
@@ -245,7 +258,7 @@ def unpack(packed: Packed, grid: Grid, k: int) -> QuantizedMatrix:
     """Undo `pack` of a matrix with `k` input features."""
     n, blocks, _ = packed.codes.shape
     codes = unpack_bits(packed.codes.reshape(n, -1), grid.bits, blocks * grid.block_size)[:, :k]
-    points = None if packed.zero_points is None else unpack_bits(packed.zero_points, grid.bits, blocks)
+    points = None if packed.zero_points is None else unpack_bits(packed.zero_points, grid.zero_bits, blocks)
     return QuantizedMatrix(grid, np.ascontiguousarray(codes), packed.scales, points)
 
 
@@ -253,6 +266,9 @@ def pack_bits(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """Pack codes [N, C] along the last axis into bytes [N, ceil(C * bits / 8)], the first in the lowest bits."""
     if bits == 8:
         return codes
+    if bits != 4:
+        single = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little")
+        return np.packbits(single.reshape(len(codes), -1), axis=-1, bitorder="little")
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
     if (packed := kernels.pack(codes)) is not None:
@@ -264,6 +280,9 @@ def unpack_bits(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.
     """Undo `pack_bits` of rows of `count` codes."""
     if bits == 8:
         return packed
+    if bits != 4:
+        single = np.unpackbits(packed, axis=-1, count=count * bits, bitorder="little")
+        return np.packbits(single.reshape(len(packed), count, bits), axis=-1, bitorder="little")[..., 0]
     codes = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
     codes[:, ::2], codes[:, 1::2] = packed & 0xF, packed >> 4
     return codes[:, :count]

@@ -86,7 +86,7 @@ class LazyMatrix:
         yield "codes", ir.DataType.UINT8, (self.n, blocks, self.grid.block_size * bits // 8)
         yield "scales", SCALES[self.grid.scale], (self.n, blocks)
         if not self.grid.symmetric:
-            yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * bits // 8))
+            yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * self.grid.zero_bits // 8))
 
 
 def arrange(matrix: QuantizedMatrix) -> NDArray[np.uint8]:

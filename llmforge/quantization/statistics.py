@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,29 @@ if TYPE_CHECKING:
 class WeightDemand:
     """Quantize every decoder linear and expert by `method`, but parameters that match a glob of `exclude`.
 
-    `routers` says whether linears that choose experts are quantized, too.
+    `routers` says whether linears that choose experts are quantized, too; `tables` is the grid of the embedding and of
+    the head, tied to it or not, with its largest block that divides their width; None: they are left alone. `mixed` has
+    parameters of linears whose grids are others than `grid`; linears that read the same must have one.
     """
 
     method: Method
     grid: Grid
     exclude: tuple[str, ...] = ()
     routers: bool = False
+    tables: Grid | None = None
+    mixed: tuple[tuple[str, Grid], ...] = ()
+
+    def grid_of(self, names: Sequence[str]) -> Grid:
+        """Return the grid of linears `names`, which read the same.
+
+        Raises:
+            ValueError: they have different ones.
+        """
+        own = dict(self.mixed)
+        grids = {own.get(name, self.grid) for name in names}
+        if len(grids) > 1:
+            raise ValueError(f"{', '.join(names)} read the same, and are given {len(grids)} grids")
+        return grids.pop()
 
 
 @dataclass(frozen=True)
@@ -59,3 +75,4 @@ class Statistics:
     linears: Mapping[str, QuantizedMatrix]
     kv: Mapping[int, KvRange]  # by layer
     inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
+    notes: tuple[str, ...] = ()  # what a reader of the report should know

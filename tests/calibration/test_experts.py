@@ -133,6 +133,8 @@ def test_an_expert_that_no_token_chooses_is_rounded(tmp_path: Path) -> None:
         np.testing.assert_array_equal(matrix.codes[2 * n : 3 * n], plain.codes)
         other = rtn(np.ascontiguousarray(part[1].detach().numpy().T), GRID)
         assert (matrix.codes[n : 2 * n] != other.codes).any()
+    assert experts.scarcity(found, seen(100, 4, unseen=2)).endswith("; 1 saw none, and are rounded to nearest")
+    assert experts.scarcity(found, seen(4000, 4)) == ""
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])

@@ -14,7 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from llmforge.quantization.grids import SUPERBLOCK, Grid, Scale, dequantize, pack, rows, split, stack, stored, unpack
 from llmforge.quantization.grids import round_to_nearest as rtn
 
-GRIDS = st.builds(Grid, bits=st.sampled_from([4, 8]), block_size=st.sampled_from([16, 32]), symmetric=st.booleans())
+GRIDS = st.builds(
+    Grid, bits=st.sampled_from([3, 4, 5, 6, 8]), block_size=st.sampled_from([16, 32]), symmetric=st.booleans()
+)
 # Ordinary weights, zeros, and magnitudes at both ends of fp32 (but for subnormal scales, which have few bits).
 WEIGHTS = hnp.arrays(
     np.float32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from numpy.typing import NDArray
@@ -17,13 +17,15 @@ if TYPE_CHECKING:  # what chooses codes counts with a method, not with all that 
 
 
 class InputStatistic(enum.Enum):
-    """A sum over the calibration tokens, fp32 [K, K], that a method may demand of each linear layer.
+    """A sum over the calibration tokens, fp32, that a method may demand of each linear layer.
 
-    x [K] is what the layer reads, behind layers that are quantized already, and x̃ what it would read in the checkpoint.
+    x [K] is what the layer reads, behind layers that are quantized already, and x̃ what it would read in the checkpoint;
+    r [N] is what the layer's output is added to, r̃ what it would be added to in the checkpoint.
     """
 
-    MOMENTS = "Σ x xᵀ"
-    DRIFT = "Σ (x̃ - x) xᵀ"
+    MOMENTS = "Σ x xᵀ"  # [K, K]
+    DRIFT = "Σ (x̃ - x) xᵀ"  # [K, K]
+    RESIDUAL = "Σ (r̃ - r) xᵀ"  # [N, K]; only of a layer whose output is added to something
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +33,20 @@ class LayerInputs:
     """What calibration saw a linear layer, or one expert, read: `tokens` inputs, and the `sums` that were demanded.
 
     An expert is `routed`: it sees the tokens that chose it, each with its weight there as a factor of x and x̃ - x.
+    `held` has the same sums over a part of the tokens alone, for choices that should fit text on which they were not
+    made; None: there are too few.
+    `outputs` are, of each of the layers on top of each other, the mean of g gᵀ, [N, N], g the gradient of the loss in
+    the layer's output; empty where gradients are not known. `threads` is how many may compute.
+    A method puts to `notes` what a reader of the report should know of this layer.
     """
 
     tokens: int
     routed: bool
     sums: Mapping[InputStatistic, Float32]
+    held: Mapping[InputStatistic, Float32] | None = None
+    outputs: tuple[Float32, ...] = ()
+    threads: int = 1
+    notes: list[str] = field(default_factory=list)
 
 
 NO_INPUTS = LayerInputs(0, False, {})  # for a method that demands nothing
@@ -52,6 +63,7 @@ class Method(ABC):
     summary: ClassVar[str]  # what it does, in a line
     formats: ClassVar[tuple[Format, ...]]  # that it can give
     demands: ClassVar[frozenset[InputStatistic]] = frozenset()  # none: it needs no calibration text
+    demands_outputs: ClassVar[bool] = False  # whether it uses `LayerInputs.outputs`
     remedy: ClassVar[str] = ""  # an option that helps where the inputs do not allow it, "more damping"
 
     @abstractmethod

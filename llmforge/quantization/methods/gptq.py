@@ -1,12 +1,14 @@
-"""Rounding weights with their inputs in view: GPTQ and what refines it. Numpy alone.
+"""Rounding weights with their inputs, and what their outputs do to the loss, in view: GPTQ and what refines it.
 
-The figures in the docstrings are mean KLD × 1000 of the sample checkpoint (tests/data) with 4-bit, asymmetric, block 32
-decoder linears and all else in fp32, measured on every third window of the evaluation text; plain rounding has 29.07,
-GPTQ alone 11.23.
+What is minimized is tr(O (T - Ŵ) H (T - Ŵ)ᵀ): H = Σ x xᵀ of what the layer reads, O = mean g gᵀ of the gradients of the
+loss in what it makes, and T the weight that makes up best for what quantized layers before it have changed. The
+ablation of each part stands in docs/quantization.md.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -15,21 +17,29 @@ import pydantic.dataclasses
 from numpy.typing import NDArray
 from pydantic import Field
 
-from llmforge.quantization.formats import BLOCKS, Format
+from llmforge.quantization import rounding
+from llmforge.quantization.formats import NATIVE, Format
 from llmforge.quantization.grids import (
+    Float32,
     Grid,
     QuantizedMatrix,
-    assemble,
-    nearest,
+    dequantize,
     require_finite,
     round_to_nearest,
-    span,
+    rows,
+    stack,
 )
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 
-COLUMNS = 128  # columns whose updates of the others are applied at once, as one matrix product (GPTQ's lazy batch)
-DRIFT = np.float32(0.75)  # of the least-squares correction: all of it fits the calibration text a little too well
-SWEEPS = 2  # of refinement; each takes three times as long as GPTQ itself, and a third one gained nothing
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a correction; the one is taken that fits text best that it was not made from
+DRIFT = 0.75  # where there is no such text
+SWEEPS = 2  # of refinement
+STEPS = 20  # ranges that are tried for a block
+OFF_DIAGONAL = 0.5  # of O: gradients of few tokens say less of pairs of outputs than of each
+PASSES = 2  # over all groups of rows
+GROUPS = 8  # of rows that are rounded in turn, each with the errors of the others in view
+SMALLEST_GROUP = 16  # rows
+ATTEMPTS = 6  # to factor a Hessian, each with ten times the damping of the last
 TRIANGLE = 64  # below this size LAPACK inverts a triangle as fast as matrix products could
 # Damping rises by SCARCITY · K / tokens: an expert that few tokens chose has a Hessian of low rank, which GPTQ would
 # fit at the cost of all other tokens. Error on other tokens, against plain rounding, of random [128, 256] matrices in
@@ -40,12 +50,13 @@ SCARCITY = 0.3
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Gptq(Method):
-    """Round weights so that products with the calibration inputs change least."""
+    """Round weights so that the loss on the calibration text changes least."""
 
     name: ClassVar[str] = "gptq"
-    summary: ClassVar[str] = "minimize the output error on the calibration text"
-    formats: ClassVar[tuple[Format, ...]] = BLOCKS
-    demands: ClassVar[frozenset[InputStatistic]] = frozenset({InputStatistic.MOMENTS, InputStatistic.DRIFT})
+    summary: ClassVar[str] = "minimize the error on the calibration text"
+    formats: ClassVar[tuple[Format, ...]] = NATIVE
+    demands: ClassVar[frozenset[InputStatistic]] = frozenset(InputStatistic)
+    demands_outputs: ClassVar[bool] = True
     remedy: ClassVar[str] = "more damping"
 
     damping: Annotated[float, Field(gt=0, le=1, description="fraction of the mean Hessian diagonal added to it")] = 0.01
@@ -57,7 +68,14 @@ class Gptq(Method):
             if not hessian.any():
                 return round_to_nearest(weight, grid)
             damping += SCARCITY * weight.shape[1] / inputs.tokens
-        return gptq(weight, Curvature.of(hessian, damping), grid, inputs.sums[InputStatistic.DRIFT])
+        require_finite(weight)
+        curvature = Curvature.of(hessian, damping)
+        if curvature.damping > damping:
+            inputs.notes.append(
+                f"damping rose from {damping:g} to {curvature.damping:g}: its Hessian could not be factored"
+            )
+        wanted = target(np.asarray(weight, np.float32), curvature, inputs)
+        return gptq(wanted, curvature, grid, inputs.outputs, threads=inputs.threads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,157 +83,168 @@ class Curvature:
     """What GPTQ knows of the inputs x [K] of a linear layer: H = Σ x xᵀ over the calibration tokens, and its inverse.
 
     hessian: fp32 [K, K], damped, in the order of `order`.  order: int [K], the columns by falling diagonal of H.
-    inverse: fp32 [K, K], the upper triangle R with RᵀR = H⁻¹, in that order.
+    inverse: fp32 [K, K], the upper triangle R with RᵀR = H⁻¹, in that order.  damping: the share of the mean diagonal
+    that was added.
     """
 
     hessian: NDArray[np.float32]
     order: NDArray[np.intp]
     inverse: NDArray[np.float32]
+    damping: float
 
     @classmethod
     def of(cls, hessian: NDArray[np.float32], damping: float) -> Curvature:
         """Damp and factor H [K, K] in fp64; `damping` is the share of the mean diagonal that is added to it.
 
-        A column whose input was always 0 has only the damping, shares it with no other, and is rounded to nearest.
+        Where H cannot be factored, damping rises tenfold until it can; `damping` of the result says to what. A column
+        whose input was always 0 has only the damping, shares it with no other, and is rounded to nearest.
 
         Raises:
-            ValueError: H is not a square matrix of finite numbers, or is zero: no input was seen.
+            ValueError: H is not a square matrix of finite numbers, or is zero: no input was seen; or no damping helps.
         """
         require_finite(hessian)
         mean = float(hessian.diagonal().mean(dtype=np.float64))
         if hessian.shape[0] != hessian.shape[1] or mean <= 0:
             raise ValueError(f"a Hessian must be square with a positive diagonal, is {hessian.shape}, mean {mean}")
         order = np.argsort(-hessian.diagonal(), kind="stable")
-        damped = hessian[np.ix_(order, order)].astype(np.float64)
-        damped[np.diag_indices_from(damped)] += damping * mean
-        # L Lᵀ of the reversed matrix is U Uᵀ of the matrix itself, and R = U⁻¹: one factorization in place of three.
-        upper: NDArray[np.float64] = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1].astype(np.float64, copy=False)
-        return cls(damped.astype(np.float32), order, _invert_upper(upper).astype(np.float32))
+        plain = hessian[np.ix_(order, order)].astype(np.float64)
+        for attempt in range(ATTEMPTS):
+            share = damping * 10**attempt
+            damped = plain + share * mean * np.eye(len(plain))
+            try:
+                # L Lᵀ of the reversed matrix is U Uᵀ of the matrix itself, and R = U⁻¹: one factorization, not three.
+                upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+            except np.linalg.LinAlgError:
+                continue
+            return cls(damped.astype(np.float32), order, _invert_upper(upper).astype(np.float32), share)
+        raise ValueError(f"a Hessian is not positive, even with {share:g} of its mean diagonal {mean:g} added")
+
+    def solve(self, products: Float32) -> Float32:
+        """Return products·H⁻¹, [N, K], of columns as they stand."""
+        solved = np.empty_like(products)
+        solved[:, self.order] = products[:, self.order] @ self.inverse.T @ self.inverse
+        return solved
+
+
+def target(weight: Float32, curvature: Curvature, inputs: LayerInputs) -> Float32:
+    """Return the weight [N, K] that makes up for what the layers before have lost: W + α·W·C·H⁻¹ + β·R·H⁻¹.
+
+    With α = β = 1 it is the least-squares solution of Ŵx ≈ Wx̃ + r̃ - r over the calibration tokens: C = Σ (x̃ - x) xᵀ
+    (GPTAQ, arXiv 2504.02692), R = Σ (r̃ - r) xᵀ (LoaQ, arXiv 2509.06297). That fits those tokens a little too well: α
+    and β are those of `SHARES` that leave the least error on the tokens of `inputs.held` when made of the others.
+    """
+    if InputStatistic.DRIFT not in inputs.sums:
+        return weight
+    shares: tuple[float, ...] = (DRIFT, 0.0)
+    if inputs.held is not None:
+        rest = {key: total - inputs.held[key] for key, total in inputs.sums.items()}
+        shares = _shares(weight, Curvature.of(rest[InputStatistic.MOMENTS], curvature.damping), rest, inputs.held)
+    moves = _moves(weight, curvature, inputs.sums)
+    return weight + sum((np.float32(share) * move for share, move in zip(shares, moves, strict=False)), np.float32(0))
+
+
+def _moves(weight: Float32, curvature: Curvature, sums: Mapping[InputStatistic, Float32]) -> list[Float32]:
+    """Return W·C·H⁻¹ and, where something is added to the output, R·H⁻¹."""
+    moves = [curvature.solve(weight @ sums[InputStatistic.DRIFT])]
+    if InputStatistic.RESIDUAL in sums:
+        moves.append(curvature.solve(sums[InputStatistic.RESIDUAL]))
+    return moves
+
+
+def _shares(
+    weight: Float32,
+    curvature: Curvature,
+    rest: Mapping[InputStatistic, Float32],
+    held: Mapping[InputStatistic, Float32],
+) -> tuple[float, ...]:
+    """Return the shares of corrections, made of the tokens of `rest`, that leave the least error on those of `held`."""
+    moves = _moves(weight, curvature, rest)
+    pull = weight @ held[InputStatistic.DRIFT] + held.get(InputStatistic.RESIDUAL, np.float32(0))
+    # Σ |M x - (W(x̃ - x) + r̃ - r)|² over the tokens, M = Σ share·move, is quadratic in the shares.
+    curved = [move @ held[InputStatistic.MOMENTS] for move in moves]
+    curve = np.array([[np.vdot(one, other) for other in moves] for one in curved], np.float64)
+    slope = np.array([np.vdot(move, pull) for move in moves], np.float64)
+
+    def error(shares: tuple[float, ...]) -> float:
+        taken = np.array(shares)
+        return float(taken @ curve @ taken - 2 * taken @ slope)
+
+    return min(itertools.product(SHARES, repeat=len(moves)), key=error)
 
 
 def gptq(
-    weight: NDArray[np.float32],
+    wanted: Float32,
     curvature: Curvature,
     grid: Grid,
-    drift: NDArray[np.float32] | None = None,
+    outputs: tuple[Float32, ...] = (),
     *,
     sweeps: int = SWEEPS,
+    steps: int = STEPS,
+    threads: int = 1,
 ) -> QuantizedMatrix:
-    """Round a weight [N, K] so that its products with the calibration inputs change least (Frantar et al. 2022).
+    """Round a weight [N, K] so that its products with the calibration inputs change the loss least.
 
     Column by column in the order of the Hessian's diagonal, each is rounded and its error moved onto the columns that
-    are still to come (arXiv 2210.17323, section 3.3). The scales are those of the unmoved weight, fixed before, so that
-    the codes can be put back in place and no `g_idx` is needed. Rows are independent: layers that read the same input
-    may be stacked along N. Three things go beyond the paper, because each pays:
+    are still to come (Frantar et al. 2022, arXiv 2210.17323, section 3.3), on grids that were fitted before, so that
+    the codes can be put back in place and no `g_idx` is needed. Then coordinate descent: each column is rounded again
+    given the others, and scale and zero point of each block are fitted again given the codes.
 
-    - `drift` [K, K] = Σ (x̃ - x) xᵀ, with x̃ the input that the unquantized model would give: the weight first moves to
-      W + ¾·W·drift·H⁻¹, which makes up for what the layers before have lost (GPTAQ, arXiv 2504.02692, corrects within
-      the column loop; in closed form it is the same least-squares target). 10.55 → 8.82 (the whole of it: 9.01).
-    - Coordinate descent: with all columns rounded, each is rounded again given the others. 11.23 → 10.86.
-    - Scales: with the codes fixed, those of a row that minimize the same error. 11.23 → 10.73; all sweeps: 10.55.
+    `outputs` are Hessians of the loss in the layer's output, one [Nᵢ, Nᵢ] for each of the layers on top of each other
+    (none: all outputs count alike). Where outputs hang together, so should their errors: rows are rounded again in
+    groups, each with the target that makes up for the errors of the others: T_b + O_bb⁻¹ O_bc E_c (the feedback of
+    YAQA, arXiv 2505.22988, as a descent).
 
-    Returns codes in the order of the columns. What the descent minimizes never rises.
+    Returns codes in the order of the columns.
 
     Raises:
-        ValueError: `weight` is not finite, or its K is not that of `curvature`.
+        ValueError: `wanted` is not finite, or shapes do not fit.
     """
-    require_finite(weight)
-    if weight.shape[1] != len(curvature.order):
-        raise ValueError(f"the weight has {weight.shape[1]} input features, its Hessian {len(curvature.order)}")
-    scales, zeros = span(weight, grid)
-    target = np.ascontiguousarray(weight.T[curvature.order], np.float32)  # [K, N], so that a column is contiguous
-    if drift is not None:
-        target += DRIFT * _correction(weight, drift, curvature).T
-    columns = np.ascontiguousarray
-    block = curvature.order // grid.block_size
-    state = _State(target, np.empty_like(target), columns(scales.T), columns(zeros.T), block, curvature, grid)
-    state.propagate()  # chooses every code
-    for _ in range(sweeps):
-        state.descend()
-        state.rescale()
-    codes = np.empty((weight.shape[1], len(weight)), np.uint8)
-    codes[curvature.order] = state.codes
-    return assemble(grid, np.ascontiguousarray(codes.T), np.ascontiguousarray(state.scales.T), zeros)
+    require_finite(wanted)
+    if grid.trellis:
+        raise ValueError("the codes of a trellis are not chosen column by column")
+    n, k = wanted.shape
+    if k != len(curvature.order):
+        raise ValueError(f"the weight has {k} input features, its Hessian {len(curvature.order)}")
+    if outputs and sum(map(len, outputs)) != n:
+        raise ValueError(f"the weight has {n} output features, their Hessians {sum(map(len, outputs))}")
+    order, lower = curvature.order.astype(np.int32), np.ascontiguousarray(curvature.inverse.T)
+
+    def choose(of: Float32, start: QuantizedMatrix | None = None) -> QuantizedMatrix:
+        matrix, _ = rounding.choose(
+            of, order, curvature.hessian, lower, grid, steps=steps, sweeps=sweeps, start=start, threads=threads
+        )
+        return matrix
+
+    if not outputs:
+        return choose(wanted)
+    bounds = np.cumsum([0, *map(len, outputs)])
+    parts = zip(outputs, itertools.pairwise(bounds), strict=True)
+    return stack([_coupled(wanted[first:last], hessian, choose) for hessian, (first, last) in parts])
 
 
-@dataclass(eq=False)
-class _State:
-    """One GPTQ run; everything is transposed and in the order of `curvature`: row j is the j-th column to round.
-
-    target: fp32 [K, N].  codes: fp32 [K, N] (whole numbers).  scales: fp32 [blocks, N].  zeros: fp32 [blocks, N].
-    block: int [K], the block of each row.
-    """
-
-    target: NDArray[np.float32]
-    codes: NDArray[np.float32]
-    scales: NDArray[np.float32]
-    zeros: NDArray[np.float32]
-    block: NDArray[np.intp]
-    curvature: Curvature
-    grid: Grid
-
-    def propagate(self) -> None:
-        """Round row by row and move each error onto the rows below: GPTQ proper."""
-        moved, inverse = self.target.copy(), self.curvature.inverse
-        for start, end in _batches(len(moved)):
-            errors = np.empty((end - start, moved.shape[1]), np.float32)
-            for j in range(start, end):
-                self._choose(j, moved[j])
-                errors[j - start] = (moved[j] - self._value(j)) / inverse[j, j]
-                moved[j + 1 : end] -= inverse[j, j + 1 : end, None] * errors[j - start]
-            moved[end:] -= inverse[start:end, end:].T @ errors
-
-    def descend(self) -> None:
-        """Round each row again, where the others' errors put its optimum: one sweep of coordinate descent."""
-        hessian = self.curvature.hessian
-        gradient = hessian @ self._error()  # [K, N]
-        for start, end in _batches(len(hessian)):
-            moves = np.empty((end - start, gradient.shape[1]), np.float32)
-            for j in range(start, end):
-                before = self._value(j)
-                self._choose(j, before + gradient[j] / hessian[j, j])
-                moves[j - start] = before - self._value(j)
-                gradient[start:end] += hessian[start:end, j, None] * moves[j - start]
-            gradient[end:] += hessian[end:, start:end] @ moves
-
-    def rescale(self) -> None:
-        """Set the scales of one block after another to their optimum, codes fixed."""
-        hessian = self.curvature.hessian
-        gradient = hessian @ self._error()
-        for block in range(len(self.scales)):
-            [rows] = np.nonzero(self.block == block)
-            steps = self.codes[rows] - self.zeros[block]  # [block_size, N]
-            curve = np.einsum("kn,kn->n", steps, hessian[np.ix_(rows, rows)] @ steps)
-            slope = np.einsum("kn,kn->n", steps, gradient[rows])
-            change = np.divide(slope, curve, out=np.zeros_like(slope), where=curve > 0)
-            change[self.scales[block] + change == 0] = 0  # a scale of 0 has no codes to go back to
-            self.scales[block] += change
-            gradient -= hessian[:, rows] @ (steps * change)
-
-    def _choose(self, j: int, value: NDArray[np.float32]) -> None:
-        """Set the codes of row `j` to the nearest of `value` [N]."""
-        block = self.block[j]
-        self.codes[j] = nearest(value, self.scales[block], self.zeros[block], self.grid)
-
-    def _value(self, j: int) -> NDArray[np.float32]:
-        """Dequantize row `j`."""
-        block = self.block[j]
-        value: NDArray[np.float32] = (self.codes[j] - self.zeros[block]) * self.scales[block]
-        return value
-
-    def _error(self) -> NDArray[np.float32]:
-        """Return what is left to be matched, [K, N]."""
-        return self.target - (self.codes - self.zeros[self.block]) * self.scales[self.block]
-
-
-def _correction(weight: NDArray[np.float32], drift: NDArray[np.float32], curvature: Curvature) -> NDArray[np.float32]:
-    """Return W·drift·H⁻¹ [N, K], its columns in the order of `curvature`."""
-    moved = (weight @ drift)[:, curvature.order]
-    return np.asarray(moved @ curvature.inverse.T @ curvature.inverse, np.float32)
-
-
-def _batches(count: int) -> list[tuple[int, int]]:
-    return [(start, min(start + COLUMNS, count)) for start in range(0, count, COLUMNS)]
+def _coupled(wanted: Float32, outputs: Float32, choose: Callable[..., QuantizedMatrix]) -> QuantizedMatrix:
+    """Round `wanted` [N, K] with the Hessian `outputs` [N, N] of the loss in its outputs."""
+    matrix = choose(wanted)
+    mean = float(outputs.diagonal().mean(dtype=np.float64))
+    count = min(GROUPS, len(wanted) // SMALLEST_GROUP)
+    if count < 2 or not mean > 0:
+        return matrix
+    hessian = OFF_DIAGONAL * outputs.astype(np.float64)
+    hessian[np.diag_indices_from(hessian)] = outputs.diagonal() + 1e-3 * mean
+    every = np.arange(len(wanted))
+    groups = []
+    for first in range(count):
+        own, others = every[every % count == first], every[every % count != first]
+        pull = np.linalg.solve(hessian[np.ix_(own, own)], hessian[np.ix_(own, others)]).astype(np.float32)
+        groups.append((own, others, pull))
+    error = wanted - dequantize(matrix)
+    for own, others, pull in groups * PASSES:
+        again = choose(wanted[own] + pull @ error[others], rows(matrix, own))
+        matrix.codes[own], matrix.scales[own] = again.codes, again.scales
+        if matrix.zero_points is not None and again.zero_points is not None:
+            matrix.zero_points[own] = again.zero_points
+        error[own] = wanted[own] - dequantize(again)
+    return matrix
 
 
 def _invert_upper(upper: NDArray[np.float64]) -> NDArray[np.float64]:

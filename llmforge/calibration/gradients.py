@@ -1,0 +1,182 @@
+"""What the outputs of linear layers do to the loss: Σ g gᵀ of its gradients, from one run backwards over the layers.
+
+The loss is that of labels which the model draws itself, so that Σ g gᵀ is Fisher's information, the Hessian of the KLD
+(YAQA, arXiv 2505.22988, section 4). One layer is in memory at a time: the hidden states in front of each are kept on
+the way forward, and it runs once more on the way back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmforge.calibration.layer import Call, DecoderLayer
+from llmforge.calibration.skeleton import Skeleton
+from llmforge.quantization.grids import Float32
+
+TOKENS = 16384  # that gradients are taken of: of pairs of outputs a sixteenth of that says little
+SEED = 0  # of the labels
+_DESCRIBED = "gradients.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Mean g gᵀ of outputs [N, N] by the parameter of their linear, in a file of `folder` each: `places`.
+
+    `embedding` is that of the first layer's hidden states, [H, H], None where no gradient came so far.  `head` is the
+    mean of s·h hᵀ of what the head reads, s = Σ p(1 - p) over its probabilities, None where it is no linear.  `tokens`
+    is how many were taken.
+    """
+
+    folder: Path
+    places: Mapping[str, str]
+    embedding: Float32 | None
+    head: Float32 | None
+    tokens: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Gradients:
+        """Read what `take` wrote into `folder`, but the outputs."""
+        described = json.loads((folder / _DESCRIBED).read_text())
+        embedding, head = (_load(folder / f"{name}.npz") if described[name] else None for name in ("embedding", "head"))
+        return cls(folder, described["places"], embedding, head, described["tokens"])
+
+    def outputs(self, names: Sequence[str]) -> tuple[Float32, ...]:
+        """Return those of linears `names`; none where one of them has none."""
+        if not all(name in self.places for name in names):
+            return ()
+        return tuple(_load(self.folder / self.places[name]) for name in names)
+
+
+def take(
+    skeleton: Skeleton,
+    windows: Sequence[NDArray[np.int64]],
+    calls: Sequence[Sequence[Call]],
+    states: Sequence[torch.Tensor],
+    folder: Path,
+) -> None:
+    """Take the gradients of `windows`, ids [tokens], with the hidden `states` in front of the first layer.
+
+    They are written to `folder`. `calls` [layer][window] say how layers are called. Windows are taken evenly, so that
+    there are about `TOKENS`. A layer through which no gradient flows, and those before it, have none.
+    """
+    chosen = _evenly([len(ids) for ids in windows])
+    tokens = sum(len(windows[window]) for window in chosen)
+    passed = [[states[window] for window in chosen]]
+    for index in range(len(skeleton.layers)):
+        layer = skeleton.load(index, calls[index])
+        passed.append([layer.run(window, state) for window, state in zip(chosen, passed[-1], strict=True)])
+    leave = skeleton.leaving([windows[window] for window in chosen])
+    random = torch.Generator().manual_seed(SEED)
+    reads: list[torch.Tensor] = []
+    flowing = [_of_loss(leave, number, state, random, reads) for number, state in enumerate(passed.pop())]
+    places: dict[str, str] = {}
+    for index in reversed(range(len(skeleton.layers))):
+        sums = _backwards(skeleton.load(index, calls[index]), chosen, passed.pop(), flowing)
+        if not flowing:
+            break
+        for name, total in sums.items():
+            places[name] = f"{len(places)}.npz"
+            _save(folder / places[name], total / tokens)
+    if flowing:
+        rows = torch.cat([each[0] for each in flowing])
+        _save(folder / "embedding.npz", rows.T @ rows / tokens)
+    if reads:
+        _save(folder / "head.npz", torch.stack(reads).sum(0) / tokens)
+    described = {"places": places, "embedding": bool(flowing), "head": bool(reads), "tokens": tokens}
+    (folder / _DESCRIBED).write_text(json.dumps(described))
+
+
+def _backwards(
+    layer: DecoderLayer, chosen: Sequence[int], states: Sequence[torch.Tensor], flowing: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Carry gradients `flowing` in what `layer` makes of `states` to those in `states`, and sum g gᵀ of its linears.
+
+    Nothing flows any more where the layer lets no gradient through.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    for number, (window, given) in enumerate(zip(chosen, states, strict=True)):
+        state = given.detach().requires_grad_()
+        with torch.enable_grad(), _summed(layer.linears(), sums):
+            out = layer.run(window, state)
+            if out.requires_grad:
+                out.backward(flowing[number])  # type: ignore[no-untyped-call]
+        if state.grad is None:
+            flowing.clear()
+            break
+        flowing[number] = state.grad
+    return sums
+
+
+def _save(place: Path, matrix: torch.Tensor) -> None:
+    """Write a matrix of moments in fp16, with its largest number apart."""
+    largest = max(float(matrix.abs().max()), 2.0**-126)
+    np.savez(place, allow_pickle=False, share=(matrix / largest).numpy().astype(np.float16), largest=largest)
+
+
+def _load(place: Path) -> Float32:
+    with np.load(place, allow_pickle=False) as arrays:
+        matrix: Float32 = arrays["share"].astype(np.float32) * np.float32(arrays["largest"])
+    return matrix
+
+
+def _evenly(lengths: Sequence[int]) -> list[int]:
+    """Choose windows of these lengths, every so many, that have `TOKENS` together, or all."""
+    every = max(1, round(sum(lengths) / TOKENS))
+    return list(range(0, len(lengths), every))
+
+
+def _of_loss(
+    leave: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
+    number: int,
+    state: torch.Tensor,
+    random: torch.Generator,
+    reads: list[torch.Tensor],
+) -> torch.Tensor:
+    """Return the gradient of the loss of labels, drawn from the model's own, in the hidden states after the layers.
+
+    Σ s·h hᵀ of what the head read is put to `reads`.
+    """
+    state = state.detach().requires_grad_()
+    with torch.enable_grad():
+        logits, read = leave(number, state)
+    change = logits.detach()[0].float().softmax(-1)
+    if read is not None:
+        h = read.detach().reshape(-1, read.shape[-1])
+        reads.append((h * (1 - change.square().sum(-1, keepdim=True))).T @ h)
+    labels = torch.multinomial(change, 1, generator=random)
+    change.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=change.dtype))
+    logits.backward(change[None].to(logits.dtype))  # type: ignore[no-untyped-call]
+    assert state.grad is not None
+    return state.grad
+
+
+@contextmanager
+def _summed(linears: Mapping[str, torch.nn.Linear], sums: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Add Σ g gᵀ of each of `linears` that runs backwards to `sums`."""
+
+    def watch(name: str) -> Callable[..., None]:
+        def add(g: torch.Tensor) -> None:
+            rows = g.reshape(-1, g.shape[-1])
+            if name not in sums:
+                sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
+            sums[name].addmm_(rows.T, rows)
+
+        def after(module: torch.nn.Module, args: Any, y: Any) -> None:
+            if isinstance(y, torch.Tensor) and y.requires_grad:
+                y.register_hook(add)  # type: ignore[no-untyped-call]
+
+        return after
+
+    with ExitStack() as hooks:
+        for name, linear in linears.items():
+            hooks.enter_context(linear.register_forward_hook(watch(name)))
+        yield

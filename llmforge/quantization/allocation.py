@@ -1,0 +1,77 @@
+"""Which format each weight gets where bytes are limited: an exact knapsack over measured losses.
+
+A loss is ½ tr(O E H Eᵀ), in nats a token, of the rounding error E that a format really leaves: O is the mean g gᵀ of
+the layer's outputs, H the mean x xᵀ of its inputs. Losses of different weights are taken to add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmforge.base.errors import UsageError
+from llmforge.quantization.grids import Float32
+
+CELLS = 20_000  # of bytes that are told apart: a choice is exact but for so small a share of the budget a weight
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One format that weights which must share it may have: what it takes, and what it costs."""
+
+    size_bytes: int
+    loss: float
+
+
+def loss(error: Float32, moments: Float32, outputs: Float32) -> float:
+    """Return ½ tr(O E H Eᵀ) of an error [N, K], mean x xᵀ [K, K] and mean g gᵀ [N, N]."""
+    return 0.5 * float(np.vdot(outputs @ error, error @ moments))
+
+
+def allocate(choices: Mapping[str, Sequence[Choice]], budget_bytes: int) -> dict[str, int]:
+    """Choose one of the formats of each weight, by its place, with the least sum of losses in `budget_bytes`.
+
+    Weights that must share a format stand under one name, with their sums. Where sizes are multiples of one number and
+    the budget has no more than `CELLS` of it, the choice is the best there is; else sizes are rounded up to
+    budget / `CELLS`, so that the budget holds all the same.
+
+    Raises:
+        UsageError: not even the smallest formats fit.
+        ValueError: a weight has no format, or a loss is not a finite number.
+    """
+    for name, formats in choices.items():
+        if not formats or not all(math.isfinite(each.loss) for each in formats):
+            raise ValueError(f"{name} has no format, or one whose loss is not finite")
+    least = sum(min(each.size_bytes for each in formats) for formats in choices.values())
+    if least > budget_bytes:
+        raise UsageError(
+            f"weights take {least} bytes in their smallest formats, the budget has {budget_bytes}",
+            hint="allow more bytes, or smaller formats",
+        )
+    sizes = [each.size_bytes for formats in choices.values() for each in formats]
+    unit = math.gcd(*sizes) or 1
+    if budget_bytes // unit > CELLS:
+        unit = -(-budget_bytes // CELLS)
+    cells = budget_bytes // unit
+    needed = sum(min(-(-each.size_bytes // unit) for each in formats) for formats in choices.values())
+    if needed > cells:  # rounding up alone made it too much: the smallest formats fit, and are all that does
+        return {name: min(range(len(f)), key=lambda i: f[i].size_bytes) for name, f in choices.items()}
+    best = np.zeros(cells + 1)  # least loss of the weights so far in at most so many cells
+    taken: list[np.ndarray[tuple[int], np.dtype[np.intp]]] = []
+    for formats in choices.values():
+        ways = np.full((len(formats), cells + 1), np.inf)
+        for i, each in enumerate(formats):
+            size = -(-each.size_bytes // unit)
+            if size <= cells:
+                ways[i, size:] = best[: cells + 1 - size] + each.loss
+        taken.append(ways.argmin(0))
+        best = ways.min(0)
+    chosen: dict[str, int] = {}
+    left = cells
+    for name, at in zip(reversed(list(choices)), reversed(taken), strict=True):
+        chosen[name] = int(at[left])
+        left -= -(-choices[name][chosen[name]].size_bytes // unit)
+    return {name: chosen[name] for name in choices}

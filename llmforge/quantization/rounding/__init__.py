@@ -1,0 +1,102 @@
+"""The compiled loops that choose codes column by column (rounding.inc): errors moved on from one to the next,
+coordinate descent, grids refitted between.
+
+Rows are independent, so that codes depend neither on the number of threads nor on what else stands in the matrix.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import EnvironmentLacks
+from llmforge.quantization.formats import SUPERBLOCK
+from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, assemble
+
+_STORAGE = {"fp32": 0, "fp16": 1, "int8": 2}  # as rounding.h counts them
+_INTEGERS = ("n", "k", "block", "superblock")
+_NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held")
+_ARRAYS = ("target", "order", "hessian", "lower", "weight", "codes", "scales", "zeros", "loss")
+
+
+class _Rounding(ctypes.Structure):
+    """`Rounding` of rounding.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((name, ctypes.c_int32) for name in _NUMBERS),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    folder = Path(__file__).parent
+    found = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_rounding{suffix}").exists()), None)
+    if found is None:
+        raise EnvironmentLacks(
+            "the loops that choose codes by calibration are not compiled in this installation",
+            hint="install a C compiler (gcc or clang), then install llmforge again",
+        )
+    return ctypes.CDLL(str(found))
+
+
+def choose(
+    target: Float32,
+    order: NDArray[np.int32],
+    hessian: Float32,
+    lower: Float32,
+    grid: Grid,
+    *,
+    steps: int,
+    sweeps: int,
+    start: QuantizedMatrix | None = None,
+    threads: int = 1,
+) -> tuple[QuantizedMatrix, NDArray[np.float64]]:
+    """Choose scales, zero points and codes for `target` [N, K], and say what error e Hessian eᵀ each row has left.
+
+    order: int32 [K], the columns as they are rounded. hessian: fp32 [K, K] in that order. lower: fp32 [K, K], the lower
+    triangle Rᵀ with RᵀR = H⁻¹. `steps` ranges are tried for each block, from 1.1 to 0.5 of its own (0: its own alone),
+    weighted with the diagonal; then come `sweeps` of refitting scale and zero point of each block and of coordinate
+    descent, none of which raises the error. Scales are such as the grid stores. With `start` no grid is searched: its
+    scales and zero points are the first.
+
+    Raises:
+        EnvironmentLacks: llmforge was installed without a C compiler.
+        MemoryError: there is no memory for a tile of rows.
+    """
+    n, k = target.shape
+    blocks = grid.blocks(k)
+    weight = np.empty(k, np.float32)
+    weight[order] = hessian.diagonal()
+    arrays: dict[str, NDArray[Any]] = {
+        "target": np.ascontiguousarray(target, np.float32),
+        "order": np.ascontiguousarray(order, np.int32),
+        "hessian": np.ascontiguousarray(hessian, np.float32),
+        "lower": np.ascontiguousarray(lower, np.float32),
+        "weight": weight,
+        "codes": np.empty((n, k), np.uint8),
+        "scales": np.empty((n, blocks), np.float32),
+        "zeros": np.empty((n, blocks), np.uint8),
+        "loss": np.empty(n, np.float64),
+    }
+    if start is not None:
+        assert start.grid == grid
+        assert start.scales.shape == (n, blocks)
+        arrays["scales"] = start.scales.copy()
+        zeros = start.zero_points
+        arrays["zeros"] = np.full((n, blocks), grid.middle, np.uint8) if zeros is None else zeros.copy()
+    assert arrays["order"].shape == (k,)
+    assert arrays["hessian"].shape == arrays["lower"].shape == (k, k)
+    numbers = (grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None)
+    job = _Rounding(n, k, grid.block_size, SUPERBLOCK, *numbers, *(arrays[name].ctypes.data for name in _ARRAYS))
+    if _library().llmforge_round(ctypes.byref(job), threads):
+        raise MemoryError(f"a weight [{n}, {k}] could not be rounded")
+    matrix = assemble(grid, arrays["codes"], arrays["scales"], arrays["zeros"].astype(np.float32))
+    return matrix, arrays["loss"]

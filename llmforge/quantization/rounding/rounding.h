@@ -1,0 +1,38 @@
+/* Choosing the codes of a weight with its inputs in view (llmforge/quantization/methods/gptq.py). */
+#ifndef LLMFORGE_ROUNDING_H
+#define LLMFORGE_ROUNDING_H
+
+#include <stdint.h>
+
+#define TILE 32 /* rows of weights that are rounded side by side */
+#define BATCH 64 /* columns whose updates of the others are applied at once, as one matrix product */
+
+enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2 }; /* how scales are stored; INT8: under a bf16 superscale */
+
+/* A weight [n, k] and what is known of its inputs. `order` is the order in which columns are rounded; H and its factor
+ * stand in that order, the rest in the order of the columns. */
+typedef struct Rounding {
+    int64_t n, k, block, superblock; /* columns that share a scale, and a superscale */
+    int32_t bits, symmetric, storage, steps, sweeps, held; /* held: scales and zeros say the grid to begin with */
+    const float *target;   /* [n, k]: what is to be matched */
+    const int32_t *order;  /* [k] */
+    const float *hessian;  /* [k, k] */
+    const float *lower;    /* [k, k]: Rᵀ, RᵀR = H⁻¹, R upper triangular; only what is on and below the diagonal is read */
+    const float *weight;   /* [k]: what an error of a column costs while a grid is searched */
+    uint8_t *codes;        /* [n, k] */
+    float *scales;         /* [n, blocks] */
+    uint8_t *zeros;        /* [n, blocks] */
+    double *loss;          /* [n]: eᵀHe of what is left, e = target - value */
+} Rounding;
+
+typedef struct Rounder {
+    int64_t (*scratch_size)(const Rounding *r); /* bytes that a tile needs */
+    void (*tile)(const Rounding *r, int64_t first, void *scratch); /* rounds rows first … first + TILE - 1 */
+} Rounder;
+
+extern const Rounder rounder_generic;
+#if defined(__x86_64__)
+extern const Rounder rounder_avx2, rounder_avx512;
+#endif
+
+#endif

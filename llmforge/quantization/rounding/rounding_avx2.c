@@ -1,0 +1,5 @@
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#define ROUNDER rounder_avx2
+#include "rounding.inc"
+#endif

@@ -1,0 +1,5 @@
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define ROUNDER rounder_avx512
+#include "rounding.inc"
+#endif

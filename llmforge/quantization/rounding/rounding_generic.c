@@ -1,0 +1,2 @@
+#define ROUNDER rounder_generic
+#include "rounding.inc"

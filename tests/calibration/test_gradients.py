@@ -1,0 +1,128 @@
+"""Gradients, layer by layer backwards, against autograd through the whole model; tables; what outputs are added to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from llmforge.calibration import calibrate
+from llmforge.calibration.gradients import SEED, Gradients, take
+from llmforge.calibration.skeleton import Skeleton
+from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.text import Window
+from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
+from llmforge.quantization.methods.gptq import Gptq
+from llmforge.quantization.statistics import WeightDemand
+
+from ..checkpoints import write_checkpoint
+
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
+
+
+def texts(count: int, length: int = 24) -> list[NDArray[np.int64]]:
+    random = np.random.default_rng(0)
+    return [random.integers(3, 250, length) for _ in range(count)]
+
+
+def taken(folder: Path, ids: list[NDArray[np.int64]], into: Path) -> tuple[Skeleton, Gradients]:
+    skeleton = Skeleton.build(Checkpoint.open(folder))
+    into.mkdir()
+    with torch.no_grad():
+        calls, states = skeleton.enter(ids)
+        take(skeleton, ids, calls, states, into)
+    return skeleton, Gradients.read(into)
+
+
+def through_the_model(folder: Path, ids: list[NDArray[np.int64]]) -> dict[str, NDArray[np.float32]]:
+    """Mean g gᵀ of all linears of the layers, of what the layers read, and mean s·h hᵀ of the head."""
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=torch.float32).eval()
+    sums: dict[str, torch.Tensor] = {}
+
+    def add(name: str, rows: torch.Tensor, weight: torch.Tensor | float = 1.0) -> None:
+        rows = rows.detach().reshape(-1, rows.shape[-1])
+        sums[name] = sums.get(name, torch.zeros(())) + (rows * weight).T @ rows
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            module.register_forward_hook(
+                lambda _, given, y, name=name: y.register_hook(lambda g: add(f"{name}.weight", g)) and None
+            )
+    model.model.embed_tokens.register_forward_hook(
+        lambda _, given, y: y.register_hook(lambda g: add("embedding", g)) and None
+    )
+    read: list[torch.Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    random = torch.Generator().manual_seed(SEED)
+    for each in ids:
+        logits = model(torch.from_numpy(each)[None]).logits[0]
+        shares = logits.detach().softmax(-1)
+        labels = torch.multinomial(shares, 1, generator=random)[:, 0]
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        add("head", read[-1], (shares * (1 - shares)).sum(-1, keepdim=True))
+    count = sum(map(len, ids))
+    return {name: (total / count).numpy() for name, total in sums.items()}
+
+
+@pytest.mark.parametrize("form", [TIED, UNTIED], ids=["tied", "untied"])
+def test_backwards_layer_by_layer_is_backwards_through_the_model(form: dict[str, object], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", **form)
+    ids = texts(3)
+    _, ours = taken(tmp_path / "model", ids, tmp_path / "out")
+    theirs = through_the_model(tmp_path / "model", ids)
+    assert ours.tokens == 72
+    assert set(ours.places) | {"embedding", "head"} == set(theirs)
+    assert ours.embedding is not None
+    assert ours.head is not None
+    found = {name: ours.outputs([name])[0] for name in ours.places} | {"embedding": ours.embedding, "head": ours.head}
+    for name, matrix in theirs.items():
+        np.testing.assert_allclose(found[name], matrix, rtol=0, atol=2e-3 * np.abs(matrix).max(), err_msg=name)
+    assert ours.outputs(["no such weight"]) == ()
+
+
+def test_what_outputs_are_added_to_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    skeleton = Skeleton.build(Checkpoint.open(tmp_path / "model"))
+    with torch.no_grad():
+        calls, states = skeleton.enter(texts(1))
+        layer = skeleton.load(0, calls[0])
+        added = layer.additions(layer.groups(states[0]), states[0])
+    assert added.first == ("model.layers.0.self_attn.o_proj.weight",)
+    assert added.last == ("model.layers.0.mlp.down_proj.weight",)
+
+
+@pytest.mark.parametrize("form", [TIED, UNTIED], ids=["tied", "untied"])
+def test_tables_lose_less_than_rounded_ones_and_layers_see_them(form: dict[str, object], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", **form)
+    checkpoint, ids = Checkpoint.open(tmp_path / "model"), texts(12)
+    windows = [Window(str(i), each) for i, each in enumerate(ids)]
+    grid = Grid(4, 1024, True, "fp16")
+    plain = calibrate(checkpoint, windows, [WeightDemand(Gptq(), Grid(4, 32, False))])
+    both = calibrate(checkpoint, windows, [WeightDemand(Gptq(), Grid(4, 32, False), tables=grid)])
+    names = set(both.linears) - set(plain.linears)
+    embedding = "model.embed_tokens.weight"
+    assert names == ({embedding} if form == TIED else {embedding, "lm_head.weight"})
+    _, gradients = taken(tmp_path / "model", ids, tmp_path / "out")
+    assert gradients.embedding is not None
+    assert gradients.head is not None
+    for name in names:
+        table = checkpoint.tensor(name).numpy().astype(np.float32)
+        hessian = gradients.embedding if name == embedding else gradients.head
+        if form == TIED:
+            hessian = gradients.embedding + gradients.head
+
+        def cost(of: NDArray[np.float32], table: Any = table, hessian: Any = hessian) -> float:
+            return float(np.vdot(of - table, (of - table) @ hessian))
+
+        assert both.linears[name].grid == grid
+        assert cost(dequantize(both.linears[name])) < 0.8 * cost(dequantize(round_to_nearest(table, grid)))
+    first = "model.layers.0.self_attn.q_proj.weight"
+    assert (both.linears[first].codes != plain.linears[first].codes).any()  # it read other numbers

@@ -1,0 +1,69 @@
+"""The knapsack of formats against every combination."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmforge.base.errors import UsageError
+from llmforge.quantization import allocation
+from llmforge.quantization.allocation import Choice, allocate, loss
+
+CHOICES = st.lists(
+    st.lists(st.builds(Choice, size_bytes=st.integers(1, 30), loss=st.floats(0, 10)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=4,
+).map(lambda lists: {f"weight{i}": formats for i, formats in enumerate(lists)})
+
+
+def total(choices: dict[str, list[Choice]], chosen: dict[str, int]) -> tuple[int, float]:
+    picked = [choices[name][at] for name, at in chosen.items()]
+    return sum(each.size_bytes for each in picked), sum(each.loss for each in picked)
+
+
+@given(CHOICES, st.integers(1, 120))
+@settings(deadline=None)
+def test_it_is_the_best_of_all_combinations(choices: dict[str, list[Choice]], budget: int) -> None:
+    every = [
+        dict(zip(choices, at, strict=True)) for at in itertools.product(*(range(len(f)) for f in choices.values()))
+    ]
+    fitting = [total(choices, each)[1] for each in every if total(choices, each)[0] <= budget]
+    if not fitting:
+        with pytest.raises(UsageError, match="allow more bytes"):
+            allocate(choices, budget)
+        return
+    size, cost = total(choices, allocate(choices, budget))
+    assert size <= budget
+    assert cost == pytest.approx(min(fitting))
+
+
+@given(CHOICES, st.integers(1, 120))
+@settings(deadline=None)
+def test_a_coarse_knapsack_keeps_the_budget(choices: dict[str, list[Choice]], budget: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocation, "CELLS", 7)
+        try:
+            chosen = allocate(choices, budget)
+        except UsageError:
+            return
+    assert total(choices, chosen)[0] <= budget
+
+
+def test_the_loss_is_that_of_the_quadratic_form() -> None:
+    random = np.random.default_rng(0)
+    x, g = random.standard_normal((50, 6)).astype(np.float32), random.standard_normal((50, 4)).astype(np.float32)
+    error = random.standard_normal((4, 6)).astype(np.float32)
+    moments, outputs = x.T @ x / np.float32(50), g.T @ g / np.float32(50)
+    every = np.einsum("tn,nk,sk->ts", g, error, x) ** 2
+    assert loss(error, moments, outputs) == pytest.approx(0.5 * every.mean(), rel=1e-4)
+
+
+def test_what_has_no_format_or_no_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="w has no format"):
+        allocate({"w": []}, 10)
+    with pytest.raises(ValueError, match="not finite"):
+        allocate({"w": [Choice(1, float("nan"))]}, 10)
