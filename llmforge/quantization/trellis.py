@@ -4,7 +4,7 @@ Rows stand in groups of 16. A code is (u, i), u its top bit; u and those of the 
 of a group), choose one of four subsets of eight levels, number 2·u' + (u ^ u''), and i one of its levels. 4 bits thus
 choose among 32 levels, with an error for which plain codes of normal numbers would take 4.3 bits or more (Marcellin and
 Fischer, Trellis coded quantization of memoryless and Gauss-Markov sources, 1990; the code is Ungerboeck's with four
-states). Columns do not depend on one another, so that what GPTQ moves from column to column stays as it is.
+states). Columns do not depend on one another, so that a method may still move the error of one onto the others.
 """
 
 from __future__ import annotations
