@@ -203,7 +203,7 @@ def measure(
         moved = _quality(spec.quality, runner, expected, said, windows, progress)
     held_against = None if baseline is None else baseline.description
     if spec.latency is not None:
-        if not isinstance(baseline, Baseline):
+        if baseline is None or isinstance(baseline, StreamedBaseline):
             progress.stage("Load baseline")
             baseline = Baseline(checkpoint, threads=threads)
         held_against = held_against or baseline.description

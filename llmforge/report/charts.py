@@ -404,7 +404,7 @@ def _finite(estimate: Estimate | None) -> Estimate | None:
 
 
 def _course(entries: Sequence[Entry], of: Sequence[Change]) -> Course:
-    metric = catalog.deciding()[of[0].metric]
+    metric = catalog.named(of[0].metric)
     write, known = metric.unit.write, [each for change in of if (each := _finite(change.b)) is not None]
     drawn = [
         bound

@@ -43,7 +43,7 @@ class Change(Record):
         found = self.difference
         if found is None or found.low is None or found.high is None:
             return False
-        return found.high < 0 if catalog.deciding()[self.metric].better == "lower" else found.low > 0
+        return found.high < 0 if catalog.named(self.metric).better == "lower" else found.low > 0
 
 
 class Comparison(Record):

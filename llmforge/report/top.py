@@ -68,7 +68,7 @@ def warnings(report: Report) -> list[str]:
 
 def explained(gate: GateResult) -> str:
     """Say what was measured and what the limit is, as the page writes figures; or what would decide it."""
-    metric, measured = catalog.deciding()[gate.metric], gate.measured
+    metric, measured = catalog.named(gate.metric), gate.measured
     if gate.verdict is not Verdict.FAIL or measured is None:
         return metric.title + gate.explanation.removeprefix(gate.metric)
     write = metric.unit.write
@@ -88,7 +88,7 @@ def _gains(report: Report) -> str:
     if report.quality is not None:
         for name in ("perplexity_ratio", "top1_agreement"):
             if name in report.quality.figures:
-                metric = catalog.deciding()[name]
+                metric = catalog.named(name)
                 parts.append(f"{metric.title.lower()} {metric.unit.write(report.quality.figures[name].value)}")
     return f"{', '.join(parts)}."
 

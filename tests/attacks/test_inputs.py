@@ -179,7 +179,7 @@ DOCUMENT = {"document": "", "tokens": 1, "baseline_nll": 0, "nll": 0, "kld": 0, 
         (lambda r: r.update(name="../../evil"), "cannot be the name"),
         (lambda r: r.update(created="0001-01-01T00:00:00+23:59"), "not a record of evidence"),
         (lambda r: r["latency"]["points"][0].pop("tpot_speedup"), None),
-        (lambda r: r["checkpoint"].update(size_bytes=0), None),
+        (lambda r: r["checkpoint"].update(size_bytes=0), "checkpoint.size_bytes"),
     ],
     ids=["documents", "many-documents", "bytes", "values", "version", "name", "year", "figures", "size"],
 )  # fmt: skip

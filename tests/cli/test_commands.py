@@ -56,6 +56,7 @@ def process(*args: str, code: str = "from llmforge.cli import main; main()") -> 
 class BuildResult:
     path: Path
     report: Any
+    previous: None = None
 
 
 class FakePipeline:

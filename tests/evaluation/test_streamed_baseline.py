@@ -53,7 +53,7 @@ def test_large_matrices_are_read_in_tiles(tmp_path: Path, monkeypatch: pytest.Mo
     whole = Baseline(opened, threads=1)
     monkeypatch.setattr(stored_matrix, "TILE_BYTES", 4 * opened.geometry.hidden * 5)  # five rows
     streamed = StreamedBaseline(opened, threads=1)
-    assert type(streamed._frame._model.get_input_embeddings().weight) is stored_matrix.StoredMatrix
+    assert type(streamed._frame.model.get_input_embeddings().weight) is stored_matrix.StoredMatrix
     logits = streamed.of(cut)
     for ids in cut:  # a product of fewer columns may add in another order: some units in the last place
         expected = whole.logits(ids)

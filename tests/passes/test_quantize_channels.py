@@ -111,7 +111,7 @@ def test_the_verifier_measures_it(dtype: str, tmp_path: Path) -> None:
     step = quantize(dtype=dtype)
     proof = verifier.check(step, model, step.run(model, RTX))
     assert proof.kld_mean is not None
-    assert 0 < proof.kld_mean < (0.001 if dtype == "int8" else 0.01)
+    assert 0 < proof.kld_mean < (0.001 if dtype == "int8" else 0.02)
 
 
 def test_a_budget_that_does_not_hold_fails(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ HOOKS = [
     Hook("transformers:PretrainedConfig.get_text_config", "checkpoint", "sizes of the text model"),
     Hook("transformers:PretrainedConfig.attribute_map", "checkpoint", "sizes by one name for every architecture"),
     Hook("transformers:__version__", "checkpoint", "names the version that does not know a model type"),
+    Hook("transformers:GenerationConfig", "evaluation.runtime_process", "ends answers of optimum where ours end"),
     Hook("transformers:AutoModelForCausalLM.from_config", "trace.export.skeleton", "builds the model without weights"),
     Hook(
         "transformers:AutoModelForCausalLM.from_pretrained",
