@@ -1,4 +1,4 @@
-"""Cases for kernels_driver.c, which runs the kernels without ONNX Runtime: what to compute, and what plain arithmetic gives."""
+"""Cases for kernels_driver.c, which runs the kernels without ONNX Runtime, and what plain arithmetic gives."""
 
 from __future__ import annotations
 
@@ -223,7 +223,9 @@ def attention(
     name = f"attention {heads}/{kv_heads} of {dim}, {sequence} behind {list(pasts)}, int8 {int8}, window {window}"
     wanted = [y.astype(np.float32), kept[0], kept[1]]
     # An int8 key on the border between two integers may be rounded to either.
-    return Case(name, ATTENTION, [*map(int, numbers), window, piece], arrays, wanted, 1e-3 if int8 else 5e-5, exact=False)
+    return Case(
+        name, ATTENTION, [*map(int, numbers), window, piece], arrays, wanted, 1e-3 if int8 else 5e-5, exact=False
+    )
 
 
 def rounding(dtype: np.dtype[Any], grid: Grid, n: int, k: int) -> Case:
@@ -274,7 +276,9 @@ def every(rows: Sequence[int]) -> list[Case]:
             attention(5, 1, 80, 12, [250], int8=int8, sink=True, window=60),
             attention(5, 1, 80, 1, [250], int8=int8, sink=True, window=60),
         ]
-    grids_of = [Grid(bits, size, symmetric) for bits in (3, 4, 5, 6, 8) for size in (16, 64) for symmetric in (True, False)]
+    grids_of = [
+        Grid(bits, size, symmetric) for bits in (3, 4, 5, 6, 8) for size in (16, 64) for symmetric in (True, False)
+    ]
     cases += [rounding(t, grid, 24, k) for t in STORED for grid in grids_of for k in (1, 131)]
     cases += [not_finite(t, wrong) for t in STORED for wrong in (np.nan, -np.inf)]
     return cases + [packing(count) for count in (1, 31, 64, 131)]

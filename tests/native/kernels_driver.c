@@ -70,7 +70,7 @@ static int next_case(FILE *file, Case *c) {
 
 static void give(FILE *file, const void *array, int64_t size) {
     fwrite(&size, sizeof size, 1, file);
-    fwrite(array, 1, (size_t)size, file);
+    if (size) fwrite(array, 1, (size_t)size, file);
 }
 
 static Weights weights_of(const Case *c) {
