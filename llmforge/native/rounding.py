@@ -1,4 +1,4 @@
-"""Rounding of weights by the compiled kernels: the codes that `llmforge.quantization.grids` computes in numpy, to the bit.
+"""Rounding of weights by the compiled kernels: to the bit what `llmforge.quantization.grids` computes in numpy.
 
 The interpreter is free meanwhile: other threads go on.
 """
