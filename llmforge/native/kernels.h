@@ -146,6 +146,13 @@ extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2, kernels_avx512vnni, kernels_avx512bf16;
 #endif
+/* clang before 16 has dot products only where all of the library is compiled for them. */
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
+#define HAS_NEON 1
+extern const Kernels kernels_neon;
+#else
+#define HAS_NEON 0
+#endif
 
 /* Memory of the calling thread, `size` bytes aligned to 64, valid until its next call with the same `slot`; NULL where
  * there is none. */

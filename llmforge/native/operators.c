@@ -3,6 +3,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #include "kernels.h"
 #include "ort_abi.h"
@@ -459,6 +462,19 @@ static Operator operators[] = {
     OPERATOR("GroupQueryAttentionInt8", attention8_inputs, attention8_outputs, attention_create, attention_compute),
 };
 
+#if HAS_NEON
+/* Say whether the processor has dot products (FEAT_DotProd). */
+static int has_dot_products(void) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return 1; /* all of the library needs them: a processor of Apple, or by the compiler's flags */
+#elif defined(__linux__)
+    return (getauxval(AT_HWCAP) & 1UL << 20) != 0; /* HWCAP_ASIMDDP */
+#else
+    return 0;
+#endif
+}
+#endif
+
 static const Kernels *supported(const char *name) {
     const Kernels *found = &kernels_generic;
     if (name && !strcmp(name, found->name)) return found;
@@ -475,6 +491,11 @@ static const Kernels *supported(const char *name) {
     }
     if (found == &kernels_avx512vnni && __builtin_cpu_supports("avx512bf16")) {
         found = &kernels_avx512bf16;
+        if (name && !strcmp(name, found->name)) return found;
+    }
+#elif HAS_NEON
+    if (has_dot_products()) {
+        found = &kernels_neon;
         if (name && !strcmp(name, found->name)) return found;
     }
 #endif

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -343,6 +345,25 @@ def test_lengths_outside_the_cache_are_refused() -> None:
     for past in (-1, CAPACITY):
         with pytest.raises(Exception, match="outside the cache"):
             ours(np.zeros((1, 1, 256), np.float32), [past], cache)
+
+
+def test_the_documentation_counts_the_bits_of_every_format() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "cpu-kernels.md").read_text()
+    is_row = re.compile(r"\| (trellis|\d bits) \|").match
+    rows = [line.split("|")[1:-1] for line in documented.splitlines() if is_row(line)]
+    assert len(rows) == 18
+    kinds: list[tuple[grids.Scale, bool]] = [
+        (scale, symmetric) for scale in ("fp32", "fp16", "int8") for symmetric in (True, False)
+    ]
+    for codes, block, *cells in rows:
+        trellis = "trellis" in codes
+        for (scale, symmetric), cell in zip(kinds, cells, strict=True):
+            if not cell.strip():
+                assert trellis
+                assert not symmetric
+                continue
+            grid = Grid(4 if trellis else int(codes.split()[0]), int(block), symmetric, scale, trellis)
+            assert cell.strip() == f"{layout.group_bytes(2048, grid) * 8 / (layout.LANES * 2048):.2f}", (codes, block)
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
