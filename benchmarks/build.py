@@ -94,6 +94,7 @@ def write_recipe(path: Path, checkpoint: Path, args: argparse.Namespace) -> None
                     "block_size": args.block_size,
                     "method": args.method,
                     "symmetric": args.symmetric,
+                    "scales": args.scales,
                     "embedding_bits": args.embedding_bits,
                     "budget": {"kld_mean": 10.0},  # random weights have no quality to keep
                 }
@@ -190,6 +191,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--method", choices=[method.name for method in methods.METHODS], default=methods.PLAIN.name)
     parser.add_argument("--symmetric", action="store_true", help="weights without zero points")
+    parser.add_argument("--scales", default="fp32", choices=("fp32", "fp16", "int8"), help="of the weights")
     parser.add_argument("--embedding-bits", type=int, choices=(4, 8), default=8)
     parser.add_argument("--kernels", action="store_true", help="with the CPU kernels of llmforge")
     parser.add_argument("--kv8", action="store_true", help="int8 KV cache")

@@ -145,8 +145,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     checkpoint = args.checkpoint or building.make_checkpoint(args.shape, args.work)
     options = argparse.Namespace(
-        context=4096, threads=args.threads, block_size=128, method="rtn", symmetric=True, embedding_bits=4,
-        kv8=args.full, kernels=args.full,
+        context=4096, threads=args.threads, block_size=128, method="rtn", symmetric=True, scales="fp32",
+        embedding_bits=4, kv8=args.full, kernels=args.full,
     )  # fmt: skip
     recipe = args.work / "recipe.yaml"
     building.write_recipe(recipe, checkpoint, options)

@@ -253,7 +253,7 @@ def artifacts(args: argparse.Namespace, checkpoint: Path) -> dict[str, tuple[str
 
 
 def build(args: argparse.Namespace, checkpoint: Path) -> Path:
-    """Build our artifact: int4 in blocks of 128 with head and embedding, int8 KV, the CPU kernels of llmforge."""
+    """Build our artifact: int4 in blocks of 128, scales, head and embedding too, int8 KV, llmforge's CPU kernels."""
     finished = sorted((args.work / "llmforge").glob("*/*/manifest.json"))
     if finished:
         return finished[-1].parent
@@ -261,8 +261,8 @@ def build(args: argparse.Namespace, checkpoint: Path) -> Path:
     import build as building
 
     options = argparse.Namespace(
-        context=4096, threads=args.threads, block_size=128, method="rtn", symmetric=True, embedding_bits=4, kv8=True,
-        kernels=True,
+        context=4096, threads=args.threads, block_size=128, method="rtn", symmetric=True, scales="int8",
+        embedding_bits=4, kv8=True, kernels=True,
     )  # fmt: skip
     recipe = args.work / "recipe.yaml"
     building.write_recipe(recipe, checkpoint, options)

@@ -11,7 +11,8 @@
 #include "ort_abi.h"
 
 #define DOMAIN "llmforge.cpu"
-#define PARALLEL_UNITS 128      /* that the work of an operator is cut into at most */
+#define PARALLEL_UNITS 128      /* that the rounding of rows is cut into at most */
+#define REGIONS 64              /* of weights, one for a thread, at most */
 #define INLINE_MACS (256 * 1024) /* below that many multiplications, waking a thread costs more than it saves */
 #define SHARED_ROWS 2           /* up to that many rows, every thread quantizes them itself: cheaper than a second wake */
 #define MAX_RANK 8
@@ -37,11 +38,9 @@ static const Kernels *kernels;
 typedef struct Scratch {
     void *memory;
     size_t size;
-    unsigned long rows_of; /* the run of a Linear whose rows, rounded by this thread, stand here; 0: anything else */
 } Scratch;
 
-/* A thread works for every session that shares its pool, piece by piece: nothing is said to stand in a slot but by the
- * slot itself, and whoever asks for one by `scratch` makes it say nothing. */
+/* A thread works for every session that shares its pool, piece by piece: nothing stays in a slot between two pieces. */
 static _Thread_local Scratch held[SCRATCH_SLOTS];
 
 static Scratch *grown(int slot, size_t size) {
@@ -51,15 +50,12 @@ static Scratch *grown(int slot, size_t size) {
         size = (size + 4095) / 4096 * 4096;
         own->memory = aligned_alloc(64, size);
         own->size = own->memory ? size : 0;
-        own->rows_of = 0;
     }
     return own;
 }
 
 void *scratch(int slot, size_t size) {
-    Scratch *own = grown(slot, size);
-    own->rows_of = 0;
-    return own->memory;
+    return grown(slot, size)->memory;
 }
 
 /* Memory of the calling thread that pieces of its operator on other threads read as well: its own until `give_back`,
@@ -166,15 +162,27 @@ static Status *embedding_create(const CustomOp *op, const Api *api, const Kernel
     return keep(api, &made, sizeof made, kernel);
 }
 
+/* Units of weights (groups, or pairs with an activation) that stand side by side, for one thread, so that a core reads one
+ * stream: it takes them from the front. Whoever has none left takes half of what another one has, from its end. */
+typedef struct Region {
+    _Alignas(64) atomic_ullong left; /* first unit, and in the upper half the one behind the last */
+    atomic_int taken; /* by a thread as its own */
+} Region;
+
 typedef struct LinearWork {
     Linear layer;
     Rows rows; /* shared; not used where every thread quantizes for itself */
     const float *x, *norm;
     float epsilon;
-    int64_t m, groups, units;
-    unsigned long id; /* 0: `rows` are shared */
-    atomic_int failed;
+    int64_t m, units; /* of rounding */
+    int shared;
+    int count; /* of regions */
+    atomic_int came, failed; /* threads that took part, whether one found no memory */
+    Region regions[REGIONS];
 } LinearWork;
+
+static atomic_int threads = 1; /* that were seen at one Linear, at most */
+static _Thread_local int home; /* the region that this thread takes where it is free */
 
 static size_t rows_size(int64_t m, int64_t k, int64_t block) {
     return (size_t)(m * k + 63) / 64 * 64 + (size_t)(m * (k / block)) * 8 + 64;
@@ -200,19 +208,62 @@ static void quantize_unit(void *data, size_t unit) {
     if (!quantize_rows(work, &work->rows, first, last)) work->failed = 1;
 }
 
-static void linear_unit(void *data, size_t unit) {
-    LinearWork *work = data;
-    Rows rows = work->rows;
-    if (work->id) {
-        Scratch *own = grown(SCRATCH_ROWS, rows_size(work->m, work->layer.weights.k, work->layer.weights.block));
-        if (!own->memory) { work->failed = 1; return; }
-        rows = rows_in(own->memory, work->m, &work->layer.weights);
-        if (own->rows_of != work->id && !quantize_rows(work, &rows, 0, work->m)) { work->failed = 1; return; }
-        own->rows_of = work->id;
+static Region *region_taken(LinearWork *work) { /* NULL: all are */
+    for (int i = 0; i < work->count; i++) {
+        Region *region = &work->regions[(home + i) % work->count];
+        if (!atomic_load(&region->taken) && !atomic_exchange(&region->taken, 1)) return region;
     }
-    const int64_t step = work->layer.activation ? 2 : 1, pairs = work->groups / step;
-    kernels->linear(&work->layer, &rows, work->m, pairs * (int64_t)unit / work->units * step,
-                    pairs * ((int64_t)unit + 1) / work->units * step);
+    return NULL;
+}
+
+/* Take units from the front of a region, a quarter of what it has, or from its end, half of that; 0: it has none. */
+static int units_taken(Region *region, int front, int64_t *first, int64_t *last) {
+    unsigned long long left = atomic_load(&region->left);
+    for (;;) {
+        const int64_t begin = (int64_t)(left & 0xFFFFFFFF), end = (int64_t)(left >> 32), rest = end - begin;
+        if (rest <= 0) return 0;
+        const int64_t count = front ? (rest + 3) / 4 : (rest + 1) / 2;
+        *first = front ? begin : end - count;
+        *last = *first + count;
+        const int64_t now = front ? *last : begin, until = front ? end : *first;
+        if (atomic_compare_exchange_weak(&region->left, &left, (unsigned long long)until << 32 | (unsigned long long)now)) return 1;
+    }
+}
+
+static Region *region_left(LinearWork *work) { /* the one with most units; NULL: there are none */
+    Region *most = NULL;
+    int64_t largest = 0;
+    for (int i = 0; i < work->count; i++) {
+        const unsigned long long left = atomic_load(&work->regions[i].left);
+        const int64_t rest = (int64_t)(left >> 32) - (int64_t)(left & 0xFFFFFFFF);
+        if (rest > largest) largest = rest, most = &work->regions[i];
+    }
+    return most;
+}
+
+/* One thread's part of a Linear: what it gets until nothing is left. */
+static void linear_part(void *data, size_t ticket) {
+    (void)ticket;
+    LinearWork *work = data;
+    const int64_t step = work->layer.activation ? 2 : 1;
+    int64_t first, last;
+    if (!region_left(work)) return; /* so a thread gets beyond this once in a Linear */
+    Rows rows = work->rows;
+    if (!work->shared) {
+        void *own = scratch(SCRATCH_ROWS, rows_size(work->m, work->layer.weights.k, work->layer.weights.block));
+        if (!own) { work->failed = 1; return; }
+        rows = rows_in(own, work->m, &work->layer.weights);
+        if (!quantize_rows(work, &rows, 0, work->m)) { work->failed = 1; return; }
+    }
+    atomic_fetch_add(&work->came, 1);
+    Region *region = region_taken(work);
+    if (region) home = (int)(region - work->regions);
+    for (; region; region = region_taken(work))
+        while (units_taken(region, 1, &first, &last))
+            kernels->linear(&work->layer, &rows, work->m, first * step, last * step);
+    for (Region *region = region_left(work); region; region = region_left(work))
+        if (units_taken(region, 0, &first, &last))
+            kernels->linear(&work->layer, &rows, work->m, first * step, last * step);
 }
 
 static Status *run(const Api *api, const Context *context, void (*work)(void *, size_t), int64_t total, void *data, int alone) {
@@ -221,8 +272,19 @@ static Status *run(const Api *api, const Context *context, void (*work)(void *, 
     return NULL;
 }
 
+/* Cut units into regions of about equal size; returns how many. */
+static int spread(Region *regions, int64_t units) {
+    int64_t count = atomic_load(&threads);
+    if (count > REGIONS) count = REGIONS;
+    if (count > units) count = units;
+    for (int64_t i = 0; i < count; i++) {
+        regions[i].left = (unsigned long long)(units * (i + 1) / count) << 32 | (unsigned long long)(units * i / count);
+        regions[i].taken = 0;
+    }
+    return (int)count;
+}
+
 static Status *linear_compute(void *kernel, Context *context) {
-    static atomic_ulong ids;
     const LinearKernel *self = kernel;
     const Api *api = self->api;
     Tensor x, weights, bias, norm, residual;
@@ -233,9 +295,10 @@ static Status *linear_compute(void *kernel, Context *context) {
     TRY(input(api, context, 4, &residual));
     const Weights *w = &self->weights;
     const int64_t outputs = self->activation ? w->n / 2 : w->n;
-    LinearWork work = {.groups = groups_of(w), .epsilon = self->epsilon};
+    const int64_t groups = groups_of(w), step = self->activation ? 2 : 1;
+    LinearWork work;
     if (x.rank < 1 || x.dims[x.rank - 1] != w->k) REFUSE("Linear: X is not [..., K]");
-    if (weights.count != work.groups * group_size(w)) REFUSE("Linear: the weights have another size");
+    if (weights.count != groups * group_size(w)) REFUSE("Linear: the weights have another size");
     work.m = x.count / w->k;
     if (bias.data && bias.count != w->n) REFUSE("Linear: bias is not [N]");
     if (norm.data && norm.count != w->k) REFUSE("Linear: norm is not [K]");
@@ -250,22 +313,23 @@ static Status *linear_compute(void *kernel, Context *context) {
     work.layer.weights.data = weights.data;
     work.x = x.data;
     work.norm = norm.data;
-    const int alone = work.m * w->n * w->k < INLINE_MACS, shared = work.m > SHARED_ROWS;
+    work.epsilon = self->epsilon;
+    work.count = spread(work.regions, groups / step);
+    work.came = work.failed = 0;
+    const int alone = work.m * w->n * w->k < INLINE_MACS;
+    work.shared = work.m > SHARED_ROWS;
     Scratch taken = {0};
     Status *status = NULL;
-    if (shared) {
+    if (work.shared) {
         taken = take(rows_size(work.m, w->k, w->block));
         if (!taken.memory) return ort_status(api, STATUS_FAIL, "out of memory");
         work.rows = rows_in(taken.memory, work.m, w);
         work.units = work.m < PARALLEL_UNITS ? work.m : PARALLEL_UNITS;
         status = run(api, context, quantize_unit, work.units, &work, alone);
-    } else {
-        work.id = atomic_fetch_add(&ids, 1) + 1;
     }
-    const int64_t pairs = work.groups / (self->activation ? 2 : 1);
-    work.units = pairs < PARALLEL_UNITS ? pairs : PARALLEL_UNITS;
-    if (!status) status = run(api, context, linear_unit, work.units, &work, alone);
-    if (shared) give_back(taken);
+    if (!status) status = run(api, context, linear_part, alone ? 1 : PIECES, &work, alone);
+    if (work.shared) give_back(taken);
+    if (work.came > atomic_load(&threads)) atomic_store(&threads, work.came);
     return !status && work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : status;
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,6 +50,7 @@ class Runtime:
         self.operators: dict[str, Any] = {}
         self.held: list[Any] = [None]
         self.between: Callable[[], None] | None = None  # called once, by the thread that works, between two pieces
+        self.threads = 0  # that take pieces at once; 0: the caller's alone takes one after the other
         integer, size, handle = POINTER(c_int64), POINTER(c_size_t), POINTER(c_void_p)
         entries: dict[int, tuple[Callable[..., Any], tuple[Any, ...]]] = {
             0: (self.status, (c_int, c_char_p)),
@@ -109,6 +111,10 @@ class Runtime:
         out[0] = self.keep(made)
 
     def parallel(self, _context: int, work: Any, total: int, _pieces: int, data: int) -> None:
+        if self.threads:
+            with ThreadPoolExecutor(self.threads) as pool:  # a call of the library lets others run meanwhile
+                list(pool.map(lambda index: work(data, index), range(total)))
+            return
         for index in range(total):
             if index and self.between is not None:
                 between, self.between = self.between, None
@@ -169,3 +175,11 @@ def test_a_thread_may_work_for_another_session_between_two_pieces(runtime: Runti
     np.testing.assert_array_equal(linear(runtime, rows), wanted)
     assert len(found) == 1
     np.testing.assert_array_equal(found[0], alone)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_unit_of_a_layer_is_computed_once_by_however_many_threads(runtime: Runtime, rows: int) -> None:
+    """Weights are spread over as many threads as came before: fewer must take over, more must help."""
+    wanted = linear(runtime, rows)
+    for runtime.threads in (3, 1, 7, 2, 0, 4):
+        np.testing.assert_array_equal(linear(runtime, rows), wanted)
