@@ -222,6 +222,8 @@ def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """
     if len({(part.grid, part.shape[1]) for part in parts}) != 1:
         raise ValueError("only matrices of one grid and one number of input features can be stacked")
+    if parts[0].grid.trellis and any(part.shape[0] % trellis.LANES for part in parts[:-1]):
+        raise ValueError(f"codes of a trellis hang together by {trellis.LANES} rows, which stacking would part")
     points = [part.zero_points for part in parts if part.zero_points is not None]
     return QuantizedMatrix(
         parts[0].grid,
@@ -233,8 +235,22 @@ def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
 
 def rows(matrix: QuantizedMatrix, which: slice | NDArray[np.intp]) -> QuantizedMatrix:
     """Return the output features `which` of a matrix, in that order."""
+    if matrix.grid.trellis:
+        chosen = np.arange(matrix.shape[0])[which]
+        _require_whole_groups(chosen, matrix.shape[0])
     points = None if matrix.zero_points is None else matrix.zero_points[which]
     return QuantizedMatrix(matrix.grid, matrix.codes[which], matrix.scales[which], points)
+
+
+def _require_whole_groups(chosen: NDArray[np.intp], n: int) -> None:
+    """Refuse rows, of `n`, that part the groups in which codes of a trellis hang together."""
+    lanes = trellis.LANES
+    first = chosen[::lanes]
+    wanted = (first[:, None] + np.arange(lanes)).reshape(-1)
+    wanted = wanted[wanted < n][: len(chosen)]
+    ends = len(chosen) % lanes == 0 or (len(chosen) > 0 and int(chosen[-1]) == n - 1)
+    if (first % lanes).any() or not np.array_equal(wanted, chosen) or not ends:
+        raise ValueError(f"codes of a trellis hang together by {lanes} rows")
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
@@ -309,8 +325,8 @@ def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], 
     blocks = _padded(weight, grid).reshape(n, -1, grid.block_size)
     if grid.trellis:
         scales = np.abs(blocks).max(-1) / trellis.FULL
-        zeros = np.zeros_like(scales)
-    elif grid.symmetric:
+        return stored(np.where(scales == 0, trellis.OF_ZEROS, scales), grid), np.zeros_like(scales)
+    if grid.symmetric:
         at = np.abs(blocks).argmax(-1, keepdims=True)
         scales = np.take_along_axis(blocks, at, -1)[..., 0] / np.float32(-grid.middle)
         zeros = np.full_like(scales, grid.middle)

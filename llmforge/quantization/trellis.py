@@ -19,6 +19,7 @@ _LOWER = (-127, -112, -97, -84, -75, -66, -59, -52, -45, -39, -33, -27, -21, -15
 LEVELS = (*_LOWER, *(-level for level in reversed(_LOWER)))
 SUBSETS: NDArray[np.float32] = np.array([LEVELS[0::4], LEVELS[2::4], LEVELS[1::4], LEVELS[3::4]], np.float32)
 FULL = np.float32(127)  # the largest level
+OF_ZEROS = np.float32(1e-30)  # scale of zeros: what they cost must not sway the rows beside them
 
 
 def decode(codes: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmforge.quantization import trellis
-from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
+from llmforge.quantization import rounding, trellis
+from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, round_to_nearest, rows, stack
 
 ROOT = Path(__file__).parents[2]
+GRID = Grid(4, 32, True, "int8", True)
 
 
 def level(codes: list[int], row: int) -> float:
@@ -62,11 +63,11 @@ def test_error_is_that_of_plain_codes_with_more_bits() -> None:
 
 
 def test_kernels_have_the_levels_of_the_package() -> None:
-    source = (ROOT / "llmforge/native/operators.c").read_text()
-    table = re.search(r"TRELLIS\[4\]\[8\] = \{(.*?)\};", source, re.DOTALL)
-    assert table is not None
-    numbers = [int(number) for number in re.findall(r"-?\d+", table[1])]
-    assert numbers == trellis.SUBSETS.reshape(-1).tolist()
+    for file in ("native/operators.c", "quantization/rounding/rounding.inc"):
+        table = re.search(r"TRELLIS\[4\]\[8\] = \{(.*?)\};", (ROOT / "llmforge" / file).read_text(), re.DOTALL)
+        assert table is not None
+        numbers = [int(number) for number in re.findall(r"-?\d+", table[1])]
+        assert numbers == trellis.SUBSETS.reshape(-1).tolist()
 
 
 def test_levels_are_the_best_of_normal_numbers_in_blocks() -> None:
@@ -84,3 +85,59 @@ def test_levels_are_the_best_of_normal_numbers_in_blocks() -> None:
         own = levels == each
         moved[own] = (weights[own] * values[own]).sum() / weights[own].sum()
     assert loss(moved) > 0.98 * loss(levels)
+
+
+def inputs(k: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Make a Hessian [k, k] and the factor of its inverse that rounding reads."""
+    x = np.random.default_rng(seed).standard_normal((4 * k, k)) * np.linspace(1, 0.1, k)
+    hessian = x.T @ x + 0.01 * np.eye(k)
+    upper = np.linalg.inv(np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1])
+    return hessian.astype(np.float32), np.ascontiguousarray(upper.T, np.float32)
+
+
+@pytest.mark.parametrize("n", [16, 32, 50])
+def test_compiled_loops_choose_the_codes_of_the_definition(n: int) -> None:
+    weight = np.random.default_rng(5).standard_normal((n, 96)).astype(np.float32)
+    start = round_to_nearest(weight, GRID)
+    one, order = np.eye(96, dtype=np.float32), np.arange(96, dtype=np.int32)
+    found, _ = rounding.choose(weight, order, one, one, GRID, steps=0, sweeps=0, start=start)
+    np.testing.assert_array_equal(found.scales, start.scales)
+    steps = np.repeat(start.scales, 32, axis=1)
+    np.testing.assert_array_equal(found.codes, trellis.nearest(weight / steps, steps * steps))
+
+
+def test_zeros_do_not_sway_the_rows_beside_them() -> None:
+    weight = np.random.default_rng(9).standard_normal((16, 32)).astype(np.float32) / 100
+    alone = round_to_nearest(weight[:8], GRID)
+    weight[8:] = 0
+    beside = round_to_nearest(weight, GRID)
+    np.testing.assert_allclose(dequantize(beside)[:8], dequantize(alone), atol=1e-4)
+    assert np.abs(dequantize(beside)[8:]).max() < 1e-20
+
+
+def test_sweeps_never_raise_the_error() -> None:
+    weight = np.random.default_rng(6).standard_normal((64, 128)).astype(np.float32)
+    hessian, lower = inputs(128, 7)
+    order, losses = np.arange(128, dtype=np.int32), []
+    for sweeps in range(4):
+        matrix, loss = rounding.choose(weight, order, hessian, lower, GRID, steps=8, sweeps=sweeps)
+        left = (weight - dequantize(matrix)).astype(np.float64)
+        assert loss.sum() == pytest.approx(np.einsum("nk,kl,nl->", left, hessian, left), rel=1e-3)
+        losses.append(loss.sum())
+    assert losses == sorted(losses, reverse=True)
+    plain, loss = rounding.choose(weight, order, hessian, lower, Grid(4, 32, False), steps=8, sweeps=2)
+    assert plain.zero_points is not None
+    assert losses[2] < 0.9 * loss.sum()
+
+
+def test_groups_of_rows_are_not_parted() -> None:
+    matrix = round_to_nearest(np.random.default_rng(8).standard_normal((40, 32)).astype(np.float32), GRID)
+    whole = np.concatenate([np.arange(16, 32), np.arange(16)])
+    np.testing.assert_array_equal(dequantize(rows(matrix, whole)), dequantize(matrix)[whole])
+    np.testing.assert_array_equal(dequantize(rows(matrix, slice(16, 40))), dequantize(matrix)[16:])
+    for parted in (slice(0, 20), slice(8, 24), np.arange(0, 32, 2)):
+        with pytest.raises(ValueError, match="hang together"):
+            rows(matrix, parted)
+    first = QuantizedMatrix(GRID, matrix.codes[:20], matrix.scales[:20], None)
+    with pytest.raises(ValueError, match="hang together"):
+        stack([first, matrix])

@@ -30,6 +30,7 @@ from llmforge.quantization.grids import (
     stack,
 )
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
+from llmforge.quantization.trellis import LANES
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a correction; the one is taken that fits text best that it was not made from
 DRIFT = 0.75  # where there is no such text
@@ -200,8 +201,6 @@ def gptq(
         ValueError: `wanted` is not finite, or shapes do not fit.
     """
     require_finite(wanted)
-    if grid.trellis:
-        raise ValueError("the codes of a trellis are not chosen column by column")
     n, k = wanted.shape
     if k != len(curvature.order):
         raise ValueError(f"the weight has {k} input features, its Hessian {len(curvature.order)}")
@@ -219,11 +218,17 @@ def gptq(
         return choose(wanted)
     bounds = np.cumsum([0, *map(len, outputs)])
     parts = zip(outputs, itertools.pairwise(bounds), strict=True)
-    return stack([_coupled(wanted[first:last], hessian, choose) for hessian, (first, last) in parts])
+    together = LANES if grid.trellis else 1
+    return stack([_coupled(wanted[first:last], hessian, choose, together) for hessian, (first, last) in parts])
 
 
-def _coupled(wanted: Float32, outputs: Float32, choose: Callable[..., QuantizedMatrix]) -> QuantizedMatrix:
-    """Round `wanted` [N, K] with the Hessian `outputs` [N, N] of the loss in its outputs."""
+def _coupled(
+    wanted: Float32, outputs: Float32, choose: Callable[..., QuantizedMatrix], together: int
+) -> QuantizedMatrix:
+    """Round `wanted` [N, K] with the Hessian `outputs` [N, N] of the loss in its outputs.
+
+    Codes of `together` rows hang together: those are in one group.
+    """
     matrix = choose(wanted)
     mean = float(outputs.diagonal().mean(dtype=np.float64))
     count = min(GROUPS, len(wanted) // SMALLEST_GROUP)
@@ -234,7 +239,8 @@ def _coupled(wanted: Float32, outputs: Float32, choose: Callable[..., QuantizedM
     every = np.arange(len(wanted))
     groups = []
     for first in range(count):
-        own, others = every[every % count == first], every[every % count != first]
+        mine = every // together % count == first
+        own, others = every[mine], every[~mine]
         pull = np.linalg.solve(hessian[np.ix_(own, own)], hessian[np.ix_(own, others)]).astype(np.float32)
         groups.append((own, others, pull))
     error = wanted - dequantize(matrix)

@@ -21,7 +21,7 @@ from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, assemble
 
 _STORAGE = {"fp32": 0, "fp16": 1, "int8": 2}  # as rounding.h counts them
 _INTEGERS = ("n", "k", "block", "superblock")
-_NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held")
+_NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis")
 _ARRAYS = ("target", "order", "hessian", "lower", "weight", "codes", "scales", "zeros", "loss")
 
 
@@ -47,6 +47,11 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(found))
 
 
+def _zero(grid: Grid) -> int:
+    """Return the zero point of codes that have none of their own; of a trellis, levels are mirrored around 0."""
+    return 0 if grid.trellis else grid.middle
+
+
 def choose(
     target: Float32,
     order: NDArray[np.int32],
@@ -65,7 +70,7 @@ def choose(
     triangle Rᵀ with RᵀR = H⁻¹. `steps` ranges are tried for each block, from 1.1 to 0.5 of its own (0: its own alone),
     weighted with the diagonal; then come `sweeps` of refitting scale and zero point of each block and of coordinate
     descent, none of which raises the error. Scales are such as the grid stores. With `start` no grid is searched: its
-    scales and zero points are the first.
+    scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on.
 
     Raises:
         EnvironmentLacks: llmforge was installed without a C compiler.
@@ -91,10 +96,10 @@ def choose(
         assert start.scales.shape == (n, blocks)
         arrays["scales"] = start.scales.copy()
         zeros = start.zero_points
-        arrays["zeros"] = np.full((n, blocks), grid.middle, np.uint8) if zeros is None else zeros.copy()
+        arrays["zeros"] = np.full((n, blocks), _zero(grid), np.uint8) if zeros is None else zeros.copy()
     assert arrays["order"].shape == (k,)
     assert arrays["hessian"].shape == arrays["lower"].shape == (k, k)
-    numbers = (grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None)
+    numbers = (grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None, grid.trellis)
     job = _Rounding(n, k, grid.block_size, SUPERBLOCK, *numbers, *(arrays[name].ctypes.data for name in _ARRAYS))
     if _library().llmforge_round(ctypes.byref(job), threads):
         raise MemoryError(f"a weight [{n}, {k}] could not be rounded")

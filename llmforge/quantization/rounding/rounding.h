@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #define TILE 32 /* rows of weights that are rounded side by side */
+#define LANES 16 /* rows whose codes of a trellis depend on one another (llmforge/native/kernels.h) */
 #define BATCH 64 /* columns whose updates of the others are applied at once, as one matrix product */
 
 enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2 }; /* how scales are stored; INT8: under a bf16 superscale */
@@ -13,7 +14,7 @@ enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2 }; /* how scales are store
  * stand in that order, the rest in the order of the columns. */
 typedef struct Rounding {
     int64_t n, k, block, superblock; /* columns that share a scale, and a superscale */
-    int32_t bits, symmetric, storage, steps, sweeps, held; /* held: scales and zeros say the grid to begin with */
+    int32_t bits, symmetric, storage, steps, sweeps, held, trellis; /* held: scales and zeros say the grid to begin with */
     const float *target;   /* [n, k]: what is to be matched */
     const int32_t *order;  /* [k] */
     const float *hessian;  /* [k, k] */
