@@ -23,6 +23,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.build import attribution, dry_run, evidence, lock, preflight, publishing, reuse, texts
 from llmforge.build.evidence import Clock, Evidence
+from llmforge.build.frontend import Frontend
 from llmforge.build.lock import Lock, Stages
 from llmforge.build.parts import LossyStep
 from llmforge.build.proofs import Proof, Proofs
@@ -47,6 +48,7 @@ from llmforge.report import model as records
 from llmforge.report import release, view
 from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
+from llmforge.trace.export import kept_graph
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository
 from llmforge.verification import engine_parts
@@ -83,8 +85,14 @@ def build(
     preflight.check(recipe)
     preflight.check_room(recipe, out)
     others = evidence.interpreters(recipe, target, pythons or {}, recipe.validation.runtimes) if measure else ()
-    with artifact.staging(out, recipe.name) as staging:
-        with reuse.opened(cache, staging, progress) as kept, ReadAhead() as ahead, Proofs() as proofs:
+    # What is calibrated or measured is computed by torch in this process, which then imports it anyway.
+    apart = not (Frontend.is_loaded() or any(step.demands() for step in steps) or measure and needs_torch(recipe))
+    with artifact.staging(out, recipe.name) as staging, Frontend(recipe.checkpoint) as frontend:
+        with (
+            reuse.opened(cache, staging, progress, frontend if apart else None) as kept,
+            ReadAhead() as ahead,
+            Proofs() as proofs,
+        ):
             facts, engine, found, locked = make(
                 recipe, steps, target, kept, ahead, proofs, staging, out, progress, measure=measure, others=others
             )
@@ -128,9 +136,9 @@ def make(
     progress.stage("Read checkpoint")
     ahead.finish(progress)
     traced, multiply_adds = model.clone(), footprint.multiply_adds(model)
-    of_trace = kept.trace_proof(
-        checkpoint, traced, progress, proofs, lambda: verify_trace(checkpoint, traced, threads=threads).note()
-    )
+    traced.meta.update(model.meta)
+    prove = partial(prove_trace, checkpoint, traced, threads, kept.frontend)
+    of_trace = kept.trace_proof(checkpoint, traced, progress, proofs, prove)
     if demands:  # torch computes in one thread at a time
         proofs.finish(progress)
     statistics, seen, calibration_key = calibrate(recipe, checkpoint, model, demands, kept, progress)
@@ -208,6 +216,18 @@ def make(
         "recipe": resolved,
     }
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+
+
+def needs_torch(recipe: Recipe) -> bool:
+    """Whether what the recipe measures is held against the checkpoint in torch."""
+    return not recipe.validation.is_empty or recipe.validation.attribution
+
+
+def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend: Frontend | None) -> str:
+    """Hold the graph `traced` to transformers, in the process that has it, and return a note of what was found."""
+    if frontend is None:
+        return verify_trace(checkpoint, traced, threads=threads).note()
+    return frontend.prove(kept_graph.dump(traced), threads)
 
 
 def check_host(recipe: Recipe, target: Target) -> None:
