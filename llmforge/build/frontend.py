@@ -15,28 +15,33 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from llmforge.base import process
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.checkpoint import Checkpoint
 
-_START = "import sys; sys.path[:] = {path!r}; from llmforge.build.frontend import serve; serve({folder!r})"
+if TYPE_CHECKING:
+    from llmforge.lowering.pass_base import Pass
+    from llmforge.recipe import Recipe
+
+_START = "import sys; sys.path[:] = {path!r}; from llmforge.build.frontend import serve; serve()"
 
 
 class Frontend:
-    """The process that imports torch for the checkpoint in `folder`, from when something is first asked of it.
+    """The process that imports torch, from when it is started, or something is first asked of it.
 
     Leaving the block ends it, whatever it does. It ends by itself when this process does.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        self.peak_bytes = 0  # of its resident memory; once it has ended
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
 
@@ -45,57 +50,72 @@ class Frontend:
         """Whether this process has imported what another would have to import first."""
         return "torch" in sys.modules
 
+    @staticmethod
+    def serves(recipe: Recipe, steps: Sequence[Pass] = (), *, measure: bool = True) -> bool:
+        """Whether a build needs torch for no more than this: `steps` demand no calibration, and nothing is measured."""
+        return not any(step.demands() for step in steps) and (not measure or recipe.validation.is_empty)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process is not None:
-            self._process.kill()  # it holds nothing that another would have to put in order
-            self._process.communicate()
+        self.end()
 
     def start(self) -> None:
         """Start it, unless it runs: it imports torch and transformers before it is asked for anything."""
         if self._process is None:
-            code = _START.format(path=sys.path, folder=str(self._folder))
-            self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            command = [sys.executable, "-c", _START.format(path=sys.path)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def configuration(self) -> dict[str, Any]:
+    def end(self) -> None:
+        """End it: it holds nothing that would have to be put in order."""
+        if self._process is not None:
+            from llmforge.evaluation import machine
+
+            self.peak_bytes = machine.peak_resident_bytes(self._process.pid)
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def configuration(self, folder: Path) -> dict[str, Any]:
         """Return what `Checkpoint.configuration` says, as plain data.
 
         Raises:
             CheckpointError, UnsupportedError: as `Checkpoint.open`.
         """
-        made: dict[str, Any] = self._ask("configuration")
+        made: dict[str, Any] = self._ask("configuration", folder)
         return made
 
-    def trace(self) -> dict[str, bytes]:
-        """Trace the model, and return the files of the kept graph, by name.
+    def trace(self, folder: Path) -> dict[str, bytes]:
+        """Trace the model of the checkpoint in `folder`, and return the files of the kept graph, by name.
 
         Raises:
             CheckpointError, UnsupportedError: as `llmforge.trace.trace`.
         """
-        files: dict[str, bytes] = self._ask("trace")
+        files: dict[str, bytes] = self._ask("trace", folder)
         return files
 
-    def prove(self, files: Mapping[str, bytes], threads: int) -> str:
+    def prove(self, folder: Path, files: Mapping[str, bytes], threads: int) -> str:
         """Hold a kept graph to transformers, and return a note of what was found.
 
         Raises:
             UnsupportedError, VerificationError: as `llmforge.verification.trace_verifier.verify_trace`.
         """
-        note: str = self._ask("prove", dict(files), threads)
+        note: str = self._ask("prove", folder, dict(files), threads)
         return note
 
     def _ask(self, name: str, *given: object) -> Any:
         with self._turn:
             self.start()
-            assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+            assert self._process is not None
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
             try:
                 pickle.dump((name, given), self._process.stdin)
                 self._process.stdin.flush()
-                answer, error = pickle.load(self._process.stdout)  # noqa: S301  of our own process
+                answer, error = pickle.load(self._process.stdout)
             except (EOFError, BrokenPipeError, pickle.UnpicklingError) as ended:
                 raise _ended(self._process) from ended
         if error is not None:
@@ -115,7 +135,7 @@ def _ended(process: subprocess.Popen[bytes]) -> Exception:
     return RuntimeError(f"the process that traces the model ended with exit code {code}; standard error says why")
 
 
-def serve(folder: str) -> None:
+def serve() -> None:
     """Be the other process: answer what comes on standard input, until that ends, on standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks is told, and ends this process
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -124,17 +144,12 @@ def serve(folder: str) -> None:
     threading.Thread(target=_listen, args=(sys.stdin.buffer, asked), daemon=True).start()
     with process.unwatched():
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
-    known = _Known(Path(folder))
-    functions: dict[str, Callable[..., Any]] = {
-        "configuration": known.configuration,
-        "trace": known.trace,
-        "prove": known.prove,
-    }
+    functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": _trace, "prove": _prove}
     while True:
         name, given = asked.get()
         try:
             answer, error = functions[name](*given), None
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001  the process that asked raises it
             answer, error = None, _portable(raised)
         with contextlib.suppress(BrokenPipeError):
             pickle.dump((answer, error), answers)
@@ -145,7 +160,7 @@ def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]
     """Take in what is asked; end this process at once when nobody is there any more to ask."""
     while True:
         try:
-            asked.put(pickle.load(questions))  # noqa: S301  of the process that started this one
+            asked.put(pickle.load(questions))
         except (EOFError, pickle.UnpicklingError):
             os._exit(0)
 
@@ -155,40 +170,34 @@ def _portable(error: Exception) -> Exception:
     where = "".join(traceback.format_exception(error))
     error.__cause__ = error.__context__ = None
     try:
-        crossed: Exception = pickle.loads(pickle.dumps(error))  # noqa: S301
-    except Exception:  # whatever an error of another package has in it
+        crossed: Exception = pickle.loads(pickle.dumps(error))
+    except (pickle.PicklingError, TypeError, AttributeError):  # what an error of another package has in it
         crossed = RuntimeError(f"{type(error).__name__}: {error}")
     crossed.add_note(f"in the process that traces the model:\n{where}")
     return crossed
 
 
-class _Known:
-    """The checkpoint, as the other process has it."""
+@cache
+def _checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint.located(folder)
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._opened: Checkpoint | None = None
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        if self._opened is None:
-            self._opened = Checkpoint.located(self._folder)
-        return self._opened
+def _configuration(folder: Path) -> dict[str, Any]:
+    return asdict(_checkpoint(folder).configuration)
 
-    def configuration(self) -> dict[str, Any]:
-        return asdict(self.checkpoint.configuration)
 
-    def trace(self) -> dict[str, bytes]:
-        from llmforge import trace
-        from llmforge.trace.export import kept_graph
+def _trace(folder: Path) -> dict[str, bytes]:
+    from llmforge import trace
+    from llmforge.trace.export import kept_graph
 
-        with process.uncollected():
-            return kept_graph.dump(trace.trace(self.checkpoint))
+    with process.uncollected():
+        return kept_graph.dump(trace.trace(_checkpoint(folder)))
 
-    def prove(self, files: Mapping[str, bytes], threads: int) -> str:
-        from llmforge.trace.export import kept_graph
-        from llmforge.verification.trace_verifier import verify_trace
 
-        model = kept_graph.load(files, self.checkpoint)
-        assert model is not None, "a graph of other ties"
-        return verify_trace(self.checkpoint, model, threads=threads).note()
+def _prove(folder: Path, files: Mapping[str, bytes], threads: int) -> str:
+    from llmforge.trace.export import kept_graph
+    from llmforge.verification.trace_verifier import verify_trace
+
+    model = kept_graph.load(files, _checkpoint(folder))
+    assert model is not None, "a graph of other ties"
+    return verify_trace(_checkpoint(folder), model, threads=threads).note()

@@ -68,11 +68,13 @@ def build(
     *,
     measure: bool = True,
     pythons: Mapping[RuntimeName, Path] | None = None,
+    frontend: Frontend | None = None,
 ) -> BuildResult:
     """Build what `recipe` describes and publish it as `out/<name>/<version>`; without `measure` nothing is measured.
 
     What an earlier build, or one that was killed, left in the `cache` is not computed again; None: nothing is reused.
     Other runtimes that the recipe names are imported by the Pythons of `pythons`, else by this one.
+    A `frontend` that was started already is used where this build needs one, and ended.
     A failed gate does not stop publication: the artifact says so itself, and so does `report.verdict`.
 
     Raises:
@@ -86,8 +88,10 @@ def build(
     preflight.check_room(recipe, out)
     others = evidence.interpreters(recipe, target, pythons or {}, recipe.validation.runtimes) if measure else ()
     # What is calibrated or measured is computed by torch in this process, which then imports it anyway.
-    apart = not (Frontend.is_loaded() or any(step.demands() for step in steps) or measure and needs_torch(recipe))
-    with artifact.staging(out, recipe.name) as staging, Frontend(recipe.checkpoint) as frontend:
+    apart = not Frontend.is_loaded() and Frontend.serves(recipe, steps, measure=measure)
+    with artifact.staging(out, recipe.name) as staging, frontend or Frontend() as frontend:
+        if not apart:
+            frontend.end()
         with (
             reuse.opened(cache, staging, progress, frontend if apart else None) as kept,
             ReadAhead() as ahead,
@@ -97,6 +101,8 @@ def build(
                 recipe, steps, target, kept, ahead, proofs, staging, out, progress, measure=measure, others=others
             )
             reused = kept.record(facts["passes"])
+        frontend.end()
+        clock.beside.append(frontend.peak_bytes)
         facts["notes"] += tuple(kept.cache.notes)
         return publishing.publish(
             staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress, reused=reused
@@ -218,16 +224,11 @@ def make(
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
 
 
-def needs_torch(recipe: Recipe) -> bool:
-    """Whether what the recipe measures is held against the checkpoint in torch."""
-    return not recipe.validation.is_empty or recipe.validation.attribution
-
-
 def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend: Frontend | None) -> str:
     """Hold the graph `traced` to transformers, in the process that has it, and return a note of what was found."""
     if frontend is None:
         return verify_trace(checkpoint, traced, threads=threads).note()
-    return frontend.prove(kept_graph.dump(traced), threads)
+    return frontend.prove(checkpoint.path, kept_graph.dump(traced), threads)
 
 
 def check_host(recipe: Recipe, target: Target) -> None:

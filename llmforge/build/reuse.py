@@ -94,7 +94,7 @@ class Reuse:
             else:
                 progress.stage("Load torch and transformers")
                 if self.frontend is not None:
-                    made = self.frontend.configuration()
+                    made = self.frontend.configuration(checkpoint.path)
                     checkpoint.configuration = _configuration(made)
                 else:
                     with process.unwatched():
@@ -120,7 +120,7 @@ class Reuse:
                 self.stages.append("trace")
                 return found
             if self.frontend is not None:
-                files = self.frontend.trace()
+                files = self.frontend.trace(checkpoint.path)
                 bound = kept_graph.load(files, checkpoint)
                 if bound is None:
                     raise CheckpointError(f"{checkpoint.path}: it changed while it was traced")

@@ -21,7 +21,8 @@ from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.record import MICROSOFT
 from llmforge.ir.operators.standard import Cast, Gather, MatMul, Transpose
 from llmforge.ir.subgraph import Index, behind, extract
-from llmforge.runtime.backends.session import PROVIDER, SessionConfig, open_graph, run, session_options
+from llmforge.runtime.backends import session as backend
+from llmforge.runtime.backends.session import PROVIDER, SessionConfig, open_graph, session_options
 from llmforge.verification import probe
 from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
 
@@ -168,7 +169,7 @@ class _LargeTable:
             stored = self.table[at : at + size]
             tile = widened[: len(stored)]
             tile[...] = stored
-            [made] = run(multiply, None, {"x": x, "w": tile})
+            [made] = backend.run(multiply, None, {"x": x, "w": tile})
             product[:, at : at + size] = made.astype(self.dtype.numpy(), copy=False)
             mapped.forget(stored)
         ends = np.cumsum([each.size // k for each in read])[:-1]
