@@ -14,7 +14,7 @@ from torch import nn
 
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
-from llmforge.trace.export import reference, stored_matrix
+from llmforge.trace.export import stored_matrix
 from llmforge.trace.export.reference import Reference
 from llmforge.trace.export.stored_matrix import StoredMatrix
 from llmforge.verification.trace_verifier import verify_trace
@@ -31,7 +31,7 @@ def matrix() -> NDArray[Any]:
 def test_modules_compute_with_it_what_they_compute_with_a_parameter(
     matrix: NDArray[Any], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_matrix, "TILE_BYTES", 7 * 4 * 16)  # seven rows; 50 are no multiple
+    monkeypatch.setattr(stored_matrix, "_READ_BYTES", 7 * 4 * 16)  # seven rows; 50 are no multiple
     read: list[int] = []
     stored = StoredMatrix.of(lambda: read.append(1) or matrix, matrix.shape)
     values = torch.from_numpy(matrix.astype(np.float32))
@@ -60,10 +60,10 @@ def test_a_part_of_a_model_computes_the_same_with_its_matrices_on_disk(
     checkpoint = Checkpoint.open(tmp_path)
     ids = np.arange(3, 20)
     whole = Reference(checkpoint, part=True).run(ids, 4)
-    monkeypatch.setattr(reference, "TILE_BYTES", 0)
+    monkeypatch.setattr(stored_matrix, "TILE_BYTES", 0)
     made: list[str] = []
-    stored = reference._stored
-    monkeypatch.setattr(reference, "_stored", lambda of, named: made.append(named) or stored(of, named))
+    stored = stored_matrix._stored
+    monkeypatch.setattr(stored_matrix, "_stored", lambda of, named: made.append(named) or stored(of, named))
     held = Reference(checkpoint, part=True)
     assert len(made) >= 7 * len(held.kept)
     lean = held.run(ids, 4)
