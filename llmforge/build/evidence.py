@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,13 +83,15 @@ class Evidence:
 class Clock:
     """Counts what a build takes from when it was made, stage by stage, and hands its progress on.
 
-    The peak memory of this process counts anew with every stage, where the system allows it.
+    The peak memory of this process counts anew with every stage, where the system allows it. CPU time counts processes
+    that it started and that have ended; the peaks of those that ran `beside` it are added to its own.
     """
 
     progress: Progress
     began: float = field(default_factory=time.perf_counter)
-    cpu_began: float = field(default_factory=time.process_time)
+    cpu_began: float = field(default_factory=lambda: _cpu_seconds())
     stages: list[tuple[str, float]] = field(default_factory=list)  # title, and when it began
+    beside: list[int] = field(default_factory=list)  # peak memory of other processes, bytes
     peaks: list[int | None] = field(default_factory=list)  # bytes; of the stages that ended; None: cannot be told
     peak_before: int = field(default_factory=machine.peak_resident_bytes)
     by_stage: bool = field(default_factory=machine.reset_peak_resident_bytes)  # the system lets peaks begin anew
@@ -120,14 +123,21 @@ class Clock:
         ends = [*(began for _, began in self.stages[1:]), now]
         return records.BuildRecord(
             seconds=now - self.began,
-            cpu_seconds=time.process_time() - self.cpu_began,
-            peak_rss_bytes=max(self.peak_before, machine.peak_resident_bytes(), *(peak or 0 for peak in self.peaks)),
+            cpu_seconds=_cpu_seconds() - self.cpu_began,
+            peak_rss_bytes=sum(self.beside)
+            + max(self.peak_before, machine.peak_resident_bytes(), *(peak or 0 for peak in self.peaks)),
             stages=tuple(
                 records.StageRecord(title=title, seconds=end - began, peak_rss_bytes=peak)
                 for (title, began), end, peak in zip(self.stages, ends, self.peaks, strict=True)
             ),
             reused=reused,
         )
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process, and of those that it started and that have ended."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 def interpreters(

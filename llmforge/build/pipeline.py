@@ -23,6 +23,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.build import attribution, dry_run, evidence, lock, preflight, publishing, reuse, texts
 from llmforge.build.evidence import Clock, Evidence
+from llmforge.build.frontend import Frontend
 from llmforge.build.lock import Lock, Stages
 from llmforge.build.parts import LossyStep
 from llmforge.build.proofs import Proof, Proofs
@@ -47,6 +48,7 @@ from llmforge.report import model as records
 from llmforge.report import release, view
 from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
+from llmforge.trace.export import kept_graph
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository
 from llmforge.verification import engine_parts
@@ -66,11 +68,13 @@ def build(
     *,
     measure: bool = True,
     pythons: Mapping[RuntimeName, Path] | None = None,
+    frontend: Frontend | None = None,
 ) -> BuildResult:
     """Build what `recipe` describes and publish it as `out/<name>/<version>`; without `measure` nothing is measured.
 
     What an earlier build, or one that was killed, left in the `cache` is not computed again; None: nothing is reused.
     Other runtimes that the recipe names are imported by the Pythons of `pythons`, else by this one.
+    A `frontend` that was started already is used where this build needs one, and ended.
     A failed gate does not stop publication: the artifact says so itself, and so does `report.verdict`.
 
     Raises:
@@ -83,12 +87,22 @@ def build(
     preflight.check(recipe)
     preflight.check_room(recipe, out)
     others = evidence.interpreters(recipe, target, pythons or {}, recipe.validation.runtimes) if measure else ()
-    with artifact.staging(out, recipe.name) as staging:
-        with reuse.opened(cache, staging, progress) as kept, ReadAhead() as ahead, Proofs() as proofs:
+    # What is calibrated or measured is computed by torch in this process, which then imports it anyway.
+    apart = not Frontend.is_loaded() and Frontend.serves(recipe, steps, measure=measure)
+    with artifact.staging(out, recipe.name) as staging, frontend or Frontend() as frontend:
+        if not apart:
+            frontend.end()
+        with (
+            reuse.opened(cache, staging, progress, frontend if apart else None) as kept,
+            ReadAhead() as ahead,
+            Proofs() as proofs,
+        ):
             facts, engine, found, locked = make(
                 recipe, steps, target, kept, ahead, proofs, staging, out, progress, measure=measure, others=others
             )
             reused = kept.record(facts["passes"])
+        frontend.end()
+        clock.beside.append(frontend.peak_bytes)
         facts["notes"] += tuple(kept.cache.notes)
         return publishing.publish(
             staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress, reused=reused
@@ -128,9 +142,9 @@ def make(
     progress.stage("Read checkpoint")
     ahead.finish(progress)
     traced, multiply_adds = model.clone(), footprint.multiply_adds(model)
-    of_trace = kept.trace_proof(
-        checkpoint, traced, progress, proofs, lambda: verify_trace(checkpoint, traced, threads=threads).note()
-    )
+    traced.meta.update(model.meta)
+    prove = partial(prove_trace, checkpoint, traced, threads, kept.frontend)
+    of_trace = kept.trace_proof(checkpoint, traced, progress, proofs, prove)
     if demands:  # torch computes in one thread at a time
         proofs.finish(progress)
     statistics, seen, calibration_key = calibrate(recipe, checkpoint, model, demands, kept, progress)
@@ -210,6 +224,13 @@ def make(
         "recipe": resolved,
     }
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+
+
+def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend: Frontend | None) -> str:
+    """Hold the graph `traced` to transformers, in the process that has it, and return a note of what was found."""
+    if frontend is None:
+        return verify_trace(checkpoint, traced, threads=threads).note()
+    return frontend.prove(checkpoint.path, kept_graph.dump(traced), threads)
 
 
 def check_host(recipe: Recipe, target: Target) -> None:

@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 
 from llmforge import artifact, trace
 from llmforge.base import process
+from llmforge.base.errors import CheckpointError
 from llmforge.base.progress import Progress
+from llmforge.build.frontend import Frontend
 from llmforge.build.proofs import Proof, Proofs
 from llmforge.cache import Cache, Code, Entry, Key, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
@@ -68,6 +70,7 @@ class Reuse:
     build: str = field(default_factory=lambda: secrets.token_hex(16))  # no other is called so
     stages: list[Literal["trace", "trace-proof", "baseline"]] = field(default_factory=list)  # that were reused
     layers: list[int] = field(default_factory=list)  # whose calibration was reused
+    frontend: Frontend | None = None  # imports torch; None: this process does
 
     def record(self, passes: Iterable[records.PassRecord]) -> records.ReusedRecord:
         """Say what this build did not compute."""
@@ -86,17 +89,18 @@ class Reuse:
         """
         key = self.key("configuration", [_CONFIGURATION_CODE], settings=_hash(checkpoint.settings))
         with self.cache.computing(key) as entry:
-            if entry is None:
-                progress.stage("Load torch and transformers")
-                with process.unwatched():
-                    from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
-                made = asdict(checkpoint.configuration)
-                self.cache.put(key, partial(_write_json, CONFIGURATION, made))
+            if entry is not None:
+                checkpoint.configuration = _configuration(entry.json(CONFIGURATION))
             else:
-                read = entry.json(CONFIGURATION)
-                geometry = Geometry(**read.pop("geometry"))
-                lengths = tuple((name, tokens) for name, tokens in read.pop("lengths"))
-                checkpoint.configuration = Configuration(geometry=geometry, lengths=lengths, **read)
+                progress.stage("Load torch and transformers")
+                if self.frontend is not None:
+                    made = self.frontend.configuration(checkpoint.path)
+                    checkpoint.configuration = _configuration(made)
+                else:
+                    with process.unwatched():
+                        from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
+                    made = asdict(checkpoint.configuration)
+                self.cache.put(key, partial(_write_json, CONFIGURATION, made))
         checkpoint.check_tokens()
 
     def trace(self, checkpoint: Checkpoint, progress: Progress) -> ir.Model:
@@ -115,6 +119,14 @@ class Reuse:
             if found is not None:
                 self.stages.append("trace")
                 return found
+            if self.frontend is not None:
+                files = self.frontend.trace(checkpoint.path)
+                bound = kept_graph.load(files, checkpoint)
+                if bound is None:
+                    raise CheckpointError(f"{checkpoint.path}: it changed while it was traced")
+                if entry is None:  # else it is of a checkpoint with other ties
+                    self.cache.put(key, partial(kept_graph.store, files))
+                return bound
             with process.uncollected():
                 model = trace.trace(checkpoint)
             if entry is not None:  # of a checkpoint with other ties
@@ -197,12 +209,14 @@ class Reuse:
 
 
 @contextmanager
-def opened(cache: Callable[[], Cache] | None, staging: Path, progress: Progress) -> Iterator[Reuse]:
+def opened(
+    cache: Callable[[], Cache] | None, staging: Path, progress: Progress, frontend: Frontend | None = None
+) -> Iterator[Reuse]:
     """Open the cache of a build; None: one in `staging` that is deleted at the end, so that nothing is reused."""
     private = staging / ".cache"
     with Cache(private) if cache is None else cache() as used:
         used.waiting = lambda: progress.stage("Wait for a build that computes the same")
-        yield Reuse(used)
+        yield Reuse(used, frontend=frontend)
         if used.remote is not None and used.remote.signer is not None:
             progress.stage("Write to the remote cache")
             used.upload()
@@ -317,6 +331,14 @@ class Step:
                 "found": record.model_dump(mode="json"),
             }
             self.cache.put(self.proof, partial(_write_json, PROOF, kept))
+
+
+def _configuration(read: Mapping[str, Any]) -> Configuration:
+    """Make a configuration of what was kept of one."""
+    facts = dict(read)
+    geometry = Geometry(**facts.pop("geometry"))
+    lengths = tuple((name, tokens) for name, tokens in facts.pop("lengths"))
+    return Configuration(geometry=geometry, lengths=lengths, **facts)
 
 
 def _plain(changes: Changes) -> dict[str, Any]:

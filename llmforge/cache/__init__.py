@@ -2,6 +2,17 @@
 
 from llmforge.cache.code import Code
 from llmforge.cache.host import processor
-from llmforge.cache.store import LOCAL_KINDS, Cache, Entry, Key, Summary, default_folder, default_size
+from llmforge.cache.store import LOCAL_KINDS, Cache, Entry, Key, Summary, default_folder, default_size, is_empty
 
-__all__ = ["LOCAL_KINDS", "Cache", "Code", "Entry", "Key", "Summary", "default_folder", "default_size", "processor"]
+__all__ = [
+    "LOCAL_KINDS",
+    "Cache",
+    "Code",
+    "Entry",
+    "Key",
+    "Summary",
+    "default_folder",
+    "default_size",
+    "is_empty",
+    "processor",
+]

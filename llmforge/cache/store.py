@@ -65,6 +65,11 @@ def default_size() -> int:
     return int(given or DEFAULT_BYTES)
 
 
+def is_empty(folder: Path) -> bool:
+    """Say whether the cache in `folder` holds nothing, or is not there yet."""
+    return next((folder / "entries").glob("[!.]*"), None) is None
+
+
 class RemoteRefused(Exception):
     """Why something of a remote cache is not used, in words."""
 

@@ -122,7 +122,8 @@ def build(
     if recipe is not None:  # an engine that was deferred is finished without torch
         extras.require("build")
     with process.unwatched():
-        from llmforge import cache, passes
+        from llmforge import cache
+        from llmforge.build.frontend import Frontend
         from llmforge.cli import console
         from llmforge.recipe import Recipe
 
@@ -136,7 +137,13 @@ def build(
     store = None if no_cache else partial(cache.Cache, folder, size, remote=remote)
     chosen = (*overrides, "engine.deferred=true") if defer else overrides
     loaded = None if recipe is None else Recipe.load(recipe, chosen)
+    frontend = click.get_current_context().with_resource(Frontend())
     if loaded is not None:
+        if pending is None and Frontend.serves(loaded) and (no_cache or cache.is_empty(folder)):
+            frontend.start()  # nothing is there to be reused: it imports torch while this process imports the rest
+        with process.unwatched():
+            from llmforge import passes
+
         loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
         if pending is None:
             with process.unwatched():
@@ -163,7 +170,7 @@ def build(
             with process.unwatched():
                 from llmforge.build import pipeline
 
-            result = pipeline.build(loaded, out, progress, store, pythons=dict(runtimes))
+            result = pipeline.build(loaded, out, progress, store, pythons=dict(runtimes), frontend=frontend)
     if is_json_log():
         for note in result.report.notes:
             console.say(note)

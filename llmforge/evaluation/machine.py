@@ -79,17 +79,19 @@ def read_bandwidth(size_bytes: int, threads: int, seconds: float = 0.2) -> float
                 return words * 8 * sweeps / best
 
 
-def peak_resident_bytes() -> int:
-    """Return the largest resident set of this process so far.
+def peak_resident_bytes(process: int | None = None) -> int:
+    """Return the largest resident set of this process so far; of another one where /proc tells, else 0.
 
     Linux's ru_maxrss survives exec: in a process that a larger one launched it is the latter's. VmHWM begins anew with
     the program (proc(5)). Elsewhere ru_maxrss is all there is; its unit is KiB, on macOS bytes.
     """
-    status = Path("/proc/self/status")
+    status = Path("/proc", "self" if process is None else str(process), "status")
     if status.is_file():
         for line in status.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    if process is not None:
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -18,12 +18,16 @@ from llmforge.base import mapped
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Stored
 from llmforge.ir.graph import is_constant
+from llmforge.ir.operators.record import MICROSOFT
 from llmforge.ir.operators.standard import Cast, Gather, MatMul, Transpose
 from llmforge.ir.subgraph import Index, behind, extract
+from llmforge.runtime.backends import session as backend
+from llmforge.runtime.backends.session import PROVIDER, SessionConfig, open_graph, session_options
 from llmforge.verification import probe
 from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
 
 BLOCK_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
+_TILE_BYTES = 1 << 22  # of a table in fp32: it is multiplied by while it is in the processor's caches
 
 Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [B, R, V], padding included
 Values = list[list[Arrays]]  # by run, by step: outputs of the graph by name, padding included
@@ -147,8 +151,8 @@ class _LargeTable:
     name: str  # of what it makes
     table: NDArray[Any]  # [V, K], as it is stored
     reads: str | None  # the value that is multiplied, fp32 [..., K]; None: rows of the step's ids are looked up
-    tile_bytes: int
     dtype: ir.DataType  # what the graph computes in; results are held in fp32
+    threads: int
 
     def run(self, steps: Sequence[tuple[probe.ProbeStep, Arrays]]) -> None:
         """Add to what each step has what the block makes of it."""
@@ -158,26 +162,43 @@ class _LargeTable:
             return
         (v, k), read = self.table.shape, [given[self.reads] for _, given in steps]
         x = np.concatenate([each.reshape(-1, k) for each in read])
-        product = np.empty((len(x), v), np.float32)
-        size = max(1, self.tile_bytes // (4 * k))
+        product, multiply = np.empty((len(x), v), np.float32), _product(k, self.threads)
+        size = max(1, _TILE_BYTES // (4 * k))
+        widened = np.empty((min(size, v), k), np.float32)
         for at in range(0, v, size):
-            tile = x @ self.table[at : at + size].astype(np.float32).T
-            product[:, at : at + size] = tile.astype(self.dtype.numpy(), copy=False)
-            mapped.forget(self.table[at : at + size])
+            stored = self.table[at : at + size]
+            tile = widened[: len(stored)]
+            tile[...] = stored
+            [made] = backend.run(multiply, None, {"x": x, "w": tile})
+            product[:, at : at + size] = made.astype(self.dtype.numpy(), copy=False)
+            mapped.forget(stored)
         ends = np.cumsum([each.size // k for each in read])[:-1]
         for (_, given), each, made in zip(steps, read, np.split(product, ends), strict=True):
             given[self.name] = made.reshape(*each.shape[:-1], v)
 
 
+def _product(k: int, threads: int) -> Any:
+    """Open x @ w.T of x [M, k] and w [N, k], fp32: numpy's product takes three times as long for a few rows of x."""
+    x = ir.Value(name="x", shape=ir.Shape(("m", k)), type=ir.TensorType(ir.DataType.FLOAT))
+    w = ir.Value(name="w", shape=ir.Shape(("n", k)), type=ir.TensorType(ir.DataType.FLOAT))
+    node = ir.node("FusedMatMul", [x, w], {"transB": 1}, domain=MICROSOFT, num_outputs=1)
+    [made] = node.outputs
+    made.name, made.shape, made.type = "y", ir.Shape(("m", "n")), ir.TensorType(ir.DataType.FLOAT)
+    body = ir.Graph([x, w], [made], nodes=[node], opset_imports={"": 18, MICROSOFT: 1}, name="product")
+    options = session_options(SessionConfig(threads=threads, optimize=False, entries=probe.QUIET))
+    serialized = ir.serde.serialize_model(ir.Model(body, ir_version=10)).SerializeToString()
+    return open_graph(serialized, options, [PROVIDER], "a product")
+
+
 def _open(block: ir.Model, threads: int, block_bytes: int, *, optimize: bool) -> SubgraphSession | _LargeTable:
     """Load a block in ONNX Runtime, or read it in tiles where it is one large table."""
-    if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, block_bytes)) is not None:
+    if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, threads)) is not None:
         return table
     multiply_as_stored(block)
     return SubgraphSession(block, probe.Weights(), threads, optimize=optimize)
 
 
-def _large_table(block: ir.Model, tile_bytes: int) -> _LargeTable | None:
+def _large_table(block: ir.Model, threads: int) -> _LargeTable | None:
     """Recognize `Gather(W, input_ids)`, `MatMul(x, Transpose(W))` and `MatMul(x, W)` of a stored matrix W."""
     body = list(block.graph)
     if len(body) > 1 and Cast.matches(body[-1]):  # of a result in half precision, which is held in fp32 anyway
@@ -200,7 +221,7 @@ def _large_table(block: ir.Model, tile_bytes: int) -> _LargeTable | None:
     if not is_constant(weight) or not isinstance(tensor, Stored) or tensor.transposed != transposed:
         return None
     name, dtype = str(block.graph[-1].outputs[0].name), last.outputs[0].dtype or ir.DataType.FLOAT
-    return _LargeTable(name, tensor.stored(), None if reads is None else str(reads.name), tile_bytes, dtype)
+    return _LargeTable(name, tensor.stored(), None if reads is None else str(reads.name), dtype, threads)
 
 
 def blocks(index: Index, block_bytes: int) -> Iterator[Block]:

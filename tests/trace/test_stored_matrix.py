@@ -31,7 +31,7 @@ def matrix() -> NDArray[Any]:
 def test_modules_compute_with_it_what_they_compute_with_a_parameter(
     matrix: NDArray[Any], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_matrix, "TILE_BYTES", 7 * 4 * 16)  # seven rows; 50 are no multiple
+    monkeypatch.setattr(stored_matrix, "_READ_BYTES", 7 * 4 * 16)  # seven rows; 50 are no multiple
     read: list[int] = []
     stored = StoredMatrix.of(lambda: read.append(1) or matrix, matrix.shape)
     values = torch.from_numpy(matrix.astype(np.float32))

@@ -8,6 +8,7 @@ bindings.json    by initializer: the tensors that it is made of, and whether it 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,26 @@ def write(model: ir.Model, folder: Path) -> None:
     """Write the traced `model` into an existing folder; it stays as it is.
 
     Raises:
+        ValueError: as `dump`.
+    """
+    store(dump(model), folder)
+
+
+def store(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files of a kept graph into an existing folder."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Read the files of a kept graph."""
+    return {name: (folder / name).read_bytes() for name in (GRAPH, BINDINGS)}
+
+
+def dump(model: ir.Model) -> dict[str, bytes]:
+    """Return the files, by name, that keep the traced `model`, which stays as it is.
+
+    Raises:
         ValueError: it has a tensor that is neither the checkpoint's nor in memory.
     """
     bindings: Bindings = model.meta[weights.BINDINGS]
@@ -41,7 +62,6 @@ def write(model: ir.Model, folder: Path) -> None:
             )
         elif isinstance(tensor, ir.ExternalTensor | ir.LazyTensor):
             raise ValueError(f"initializer {name} is computed")
-    (folder / GRAPH).write_bytes(ir.to_proto(clone).SerializeToString(deterministic=True))
     facts = {
         "of": {
             name: [list(source.tensors), source.converted is not None, transposed]
@@ -55,24 +75,32 @@ def write(model: ir.Model, folder: Path) -> None:
             if node.attributes[name].type in _FLOATS and _rounds(node.attributes[name].value)
         ],
     }
-    (folder / BINDINGS).write_text(json.dumps(facts))
+    return {
+        GRAPH: ir.to_proto(clone).SerializeToString(deterministic=True),
+        BINDINGS: json.dumps(facts).encode(),
+    }
 
 
 def read(folder: Path, checkpoint: Checkpoint) -> ir.Model | None:
-    """Read the graph in `folder` and bind it to `checkpoint`; None where that supplies parameters otherwise.
+    """Read the graph in `folder` and bind it to `checkpoint`, as `load` does."""
+    return load(files_in(folder), checkpoint)
+
+
+def load(files: Mapping[str, bytes], checkpoint: Checkpoint) -> ir.Model | None:
+    """Bind the kept graph of `files` to `checkpoint`; None where that supplies parameters otherwise.
 
     `checkpoint` has the configuration, and tensors of the names, shapes and dtypes, that the graph was traced with.
 
     Raises:
         CheckpointError: the checkpoint lacks a parameter.
     """
-    facts = json.loads((folder / BINDINGS).read_text())
+    facts = json.loads(files[BINDINGS])
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
     asked = Asked(shapes, facts["ties"], facts["found"])
     if checkpoint.require(shapes, asked.ties) != asked.found:  # which tensors are equal depends on their content
         return None
     sources = _converted(checkpoint) if any(converted for _, converted, _ in facts["of"].values()) else {}
-    model: ir.Model = ir.from_proto(onnx.load_model_from_string((folder / GRAPH).read_bytes()))
+    model: ir.Model = ir.from_proto(onnx.load_model_from_string(files[GRAPH]))
     of = {}
     for name, (tensors, converted, transposed) in facts["of"].items():
         value = model.graph.initializers[name]

@@ -22,7 +22,8 @@ from llmforge.trace.export import weights
 from llmforge.trace.export.weights import Source
 from llmforge.trace.hooks import internals
 
-TILE_BYTES = 1 << 26  # of fp32
+TILE_BYTES = 1 << 26  # of fp32: a matrix that is larger is read in tiles
+_READ_BYTES = 1 << 22  # of a tile: it is multiplied by while it is in the processor's caches
 
 
 def give_weights(
@@ -76,12 +77,16 @@ class StoredMatrix(Tensor):
         return made
 
     def tiles(self) -> Iterator[Tensor]:
-        """Read its rows, some at a time."""
+        """Read its rows, some at a time, each time into the same memory."""
         array = self._read()
-        rows = max(1, TILE_BYTES // (4 * array.shape[1]))
+        rows = max(1, _READ_BYTES // (4 * array.shape[1]))
+        widened = np.empty((min(rows, len(array)), array.shape[1]), np.float32)
         for at in range(0, len(array), rows):
-            yield torch.from_numpy(array[at : at + rows].astype(np.float32))
-            mapped.forget(array[at : at + rows])
+            stored = array[at : at + rows]
+            tile = widened[: len(stored)]
+            tile[...] = stored
+            yield torch.from_numpy(tile)
+            mapped.forget(stored)
 
     def whole(self) -> Tensor:
         """Read all of it."""

@@ -1,0 +1,203 @@
+"""What a build asks of transformers and torch: what a configuration says, a trace, and the proof of it.
+
+To import both and to trace takes seconds of one interpreter, in which no other thread of it runs. A build that needs
+torch for nothing else lets a process of its own do that, and goes on beside it. Graphs cross as the cache keeps them
+(`llmforge.trace.export.kept_graph`), and what the other process proves is what this one has read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
+
+from llmforge.base import process
+from llmforge.base.errors import EnvironmentLacks
+from llmforge.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from llmforge.lowering.pass_base import Pass
+    from llmforge.recipe import Recipe
+
+_START = "import sys; sys.path[:] = {path!r}; from llmforge.build.frontend import serve; serve()"
+
+
+class Frontend:
+    """The process that imports torch, from when it is started, or something is first asked of it.
+
+    Leaving the block ends it, whatever it does. It ends by itself when this process does.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0  # of its resident memory; once it has ended
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()
+
+    @staticmethod
+    def is_loaded() -> bool:
+        """Whether this process has imported what another would have to import first."""
+        return "torch" in sys.modules
+
+    @staticmethod
+    def serves(recipe: Recipe, steps: Sequence[Pass] = (), *, measure: bool = True) -> bool:
+        """Whether a build needs torch for no more than this: `steps` demand no calibration, and nothing is measured."""
+        return not any(step.demands() for step in steps) and (not measure or recipe.validation.is_empty)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def start(self) -> None:
+        """Start it, unless it runs: it imports torch and transformers before it is asked for anything."""
+        if self._process is None:
+            command = [sys.executable, "-c", _START.format(path=sys.path)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def end(self) -> None:
+        """End it: it holds nothing that would have to be put in order."""
+        if self._process is not None:
+            from llmforge.evaluation import machine
+
+            self.peak_bytes = machine.peak_resident_bytes(self._process.pid)
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def configuration(self, folder: Path) -> dict[str, Any]:
+        """Return what `Checkpoint.configuration` says, as plain data.
+
+        Raises:
+            CheckpointError, UnsupportedError: as `Checkpoint.open`.
+        """
+        made: dict[str, Any] = self._ask("configuration", folder)
+        return made
+
+    def trace(self, folder: Path) -> dict[str, bytes]:
+        """Trace the model of the checkpoint in `folder`, and return the files of the kept graph, by name.
+
+        Raises:
+            CheckpointError, UnsupportedError: as `llmforge.trace.trace`.
+        """
+        files: dict[str, bytes] = self._ask("trace", folder)
+        return files
+
+    def prove(self, folder: Path, files: Mapping[str, bytes], threads: int) -> str:
+        """Hold a kept graph to transformers, and return a note of what was found.
+
+        Raises:
+            UnsupportedError, VerificationError: as `llmforge.verification.trace_verifier.verify_trace`.
+        """
+        note: str = self._ask("prove", folder, dict(files), threads)
+        return note
+
+    def _ask(self, name: str, *given: object) -> Any:
+        with self._turn:
+            self.start()
+            assert self._process is not None
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            try:
+                pickle.dump((name, given), self._process.stdin)
+                self._process.stdin.flush()
+                answer, error = pickle.load(self._process.stdout)
+            except (EOFError, BrokenPipeError, pickle.UnpicklingError) as ended:
+                raise _ended(self._process) from ended
+        if error is not None:
+            raise error
+        return answer
+
+
+def _ended(process: subprocess.Popen[bytes]) -> Exception:
+    """Say how the other process came to its end."""
+    code = process.wait()
+    if code < 0:
+        name = signal.Signals(-code).name
+        return EnvironmentLacks(
+            f"the process that traces the model was ended by {name}",
+            hint="out of memory? `llmforge plan RECIPE` says how much a build needs" if name == "SIGKILL" else None,
+        )
+    return RuntimeError(f"the process that traces the model ended with exit code {code}; standard error says why")
+
+
+def serve() -> None:
+    """Be the other process: answer what comes on standard input, until that ends, on standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks is told, and ends this process
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what torch prints is no answer
+    asked: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, asked), daemon=True).start()
+    with process.unwatched():
+        from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
+    functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": _trace, "prove": _prove}
+    while True:
+        name, given = asked.get()
+        try:
+            answer, error = functions[name](*given), None
+        except Exception as raised:  # noqa: BLE001  the process that asked raises it
+            answer, error = None, _portable(raised)
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump((answer, error), answers)
+            answers.flush()
+
+
+def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
+    """Take in what is asked; end this process at once when nobody is there any more to ask."""
+    while True:
+        try:
+            asked.put(pickle.load(questions))
+        except (EOFError, pickle.UnpicklingError):
+            os._exit(0)
+
+
+def _portable(error: Exception) -> Exception:
+    """Make an error that can cross, with where it was raised."""
+    where = "".join(traceback.format_exception(error))
+    error.__cause__ = error.__context__ = None
+    try:
+        crossed: Exception = pickle.loads(pickle.dumps(error))
+    except (pickle.PicklingError, TypeError, AttributeError):  # what an error of another package has in it
+        crossed = RuntimeError(f"{type(error).__name__}: {error}")
+    crossed.add_note(f"in the process that traces the model:\n{where}")
+    return crossed
+
+
+@cache
+def _checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint.located(folder)
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
+    return asdict(_checkpoint(folder).configuration)
+
+
+def _trace(folder: Path) -> dict[str, bytes]:
+    from llmforge import trace
+    from llmforge.trace.export import kept_graph
+
+    with process.uncollected():
+        return kept_graph.dump(trace.trace(_checkpoint(folder)))
+
+
+def _prove(folder: Path, files: Mapping[str, bytes], threads: int) -> str:
+    from llmforge.trace.export import kept_graph
+    from llmforge.verification.trace_verifier import verify_trace
+
+    model = kept_graph.load(files, _checkpoint(folder))
+    assert model is not None, "a graph of other ties"
+    return verify_trace(_checkpoint(folder), model, threads=threads).note()
