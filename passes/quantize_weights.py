@@ -22,7 +22,8 @@ Fires for
   `block_size`, `symmetric` and `method` (where that needs calibration text, a packed weight is put together from the
   parameters that it names as its sources). A bias that is added next, and only there, becomes an input.
 - the head, which is the MatMul that works on the selected rows, and the embedding, which `input_ids` gathers from: with
-  `embedding_bits`, rounded to nearest, symmetric, in the largest power of two, 16 to `block_size`, that divides K. At 8
+  `embedding_bits`, symmetric, in the largest power of two, 16 to `block_size`, that divides K; by `method`, or rounded
+  to nearest where it needs calibration text and that has not seen them. At 8
   bits, `accuracy_level` 4, this moves the KLD of the sample checkpoint (tests/data) by 0.00035 in blocks of 32 and by
   0.0009 in blocks of 128, which the activations share.
 
@@ -46,10 +47,9 @@ Numerics: lossy, within the budget of the recipe.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as record
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
@@ -74,7 +74,7 @@ from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
-_TABLES = methods.PLAIN()  # of embedding and head, which calibration does not see
+_PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,11 @@ class QuantizeWeights(Pass):
         ),
     ] = "uniform"
     method: Annotated[str, methods.Named(), Field(description=methods.summaries())] = methods.DEFAULT.name
+    weight_bits: Annotated[
+        float | None,
+        Field(gt=0, le=32, description="for auto: bytes of all weights, in bits for each parameter of the model"),
+    ] = None
+    weight_bytes: Annotated[int | None, Field(gt=0, description="for auto: bytes of all weights")] = None
     embedding_bits: Annotated[
         Literal[3, 4, 5, 6, 8, 16], Field(description="bits of embedding and output head; 16 skips them")
     ] = 8
@@ -130,6 +135,11 @@ class QuantizeWeights(Pass):
                 f"{eight[0]}: 8 bits run 400 times slower with accuracy_level: {self.accuracy_level} than with "
                 f"accuracy_level: {INT8_ACTIVATIONS}; use that, or other bits"
             )
+        if self.method == methods.AUTO and self.accuracy_level != INT8_ACTIVATIONS:
+            raise ValueError(f"method: {methods.AUTO} has formats of 8 bits, and accuracy_level: {INT8_ACTIVATIONS}")
+        limits = (self.weight_bits is not None) + (self.weight_bytes is not None)
+        if limits != (self.method == methods.AUTO):
+            raise ValueError(f"method: {methods.AUTO} goes with weight_bits or weight_bytes: one of both, and no other")
         if self.codes == "trellis" and (self.bits != 4 or not self.symmetric):
             raise ValueError("codes: trellis has bits: 4 and symmetric: true")
         native = not (self.grid.portable and self.embedding_bits in (4, 8, _KEEP))
@@ -145,13 +155,23 @@ class QuantizeWeights(Pass):
         return Grid(self.bits, self.block_size, self.symmetric, self.scales, self.codes == "trellis")
 
     @property
+    def tables(self) -> Grid | None:
+        """The grid of embedding and head, with the largest block that divides their width; None: they stay."""
+        if self.embedding_bits == _KEEP:
+            return None
+        return Grid(self.embedding_bits, self.embedding_block_size or self.block_size, True, self.scales)
+
+    @property
     def chosen(self) -> Method:
         """The method of the decoder's linear layers, with its options."""
         return methods.make(self.method, self)
 
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for quantized linear layers and experts, where the method needs its text."""
-        return (WeightDemand(self.chosen, self.grid, self.exclude, self.routers),) if self.chosen.demands else ()
+        if not self.chosen.demands:
+            return ()
+        demand = WeightDemand(self.chosen, self.grid, self.exclude, self.routers, self.tables)
+        return (replace(demand, weight_bits=self.weight_bits, weight_bytes=self.weight_bytes),)
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer, the embedding and the head of `model`.
@@ -211,27 +231,28 @@ class _Rewriting:
         k, n = _shape(layer.weight)
         _require_own(layer.weight)
         self._refuse_excluded(_names(layer.weight))
+        method = self.step.method
         if head:
-            matrix = initializers.quantized(layer.weight, _TABLES, self._embedding_grid(k))
+            matrix, method = self._table(layer.weight, n, k)
         elif node in self.routers:
             raise _Skip(f"router of {self.routers[node].name}; `routers: true` quantizes it")
         else:
             matrix = self._matrix(layer.weight, n, k)
         self._multiply(layer, matrix, self._store(layer.weight, matrix))
-        self._note(node, f"{f'head, {_TABLES.name}' if head else self.step.method}, {_summary(matrix)}")
+        self._note(node, f"{'head, ' if head else ''}{method}, {_summary(matrix)}")
 
     def embedding(self, lookup: Gather) -> None:
         """Rewrite the embedding, and the head that is tied to it."""
         table = lookup.data
         if lookup.indices.name != interface.INPUT_IDS or not table.is_initializer():
             return
-        _, k = _shape(table)
+        v, k = _shape(table)
         self._refuse_excluded(_names(table))
-        matrix = initializers.quantized(table, _TABLES, self._embedding_grid(k), transposed=False)
+        matrix, method = self._table(table, v, k, transposed=False)
         tied = _tied_head(table, lookup.node, self.on_rows)
         parts = self._store(table, matrix, flat=tied is None)
         self._gather(lookup, matrix, parts, tied is not None)
-        self._note(lookup.node, f"embedding, {_TABLES.name}, {_summary(matrix)}")
+        self._note(lookup.node, f"embedding, {method}, {_summary(matrix)}")
         if tied is not None:
             self._multiply(tied, matrix, parts)
             self._note(tied.matmul, "head, reads the codes of the embedding")
@@ -284,7 +305,32 @@ class _Rewriting:
         """Quantize the weight [K, N] of a linear layer."""
         if not self.step.chosen.demands:
             return initializers.quantized(weight, self.step.chosen, self.step.grid)
-        return LazyMatrix(self._calibrated(_names(weight)), n, k, self.step.grid)
+        names = _names(weight)
+        calculate, grids = self._calibrated(names), self._grids(names)
+        if len(grids) > 1:
+            raise _Skip(f"{', '.join(names)} are one matrix, and have {len(grids)} formats")
+        return LazyMatrix(calculate, n, k, grids.pop())
+
+    def _table(self, weight: ir.Value, v: int, k: int, *, transposed: bool = True) -> tuple[LazyMatrix, str]:
+        """Quantize an embedding [V, K], or a head, `transposed`; returns the name of the method, too.
+
+        One that calibration has not seen is rounded to nearest.
+        """
+        if self.step.tables is None:
+            raise _Skip(f"embedding_bits is {_KEEP}")
+        grid, names = self.step.tables.dividing(k), _names(weight)
+        if grid is None:
+            raise _Skip(f"its {k} features are not a multiple of {SMALLEST_BLOCK}, the smallest block")
+        statistics = self.context.statistics
+        if self.step.chosen.demands and statistics is not None and len(names) == 1 and names[0] in statistics.linears:
+            return LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0])), self.step.method
+        return initializers.quantized(weight, _PLAIN, grid, transposed=transposed), _PLAIN.name
+
+    def _grids(self, names: list[str]) -> set[Grid]:
+        """Return the grids that calibration has given to `names`, which it knows."""
+        statistics = self.context.statistics
+        assert statistics is not None
+        return {statistics.grid(name) for name in names}
 
     def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
         """Return what puts the matrix together from the calibrated ones of `names`."""
@@ -297,17 +343,6 @@ class _Rewriting:
     def _refuse_excluded(self, names: list[str]) -> None:
         if reason := exclusion(names, self.step.exclude):
             raise _Skip(reason)
-
-    def _embedding_grid(self, k: int) -> Grid:
-        """Return the grid of an embedding or head with `k` features."""
-        if self.step.embedding_bits == _KEEP:
-            raise _Skip(f"embedding_bits is {_KEEP}")
-        block_size = math.gcd(
-            k, self.step.embedding_block_size or self.step.block_size
-        )  # of a power of two: the largest one that divides k
-        if block_size < SMALLEST_BLOCK:
-            raise _Skip(f"its {k} features are not a multiple of {SMALLEST_BLOCK}, the smallest block")
-        return Grid(self.step.embedding_bits, block_size, True, self.step.scales)
 
     def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
         """Put MatMulNBits, or Linear, in the place of a linear layer."""

@@ -6,7 +6,8 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +21,7 @@ from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
-from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix
+from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
@@ -33,11 +34,11 @@ def run(
     target: Target,
     spec: EngineSpec,
     checkpoint: Checkpoint,
-    calibrated: frozenset[str] = frozenset(),
+    calibrated: Mapping[str, Grid] = MappingProxyType({}),
 ) -> None:
     """Run `steps` over a copy of `model`, lower it, and return if an engine can be made of it.
 
-    `calibrated` names the linears that calibration will quantize.
+    `calibrated` has the grids of what calibration will quantize, by the parameter.
 
     Raises:
         UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
@@ -81,13 +82,14 @@ def _reason(changes: Changes) -> str:
     return f"{first.node}: {first.reason}"
 
 
-def _stand_in(model: ir.Model, calibrated: frozenset[str]) -> Statistics:
+def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid]) -> Statistics:
     """Make up the results of a calibration: the passes ask what there is, and read no matrix before it is written."""
-    unread = QuantizedMatrix(
-        Grid(4, SMALLEST_BLOCK, True), np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None
-    )
     read = {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
-    return Statistics(0, 0, dict.fromkeys(calibrated, unread), _kv_ranges(model), read)
+    unread = {
+        name: QuantizedMatrix(grid, np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None)
+        for name, grid in calibrated.items()
+    }
+    return Statistics(0, 0, unread, _kv_ranges(model), read)
 
 
 def _kv_ranges(model: ir.Model) -> dict[int, KvRange]:

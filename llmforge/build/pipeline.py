@@ -136,7 +136,7 @@ def make(
     stages.graph(lock.TRACE, model)
     progress.stage("Check passes")
     demands = [demand for step in steps for demand in step.demands()]
-    calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
+    calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
     notes = check_context(recipe, checkpoint, model)
     progress.stage("Read checkpoint")

@@ -6,10 +6,12 @@ import hashlib
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +19,10 @@ import torch
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
+from llmforge.calibration import mixed
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
+from llmforge.calibration.losses import Losses
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredMatrices
@@ -27,7 +31,7 @@ from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
+from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
 from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
@@ -68,6 +72,7 @@ def calibrate(
     if not windows:
         raise DataError("the calibration data has no text")
     progress, store = progress or Silent(), store or Store()
+    demands, notes = _with_formats(checkpoint, windows, demands, threads, store, progress)
     own, layers = key(checkpoint, windows, demands, caches, threads), checkpoint.geometry.layers
     found = [store.load(own, index) for index in range(layers)]
     if store.reused:  # before those of embedding and head
@@ -79,14 +84,60 @@ def calibrate(
             done = _walk(checkpoint, windows, demands, _measured(caches), found, tables, store, own, threads, progress)
     else:
         done = [tables, *(result for result in found if result is not None)]
+    linears = StoredMatrices(dict(item for result in done for item in result.linears.items()))
     return Statistics(
         samples=len(windows),
         tokens=sum(len(window.ids) for window in windows),
-        linears=StoredMatrices(dict(item for result in done for item in result.linears.items())),
+        linears=linears,
+        grids=linears.grids(),
         kv={index: result.kv for index, result in enumerate(done[1:]) if result.kv is not None},
-        notes=tuple(note for result in done for note in result.notes),
+        notes=(*notes, *(note for result in done for note in result.notes)),
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
     )
+
+
+def _with_formats(
+    checkpoint: Checkpoint,
+    windows: Sequence[Window],
+    demands: Sequence[Demand],
+    threads: int,
+    store: Store,
+    progress: Progress,
+) -> tuple[Sequence[Demand], tuple[str, ...]]:
+    """Choose formats where a demand limits bytes: demands that say which, and notes for the report."""
+    weights = _weight_demand(demands)
+    if weights is None or (weights.weight_bits is None and weights.weight_bytes is None):
+        return demands, ()
+
+    def compute() -> dict[str, Any]:
+        progress.stage("Choose formats of weights")
+        with TemporaryDirectory(prefix="llmforge-gradients-") as folder:
+
+            def trial(
+                demand: WeightDemand, fitted: Sequence[Window], losses: Losses | None
+            ) -> dict[str, QuantizedMatrix]:
+                tables = None if demand.tables is not None else _NOTHING
+                found = [None] * checkpoint.geometry.layers
+                shared = Path(folder)
+                made = _walk(
+                    checkpoint, fitted, [demand], (), found, tables, Store(), "", threads, progress, shared, losses
+                )
+                return {name: matrix for each in made for name, matrix in StoredMatrices(each.linears).items()}
+
+            with torch.no_grad(), fixed(threads):
+                chosen, note = mixed.choose(checkpoint, windows, weights, trial)
+        grids = {name: asdict(grid) for name, grid in chosen.mixed}
+        return {"mixed": grids, "tables": chosen.tables and asdict(chosen.tables), "note": note}
+
+    found = store.choice(key(checkpoint, windows, [weights], None, threads), compute)
+    chosen = replace(
+        weights,
+        mixed=tuple((name, Grid(**grid)) for name, grid in found["mixed"].items()),
+        tables=found["tables"] and Grid(**found["tables"]),
+        weight_bits=None,
+        weight_bytes=None,
+    )
+    return [chosen if demand == weights else demand for demand in demands], (found["note"],)
 
 
 def _walk(
@@ -100,11 +151,14 @@ def _walk(
     own: str,
     threads: int,
     progress: Progress,
+    gradients: Path | None = None,
+    losses: Losses | None = None,
 ) -> list[LayerResult]:
     """Carry the windows through the layers, and quantize and measure those that were not `found`, nor the `tables`.
 
-    They begin where `store` has the hidden states of the calibration `own`, in front of what is lacking. Returns
-    results of the embedding and head, and of each layer.
+    They begin where `store` has the hidden states of the calibration `own`, in front of what is lacking. Gradients are
+    kept in a folder that is given, and found there by the next walk over the same windows; what formats lose is put to
+    `losses`. Returns results of the embedding and head, and of each layer.
     """
     weights = _weight_demand(demands)
     skeleton = Skeleton.build(checkpoint)
@@ -122,10 +176,17 @@ def _walk(
         taken = None
         if weights is not None and weights.method.demands_outputs:
             ids = [window.ids for window in windows]
-            taken = Gradients.read(store.gradients(own, partial(take, skeleton, ids, calls, entered), stack))
+            write = partial(take, skeleton, ids, calls, entered)
+            if gradients is None:
+                gradients = store.gradients(own, write, stack)
+            elif not any(gradients.iterdir()):
+                write(gradients)
+            taken = Gradients.read(gradients)
         if tables is None:
             assert weights is not None
-            tables = store.save(own, len(found), LayerResult(quantize_tables(skeleton, taken, weights, threads), None))
+            said: list[str] = []
+            matrices = quantize_tables(skeleton, taken, weights, threads, said, losses)
+            tables = store.save(own, len(found), LayerResult(matrices, None, notes=tuple(said)))
         embedding = StoredMatrices(tables.linears).get(skeleton.tables()[0])
         if embedding is not None and begin == 0:
             current[:] = skeleton.enter([window.ids for window in windows], dequantize(embedding))[1]
@@ -134,7 +195,7 @@ def _walk(
             layer = skeleton.load(index, calls[index])
             ranges = KvRangeDemand() in demands and (measured is None or index in measured)
             inputs = {} if kept or InputRangeDemand() not in demands else _input_ranges(layer, original)
-            result = _calibrate_layer(layer, original, current, weights, taken, threads, ranges, kept)
+            result = _calibrate_layer(layer, original, current, weights, taken, threads, ranges, kept, losses)
             done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
             del layer  # before the next one is read
             if keeps and index + 1 < len(found):
@@ -165,8 +226,8 @@ def numbered(reused: Sequence[int], layers: int) -> str:
     return (f"layer {first}" if first == last else f"layers {first}–{last}") if whole else f"{len(reused)} layers"
 
 
-def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int, Collection[str]]) -> frozenset[str]:
-    """Name the weights of linears and experts that `calibrate` would quantize, without reading a weight.
+def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int, Collection[str]]) -> dict[str, Grid]:
+    """Name the weights that `calibrate` would quantize, with the grids that are asked for, without reading a weight.
 
     Raises:
         UnsupportedError: as far as that can be known without weights, calibration cannot serve `demands`.
@@ -180,10 +241,15 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
                 "besides them",
                 hint="leave quantize-kv-cache out",
             )
-    names = Skeleton.build(checkpoint).matrices()
+    skeleton = Skeleton.build(checkpoint)
     if weights is None:
-        return frozenset()
-    return frozenset(name for name in names if not exclusion([name], weights.exclude))
+        return {}
+    grids = {name: weights.grid_of([name]) for name in skeleton.matrices()}
+    if weights.tables is not None:
+        for name in filter(None, skeleton.tables()):
+            if grid := weights.tables.dividing(skeleton.model.get_parameter(name).shape[1]):
+                grids[name] = grid
+    return {name: grid for name, grid in grids.items() if not exclusion([name], weights.exclude)}
 
 
 def _weight_demand(demands: Sequence[Demand]) -> WeightDemand | None:
@@ -239,13 +305,14 @@ def _calibrate_layer(
     threads: int,
     wants_ranges: bool,
     found: LayerResult | None,
+    losses: Losses | None = None,
 ) -> LayerResult:
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears: dict[str, QuantizedMatrix] = {}
     notes: list[str] = []
     if weights is not None:
         if found is None:
-            linears = quantize_layer(layer, original, current, weights, taken, threads, notes)
+            linears = quantize_layer(layer, original, current, weights, taken, threads, notes, losses)
         else:
             for index, state in enumerate(original):
                 original[index] = layer.run(index, state)

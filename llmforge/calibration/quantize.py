@@ -14,6 +14,7 @@ from llmforge.base.errors import DataError
 from llmforge.calibration import experts as of_experts
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
+from llmforge.calibration.losses import Losses
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, rows
@@ -40,11 +41,12 @@ def quantize_layer(
     gradients: Gradients | None = None,
     threads: int = 1,
     notes: list[str] | None = None,
+    losses: Losses | None = None,
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the linears and experts of `layer` in place, in the order in which they run.
 
     The hidden states `original`, those of the checkpoint, end behind the layer; the `current` ones stay in front of it.
-    What a reader of the report should know is put to `notes`.
+    What a reader of the report should know is put to `notes`, and what each format of `losses` would lose, there.
 
     Raises:
         DataError: what a matrix reads over the calibration text does not allow the method of `demand`.
@@ -68,7 +70,9 @@ def quantize_layer(
             matrices = _quantize_experts(layer, names[0], current, reads, demand, notes)
         else:
             outputs = gradients.outputs(names) if gradients is not None else ()
-            matrices = _quantize_linears(layer, names, current, unquantized, added, demand, outputs, threads, notes)
+            matrices = _quantize_linears(
+                layer, names, current, unquantized, added, demand, outputs, threads, notes, losses
+            )
         for name, matrix in matrices.items():
             layer.set_weight(name, dequantize(matrix))
         results |= matrices
@@ -110,6 +114,7 @@ def _quantize_linears(
     outputs: tuple[Float32, ...],
     threads: int,
     notes: list[str],
+    losses: Losses | None,
 ) -> dict[str, QuantizedMatrix]:
     """Quantize linears that read one tensor, `originals` in the checkpoint: their rows are one matrix."""
     name, residual = names[0], originals[0].residual
@@ -129,6 +134,8 @@ def _quantize_linears(
     with _refusals(name, demand.method):
         seen = sums.seen(routed=False, held=held, outputs=outputs, threads=threads)
         matrix = demand.method.quantize(np.concatenate(weights), demand.grid_of(names), seen)
+        if losses is not None:
+            losses.measure(names, weights, demand.method, seen)
     notes += [f"{name}: {note}" for note in seen.notes]
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}

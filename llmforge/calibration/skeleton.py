@@ -88,11 +88,12 @@ class Skeleton:
         return calls, [state for state, _ in entered]
 
     def leaving(
-        self, windows: Sequence[NDArray[np.int64]]
+        self, windows: Sequence[NDArray[np.int64]], weight: NDArray[np.float32] | None = None
     ) -> Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
         """Return what turns the hidden states after the layers, of one of `windows`, into logits [1, tokens, V].
 
-        With them come the inputs of the head, [1, tokens, H]; None where the head is no linear.
+        With them come the inputs of the head, [1, tokens, H]; None where the head is no linear. `weight` [V, H] is the
+        head's in place of its own.
         """
         state = self.model.state_dict(keep_vars=True)
         table, inside = self._table(), tuple(f"{prefix}." for prefix in self.prefixes)
@@ -109,6 +110,8 @@ class Skeleton:
             exit_.get_submodule(prefix).forward = layer_out  # `exit_` is a copy, made for this
         head = exit_.get_output_embeddings()  # type: ignore[no-untyped-call]
         if isinstance(head, torch.nn.Linear):
+            if weight is not None:
+                head.weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
             head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
 
         def leave(window: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -24,6 +24,7 @@ from llmforge.quantization.statistics import KvRange
 
 _FILE = "layer.npz"
 _STATES = "states"
+_FORMATS = "formats.json"
 STATES_SHARE = 1 / 8  # of the cache that hidden states may take: 2.5 GB of 20, or 75,000 tokens of 8,192 features
 
 
@@ -42,6 +43,20 @@ class StoredMatrices(Mapping[str, QuantizedMatrix]):
             k = described.pop("k")
             points = arrays.get(f"{name}/zero_points")
             return unpack(Packed(arrays[f"{name}/codes"], arrays[f"{name}/scales"], points), Grid(**described), k)
+
+    def grids(self) -> dict[str, Grid]:
+        """Return the grid of each, and read no matrix."""
+        grids: dict[str, Grid] = {}
+        described: dict[Path, dict[str, Any]] = {}
+        for name, place in self._places.items():
+            if isinstance(place, QuantizedMatrix):
+                grids[name] = place.grid
+                continue
+            if place not in described:
+                with np.load(place, allow_pickle=False) as arrays:
+                    described[place] = json.loads(arrays["grids"].tobytes())
+            grids[name] = Grid(**{part: value for part, value in described[place][name].items() if part != "k"})
+        return grids
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -117,6 +132,21 @@ class Store:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="llmforge-gradients-")))
         write(folder)
         return folder
+
+    def choice(self, key: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the formats that `choose` has chosen, in an earlier calibration or now."""
+        own = Key("calibration-formats", {"calibration": key})
+        if self.cache is not None and (entry := self.cache.find(own)) is not None:
+            found: dict[str, Any] = entry.json(_FORMATS)
+            return found
+        chosen = choose()
+        if self.cache is not None:
+
+            def write(folder: Path) -> None:
+                (folder / _FORMATS).write_text(json.dumps(chosen))
+
+            self.cache.put(own, write)
+        return chosen
 
     def drop_gradients(self, key: str) -> None:
         """Take away the gradients, which no calibration needs any more."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmforge.calibration.gradients import Gradients
+from llmforge.calibration.losses import Losses
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, QuantizedMatrix
@@ -19,9 +20,18 @@ from llmforge.quantization.statistics import WeightDemand
 
 
 def quantize_tables(
-    skeleton: Skeleton, gradients: Gradients | None, demand: WeightDemand, threads: int
+    skeleton: Skeleton,
+    gradients: Gradients | None,
+    demand: WeightDemand,
+    threads: int,
+    notes: list[str],
+    losses: Losses | None = None,
 ) -> dict[str, QuantizedMatrix]:
-    """Quantize embedding and head, by parameter; a table of which no gradients are known is rounded to nearest."""
+    """Quantize embedding and head, by parameter.
+
+    A table of which no gradients are known is rounded to nearest, and `notes` say so; one whose width no block divides
+    is left alone. What each format of `losses` would lose is put there.
+    """
     embedding, head = skeleton.tables()
     if demand.tables is None:
         return {}
@@ -32,12 +42,18 @@ def quantize_tables(
     matrices = {}
     for name, parts in moments.items():
         table = skeleton.table(name)
-        grid = demand.tables.within(table.shape[1])
+        grid = demand.tables.dividing(table.shape[1])
+        if grid is None:
+            continue
         known = [part for part in parts if part is not None]
         if gradients is None or len(known) < len(parts):
             matrices[name] = PLAIN().quantize(table, grid)
+            notes.append(f"{name}: rounded to nearest: it has no gradients for method {demand.method.name}")
             continue
         hessian: Float32 = np.stack(known).sum(0)
         seen = LayerInputs(gradients.tokens, False, {InputStatistic.MOMENTS: hessian}, threads=threads)
-        matrices[name] = demand.method.quantize(table.astype(np.float32), grid, seen)
+        whole = table.astype(np.float32)
+        matrices[name] = demand.method.quantize(whole, grid, seen)
+        if losses is not None:
+            losses.measure_table(name, whole, demand.method, seen)
     return matrices

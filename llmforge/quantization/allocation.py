@@ -13,8 +13,36 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmforge.base.errors import UsageError
-from llmforge.quantization.grids import Float32
+from llmforge.quantization import cpu_layout
+from llmforge.quantization.grids import Float32, Grid, Scale
 
+# What weights may be given, by the scales that a pass asks for: int8 are for the CPU kernels, which have every width.
+LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
+    "int8": tuple(
+        Grid(bits, block_size, symmetric, "int8")
+        for bits, block_size, symmetric in (
+            (3, 64, False),
+            (3, 32, False),
+            (4, 64, True),
+            (4, 64, False),
+            (4, 32, False),
+            (5, 64, True),
+            (5, 32, False),
+            (6, 64, True),
+            (8, 64, True),
+        )
+    ),
+    **{
+        scale: (*(Grid(4, size, False, scale) for size in (128, 64, 32)), Grid(8, 128, True, scale))
+        for scale in ("fp16", "fp32")
+    },
+}
+TABLES: Mapping[Scale, tuple[Grid, ...]] = {
+    "int8": tuple(
+        Grid(bits, block_size, True, "int8") for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (8, 64))
+    ),
+    **{scale: (Grid(4, 32, True, scale), Grid(8, 128, True, scale)) for scale in ("fp16", "fp32")},
+}
 CELLS = 20_000  # of bytes that are told apart: a choice is exact but for so small a share of the budget a weight
 
 
@@ -24,6 +52,20 @@ class Choice:
 
     size_bytes: int
     loss: float
+
+
+def size_bytes(n: int, k: int, grid: Grid) -> int:
+    """Return what a matrix [n, k] on `grid` takes where it is stored."""
+    if not grid.portable:
+        return cpu_layout.groups(n) * cpu_layout.group_bytes(k, grid)
+    blocks = grid.blocks(k)
+    zero_points = 0 if grid.symmetric else -(-blocks * grid.zero_bits // 8)
+    return n * (blocks * (grid.block_size * grid.bits // 8 + (4 if grid.scale == "fp32" else 2)) + zero_points)
+
+
+def fits(k: int, grid: Grid) -> bool:
+    """Say whether rows of `k` can be stored on `grid`."""
+    return grid.portable or (k % grid.block_size == 0 and grid.block_size >= cpu_layout.SMALLEST_BLOCK)
 
 
 def loss(error: Float32, moments: Float32, outputs: Float32) -> float:

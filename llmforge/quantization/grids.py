@@ -87,9 +87,10 @@ class Grid:
         """Count the blocks of a row of `k` weights."""
         return -(-k // self.block_size)
 
-    def within(self, k: int) -> Grid:
-        """Return this grid with the largest block, up to its own, that divides rows of `k` or holds all of one."""
-        return self if self.block_size >= k else replace(self, block_size=math.gcd(k, self.block_size))
+    def dividing(self, k: int) -> Grid | None:
+        """Return this grid with the largest block, up to its own, that divides rows of `k`; None: it is too small."""
+        block_size = math.gcd(k, self.block_size)  # of a power of two: the largest one that divides both
+        return None if block_size < SMALLEST_BLOCK else replace(self, block_size=block_size)
 
     def fitting(self, *widths: int) -> Grid | None:
         """Return this grid with the largest block, up to its own, that rows of each of `widths` hold twice or more.

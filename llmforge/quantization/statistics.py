@@ -22,6 +22,9 @@ class WeightDemand:
     `routers` says whether linears that choose experts are quantized, too; `tables` is the grid of the embedding and of
     the head, tied to it or not, with its largest block that divides their width; None: they are left alone. `mixed` has
     parameters of linears whose grids are others than `grid`; linears that read the same must have one.
+
+    With `weight_bits` for each parameter, or `weight_bytes`, all weights of the model may take so much, and calibration
+    chooses `mixed` and `tables` among those formats that have the scales of `grid` (`quantization.allocation`).
     """
 
     method: Method
@@ -30,6 +33,8 @@ class WeightDemand:
     routers: bool = False
     tables: Grid | None = None
     mixed: tuple[tuple[str, Grid], ...] = ()
+    weight_bits: float | None = None
+    weight_bytes: int | None = None
 
     def grid_of(self, names: Sequence[str]) -> Grid:
         """Return the grid of linears `names`, which read the same.
@@ -76,3 +81,8 @@ class Statistics:
     kv: Mapping[int, KvRange]  # by layer
     inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
     notes: tuple[str, ...] = ()  # what a reader of the report should know
+    grids: Mapping[str, Grid] = field(default_factory=dict)  # of `linears`, where they are known without reading them
+
+    def grid(self, name: str) -> Grid:
+        """Return the grid of a linear."""
+        return self.grids[name] if name in self.grids else self.linears[name].grid

@@ -55,7 +55,7 @@ def steps_of(recipe: str) -> tuple[Pass, ...]:
 
 def run_dry(checkpoint: Checkpoint, model: Any, steps: tuple[Pass, ...]) -> None:
     demands = [demand for step in steps for demand in step.demands()]
-    linears = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
+    linears = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     dry_run.run(model, steps, target=TARGET, spec=ENGINE, checkpoint=checkpoint, calibrated=linears)
 
 

@@ -22,6 +22,7 @@ from llmforge.passes import (
     QuantizeKvCache,
     QuantizeWeights,
 )
+from llmforge.quantization.grids import Grid
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.trace import trace
 
@@ -83,7 +84,7 @@ def test_the_shipped_recipe_runs_dry(sample_checkpoint: Path) -> None:
     steps = recipe.instantiate(passes.ALL)
     checkpoint = Checkpoint.open(sample_checkpoint)
     model = trace(checkpoint)
-    names = frozenset(checkpoint.tensors)
+    names = dict.fromkeys(checkpoint.tensors, Grid(4, 32, True))
     dry_run.run(
         model, steps, target=targets.load(recipe.target), spec=recipe.engine, checkpoint=checkpoint, calibrated=names
     )

@@ -57,7 +57,7 @@ def run_dry(name: str, target: str, checkpoint: Checkpoint, model: ir.Model) -> 
     recipe = Recipe.load(FOLDER / f"{name}.yaml", [f"target={target}"])
     steps = recipe.instantiate(passes.ALL)
     demands = [demand for step in steps for demand in step.demands()]
-    linears = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else frozenset()
+    linears = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     device = targets.load(target)
     dry_run.run(model, steps, target=device, spec=recipe.engine, checkpoint=checkpoint, calibrated=linears)
 

@@ -252,6 +252,60 @@ def test_linears_without_statistics_stay() -> None:
     assert len(reasons(graphs.llama(graphs.Llama(layers=1)), step)) == 7  # and without a calibration all of them
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_calibrated_tables_are_taken_as_they_are(tied: bool) -> None:
+    model, reference = (graphs.llama() if tied else untied(graphs.llama()) for _ in range(2))
+    step = QuantizeWeights(BUDGET, **EXACT)
+    table, head, grid = "model.embed_tokens.weight", "lm_head.weight", Grid(4, 16, True)
+    calibrated = matrices(reference, step.grid)
+    calibrated[table] = rtn(array(reference, table) + np.float32(0.05), grid)
+    if not tied:
+        calibrated[head] = rtn(array(reference, head).T - np.float32(0.05), grid)
+    changes = step.run(model, context(calibrated))
+    assert not changes.skipped
+    assert changes.rewritten[0].what.startswith("embedding, gptq, 4 bits, blocks of 16")
+    exact = {name: dequantize(matrix) for name, matrix in calibrated.items()}
+    with_weights(reference, {name: w if name == table else w.T for name, w in exact.items()})
+    for got, want in zip(logits(model), logits(reference), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_tables_that_calibration_has_not_seen_are_rounded_to_nearest() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    step = QuantizeWeights(BUDGET)
+    changes = step.run(model, context(matrices(model, step.grid)))
+    assert changes.rewritten[0].what.startswith("embedding, rtn, 8 bits")
+
+
+def test_each_matrix_has_the_format_that_calibration_gave_it() -> None:
+    model, reference = graphs.llama(), graphs.llama()
+    step = QuantizeWeights(BUDGET, **{**EXACT, "embedding_bits": 16})
+    calibrated = matrices(reference, step.grid)
+    other = matrices(reference, Grid(4, 64, True))
+    mixed = {name: other[name] if "down_proj" in name else matrix for name, matrix in calibrated.items()}
+    step.run(model, context(mixed))
+    formats = {
+        str(node.name): (node.attributes["block_size"].value, len([i for i in node.inputs if i is not None]))
+        for node in graphs.find(model, "MatMulNBits")
+    }
+    assert {form for name, form in formats.items() if "down" in name} == {(64, 3)}
+    assert {form for name, form in formats.items() if "down" not in name} == {(32, 4)}
+    with_weights(reference, {name: dequantize(matrix).T for name, matrix in mixed.items()})
+    for got, want in zip(logits(model), logits(reference), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_one_matrix_of_several_formats_stays() -> None:
+    model = graphs.llama(graphs.Llama(layers=1))
+    step = QuantizeWeights(BUDGET)
+    calibrated = matrices(model, step.grid)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    calibrated[query] = matrices(model, Grid(8, 32, True))[query]
+    PackQkv().run(model, graphs.CPU)
+    [reason] = reasons(model, step, context(calibrated)).values()
+    assert reason.endswith("are one matrix, and have 2 formats")
+
+
 def test_an_excluded_part_keeps_its_packed_weight() -> None:
     model = graphs.llama(graphs.Llama(layers=1))
     PackQkv().run(model, graphs.CPU)
@@ -278,7 +332,11 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
 def test_options() -> None:
     assert QuantizeWeights(BUDGET, method="rtn").demands() == ()
     step = options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, "block_size": 64, "exclude": ["*.k_proj.*"]})
-    assert step.demands() == (WeightDemand(Gptq(), Grid(4, 64, False), ("*.k_proj.*",)),)
+    assert step.demands() == (WeightDemand(Gptq(), Grid(4, 64, False), ("*.k_proj.*",), tables=Grid(8, 64, True)),)
+    auto = {"budget": {"kld_mean": 0.1}, "method": "auto", "scales": "int8", "weight_bits": 4.5}
+    [demand] = options.make(QuantizeWeights, auto).demands()
+    wanted = Grid(4, 32, False, "int8"), Grid(8, 32, True, "int8")
+    assert demand == WeightDemand(Gptq(), wanted[0], tables=wanted[1], weight_bits=4.5)
     with pytest.raises(ValidationError, match="budget"):
         options.make(QuantizeWeights, {})
     for bad in (
@@ -288,6 +346,10 @@ def test_options() -> None:
         {"block_size": 16},
         {"damping": 0.0},
         {"method": "awq"},
+        {"method": "auto"},
+        {"weight_bits": 4.5},
+        {"method": "auto", "weight_bits": 4.5, "weight_bytes": 10**6},
+        {"method": "auto", "weight_bits": 4.5, "accuracy_level": 0},
         {"embedding_bits": 2},
     ):
         with pytest.raises(ValidationError):

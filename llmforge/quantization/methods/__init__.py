@@ -20,19 +20,24 @@ METHODS: tuple[type[Method], ...] = (Rtn, Gptq)
 DEFAULT = Gptq
 PLAIN = Rtn  # needs no calibration: for what calibration does not see, and in its place where it fails
 
+AUTO = "auto"  # the default method, with formats that calibration chooses for each weight
+_AUTO_SUMMARY = (
+    f"{DEFAULT.name} in formats that calibration chooses for each weight, within weight_bits or weight_bytes"
+)
+
 _Pass = TypeVar("_Pass")
 
 
 class Named:
-    """Annotates a string that names a method: only names of `METHODS` are valid."""
+    """Annotates a string that names a method: only names of `METHODS`, and `AUTO`, are valid."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.literal_schema([method.name for method in METHODS])
+        return core_schema.literal_schema([*(method.name for method in METHODS), AUTO])
 
 
 def summaries() -> str:
     """Describe all methods in a line."""
-    return "; ".join(f"{method.name}: {method.summary}" for method in METHODS)
+    return "; ".join([*(f"{method.name}: {method.summary}" for method in METHODS), f"{AUTO}: {_AUTO_SUMMARY}"])
 
 
 def with_options(*, before: str) -> Callable[[type[_Pass]], type[_Pass]]:
@@ -63,7 +68,7 @@ def with_options(*, before: str) -> Callable[[type[_Pass]], type[_Pass]]:
 
 def make(name: str, options: object) -> Method:
     """Make the method called `name`; its options are attributes of `options`, a pass with those of all methods."""
-    cls = next(method for method in METHODS if method.name == name)
+    cls = DEFAULT if name == AUTO else next(method for method in METHODS if method.name == name)
     return cls(**{option: getattr(options, option) for option in _options(cls)})
 
 

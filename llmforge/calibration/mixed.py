@@ -1,0 +1,185 @@
+"""Choose a format for each weight where bytes are limited, by what each format loses on calibration text.
+
+Some documents are held out. On the others, a calibration measures every format of every weight, and a knapsack takes
+those that lose least. They are kept only if a model that was quantized so has a smaller KLD on the text held out than
+one whose linears all have one format, the best that the budget has room for; else that one is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from llmforge.base.errors import DataError, UsageError
+from llmforge.calibration.losses import Losses
+from llmforge.calibration.skeleton import Skeleton
+from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.text import Window
+from llmforge.quantization import allocation
+from llmforge.quantization.allocation import Choice
+from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize
+from llmforge.quantization.statistics import WeightDemand
+
+HELD_OUT = 4  # of so many documents, one is held out
+TOKENS = 16384  # at most that formats are measured on
+HELD_TOKENS = 8192  # at most that models are compared on
+
+Matrices = Mapping[str, QuantizedMatrix]
+Trial = Callable[[WeightDemand, Sequence[Window], Losses | None], Matrices]
+
+
+@dataclass(frozen=True)
+class _Formats:
+    """A choice of formats: of each weight, and of embedding and head; what they take and are predicted to lose."""
+
+    mixed: tuple[tuple[str, Grid], ...]
+    tables: Grid | None
+    size_bytes: int
+    loss: float
+
+    def of(self, demand: WeightDemand) -> WeightDemand:
+        return replace(demand, mixed=self.mixed, tables=self.tables, weight_bits=None, weight_bytes=None)
+
+
+def choose(
+    checkpoint: Checkpoint, windows: Sequence[Window], demand: WeightDemand, trial: Trial
+) -> tuple[WeightDemand, str]:
+    """Return `demand` with the formats that fit its bytes and lose least, and a note of what was compared.
+
+    `trial` quantizes the weights by a demand on windows, measures losses on the way, and returns them.
+
+    Raises:
+        DataError: the text cannot be divided, or has no gradients.
+        UsageError: not even the smallest formats fit.
+    """
+    fitted, held = divide(windows)
+    losses = Losses(allocation.LINEARS[demand.grid.scale], allocation.TABLES[demand.grid.scale])
+    measured = trial(replace(demand, weight_bits=None, weight_bytes=None), fitted, losses)
+    allowed = demand.weight_bytes
+    if allowed is None:
+        assert demand.weight_bits is not None
+        allowed = int(demand.weight_bits * checkpoint.parameters / 8)
+    best, uniform = _candidates(losses, demand, allowed, _others(checkpoint, measured, losses))
+
+    def bits(formats: _Formats) -> str:
+        return f"{8 * formats.size_bytes / checkpoint.parameters:.2f} bits"
+
+    if uniform is None:
+        return best.of(demand), f"auto: mixed formats, {bits(best)} a weight; no uniform format is small enough"
+    skeleton = Skeleton.build(checkpoint)
+    found = [divergence(skeleton, held, trial(formats.of(demand), fitted, None)) for formats in (best, uniform)]
+    kept, text = (best, "mixed formats") if found[0] < found[1] else (uniform, "a uniform format")
+    said = f"uniform {uniform.mixed[0][1].format.name}"
+    if uniform.tables is not None:
+        said += f", embedding and head {uniform.tables.format.name}"
+    tokens = sum(len(window.ids) for window in held)
+    return kept.of(demand), (
+        f"auto: {text}, {bits(kept)} a weight: on {tokens} held-out tokens of the calibration text, mixed formats have "
+        f"a KLD of {found[0]:.5f} with {bits(best)} (predicted: {best.loss:.5f}), {said}, {found[1]:.5f} with "
+        f"{bits(uniform)}"
+    )
+
+
+def divide(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
+    """Divide windows, by documents where there are several, into those to measure on and those that are held out.
+
+    Raises:
+        DataError: there is but one window.
+    """
+    documents = list(dict.fromkeys(window.document for window in windows))
+    keys: Sequence[object] = [window.document for window in windows]
+    if len(documents) < 2:
+        keys = range(len(windows))
+    distinct = list(dict.fromkeys(keys))
+    if len(distinct) < 2:
+        raise DataError(
+            "the calibration text has one window: none can be held out to compare formats on",
+            hint="give more calibration text, or a method other than auto",
+        )
+    apart = set(distinct[HELD_OUT - 1 :: HELD_OUT] or distinct[-1:])
+    fitted = [window for window, key in zip(windows, keys, strict=True) if key not in apart]
+    held = [window for window, key in zip(windows, keys, strict=True) if key in apart and len(window.ids) > 1]
+    if not held:
+        raise DataError("the calibration text that is held out has no two tokens", hint="give more calibration text")
+    return _evenly(fitted, TOKENS), _evenly(held, HELD_TOKENS)
+
+
+def _evenly(windows: Sequence[Window], tokens: int) -> list[Window]:
+    """Take every so many windows, so that there are about `tokens`, or all."""
+    return list(windows[:: max(1, round(sum(len(window.ids) for window in windows) / tokens))])
+
+
+def _others(checkpoint: Checkpoint, measured: Matrices, losses: Losses) -> int:
+    """Count the bytes of all that has no choice: quantized on a fixed grid, or left in fp32."""
+    chosen = {name for names in losses.choices for name in names} | set(losses.of_tables)
+    quantized = size_bytes = 0
+    for name, matrix in measured.items():
+        quantized += matrix.codes.size
+        if name not in chosen:
+            size_bytes += allocation.size_bytes(*matrix.shape, matrix.grid)
+    return size_bytes + 4 * (checkpoint.parameters - quantized)
+
+
+def _candidates(losses: Losses, demand: WeightDemand, allowed: int, others: int) -> tuple[_Formats, _Formats | None]:
+    """Return the best formats within `allowed` bytes, and the best with one grid in all linears, if one fits."""
+    groups = losses.choices
+    if not groups:
+        raise DataError(
+            "no gradient reaches a linear layer, so that nothing is known of what formats lose",
+            hint="choose a format, and a method other than auto",
+        )
+    tables: dict[Grid | None, Choice] = {demand.tables: Choice(0, 0.0)}  # where they are left, or rounded to nearest
+    if losses.of_tables:
+        own = list(losses.of_tables.values())
+        tables = {
+            grid: Choice(sum(each[grid].size_bytes for each in own), sum(each[grid].loss for each in own))
+            for grid in own[0]
+            if all(grid in each for each in own)
+        }
+    items = {names[0]: list(choices.items()) for names, choices in groups.items()}
+    of_tables = list(tables.items())
+    if others > allowed:
+        raise UsageError(
+            f"weights that are not quantized take {others} bytes, the budget has {allowed}", hint="allow more bytes"
+        )
+    sets = {name: [choice for _, choice in given] for name, given in items.items()}
+    places = allocation.allocate({**sets, "": [choice for _, choice in of_tables]}, allowed - others)
+
+    def formats(of_linears: Mapping[tuple[str, ...], Grid], of_table: Grid | None) -> _Formats:
+        taken = [groups[names][grid] for names, grid in of_linears.items()] + [tables[of_table]]
+        return _Formats(
+            tuple((name, grid) for names, grid in of_linears.items() for name in names),
+            of_table,
+            others + sum(each.size_bytes for each in taken),
+            sum(each.loss for each in taken),
+        )
+
+    best = formats({names: items[names[0]][places[names[0]]][0] for names in groups}, of_tables[places[""]][0])
+    common = [grid for grid in losses.linears if all(grid in choices for choices in groups.values())]
+    uniform = [formats(dict.fromkeys(groups, grid), table) for grid, table in itertools.product(common, tables)]
+    return best, min((each for each in uniform if each.size_bytes <= allowed), key=lambda it: it.loss, default=None)
+
+
+def divergence(skeleton: Skeleton, windows: Sequence[Window], matrices: Matrices) -> float:
+    """Return the mean KLD, nats a token, of the model with `matrices` in place of its weights, over `windows`."""
+    ids = [window.ids for window in windows]
+    embedding, head = skeleton.tables()
+    tables = {name: dequantize(matrices[name]) for name in (embedding, head) if name in matrices}
+    calls, before = skeleton.enter(ids)
+    after = skeleton.enter(ids, tables[embedding])[1] if embedding in tables else list(before)
+    for index in range(len(skeleton.layers)):
+        layer = skeleton.load(index, calls[index])
+        before = [layer.run(window, state) for window, state in enumerate(before)]
+        for name in [name for name in matrices if name.startswith(f"{skeleton.prefixes[index]}.")]:
+            layer.set_weight(name, dequantize(matrices[name]))
+        after = [layer.run(window, state) for window, state in enumerate(after)]
+    plain, rounded = skeleton.leaving(ids), skeleton.leaving(ids, tables.get(head))
+    total, tokens = 0.0, 0
+    for window, (one, other) in enumerate(zip(before, after, strict=True)):
+        p, q = (leave(window, state)[0][0].float().log_softmax(-1) for leave, state in ((plain, one), (rounded, other)))
+        total += float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True))
+        tokens += len(p)
+    return total / tokens

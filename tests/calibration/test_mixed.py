@@ -1,0 +1,163 @@
+"""Formats that calibration chooses: what they lose, what they take, and that they must beat a uniform one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmforge.base.errors import DataError, UsageError
+from llmforge.cache import Cache
+from llmforge.calibration import Store, calibrate, mixed
+from llmforge.calibration.losses import Losses
+from llmforge.calibration.skeleton import Skeleton
+from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.text import Window
+from llmforge.quantization import allocation
+from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
+from llmforge.quantization.methods.base import InputStatistic, LayerInputs
+from llmforge.quantization.methods.gptq import Gptq
+from llmforge.quantization.statistics import Statistics, WeightDemand
+
+from ..checkpoints import write_checkpoint
+
+LIMITED = WeightDemand(Gptq(), Grid(4, 32, False, "int8"), tables=Grid(8, 32, True, "int8"), weight_bits=6.0)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    """Made of matrices whose widths every format divides."""
+    write_checkpoint(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    return Checkpoint.open(tmp_path / "model")
+
+
+@pytest.fixture
+def windows() -> list[Window]:
+    random = np.random.default_rng(0)
+    return [Window(f"d{i // 2}", random.integers(3, 259, 40)) for i in range(8)]
+
+
+def taken(checkpoint: Checkpoint, found: Statistics) -> int:
+    """Count the bytes of all weights."""
+    matrices = found.linears.values()
+    quantized = sum(allocation.size_bytes(*matrix.shape, matrix.grid) for matrix in matrices)
+    return quantized + 4 * (checkpoint.parameters - sum(matrix.codes.size for matrix in matrices))
+
+
+@pytest.mark.parametrize("bits", [5.5, 8.0])
+def test_formats_fit_the_bytes_and_what_is_read_together_shares_one(
+    bits: float, checkpoint: Checkpoint, windows: list[Window]
+) -> None:
+    found = calibrate(checkpoint, windows, [replace(LIMITED, weight_bits=bits)])
+    assert bits * 0.85 < 8 * taken(checkpoint, found) / checkpoint.parameters <= bits
+    assert {name: found.linears[name].grid for name in found.linears} == found.grids
+    for layer in range(checkpoint.geometry.layers):
+        of = {name: found.grid(f"model.layers.{layer}.{name}_proj.weight") for name in READ_TOGETHER}
+        assert of["self_attn.q"] == of["self_attn.k"] == of["self_attn.v"]
+        assert of["mlp.gate"] == of["mlp.up"]
+    assert len([note for note in found.notes if note.startswith("auto: ")]) == 1
+
+
+READ_TOGETHER = ["self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"]
+
+
+def test_bytes_say_the_same_as_bits(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    size = int(6.0 * checkpoint.parameters / 8)
+    one, other = (
+        calibrate(checkpoint, windows, [demand])
+        for demand in (LIMITED, replace(LIMITED, weight_bits=None, weight_bytes=size))
+    )
+    assert one.grids == other.grids
+
+
+@pytest.mark.parametrize("better", ["mixed formats", "a uniform format"])
+def test_mixed_formats_are_kept_only_where_they_beat_a_uniform_one(
+    better: str, checkpoint: Checkpoint, windows: list[Window], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter((0.1, 0.2) if better == "mixed formats" else (0.2, 0.2))
+    monkeypatch.setattr(mixed, "divergence", lambda *_: next(measured))
+    found = calibrate(checkpoint, windows, [LIMITED])
+    linears = {grid for name, grid in found.grids.items() if "_proj" in name}
+    assert (len(linears) == 1) == (better == "a uniform format")
+    [note] = found.notes
+    assert note.startswith(f"auto: {better}, ")
+    assert taken(checkpoint, found) <= 6.0 * checkpoint.parameters / 8
+
+
+def test_a_choice_is_made_once(
+    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = calibrate(checkpoint, windows, [LIMITED], store=Store(Cache(tmp_path / "kept")))
+    monkeypatch.setattr(mixed, "choose", None)
+    again = calibrate(checkpoint, windows, [LIMITED], store=Store(Cache(tmp_path / "kept")))
+    assert (again.grids, again.notes) == (one.grids, one.notes)
+
+
+def test_what_cannot_be_chosen_is_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    with pytest.raises(DataError, match="one window"):
+        calibrate(checkpoint, windows[:1], [LIMITED])
+    with pytest.raises(UsageError, match=r"smallest formats|not quantized take"):
+        calibrate(checkpoint, windows, [replace(LIMITED, weight_bits=3.0)])
+
+
+def test_a_document_is_measured_or_held_out() -> None:
+    windows = [Window(f"d{i % 9}", np.arange(3 + i)) for i in range(40)]
+    fitted, held = mixed.divide(windows)
+    assert {window.document for window in held} == {"d3", "d7"}
+    assert len(fitted) + len(held) == 40
+    assert not {window.document for window in fitted} & {"d3", "d7"}
+    fitted, held = mixed.divide([Window("one", np.arange(5)) for _ in range(3)])
+    assert (len(fitted), len(held)) == (2, 1)
+
+
+def test_losses_are_those_of_the_errors_that_rounding_leaves() -> None:
+    random = np.random.default_rng(0)
+    weights = [random.standard_normal((n, 64)).astype(np.float32) for n in (32, 48)]
+    x = random.standard_normal((200, 64)).astype(np.float32) * np.linspace(0.1, 2, 64, dtype=np.float32)
+    outputs = []
+    for n in (32, 48):
+        g = random.standard_normal((100, n)).astype(np.float32)
+        outputs.append(g.T @ g / np.float32(100))
+    sums = {InputStatistic.MOMENTS: x.T @ x, InputStatistic.DRIFT: x.T @ (x * np.float32(0.1))}
+    seen = LayerInputs(200, False, sums, None, tuple(outputs))
+    grids = [Grid(3, 32, False, "int8"), Grid(5, 32, False, "int8"), Grid(4, 128, False, "int8")]
+    losses = Losses(grids, ())
+    losses.measure(["a", "b"], weights, Gptq(), seen)
+    choices = losses.choices["a", "b"]
+    assert list(choices) == grids[:2]  # 128 does not divide 64
+    for grid, choice in choices.items():
+        alone = replace(seen, sums={InputStatistic.MOMENTS: sums[InputStatistic.MOMENTS]})
+        rounded = np.split(dequantize(Gptq().quantize(np.concatenate(weights), grid, alone)), [32])
+        expected = sum(
+            0.5 * np.trace(o @ (w - r) @ sums[InputStatistic.MOMENTS] / 200 @ (w - r).T)
+            for w, r, o in zip(weights, rounded, outputs, strict=True)
+        )
+        assert choice.loss == pytest.approx(float(expected), rel=1e-3)
+    assert choices[grids[1]].loss < 0.3 * choices[grids[0]].loss
+    losses.measure(["c"], weights[:1], Gptq(), replace(seen, outputs=()))
+    assert ("c",) not in losses.choices
+
+
+def test_the_divergence_is_that_of_the_whole_model(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    grid = Grid(4, 32, True)
+    model, rounded = (AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32) for _ in range(2))
+    matrices = {
+        name: round_to_nearest(checkpoint.tensor(name).numpy().astype(np.float32), grid)
+        for name in checkpoint.tensors
+        if "_proj" in name or "embed" in name or "lm_head" in name
+    }
+    with torch.no_grad():
+        for name, matrix in matrices.items():
+            rounded.get_parameter(name).copy_(torch.from_numpy(dequantize(matrix)))
+        logs = [
+            [each(torch.from_numpy(w.ids)[None]).logits[0].log_softmax(-1) for w in windows]
+            for each in (model, rounded)
+        ]
+        expected = torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(*logs, strict=True)]).mean()
+        assert mixed.divergence(Skeleton.build(checkpoint), windows, matrices) == pytest.approx(
+            float(expected), rel=1e-3
+        )
