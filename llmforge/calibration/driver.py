@@ -78,7 +78,10 @@ def calibrate(
     if store.reused:  # before those of embedding and head
         progress.stage(f"Calibrate: {numbered(store.reused, layers)} reused")
     weights = _weight_demand(demands)
-    tables = store.load(own, layers) if weights is not None and weights.tables is not None else _NOTHING
+    tables: LayerResult | None = _NOTHING
+    if weights is not None and weights.tables is not None:
+        tables = store.load(own, layers)
+        store.reused[:] = [index for index in store.reused if index < layers]  # which are told as layers
     if None in found or tables is None:
         with torch.no_grad(), fixed(threads):
             done = _walk(checkpoint, windows, demands, _measured(caches), found, tables, store, own, threads, progress)

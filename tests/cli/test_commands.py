@@ -69,7 +69,14 @@ class FakePipeline:
         self.cache: Callable[[], Cache] | None = None
 
     def build(
-        self, recipe: Recipe, out: Path, progress: Any, cache: Callable[[], Cache] | None, *, pythons: Any
+        self,
+        recipe: Recipe,
+        out: Path,
+        progress: Any,
+        cache: Callable[[], Cache] | None,
+        *,
+        pythons: Any,
+        frontend: Any,
     ) -> BuildResult:
         assert pythons == {}
         self.called_with = (recipe, out)

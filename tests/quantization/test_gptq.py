@@ -313,3 +313,17 @@ def test_bad_input_is_refused() -> None:
         Curvature.of(np.zeros((32, 32), np.float32), DAMPING)
     with pytest.raises(ValueError, match="NaN or infinity"):
         Curvature.of(np.full((32, 32), np.nan, np.float32), DAMPING)
+
+
+@pytest.mark.parametrize("trellis", [False, True])
+def test_scales_can_be_stored_whatever_was_rounded_again(trellis: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, g = rng.standard_normal((900, 256)) * np.linspace(1, 0.1, 256), rng.standard_normal((300, 64))
+    weight = (rng.standard_normal((64, 256)) * np.exp(rng.standard_normal((64, 1)))).astype(np.float32)
+    curvature = Curvature.of((x.T @ x).astype(np.float32), 0.01)
+    outputs = ((g.T @ g / len(g)).astype(np.float32),)
+    grid = Grid(4, 32, True, "int8", trellis)
+    matrix = gptq(weight, curvature, grid, outputs)
+    codes, supers = split(matrix.scales, grid)  # refuses what cannot be stored
+    assert (codes != 0).all()
+    assert supers.shape == (64, 1)

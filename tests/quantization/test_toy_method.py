@@ -100,8 +100,8 @@ def are_powers_of_two(weight: NDArray[np.float32]) -> bool:
 
 def test_the_schema_has_it_with_its_option(registered: ModuleType) -> None:
     found = json_schema(passes.ALL)["$defs"]["quantize-weights"]["properties"]
-    assert found["method"]["enum"] == ["rtn", "gptq", "powers-of-two"]
-    assert found["method"]["description"].endswith("; powers-of-two: round to powers of two")
+    assert found["method"]["enum"] == ["rtn", "gptq", "powers-of-two", "auto"]
+    assert found["method"]["description"].count("; powers-of-two: round to powers of two; auto: ") == 1
     assert found["exponents"] == {
         "default": 2,
         "description": "for powers-of-two: largest exponents that are tried for a block",
@@ -111,7 +111,7 @@ def test_the_schema_has_it_with_its_option(registered: ModuleType) -> None:
         "type": "integer",
     }
     own = json_schema([quantize_weights.QuantizeWeights])["$defs"]["quantize-weights"]["properties"]
-    assert own["method"]["enum"] == ["rtn", "gptq"]  # elsewhere it is unknown
+    assert own["method"]["enum"] == ["rtn", "gptq", "auto"]  # elsewhere it is unknown
     assert "exponents" not in own
 
 
@@ -125,16 +125,17 @@ def test_calibration_serves_its_demand_and_the_pass_writes_its_codes(
 ) -> None:
     checkpoint, random = Checkpoint.open(tiny_checkpoint), np.random.default_rng(0)
     step = options.make(registered.QuantizeWeights, OPTIONS)
-    assert step.demands() == (WeightDemand(PowersOfTwo(exponents=3), Grid(4, 32, True)),)
+    assert step.demands() == (WeightDemand(PowersOfTwo(exponents=3), Grid(4, 32, True), tables=Grid(8, 32, True)),)
     windows = [Window(f"d{i}", random.integers(3, 259, 40)) for i in range(3)]
     statistics = calibrate(checkpoint, windows, step.demands())
-    assert len(statistics.linears) == 14
+    assert len(statistics.linears) == 15  # with the embedding, which is the head
     model = trace(checkpoint)
     changes = step.run(model, Context(graphs.TARGET, statistics))
     assert [change.what for change in changes.rewritten].count(
         "powers-of-two, 4 bits, blocks of 32, symmetric, [64, 64]"
     )
-    for name, matrix in statistics.linears.items():
+    layers = {name: matrix for name, matrix in statistics.linears.items() if "embed_tokens" not in name}  # 8 bits
+    for name, matrix in layers.items():
         assert are_powers_of_two(dequantize(matrix)), name
         codes = model.graph.initializers[f"{name}.codes"].const_value
         assert codes is not None
