@@ -329,6 +329,12 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
         array(model, f"{name}.codes")
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_methods_give_a_trellis(method: str) -> None:
+    options_ = {"budget": {"kld_mean": 0.1}, "method": method, "codes": "trellis", "symmetric": True, "scales": "int8"}
+    assert options.make(QuantizeWeights, options_).grid == Grid(4, 32, True, "int8", True)
+
+
 def test_options() -> None:
     assert QuantizeWeights(BUDGET, method="rtn").demands() == ()
     step = options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, "block_size": 64, "exclude": ["*.k_proj.*"]})

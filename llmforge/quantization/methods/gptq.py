@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from llmforge.quantization import rounding
-from llmforge.quantization.formats import NATIVE, Format
+from llmforge.quantization.formats import NATIVE, TRELLISES, Format
 from llmforge.quantization.grids import (
     Float32,
     Grid,
@@ -55,7 +55,7 @@ class Gptq(Method):
 
     name: ClassVar[str] = "gptq"
     summary: ClassVar[str] = "minimize the error on the calibration text"
-    formats: ClassVar[tuple[Format, ...]] = NATIVE
+    formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES)
     demands: ClassVar[frozenset[InputStatistic]] = frozenset(InputStatistic)
     demands_outputs: ClassVar[bool] = True
     remedy: ClassVar[str] = "more damping"
