@@ -73,7 +73,7 @@ def read(cases: Sequence[Case], path: Path) -> Iterator[list[Array]]:
     assert at == len(data)
 
 
-def _matrix(rng: np.random.Generator, n: int, k: int, grid: Grid) -> QuantizedMatrix:
+def any_matrix(rng: np.random.Generator, n: int, k: int, grid: Grid) -> QuantizedMatrix:
     """Make a matrix with codes, scales and zero points of all kinds; a row of the largest codes, one of the least."""
     codes = rng.integers(0, 1 << grid.bits, (n, k)).astype(np.uint8)
     codes[0], codes[1] = grid.top, 0
@@ -109,7 +109,7 @@ def _activations(rng: np.random.Generator, rows: int, k: int) -> NDArray[np.floa
 def linear(grid: Grid, n: int, k: int, rows: int, pieces: int = 1) -> Case:
     """A product alone, which every instruction set gives to the bit."""
     rng = np.random.default_rng([n, k, rows])
-    matrix, x = _matrix(rng, n, k, grid), _activations(rng, rows, k)
+    matrix, x = any_matrix(rng, n, k, grid), _activations(rng, rows, k)
     numbers, weights = _weights(matrix)
     y = _rounded(x, grid.block_size) @ grids.dequantize(matrix).astype(np.float64).T
     arrays = [weights, x, None, None, None, np.zeros(1, np.float32)]
@@ -120,7 +120,7 @@ def linear(grid: Grid, n: int, k: int, rows: int, pieces: int = 1) -> Case:
 def spoilt(grid: Grid, k: int = 128) -> Case:
     """A NaN and an infinity, each of which spoils its row alone."""
     rng = np.random.default_rng(11)
-    matrix, x = _matrix(rng, 20, k, grid), rng.standard_normal((9, k)).astype(np.float32)
+    matrix, x = any_matrix(rng, 20, k, grid), rng.standard_normal((9, k)).astype(np.float32)
     x[1, 40], x[7, 3] = np.nan, np.inf
     numbers, weights = _weights(matrix)
     with np.errstate(invalid="ignore"):
@@ -135,7 +135,7 @@ def layer(grid: Grid, activation: int, rows: int) -> Case:
     """A layer with all that it takes over: norm, bias, activation, residual."""
     n, k, epsilon = 96, 256, 1e-5
     rng = np.random.default_rng([activation, rows])
-    matrix, x = _matrix(rng, n, k, grid), _activations(rng, rows, k)
+    matrix, x = any_matrix(rng, n, k, grid), _activations(rng, rows, k)
     gamma, bias = (1 + rng.standard_normal(k) / 5).astype(np.float32), rng.standard_normal(n).astype(np.float32)
     residual = rng.standard_normal((rows, n // 2 if activation else n)).astype(np.float32)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + epsilon) * gamma
@@ -155,7 +155,7 @@ def layer(grid: Grid, activation: int, rows: int) -> Case:
 
 def embedding(grid: Grid, n: int, k: int) -> Case:
     """All rows of a matrix."""
-    matrix = _matrix(np.random.default_rng([n, k]), n, k, grid)
+    matrix = any_matrix(np.random.default_rng([n, k]), n, k, grid)
     numbers, weights = _weights(matrix)
     return Case(f"embedding {grid}", EMBEDDING, numbers, [weights], [grids.dequantize(matrix)], 0, exact=True)
 

@@ -21,6 +21,7 @@ from llmforge.quantization import cpu_layout as layout
 from llmforge.quantization import grids
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.grids import round_to_nearest as rtn
+from tests import kernel_cases
 
 Array = NDArray[Any]
 
@@ -115,29 +116,11 @@ def test_linear_is_the_product_with_rounded_rows(kernels: str, grid: Grid, rows:
     close(linear(matrix, x), rounded(x.astype(np.float64), grid.block_size) @ dequantized(matrix).T)
 
 
-FORMATS = [
-    Grid(bits, block_size, symmetric, scale, trellis)
-    for bits in (3, 4, 5, 6, 8)
-    for block_size in (32, 128)
-    for symmetric in (True, False)
-    for scale in ("fp32", "fp16", "int8")
-    for trellis in (False, True)
-    if not trellis or (bits == 4 and symmetric)
-]
-
-
-def matrix_of_any_codes(n: int, k: int, grid: Grid) -> QuantizedMatrix:
-    """Make a matrix with codes, scales and zero points of all kinds."""
-    rng = np.random.default_rng(n + k)
-    codes = rng.integers(0, 1 << grid.bits, (n, k)).astype(np.uint8)
-    scales = grids.stored(rng.standard_normal((n, k // grid.block_size)).astype(np.float32) / 8, grid)
-    points = None if grid.symmetric else rng.integers(0, 1 << grid.bits, scales.shape).astype(np.uint8)
-    return QuantizedMatrix(grid, codes, scales, points)
-
-
-@pytest.mark.parametrize("grid", FORMATS, ids=str)
+@pytest.mark.parametrize("grid", kernel_cases.FORMATS, ids=str)
 def test_every_instruction_set_gives_the_bits_of_plain_c(grid: Grid) -> None:
-    matrix = matrix_of_any_codes(100, 384, grid)  # 384: the second superblock is half one
+    matrix = kernel_cases.any_matrix(
+        np.random.default_rng(484), 100, 384, grid
+    )  # 384: the second superblock is half one
     values = grids.dequantize(matrix).astype(np.float64)
     for rows in (1, 2, 5, 30):
         x = np.random.default_rng(rows).standard_normal((rows, 384)).astype(np.float32)
@@ -151,9 +134,9 @@ def test_every_instruction_set_gives_the_bits_of_plain_c(grid: Grid) -> None:
             np.testing.assert_array_equal(y, found["generic"], err_msg=name)
 
 
-@pytest.mark.parametrize("grid", FORMATS, ids=str)
+@pytest.mark.parametrize("grid", kernel_cases.FORMATS, ids=str)
 def test_embedding_gives_the_rows_of_any_format(kernels: str, grid: Grid) -> None:
-    matrix = matrix_of_any_codes(35, 128, grid)
+    matrix = kernel_cases.any_matrix(np.random.default_rng(163), 35, 128, grid)
     weights = layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
     ids = np.arange(35)[None]
     node = session(
