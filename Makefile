@@ -63,7 +63,7 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	$(PIP) install -c constraints.txt torch
 	touch $@
 
-KERNELS := $(wildcard llmforge/native/*.[ch] llmforge/native/*.inc)
+KERNELS := $(wildcard llmforge/native/*.[ch] llmforge/native/*.inc llmforge/quantization/rounding/*.[ch])
 
 $(VENV)/.runtime: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e '.[build,cpu]'
