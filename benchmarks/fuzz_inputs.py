@@ -63,7 +63,7 @@ from llmforge.report import verdict
 from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.serving.chat import ChatTemplate
-from llmforge.runtime.serving.runner import read_tokenizer
+from llmforge.runtime.serving.prompts import read_tokenizer
 from llmforge.triton import repository
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,8 @@ from llmforge.recipe import EngineSpec
 from llmforge.runtime import Chunk, load
 from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.session import Session
-from llmforge.runtime.serving.runner import Runner, read_tokenizer
+from llmforge.runtime.serving.prompts import read_tokenizer
+from llmforge.runtime.serving.runner import Runner
 from llmforge.runtime.serving.speculation import Payoff
 from llmforge.trace import trace
 

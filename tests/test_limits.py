@@ -24,7 +24,7 @@ LIMITS = {
     "llmforge.checkpoint.folder": {"CONFIG_BYTES": "4 MiB", "MOST_LAYERS": "4096 layers"},
     "llmforge.checkpoint.safetensors_file": {"SMALL_BYTES": "64 MiB", "HEADER_LIMIT_BYTES": "32 MB"},
     "llmforge.checkpoint.documents": {"MOST_BYTES": "256 MiB"},
-    "llmforge.runtime.serving.runner": {"TOKENIZER_BYTES": "64 MiB"},
+    "llmforge.runtime.serving.prompts": {"TOKENIZER_BYTES": "64 MiB"},
     "llmforge.runtime.serving.chat": {"MOST_BYTES": "256 KiB"},
     "llmforge.runtime.serving.template_worker": {"MEMORY_BYTES": "512 MiB", "MOST_CHARACTERS": "8 Mi characters"},
     "llmforge.cli.running": {"_SCHEMA_BYTES": "1 MiB"},

@@ -20,7 +20,7 @@ from llmforge.metrics.latency import Footprint
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.serving.engine import Engine
 from llmforge.runtime.serving.options import EngineOptions
-from llmforge.runtime.serving.runner import read_tokenizer
+from llmforge.runtime.serving.prompts import read_tokenizer
 from llmforge.runtime.serving.stats import EngineStats
 
 NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"

@@ -87,15 +87,15 @@ def serve(
     from llmforge import serve as server
     from llmforge.artifact import Artifact
     from llmforge.cli import console
-    from llmforge.runtime import Engine, EngineOptions
+    from llmforge.runtime import EngineOptions, EngineProcess
 
     opened = Artifact.open(artifact)
     admit(opened, allow, rehash, require_signature=require_signature, key=key)
     model = name or opened.manifest.name
-    engine = Engine.load(opened.path, EngineOptions(**options), threads)
+    engine = EngineProcess(opened.path, EngineOptions(**options), threads)
 
     def announce(url: str) -> None:
-        config, queue = engine.runner.config, options["max_queue"]
+        config, queue = engine.encoder.config, options["max_queue"]
         console.say(
             f"llmforge {__version__} serves {model} ({opened.manifest.version}) at {url}/v1: {config.max_batch} "
             f"concurrent requests, {queue} queued, {config.max_context} tokens of context. Press Ctrl-C to stop."

@@ -4,6 +4,7 @@ from llmforge.runtime.sampling.constraints import Constraint
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.engine_process import EngineProcess
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.request import Chunk, Receiver, Request, Usage
 from llmforge.runtime.serving.runner import Runner, StepOutput, load
@@ -15,6 +16,7 @@ __all__ = [
     "Constraint",
     "Engine",
     "EngineOptions",
+    "EngineProcess",
     "EngineStats",
     "Receiver",
     "Request",

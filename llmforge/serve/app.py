@@ -18,9 +18,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.interface import Serving
+from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.runtime.serving.runner import Runner
 from llmforge.serve.call_stream import CallStream
 from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call, chat_call, encode_messages, text_call
@@ -33,7 +33,7 @@ CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(engine: Engine, model: str) -> Starlette:
+def create_app(engine: Serving, model: str) -> Starlette:
     """Make the application: OpenAI's endpoints over `engine`, whose model is called `model`.
 
     The engine stays the caller's: the application neither starts nor closes it.
@@ -61,17 +61,19 @@ class _NotJson(UsageError):
 
 
 class _Server:
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: Serving, model: str) -> None:
         self._engine = engine
         self._model = model
         self._created = int(time.time())
         self._metrics = ServerMetrics(engine)
-        self._token_bytes = TokenBytes(engine.runner.tokenizer)
+        self._token_bytes = TokenBytes(engine.encoder.tokenizer)
 
-    async def complete(self, parse: Callable[[Any, Runner, str], Call], http: HttpRequest) -> Response | EventStream:
+    async def complete(
+        self, parse: Callable[[Any, PromptEncoder, str], Call], http: HttpRequest
+    ) -> Response | EventStream:
         # Templates and tokenizers take their time with long prompts; others' streams go on meanwhile.
         try:
-            call = await run_in_threadpool(parse, await _body(http), self._engine.runner, self._model)
+            call = await run_in_threadpool(parse, await _body(http), self._engine.encoder, self._model)
             sequences = CallStream(self._engine, call, self._metrics)
             await sequences.submit()
         except ForgeError as error:
@@ -101,16 +103,16 @@ class _Server:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Give the token ids of `prompt` (a text) or of `messages` under the chat template, as vLLM does."""
-        body, runner = await _body(http), self._engine.runner
+        body, encoder = await _body(http), self._engine.encoder
         if not isinstance(body, dict) or (("prompt" in body) == ("messages" in body)):
             raise UsageError("expected an object with either prompt (a string) or messages")
         if "messages" in body:
-            ids = await run_in_threadpool(encode_messages, body["messages"], runner)
+            ids = await run_in_threadpool(encode_messages, body["messages"], encoder)
         elif isinstance(body["prompt"], str):
-            ids = await run_in_threadpool(runner.encode, body["prompt"])
+            ids = await run_in_threadpool(encoder.encode, body["prompt"])
         else:
             raise UsageError("prompt: expected a string")
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": runner.config.max_context})
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": encoder.config.max_context})
 
     async def health(self, http: HttpRequest) -> Response:
         """Say whether the engine lives, and so takes requests."""
@@ -127,7 +129,7 @@ class _Server:
             "object": "model",
             "created": self._created,
             "owned_by": "llmforge",
-            "max_model_len": self._engine.runner.config.max_context,
+            "max_model_len": self._engine.encoder.config.max_context,
         }
 
 

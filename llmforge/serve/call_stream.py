@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from starlette.concurrency import run_in_threadpool
 
 from llmforge.base.errors import ForgeError, Unavailable
-from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.request import Chunk
 from llmforge.runtime.serving.sequence import Ticket
 from llmforge.serve.metrics import ServerMetrics
@@ -29,7 +29,7 @@ class CallStream:
     waits for anybody.
     """
 
-    def __init__(self, engine: Engine, call: Call, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: Serving, call: Call, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._requests = call.requests
         self._metrics = metrics

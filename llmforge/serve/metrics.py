@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from llmforge.base.errors import ForgeError, Unavailable
-from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.stats import COUNTERS, GAUGES
 
 # Bounds in seconds, about two a factor of five: from a small model's step to a long prompt on a slow machine.
@@ -23,7 +23,7 @@ _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 class ServerMetrics:
     """Figures of one server, in a registry of its own; those of the engine are read from it at every scrape."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Serving) -> None:
         registry = CollectorRegistry()
         self._registry = registry
         self._answers = Counter(

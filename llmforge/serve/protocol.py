@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.runtime.sampling.parameters import samplings_of
+from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Request
-from llmforge.runtime.serving.runner import Runner
 
 Kind = Literal["chat", "text"]
 
@@ -55,28 +55,28 @@ class UnknownModel(UsageError):
     """A call names a model that is not served here."""
 
 
-def chat_call(body: Any, runner: Runner, model: str) -> Call:
+def chat_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
     """Read the body of a call to /v1/chat/completions.
 
     Raises:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
     fields = _fields(body, model)
-    return _call("chat", [encode_messages(fields.get("messages"), runner)], fields, {})
+    return _call("chat", [encode_messages(fields.get("messages"), encoder)], fields, {})
 
 
-def text_call(body: Any, runner: Runner, model: str) -> Call:
+def text_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
     """Read the body of a call to /v1/completions.
 
     Raises:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
     fields = _fields(body, model)
-    prompts = [runner.encode(each) if isinstance(each, str) else each for each in texts(fields.get("prompt"))]
+    prompts = [encoder.encode(each) if isinstance(each, str) else each for each in texts(fields.get("prompt"))]
     return _call("text", prompts, fields, {"max_tokens": TEXT_MAX_TOKENS})
 
 
-def encode_messages(value: Any, runner: Runner) -> list[int]:
+def encode_messages(value: Any, encoder: PromptEncoder) -> list[int]:
     """Make the prompt of a conversation; content in parts of text is joined by line breaks.
 
     Raises:
@@ -87,7 +87,7 @@ def encode_messages(value: Any, runner: Runner) -> list[int]:
         raise UsageError('messages: expected a list of {"role": …, "content": …}, not empty')
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
     try:
-        return runner.encode_chat(messages)
+        return encoder.encode_chat(messages)
     except InputError as error:  # of the template, on these messages: the caller's fault
         raise UsageError(error.message, hint=error.hint) from error
 

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from llmforge.base.errors import EnvironmentLacks, Unavailable
-from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.interface import Serving
 from llmforge.serve.app import create_app
 
 ALIVE_POLL_S = 0.5  # between two looks at the engine
@@ -30,7 +30,7 @@ class Address:
     grace_s: int = 30
 
 
-def run(engine: Engine, model: str, address: Address, announce: Callable[[str], None]) -> None:
+def run(engine: Serving, model: str, address: Address, announce: Callable[[str], None]) -> None:
     """Serve `engine` until SIGINT or SIGTERM, then finish what was asked before and close the engine.
 
     `announce` gets the server's URL once it listens.
@@ -52,7 +52,7 @@ def run(engine: Engine, model: str, address: Address, announce: Callable[[str], 
         raise Unavailable("the engine failed and the server stopped", hint="see the log above for the cause")
 
 
-async def _serve(server: uvicorn.Server, engine: Engine, listening: socket.socket) -> None:
+async def _serve(server: uvicorn.Server, engine: Serving, listening: socket.socket) -> None:
     """Run the server until it is ended, or the engine dies."""
 
     async def watch() -> None:

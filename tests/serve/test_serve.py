@@ -485,7 +485,7 @@ class FailingEngine:
     """Gives one token and then an error."""
 
     def __init__(self, runner: Runner, error: Exception) -> None:
-        self.runner = runner
+        self.encoder = runner
         self.alive = True
         self.error: Any = error
 

@@ -16,6 +16,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir import dialect, summary
 from llmforge.runtime.backends.config import RuntimeConfig, SessionOptions
 from llmforge.runtime.serving import runner
+from llmforge.runtime.serving.prompts import read_tokenizer
 from llmforge.trace import trace
 from llmforge.trace.hooks import longrope, modules
 from llmforge.verification import probe
@@ -149,7 +150,7 @@ def test_the_runtime_reads_a_long_prompt_in_pieces_with_the_angles_of_a_long_tex
         caches=session.signature.caches,
         session=SessionOptions(threads=1, optimize=False, entries={}),
     )
-    tokenizer = runner.read_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
     ids = np.random.default_rng(0).integers(3, zoo.VOCABULARY, 40)
     with torch.no_grad():
         expected = zoo.reference(tmp_path)(torch.from_numpy(ids[None])).logits[0].numpy()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from llmforge.base import small_file
+from llmforge.base import interpreter, small_file
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError
 from llmforge.runtime.serving import template_worker
 
@@ -108,7 +107,7 @@ class _Worker:
     """A process that runs `template_worker`."""
 
     def __init__(self, begin: Mapping[str, Any]) -> None:
-        command = [_interpreter(), "-I", "-c", _BOOT, template_worker.__file__, *sys.path]
+        command = [interpreter.find("rendering chat templates"), "-I", "-c", _BOOT, template_worker.__file__, *sys.path]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -178,23 +177,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             stream.close()
-
-
-def _interpreter() -> str:
-    """Find the Python that runs: a host that embeds it, as Triton's, is none itself.
-
-    Raises:
-        EnvironmentLacks: there is none.
-    """
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    candidates = [sys.executable, f"{sys.prefix}/bin/{name}", f"{sys.base_prefix}/bin/{name}", shutil.which(name)]
-    for candidate in candidates:
-        if candidate and Path(candidate).name.startswith("python") and os.access(candidate, os.X_OK):
-            return candidate
-    raise EnvironmentLacks(
-        f"chat templates are rendered in a process of their own, and there is no {name}",
-        hint="install Python beside the server, or send prompts instead of messages",
-    )
 
 
 def special_tokens(tokenizer: Path) -> dict[str, str]:

@@ -13,7 +13,9 @@ from typing import Any
 
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.options import EngineOptions
+from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Receiver, Request
 from llmforge.runtime.serving.runner import Runner, load
 from llmforge.runtime.serving.scheduler import Scheduler
@@ -111,6 +113,16 @@ class Engine:
             return dataclasses.replace(self._stats, waiting=self._stats.waiting + len(self._arrivals))
 
     @property
+    def encoder(self) -> PromptEncoder:
+        """The artifact's tokenizer and chat template."""
+        return self.runner
+
+    @property
+    def failure(self) -> Unavailable | None:
+        """What the engine ended with, if it failed."""
+        return self._failure
+
+    @property
     def alive(self) -> bool:
         """Whether the engine's thread runs: not after `close`, nor after it failed."""
         return self._failure is None and self._thread.is_alive()
@@ -175,7 +187,7 @@ class Engine:
 class Stream(Iterator[Chunk]):
     """The chunks of one sequence, as they come. It is cancelled when this is closed, or nobody holds this any more."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: Serving, request: Request) -> None:
         self._engine = engine
         self._chunks: queue.SimpleQueue[Chunk | ForgeError] = queue.SimpleQueue()
         self._ended = False

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from llmforge.base import small_file
 from llmforge.base.backends import PREFILL_CHUNK
-from llmforge.base.errors import ForgeError, InputError, UsageError
-from llmforge.runtime.backends.config import DAMAGED, FILE, RuntimeConfig
+from llmforge.base.errors import ForgeError, UsageError
+from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.interface import Backend, Rows
 from llmforge.runtime.backends.loading import open_engine
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.options import EngineOptions
+from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Request, check_tokens
 from llmforge.runtime.serving.scheduler import Scheduler
 
 # Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
-TOKENIZER_BYTES = 64 << 20  # the largest that are known have 35 MB
 LOGITS_CHUNK = 256
 
 
@@ -44,39 +43,18 @@ class StepOutput:
     finish_reasons: tuple[str | None, ...]
 
 
-class Runner:
+class Runner(PromptEncoder):
     """An engine with its tokenizer. Up to `config.max_batch` sequences may run at once."""
 
     def __init__(
         self, session: Backend[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
     ) -> None:
+        super().__init__(config, tokenizer, template)
         self.session = session
-        self.config = config
-        self.tokenizer = tokenizer
-        self.template = template
         self.samplers = Samplers(tokenizer, config.vocabulary, config.eos_token_ids)
         self._cache: Rows | None = None  # allocated when it is first used: a GPU's memory is taken at once
         self._taken = [False] * config.max_batch
         self._lock = threading.Lock()
-
-    def encode(self, text: str) -> list[int]:
-        """Tokenize a plain prompt; the tokenizer adds what it puts before every text (BOS), if anything.
-
-        Raises:
-            UsageError: the text holds halves of characters (surrogates), which no encoding has.
-        """
-        return list(self.tokenizer.encode(_unicode(text)).ids)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokenize a conversation with the chat template, up to where the assistant speaks.
-
-        Raises:
-            UsageError: the artifact has no chat template, or as `encode`.
-            InputError: the template refuses the messages.
-        """
-        if self.template is None:
-            raise UsageError("the artifact has no chat template", hint="use a plain prompt")
-        return list(self.tokenizer.encode(_unicode(self.template.render(messages)), add_special_tokens=False).ids)
 
     def generate(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY) -> Iterator[Chunk]:
         """Go on from one prompt, a text or token ids, chunk by chunk.
@@ -225,39 +203,9 @@ def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
         VersionMismatch: the artifact was built for another version of what runs it, or for another GPU.
         EnvironmentLacks: there is no such GPU here.
     """
-    folder = artifact / "tokenizer"
-    config = RuntimeConfig.read(artifact / "engine" / FILE)
-    session = open_engine(artifact / "engine", config, threads, device)
-    return Runner(session, config, read_tokenizer(folder / "tokenizer.json"), ChatTemplate.read(folder))
-
-
-def _unicode(text: str) -> str:
-    """Return `text`, or refuse halves of characters, which bytes that are no UTF-8 and JSON's escapes can leave."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"the prompt: character {error.start} is an unpaired surrogate", hint="use valid UTF-8 text"
-        ) from error
-    return text
-
-
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a `tokenizer.json`; truncation and padding, which it may ask for, are switched off.
-
-    Raises:
-        InputError: the file is missing or is not a tokenizer.
-    """
-    if not path.exists():
-        raise InputError(f"{path} is missing", hint=DAMAGED)
-    data = small_file.read(path, TOKENIZER_BYTES, hint=DAMAGED)
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # the class that tokenizers raises
-        raise InputError(f"{path}: not a tokenizer: {error}", hint=DAMAGED) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    prompts = PromptEncoder.read(artifact)
+    session = open_engine(artifact / "engine", prompts.config, threads, device)
+    return Runner(session, prompts.config, prompts.tokenizer, prompts.template)
 
 
 def _chunk(item: Chunk | ForgeError) -> Chunk:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import sampling_of
+from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Request
-from llmforge.runtime.serving.runner import Runner
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.signature import TensorSpec
 
@@ -36,7 +36,9 @@ class InferenceRequest:
     omitted: frozenset[str]
 
 
-def read(tensors: Tensors, parameters: Mapping[str, Any], timeout_s: float | None, runner: Runner) -> InferenceRequest:
+def read(
+    tensors: Tensors, parameters: Mapping[str, Any], timeout_s: float | None, encoder: PromptEncoder
+) -> InferenceRequest:
     """Read a request: `tensors` by name, [1, n] each, and its `parameters`.
 
     Raises:
@@ -45,13 +47,13 @@ def read(tensors: Tensors, parameters: Mapping[str, Any], timeout_s: float | Non
     stream = bool(_one(tensors, signature.STREAM, default=False))
     switches = (signature.RETURN_INPUT_TOKENS, signature.RETURN_OUTPUT_TOKENS, signature.RETURN_FINISH_REASON)
     omitted = {spec.name.removeprefix("return_") for spec in switches if not _one(tensors, spec, default=True)}
-    prompt = _prompt(tensors, runner)
+    prompt = _prompt(tensors, encoder)
     sampling = sampling_of(_sampling(tensors, parameters))
     echo = _echo(tensors, stream=stream)
     return InferenceRequest(Request(tuple(prompt), sampling, timeout_s), stream, echo, frozenset(omitted))
 
 
-def _prompt(tensors: Tensors, runner: Runner) -> list[int]:
+def _prompt(tensors: Tensors, encoder: PromptEncoder) -> list[int]:
     kinds = (signature.TEXT_INPUT, signature.MESSAGES, signature.INPUT_IDS)
     given = [spec for spec in kinds if spec.name in tensors]
     if len(given) != 1:
@@ -61,9 +63,9 @@ def _prompt(tensors: Tensors, runner: Runner) -> list[int]:
         )
     (spec,) = given
     if spec is signature.TEXT_INPUT:
-        return runner.encode(_text(tensors, spec))
+        return encoder.encode(_text(tensors, spec))
     if spec is signature.MESSAGES:
-        return runner.encode_chat(_messages(_text(tensors, spec)))
+        return encoder.encode_chat(_messages(_text(tensors, spec)))
     ids: list[int] = tensors[spec.name].reshape(-1).tolist()
     return ids
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,14 +20,13 @@ from llmforge.base import admission
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, ForgeError
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
-from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.engine_process import EngineProcess
 from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.backend.metrics import Metrics
 from llmforge.triton.backend.responses import ResponseSender, fail
 
 _ALLOW = "write the repository with `llmforge triton --allow fail`"
 DRAIN_S = 5.0
-WATCH_S = 1.0
 
 
 class TritonPythonModel:
@@ -55,7 +53,7 @@ class TritonPythonModel:
             folder = Path(args["model_repository"], args["model_version"], wanted.artifact).resolve()
             admitted = admission.admit(folder, allow=wanted.allow, how_to_allow=_ALLOW)
             device = _device(RuntimeConfig.read(folder / "engine" / FILE), args)
-            self._engine = Engine.load(folder, wanted.engine, wanted.threads, device=device)
+            self._engine = EngineProcess(folder, wanted.engine, wanted.threads, device=device, server=os.getppid())
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
         for note in (*admitted.notes, *self._engine.stats().notes):
@@ -64,7 +62,6 @@ class TritonPythonModel:
         labels = {label: args[name] for label, name in names.items()}
         self._metrics = Metrics(self._engine.stats, labels)
         self._sender = ResponseSender(self._engine, self._metrics, _end_server)
-        threading.Thread(target=_end_with, args=[os.getppid()], name="llmforge-watch", daemon=True).start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take on requests; their responses come later, from the sender's thread."""
@@ -87,7 +84,7 @@ class TritonPythonModel:
         tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
         parameters = json.loads(request.parameters() or "{}")
         timeout_us = request.timeout()
-        return inputs.read(tensors, parameters, timeout_us / 1e6 if timeout_us else None, self._engine.runner)
+        return inputs.read(tensors, parameters, timeout_us / 1e6 if timeout_us else None, self._engine.encoder)
 
 
 def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
@@ -103,13 +100,6 @@ def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
             hint=f"kind: KIND_{kind}",
         )
     return int(args["model_instance_device_id"]) if kind == "GPU" else 0
-
-
-def _end_with(server: int) -> None:
-    """End this process when the server's ends without a word: its calls into the server would never return."""
-    while os.getppid() == server:
-        time.sleep(WATCH_S)
-    os._exit(1)
 
 
 def _end_server() -> None:

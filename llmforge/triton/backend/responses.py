@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
-from llmforge.runtime.serving.engine import Engine
+from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.request import Chunk
 from llmforge.runtime.serving.sequence import Ticket
 from llmforge.triton.backend import signature
@@ -55,9 +55,9 @@ _Item = tuple[ActiveRequest, Ticket | Chunk | ForgeError, float]
 class ResponseSender:
     """Sends responses from its own thread until `close`; `died` is called once if the engine ends on its own."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, died: Callable[[], None]) -> None:
+    def __init__(self, engine: Serving, metrics: Metrics, died: Callable[[], None]) -> None:
         self._engine = engine
-        self._tokenizer: Tokenizer = engine.runner.tokenizer
+        self._tokenizer: Tokenizer = engine.encoder.tokenizer
         self._metrics = metrics
         self._died = died
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
