@@ -15,6 +15,7 @@ PACKAGE = "llmforge"
 ROOTS = (
     "llmforge.triton.backend.model",
     "llmforge.triton.backend.checks",
+    "llmforge.runtime.serving.engine_worker",  # which `engine_process` starts
     *(provider.session for provider in PROVIDERS.values()),
 )
 _FOLDER = Path(llmforge.__file__).parent

@@ -9,6 +9,7 @@ import functools
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # that likes white space would never end.
 _WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
 _MOST_COMPILED = 64  # constraints that are kept
+MOST_BYTES = 64 << 10  # of a constraint: the worst that were found compile in half a second
 _SHOWN = 300  # characters of the library's messages
 
 Kind = Literal["json_schema", "regex", "grammar"]
@@ -41,6 +43,12 @@ class Constraint:
 
     kind: Kind
     text: str
+
+    def __post_init__(self) -> None:
+        if (size := len(self.text.encode("utf-8", "surrogatepass"))) > MOST_BYTES:
+            raise UsageError(
+                f"{self.kind}: {size:,} bytes; at most {MOST_BYTES:,} are allowed", hint="simplify the constraint"
+            )
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any]) -> Constraint:
@@ -111,9 +119,10 @@ class ConstraintCompiler:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._eos_token_ids = list(eos_token_ids)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_compiled`
+        self._trie_lock = threading.Lock()
         self._token_trie: LLTokenizer | None = None
-        self._compiled: dict[Constraint, LLMatcher] = {}  # the latest used stand last
+        self._compiled: dict[Constraint, Future[LLMatcher]] = {}  # the latest used stand last
 
     def start(self, constraint: Constraint) -> ConstraintState:
         """Give the state at the beginning of a sequence.
@@ -125,17 +134,29 @@ class ConstraintCompiler:
         """
         _require_library()
         with self._lock:
-            matcher = self._compiled.pop(constraint, None) or self._compile(constraint)
-            self._compiled[constraint] = matcher
+            compiled = self._compiled.pop(constraint, None)
+            if is_first := compiled is None:
+                compiled = Future()
+            self._compiled[constraint] = compiled
             if len(self._compiled) > _MOST_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
-            return ConstraintState(matcher.deep_copy(), self._vocabulary)
+        if is_first:  # whoever wants the same meanwhile waits for this; others do not
+            try:
+                compiled.set_result(self._compile(constraint))
+            except BaseException as error:
+                with self._lock:
+                    if self._compiled.get(constraint) is compiled:
+                        del self._compiled[constraint]
+                compiled.set_exception(error)
+                raise
+        return ConstraintState(compiled.result().deep_copy(), self._vocabulary)
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
-        if self._token_trie is None:
-            self._token_trie = self._read_tokens()
+        with self._trie_lock:
+            if self._token_trie is None:
+                self._token_trie = self._read_tokens()
         try:
             match constraint.kind:
                 case "json_schema":

@@ -28,6 +28,7 @@ SPECIAL_TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
 MOST_BYTES = 256 << 10  # of a template: the largest that are known have 30 kB
 START_S = 30.0  # for a process on a busy machine
+SMALL = 32 << 10  # characters of a conversation; longer ones wait for each other only
 RENDER_S = 3.0  # of wall clock for one text, in which it gets `template_worker.CPU_S` of CPU time
 
 _PASSED = ("LD_LIBRARY_PATH", "TZ")  # of the environment: where Python's libraries are, and what `strftime_now` says
@@ -45,8 +46,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
         self._where = where
         self._begin = {"source": source, "special_tokens": dict(special_tokens)}
-        self._worker: _Worker | None = None
-        self._turn = threading.Lock()
+        self._lanes = (_Lane(self._begin), _Lane(self._begin))
         if len(source.encode("utf-8", "surrogatepass")) > MOST_BYTES:
             raise InputError(f"{where}: the chat template has more than {MOST_BYTES} bytes")
         try:
@@ -67,7 +67,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Write `messages` (JSON objects with `role` and `content`) as the model was trained to read them.
 
-        The first call starts the process that renders; it lives as long as the template. Any thread may call.
+        The first call starts the process that renders, the first long one another; they live as long as the template.
+        Any thread may call.
 
         Raises:
             InputError: the template refuses the messages, fails on them, or takes too much time or memory.
@@ -83,14 +84,10 @@ class ChatTemplate:
             line = json.dumps(values)
         except (TypeError, ValueError, RecursionError) as error:
             raise self._failed(f"they are not JSON: {error}") from error
-        with self._turn:
-            if self._worker is None:
-                self._worker = _Worker(self._begin)
-            try:
-                answer = self._worker.ask(line)
-            except _Ended as error:
-                self._worker = None  # the next call starts another
-                raise self._failed(str(error)) from None
+        try:
+            answer = self._lanes[len(line) > SMALL].ask(line)
+        except _Ended as error:
+            raise self._failed(str(error)) from None
         if "text" not in answer:
             raise self._failed(str(answer.get("error")))
         return str(answer["text"])
@@ -101,6 +98,26 @@ class ChatTemplate:
 
 class _Ended(Exception):
     """The process has ended, or was ended for the time it took."""
+
+
+class _Lane:
+    """Renders one conversation after the other, in a process that is started when one comes."""
+
+    def __init__(self, begin: Mapping[str, Any]) -> None:
+        self._begin = begin
+        self._turn = threading.Lock()
+        self._worker: _Worker | None = None
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send one line and return the answer; raises what `_Worker` does."""
+        with self._turn:
+            if self._worker is None:
+                self._worker = _Worker(self._begin)
+            try:
+                return self._worker.ask(line)
+            except _Ended:
+                self._worker = None  # the next call starts another
+                raise
 
 
 class _Worker:

@@ -75,8 +75,10 @@ class Engine:
         """Load an artifact, and one that drafts for it, and serve; raises what `runtime.load` and `Engine` raise."""
         return cls(load(artifact, threads, device), options, None if draft is None else load(draft, threads, device))
 
-    def submit(self, request: Request, receive: Receiver) -> Ticket:
+    def submit(self, request: Request, receive: Receiver, submitted: float | None = None) -> Ticket:
         """Take on a request; `receive` gets its chunks, the last one with a finish reason, or one error.
+
+        `submitted` says when it came, by `time.perf_counter`; None: now.
 
         Raises:
             UsageError: the request makes no sense.
@@ -84,7 +86,7 @@ class Engine:
         """
         if request.timeout_s is None:
             request = dataclasses.replace(request, timeout_s=self.options.timeout_s)
-        sequence = self._scheduler.prepare(request, receive, time.perf_counter())
+        sequence = self._scheduler.prepare(request, receive, time.perf_counter() if submitted is None else submitted)
         with self._wake:
             if self._failure is not None:
                 raise Unavailable(self._failure.message, hint=self._failure.hint)

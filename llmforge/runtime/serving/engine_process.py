@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -172,7 +173,7 @@ class EngineProcess:
             if self._closing:
                 raise Unavailable("the engine is shutting down")
             self._pending[pending.number] = pending
-        self._sender.send(wire.Submit(pending.number, request))
+        self._sender.send(wire.Submit(pending.number, request, time.perf_counter()))
         return pending
 
     def _receive(self) -> None:

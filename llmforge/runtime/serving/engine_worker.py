@@ -39,7 +39,7 @@ from llmforge.runtime.serving.wire import (
 
 POLL_S = 0.05  # between two looks at the figures, while the engine is busy and says nothing
 SWITCH_S = 1e-3  # after which the engine's thread lets another one run, where a step is all Python
-COMPILERS = 2  # threads that take on requests with constraints, which may have to be compiled
+SMALL_CONSTRAINT = 4096  # characters; larger ones, which may take long to compile, wait for each other only
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Worker:
         self._active: dict[int, _Active] = {}
         self._lock = threading.Lock()  # of `_active` and what it holds
         self._given: queue.SimpleQueue[tuple[int, Item] | None] = queue.SimpleQueue()  # None: nothing follows
-        self._compilers = ThreadPoolExecutor(COMPILERS, "llmforge-compile")
+        self._small, self._large = (ThreadPoolExecutor(1, f"llmforge-compile-{size}") for size in ("small", "large"))
         self._sending = threading.Thread(target=self._send_all, name="llmforge-send")
 
     def run(self) -> None:
@@ -75,13 +75,15 @@ class _Worker:
             except (EOFError, OSError):
                 os._exit(1)  # nobody is there who could be told anything
             match message:
-                case Submit(number, request):
+                case Submit(number, request, _):
                     with self._lock:
                         self._active[number] = _Active()
-                    if request.sampling.constraint is None:
+                    constraint = request.sampling.constraint
+                    if constraint is None:
                         self._submit(message)
                     else:
-                        self._compilers.submit(self._submit, message)
+                        lane = self._small if len(constraint.text) <= SMALL_CONSTRAINT else self._large
+                        lane.submit(self._submit, message)
                 case Cancel(number):
                     self._cancel(number)
                 case Close(drain, timeout_s):
@@ -90,7 +92,7 @@ class _Worker:
     def _submit(self, message: Submit) -> None:
         number = message.number
         try:
-            ticket = self._engine.submit(message.request, functools.partial(self._give, number))
+            ticket = self._engine.submit(message.request, functools.partial(self._give, number), message.submitted)
         except ForgeError as error:
             self._give(number, Refused(error))
             return

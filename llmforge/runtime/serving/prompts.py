@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from llmforge.runtime.backends.config import DAMAGED, FILE, RuntimeConfig
 from llmforge.runtime.serving.chat import ChatTemplate
 
 TOKENIZER_BYTES = 64 << 20  # the largest that are known have 35 MB
+LEAST_PROMPT_BYTES = 64 << 10  # that every model takes: tokenized in some tenths of a second at worst
 
 
 class PromptEncoder:
@@ -23,6 +25,12 @@ class PromptEncoder:
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
+
+    @functools.cached_property
+    def most_bytes(self) -> int:
+        """How long a text may be, in bytes of UTF-8: no context holds more, were all of its tokens the longest."""
+        longest = max((len(token.encode("utf-8", "surrogatepass")) for token in self.tokenizer.get_vocab()), default=1)
+        return max(LEAST_PROMPT_BYTES, self.config.max_context * longest)
 
     @classmethod
     def read(cls, artifact: Path) -> PromptEncoder:
@@ -39,31 +47,44 @@ class PromptEncoder:
         """Tokenize a plain prompt; the tokenizer adds what it puts before every text (BOS), if anything.
 
         Raises:
-            UsageError: the text holds halves of characters (surrogates), which no encoding has.
+            UsageError: the text is longer than `most_bytes`, or holds halves of characters (surrogates), which no
+                encoding has.
         """
-        return list(self.tokenizer.encode(_unicode(text)).ids)
+        return self._encode(text, special=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokenize a conversation with the chat template, up to where the assistant speaks.
 
         Raises:
-            UsageError: the artifact has no chat template, or as `encode`.
+            UsageError: the artifact has no chat template, there are more messages than tokens of context, or as
+                `encode`.
             InputError: the template refuses the messages.
         """
+        if len(messages) > self.config.max_context:
+            raise UsageError(f"{len(messages):,} messages; the context holds {self.config.max_context:,} tokens")
         if self.template is None:
             raise UsageError("the artifact has no chat template", hint="use a plain prompt")
-        return list(self.tokenizer.encode(_unicode(self.template.render(messages)), add_special_tokens=False).ids)
+        return self._encode(self.template.render(messages), special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        if len(text) > self.most_bytes or len(_unicode(text)) > self.most_bytes:
+            raise UsageError(
+                f"the prompt has {len(text):,} characters; {self.config.max_context:,} tokens of context hold at most "
+                f"{self.most_bytes:,} bytes"
+            )
+        # The tokenizer lets other threads run while it works on a batch, and no thread while it works on a text.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
+        return list(encoding.ids)
 
 
-def _unicode(text: str) -> str:
-    """Return `text`, or refuse halves of characters, which bytes that are no UTF-8 and JSON's escapes can leave."""
+def _unicode(text: str) -> bytes:
+    """Encode `text`, or refuse halves of characters, which bytes that are no UTF-8 and JSON's escapes can leave."""
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
             f"the prompt: character {error.start} is an unpaired surrogate", hint="use valid UTF-8 text"
         ) from error
-    return text
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -40,10 +40,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Submit:
-    """Take on a request, under a number that was never used before."""
+    """Take on a request, under a number that was never used before.
+
+    `submitted` is when it came, by `time.perf_counter`: a clock that all processes of a system share.
+    """
 
     number: int
     request: Request
+    submitted: float
 
 
 @dataclass(frozen=True)
