@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ import triton_python_backend_utils as pb_utils
 
 from llmforge.base import admission
 from llmforge.base.backends import PROVIDERS
-from llmforge.base.errors import EnvironmentLacks, ForgeError
+from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.serving.engine import Engine
 from llmforge.triton.backend import checks, inputs, settings, signature
+from llmforge.triton.backend.chats import Chats
 from llmforge.triton.backend.metrics import Metrics
-from llmforge.triton.backend.responses import ResponseSender, fail
+from llmforge.triton.backend.responses import POLL_S, ResponseSender, fail
 
 _ALLOW = "write the repository with `llmforge triton --allow fail`"
 DRAIN_S = 5.0
@@ -64,6 +67,8 @@ class TritonPythonModel:
         labels = {label: args[name] for label, name in names.items()}
         self._metrics = Metrics(self._engine.stats, labels)
         self._sender = ResponseSender(self._engine, self._metrics, _end_server)
+        options = self._engine.options
+        self._chats = Chats(self._engine.runner.config.max_batch + options.max_queue, _end_server)
         threading.Thread(target=_end_with, args=[os.getppid()], name="llmforge-watch", daemon=True).start()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -71,23 +76,48 @@ class TritonPythonModel:
         for request in requests:
             arrived = time.perf_counter()
             sender = request.get_response_sender()
+            # Copied: Triton takes the memory back when `execute` returns.
+            tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+            submit = partial(self._submit, tensors, request.parameters() or "{}", request.timeout(), sender, arrived)
+            if signature.MESSAGES.name not in tensors:
+                submit()
+                continue
             try:
-                self._sender.submit(self._read(request), sender, arrived)
+                self._chats.put(submit)
             except ForgeError as error:
-                self._metrics.refused()
-                fail(sender, error)
+                self._refuse(sender, error)
 
     def finalize(self) -> None:
         """Stop. Triton waits for running requests before it unloads a model; any that remain end as cancelled."""
+        self._chats.close()
         self._sender.close(DRAIN_S)
         self._metrics.close()
 
-    def _read(self, request: Any) -> inputs.InferenceRequest:
-        # Copied: Triton takes the memory back when `execute` returns.
-        tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-        parameters = json.loads(request.parameters() or "{}")
-        timeout_us = request.timeout()
-        return inputs.read(tensors, parameters, timeout_us / 1e6 if timeout_us else None, self._engine.runner)
+    def _submit(
+        self, tensors: Mapping[str, Any], parameters: str, timeout_us: int, sender: Any, arrived: float
+    ) -> None:
+        """Read a request and hand it to the engine, or answer why not."""
+        try:
+            if time.perf_counter() - arrived > POLL_S and sender.is_cancelled():  # while it waited for other chats
+                raise Unavailable("the client has gone")
+            read = inputs.read(
+                tensors, json.loads(parameters), timeout_us / 1e6 if timeout_us else None, self._engine.runner
+            )
+            self._sender.submit(_without(read, time.perf_counter() - arrived), sender, arrived)
+        except ForgeError as error:
+            self._refuse(sender, error)
+
+    def _refuse(self, sender: Any, error: ForgeError) -> None:
+        self._metrics.refused()
+        fail(sender, error)
+
+
+def _without(read: inputs.InferenceRequest, waited_s: float) -> inputs.InferenceRequest:
+    """Take the time that a request waited out of its deadline."""
+    if read.request.timeout_s is None:
+        return read
+    left = max(read.request.timeout_s - waited_s, 1e-3)
+    return dataclasses.replace(read, request=dataclasses.replace(read.request, timeout_s=left))
 
 
 def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
