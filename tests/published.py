@@ -32,11 +32,12 @@ def random_decoder(
     max_context: int,
     max_batch: int,
     serving: ServingSpec,
+    template: str | None = None,
 ) -> Artifact:
-    """Publish a decoder of random fp32 weights with the tokenizer of `checkpoint`."""
+    """Publish a decoder of random fp32 weights with the tokenizer of `checkpoint`, and its chat template or another."""
     model, _ = engine.lower(decoder(VOCABULARY, capacity=max_context), targets.local())
     spec = EngineSpec(max_context=max_context, max_batch=max_batch)
-    return _publish(out, "random", model, checkpoint, spec, serving)
+    return _publish(out, "random", model, checkpoint, spec, serving, template)
 
 
 def scripted(out: Path, checkpoint: Path, text: str, *, max_context: int, serving: ServingSpec) -> Artifact:
@@ -56,6 +57,7 @@ def _publish(
     checkpoint: Path,
     spec: EngineSpec,
     serving: ServingSpec,
+    template: str | None = None,
 ) -> Artifact:
     spec = spec.model_copy(update={"threads": 1})
     recipe = {"serving": serving.model_dump(mode="json")}
@@ -64,6 +66,8 @@ def _publish(
         (folder / "tokenizer").mkdir()
         for file in TOKENIZER_FILES:
             shutil.copy(checkpoint / file, folder / "tokenizer" / file)
+        if template is not None:
+            (folder / "tokenizer" / "chat_template.jinja").write_text(template)
         described = repository.Model(name, "cpu", serving, built.config, {"checkpoint": "none"})
         repository.write(described, folder / repository.FOLDER / name)
         return stored.publish(folder, recipe=recipe, target="local")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,11 +14,20 @@ from llmforge.build import bisecting, parts
 from llmforge.build.parts import LossyStep
 from llmforge.checkpoint.text import Window
 from llmforge.evaluation import footprint
-from llmforge.evaluation.footprint import BytesRead
 from llmforge.ir import graph
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.tokens import Floats
-from llmforge.report.attribution import AttributedStep, Attribution, LayerCost, estimate, estimates
+from llmforge.report.attribution import (
+    MEASURED,
+    AttributedStep,
+    Attribution,
+    LayerCost,
+    Memory,
+    ReadCaches,
+    ReadWeights,
+    estimate,
+    estimates,
+)
 from llmforge.targets import Target
 from llmforge.verification.divergence import Divergence
 
@@ -38,24 +47,18 @@ def measure(
     threads: int,
     vocabulary: int,
     depth: int,
+    ranks: int = 1,
 ) -> Attribution:
     """Run the traced graph and the one behind each lossy pass on `windows`, one of each document.
 
-    `context` is what a cache holds in the decode step that is predicted.
+    `context` is what a cache holds in the decode step that is predicted, which reads the memory of `ranks` devices.
 
     Raises:
         DataError: the text has too few documents.
         VerificationError: a logit is NaN or infinite.
     """
     progress.stage("Attribute the loss")
-    bandwidth, source = _bandwidth(target, latency)
-
-    def step_ms(read: BytesRead) -> float | None:
-        if bandwidth is None:
-            return None
-        seconds = (read.weights + context * read.kv) / bandwidth + depth * target.share("layer_us").value / 1e6
-        return 1e3 * seconds
-
+    memory = _memory(target, latency, depth, ranks)
     with TemporaryDirectory() as folder:
         divergence = Divergence([], Path(folder), threads)
         held = graph.weight_bytes(traced)
@@ -66,32 +69,33 @@ def measure(
         for done, each in enumerate(lossy):
             progress.advance(done, 2 * len(lossy))
             reached.append(divergence.of(each.after))
-        steps = [_step(TRACED, reached[0], reached[0], tokens, footprint.count(traced), step_ms)]
+        steps = [_step(TRACED, traced, reached[0], reached[0], tokens, memory, context)]
         for number, each in enumerate(lossy):
             progress.advance(len(lossy) + number, 2 * len(lossy))
             layers = () if divergence.streams(each.before) else _layers(each, divergence)
             now, before = reached[number + 1], reached[number]
-            read = footprint.count(each.after)
-            step = _step(each.step.name, now, now - before, tokens, read, step_ms)
+            step = _step(each.step.name, each.after, now, now - before, tokens, memory, context)
             steps.append(step.model_copy(update={"layers": layers}))
     return Attribution(
         documents=len(tokens),
         tokens=int(tokens.sum()),
         document_tokens=tuple(int(count) for count in tokens),
         context=context,
-        predicted_by=source,
+        memory=memory,
         steps=tuple(steps),
     )
 
 
 def _step(
     name: str,
+    model: ir.Model,
     reached: Floats,
     added: Floats,
     tokens: Floats,
-    read: BytesRead,
-    step_ms: Callable[[BytesRead], float | None],
+    memory: Memory | None,
+    context: int,
 ) -> AttributedStep:
+    weights, caches, read = footprint.reads(model), footprint.caches(model), footprint.count(model)
     return AttributedStep(
         name=name,
         kld_mean=estimate(reached, tokens),
@@ -99,7 +103,9 @@ def _step(
         reached=tuple(reached.tolist()),
         weight_bytes=read.weights,
         kv_bytes_per_token=read.kv,
-        step_ms=step_ms(read),
+        step_ms=None if memory is None else memory.step_ms(read.weights + context * read.kv),
+        weights=tuple(ReadWeights.model_validate(each, from_attributes=True) for each in weights),
+        caches=tuple(ReadCaches.model_validate(each, from_attributes=True) for each in caches),
     )
 
 
@@ -119,11 +125,14 @@ def _layers(lossy: LossyStep, divergence: Divergence) -> tuple[LayerCost, ...]:
     )
 
 
-def _bandwidth(target: Target, latency: Latency | None) -> tuple[float | None, str | None]:
-    """Find the bandwidth that a decode step reaches, bytes a second, and say whose it is."""
+def _memory(target: Target, latency: Latency | None, depth: int, ranks: int) -> Memory | None:
+    """Find what a decode step through `depth` layers gets of the memory, and say whose figure it is."""
+    fixed_us = depth * target.share("layer_us").value
     if target.bandwidth_gbs is not None:
-        share = target.share("bandwidth").value
-        return target.bandwidth_gbs.value * 1e9 * share, f"the memory bandwidth of {target.title}"
+        source, share = f"the memory bandwidth of {target.title}", target.share("bandwidth").value
+        rate = ranks * target.bandwidth_gbs.value * 1e9
+        return Memory(source=source, bytes_per_second=rate, share=share, fixed_us=fixed_us)
     if latency is not None and latency.bandwidth is not None:
-        return latency.bandwidth.working_set_bytes_per_second, "the read bandwidth measured in the same run"
-    return None, None
+        rate = latency.bandwidth.working_set_bytes_per_second
+        return Memory(source=MEASURED, bytes_per_second=rate, share=1.0, fixed_us=fixed_us)
+    return None

@@ -206,6 +206,7 @@ def make(
             threads=threads,
             vocabulary=checkpoint.geometry.vocabulary,
             depth=checkpoint.geometry.layers,
+            ranks=recipe.engine.tensor_parallel,
         )
     if recipe.validation.is_empty:
         said = (*said, "nothing was measured: the recipe asks for no validation")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -40,19 +41,7 @@ def count(model: ir.Model) -> BytesRead:
     A cache input is [batch, kv_heads, capacity, head_dim]; a token of context is one slot of it. States of fixed size
     do not grow with the context and count as none.
     """
-    weights = sum(
-        math.ceil(share_read(value) * _bytes(tensor.dtype, [int(dim) for dim in tensor.shape.numpy()]))
-        for value in model.graph.initializers.values()
-        if (tensor := value.const_value) is not None and not _only_looked_up(value)
-    )
-    kv = 0
-    for value in model.graph.inputs:
-        name = value.name or ""
-        if interface.present_of(name) != name and not interface.is_state(name):
-            if value.shape is None or value.dtype is None:
-                raise ValueError(f"cache input {value.name} has no shape or dtype")
-            kv += _bytes(value.dtype, [value.shape[axis] for axis in (1, 3)])
-    return BytesRead(weights, kv)
+    return BytesRead(sum(each.read_bytes for each in reads(model)), sum(each.token_bytes for each in caches(model)))
 
 
 def multiply_adds(model: ir.Model) -> int:
@@ -78,18 +67,89 @@ class Weights:
     size_bytes: int
 
 
+@dataclass(frozen=True)
+class WeightsRead(Weights):
+    """A group, with what a decode step reads of it at batch 1."""
+
+    read_bytes: int
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Cache inputs of one dtype whose names are the same but for the numbers between dots."""
+
+    name: str  # "past_key_values.*.key"
+    dtype: str
+    tensors: int
+    token_bytes: int  # that a token of context takes in them
+
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def weights(model: ir.Model) -> list[Weights]:
     """Group all initializers, the largest group first; the values of none are read."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for name, value in model.graph.initializers.items():
-        if (tensor := value.const_value) is not None:
-            key = _NUMBER.sub("*", name), tensor.dtype.name.lower()
-            found.setdefault(key, []).append(tensor.nbytes)
-    groups = [Weights(*key, tensors=len(sizes), size_bytes=sum(sizes)) for key, sizes in found.items()]
-    return sorted(groups, key=lambda group: (-group.size_bytes, group.name, group.dtype))
+    groups = [
+        Weights(*key, tensors=len(values), size_bytes=sum(map(_size, values)))
+        for key, values in _groups(_held(model)).items()
+    ]
+    return sorted(groups, key=_largest_first)
+
+
+def reads(model: ir.Model) -> list[WeightsRead]:
+    """Group all initializers as `weights` does, with what a decode step reads of each group: of a table nothing."""
+    groups = [
+        WeightsRead(*key, tensors=len(values), size_bytes=sum(map(_size, values)), read_bytes=sum(map(_read, values)))
+        for key, values in _groups(_held(model)).items()
+    ]
+    return sorted(groups, key=_largest_first)
+
+
+def caches(model: ir.Model) -> list[Caches]:
+    """Group the cache inputs that grow with the context."""
+    grow = [
+        value
+        for value in model.graph.inputs
+        if interface.present_of(value.name or "") != value.name and not interface.is_state(value.name or "")
+    ]
+    return [
+        Caches(*key, tensors=len(values), token_bytes=sum(map(_token_bytes, values)))
+        for key, values in sorted(_groups(grow).items())
+    ]
+
+
+def _held(model: ir.Model) -> list[ir.Value]:
+    return [value for value in model.graph.initializers.values() if value.const_value is not None]
+
+
+def _groups(values: Iterable[ir.Value]) -> dict[tuple[str, str], list[ir.Value]]:
+    """Group values by name, but for numbers between dots, and dtype."""
+    found: dict[tuple[str, str], list[ir.Value]] = {}
+    for value in values:
+        dtype = value.dtype if value.const_value is None else value.const_value.dtype
+        if dtype is None:
+            raise ValueError(f"{value.name} has no dtype")
+        found.setdefault((_NUMBER.sub("*", str(value.name)), dtype.name.lower()), []).append(value)
+    return found
+
+
+def _largest_first(group: Weights) -> tuple[int, str, str]:
+    return -group.size_bytes, group.name, group.dtype
+
+
+def _size(value: ir.Value) -> int:
+    assert value.const_value is not None
+    return value.const_value.nbytes
+
+
+def _read(value: ir.Value) -> int:
+    return 0 if _only_looked_up(value) else math.ceil(share_read(value) * _size(value))
+
+
+def _token_bytes(value: ir.Value) -> int:
+    if value.shape is None or value.dtype is None:
+        raise ValueError(f"cache input {value.name} has no shape or dtype")
+    return _bytes(value.dtype, [value.shape[axis] for axis in (1, 3)])
 
 
 def _only_looked_up(value: ir.Value) -> bool:

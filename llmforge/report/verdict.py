@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from llmforge.metrics.record import Record
 from llmforge.metrics.token_records import KEPT_TOKENS
 from llmforge.recipe import GateSpec
 from llmforge.report import attribution, model
+from llmforge.report.attribution import Attribution, Memory
 from llmforge.report.model import CheckpointRecord, Report
 
 CLOSE = 1e-6  # relative; sums of 64-bit floats differ by less between processors
@@ -39,7 +40,8 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
     latency of the time of each token, agreement of other runtimes of each place of an answer, scores of tasks of their
-    items, what a pass cost of its sums over documents, size of the manifest.
+    items, what a pass cost of its sums over documents, what a step reads of its groups of tensors, size of the
+    manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
 
     Raises:
@@ -121,13 +123,36 @@ def _figures(report: Report) -> Iterator[str]:
                 yield f"{name} of task {task.name[:40]}"
     if (attributed := report.attribution) is not None:
         yield from (what for what, said, made in attribution.recomputed(attributed) if not _close(said, made))
-        if (names := [step.name for step in attributed.steps[1:]]) != _lossy(report, names):
-            yield "attribution: steps that are no lossy passes"
+        yield from attribution.miscounted(attributed)
+        yield from _attributed(attributed, report)
 
 
-def _lossy(report: Report, names: Sequence[str]) -> list[str]:
-    """List the lossy passes that changed something, as far as `names` has them."""
-    return [each.name for each in report.passes if each.numerics is Numerics.LOSSY and each.rewritten][: len(names)]
+def _attributed(attributed: Attribution, report: Report) -> Iterator[str]:
+    """Name what an attribution says that the passes, their weights and the timings of the report do not."""
+    lossy = [each for each in report.passes if each.numerics is Numerics.LOSSY and each.rewritten]
+    if [step.name for step in attributed.steps[1:]] != [each.name for each in lossy]:
+        yield "attribution: steps that are no lossy passes"
+        return
+    held = [report.passes[0].weight_bytes_before, *(each.weight_bytes_after for each in lossy)]
+    for step, size_bytes in zip(attributed.steps, held, strict=True):
+        if sum(group.size_bytes for group in step.weights) != size_bytes:
+            yield f"attribution: weights of step {step.name[:40]}"
+    if not _known_bandwidth(attributed.memory, report.latency):
+        yield "attribution: bandwidth"
+
+
+def _known_bandwidth(memory: Memory | None, latency: Latency | None) -> bool:
+    """Say if what times are predicted from stands among the timings, as far as these can have it."""
+    if memory is None:
+        return True
+    if memory.source == attribution.MEASURED:
+        measured = None if latency is None else latency.bandwidth
+        return measured is not None and (memory.bytes_per_second, memory.share) == (
+            measured.working_set_bytes_per_second,
+            1,
+        )
+    sheet = None if latency is None else latency.data_sheet
+    return sheet is None or memory.bytes_per_second == sheet.bytes_per_second
 
 
 def _timings(found: Latency) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,36 @@ from ..cli.test_sealed import rewrite_record
 WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
 
 
+Edit = Callable[[dict[str, Any]], object]
+
+
+def of_step(number: int, edit: Edit) -> Edit:
+    return lambda found: edit(found["steps"][number])
+
+
+# What whoever knows the format writes into an attribution, with the digests that follow, and what tells.
+FORGED: tuple[tuple[Edit, str], ...] = (
+    (of_step(1, lambda step: step["kld_mean"].update(value=1e-3)), "kld_mean of step quantize-weights"),
+    (of_step(1, lambda step: step["added"].update(low=1e-3)), "added of step quantize-weights"),
+    (of_step(1, lambda step: step["layers"][1]["gain"].update(high=9.0)), "gain of layer 0 in step quantize-weights"),
+    (of_step(1, lambda step: step["reached"].pop()), "sums of other documents"),
+    (of_step(1, lambda step: step.update(name="flash-attention")), "steps that are no lossy passes"),
+    (lambda found: found["steps"].pop(), "steps that are no lossy passes"),
+    (of_step(1, lambda step: step.update(step_ms=step["step_ms"] / 2)), "step_ms of step quantize-weights"),
+    (of_step(0, lambda step: step.update(step_ms=None)), "step_ms of step traced"),
+    (of_step(1, lambda step: step.update(weight_bytes=9)), "weight_bytes of step quantize-weights"),
+    (of_step(0, lambda step: step.update(kv_bytes_per_token=9)), "kv_bytes_per_token of step traced"),
+    (of_step(1, lambda step: step["weights"].pop(0)), "weights of step quantize-weights"),
+    (of_step(1, lambda step: step["weights"][0].update(read_bytes=0)), "weight_bytes of step quantize-weights"),
+    (of_step(0, lambda step: step["caches"][0].update(token_bytes=1)), "kv_bytes_per_token of step traced"),
+    (lambda found: found.update(context=1), "step_ms of step traced"),
+    (lambda found: found.update(memory=None), "step_ms of step traced"),
+    (lambda found: found["memory"].update(fixed_us=1e6), "step_ms of step traced"),
+    (lambda found: found["memory"].update(bytes_per_second=1e15), "attribution: bandwidth"),
+    (lambda found: found["memory"].update(share=2.0), "attribution: bandwidth"),
+)
+
+
 @pytest.fixture
 def recipe_file(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     rng = random.Random(0)
@@ -32,7 +63,11 @@ def recipe_file(tmp_path: Path, tiny_checkpoint: Path) -> Path:
             "flash-attention",
             {"quantize-weights": {"block_size": 32, "method": "rtn", "budget": {"kld_mean": 10.0}}},
         ],
-        "validation": {"quality": {"data": "evaluation.jsonl", "context": 32}, "attribution": True},
+        "validation": {
+            "quality": {"data": "evaluation.jsonl", "context": 32},
+            "latency": {"prompt_tokens": [8], "output_tokens": 3, "repetitions": 3},
+            "attribution": True,
+        },
     }  # fmt: skip
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe))
@@ -55,26 +90,23 @@ def test_a_build_says_where_quality_went_and_bisecting_looks_into_it(recipe_file
     assert quantized["added"]["low"] > 0
     assert quantized["weight_bytes"] < 0.5 * traced["weight_bytes"]
     assert [layer["name"] for layer in quantized["layers"]] == ["model.embed_tokens.weight", "layer 0", "layer 1"]
-    assert found["predicted_by"] is None  # a CPU without a measured bandwidth
+    assert (
+        found["memory"]["bytes_per_second"] == built["report"]["latency"]["bandwidth"]["working_set_bytes_per_second"]
+    )
+    assert quantized["step_ms"] < traced["step_ms"]
     page = (Path(built["artifact"]) / "report" / "report.html").read_text()
     assert "Where quality went" in page
     assert "most: layer" in page
 
     verified = run("verify", built["artifact"])
     assert verified.exit_code == 0, verified.output
-    for edit, told in (
-        (lambda steps: steps[1]["kld_mean"].update(value=1e-3), "kld_mean of step quantize-weights"),
-        (lambda steps: steps[1]["added"].update(low=1e-3), "added of step quantize-weights"),
-        (lambda steps: steps[1]["layers"][1]["gain"].update(high=9.0), "gain of layer 0 in step quantize-weights"),
-        (lambda steps: steps[1]["reached"].pop(), "sums of other documents"),
-        (lambda steps: steps[1].update(name="flash-attention"), "steps that are no lossy passes"),
-    ):
-        copy = tmp_path / f"edited {told}" / "tiny" / Path(built["artifact"]).name
+    for number, (edit, told) in enumerate(FORGED):
+        copy = tmp_path / f"edited {number}" / "tiny" / Path(built["artifact"]).name
         shutil.copytree(built["artifact"], copy)
-        rewrite_record(copy, lambda record, edit=edit: edit(record["attribution"]["steps"]))
+        rewrite_record(copy, lambda record, edit=edit: edit(record["attribution"]))
         refused = run("verify", str(copy))
         assert refused.exit_code == 5
-        assert told in refused.stderr
+        assert told in " ".join(refused.stderr.split())
 
     better = tmp_path / "better.yaml"
     done = run("bisect", built["artifact"], "--recipe", str(recipe_file), "--json", "--quiet", "-o", str(better))
@@ -109,11 +141,11 @@ def test_what_a_pass_costs_stands_out_in_the_waterfall() -> None:
         costs = tuple(LayerCost(name=f"layer {i}", gain=of(cost), gained=()) for i, cost in enumerate(layers))
         return AttributedStep(
             name=name, kld_mean=of(reached), added=of(added), weight_bytes=9, kv_bytes_per_token=2, step_ms=1.0,
-            reached=(), layers=costs,
+            reached=(), layers=costs, weights=(), caches=(),
         )  # fmt: skip
 
     found = Attribution(
-        documents=24, tokens=999, document_tokens=(), context=64, predicted_by="a test",
+        documents=24, tokens=999, document_tokens=(), context=64, memory=None,
         steps=(step("traced", 0.0, 0.0), step("first", 0.08, 0.08, 0.06, 0.01), step("second", 0.07, -0.01)),
     )  # fmt: skip
     first, second = charts.waterfall(found)

@@ -361,13 +361,12 @@ def test_errors_by_layer_stand_in_the_order_of_layers() -> None:
     def step(name: str, kld: float, added: float, *layers: LayerCost) -> AttributedStep:
         of = Estimate(value=kld, low=None, high=None, samples=9)
         return AttributedStep(name=name, kld_mean=of, added=of.model_copy(update={"value": added}), weight_bytes=9,
-                              kv_bytes_per_token=9, step_ms=None, reached=(kld,) * 9, layers=layers)  # fmt: skip
+                              kv_bytes_per_token=9, step_ms=None, reached=(kld,) * 9, layers=layers,
+                              weights=(), caches=())  # fmt: skip
 
     layers = cost("model.embed_tokens.weight", -0.0005), cost("layer 0", 0.001), cost("layer 1", 0.008)
     steps = step("traced", 0, 0), step("quantize-weights", 0.012, 0.012, *layers), step("better", 0.009, -0.003)
-    attribution = Attribution(
-        documents=9, tokens=99, document_tokens=(11,) * 9, context=512, predicted_by=None, steps=steps
-    )
+    attribution = Attribution(documents=9, tokens=99, document_tokens=(11,) * 9, context=512, memory=None, steps=steps)
     (plot,) = charts.by_layer(attribution)
     assert [mark.label for mark in plot.ticks] == ["a", "0", "1"]
     assert plot.others == (("a", "model.embed_tokens.weight"),)

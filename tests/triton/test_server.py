@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from llmforge.triton.backend import signature
 
 from .. import published, stored
 from ..triton_env import TritonEnv
-from ..triton_server import Server, client, environment_or_skip, launched
+from ..triton_server import Reply, Server, client, environment_or_skip, launched
 
 pytestmark = pytest.mark.xdist_group("triton")  # one server for all of them
 
@@ -423,6 +425,81 @@ def test_metrics_say_what_happened(server: Server) -> None:
     assert 0 < grown["llmforge_inter_token_latency_seconds_sum"] < 30
     assert after["llmforge_kv_tokens_capacity"] == CONTEXT * SLOTS
     assert grown["nv_inference_request_success"] >= 3
+
+
+HOSTILE = {
+    "ranges": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than"),
+    "product": ("{{ 'x' * 10**9 }}", "more than 512 MB of memory"),
+    "width": ("{{ '%0999999999d' | format(1) }}", "more than 512 MB of memory"),
+    "output": ("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "more than 8388608 characters"),
+}
+
+
+def test_a_hostile_chat_template_stops_neither_other_requests_nor_the_server(
+    env: TritonEnv, sample_checkpoint: Path, tmp_path: Path
+) -> None:
+    """One client sends chats that loop and swell, two at once; another's stream and small requests go on."""
+    cases = "".join(
+        f"{'el' if number else ''}{'if'} messages[0].content == '{name}' %}}{source}{{% "
+        for number, (name, (source, _)) in enumerate(HOSTILE.items())
+    )
+    template = f"{{% {cases}else %}}{{{{ messages[0].content }}}}{{% endif %}}"
+    serving = ServingSpec(max_queue=QUEUE)
+    out = tmp_path / "artifacts"
+    made = published.random_decoder(
+        out, sample_checkpoint, max_context=CONTEXT, max_batch=SLOTS, serving=serving, template=template
+    )
+
+    def chat(content: str) -> Reply:
+        messages = json.dumps([{"role": "user", "content": content}])
+        return server.generate("random", messages=messages, max_tokens=2)
+
+    def longest_pauses(ended: threading.Event) -> tuple[float, float, int]:
+        """Read a stream of tokens, and ask for single ones meanwhile: the longest pause of each, and how many came."""
+        body = {"text_input": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        between, answers = 0.0, []
+        with server.open("/v2/models/random/generate_stream", body) as response:
+            response.readline()
+            last = time.monotonic()
+            while not ended.is_set():
+                if response.readline().startswith(b"data: "):
+                    between, last = max(between, time.monotonic() - last), time.monotonic()
+                if not answers or last - answers[-1][0] > 0.2:
+                    began = time.monotonic()
+                    assert server.generate("random", text_input="b", max_tokens=1).status == 200
+                    last = time.monotonic()  # what came meanwhile lies in the connection
+                    answers.append((last, last - began))
+        return between, max(seconds for _, seconds in answers), len(answers)
+
+    with launched(env, made.path, tmp_path / "repository") as server, ThreadPoolExecutor(3) as pool:
+        assert chat("good").status == 200
+        quiet = threading.Event()
+        alone = pool.submit(longest_pauses, quiet)
+        time.sleep(3)
+        quiet.set()
+        between_alone, answer_alone, _ = alone.result()
+        ended = threading.Event()
+        beside = pool.submit(longest_pauses, ended)
+        began = time.monotonic()
+        names = list(HOSTILE) * 2
+        replies = list(ThreadPoolExecutor(2).map(chat, names))
+        took = time.monotonic() - began
+        ended.set()
+        between, answer, count = beside.result()
+        print(
+            f"alone {between_alone:.3f} {answer_alone:.3f}; {took:.1f} s: {between:.3f} {answer:.3f}, {count} answers"
+        )
+        for name, reply in zip(names, replies, strict=True):
+            assert reply.status == 400
+            assert "the chat template cannot render these messages" in reply.json["error"]
+            assert HOSTILE[name][1] in reply.json["error"]
+        assert count > 10
+        # A rendering takes up to 3 s; who waited for one would have a pause of that.
+        assert between < between_alone + 1.0
+        assert answer < answer_alone + 1.0
+        assert chat("good").status == 200
+        assert server.process.poll() is None
+        assert server.request("/v2/health/ready").status == 200
 
 
 class TestEnds:

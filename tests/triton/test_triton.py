@@ -9,6 +9,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,14 +24,14 @@ from click.testing import CliRunner, Result
 
 import llmforge
 from llmforge.artifact import Artifact
-from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, UsageError, VersionMismatch
+from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, Unavailable, UsageError, VersionMismatch
 from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
 from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.triton import repository, sources
-from llmforge.triton.backend import checks, inputs, settings, signature
+from llmforge.triton.backend import checks, inputs, lanes, settings, signature
 from llmforge.triton.launch import Ports, command, find
 
 from .. import published
@@ -308,6 +310,32 @@ def model_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("model", "responses", "metrics"):  # imported with that module, and not to be kept
         monkeypatch.delitem(sys.modules, f"llmforge.triton.backend.{name}", raising=False)
     return importlib.import_module("llmforge.triton.backend.model")
+
+
+def test_chats_wait_for_each_other_and_for_nothing_else() -> None:
+    went, order, died = threading.Event(), [], []
+    waiting = lanes.Lane("chat", 2, lambda: died.append(True))
+    waiting.put(lambda: went.wait(10) and order.append(0))
+    while waiting._waiting.qsize():
+        time.sleep(0.001)
+    for number in (1, 2):
+        waiting.put(lambda number=number: order.append(number))
+    with pytest.raises(Unavailable, match="the queue is full: 2 requests of kind 'chat' are waiting"):
+        waiting.put(lambda: None)
+    went.set()
+    waiting.close()
+    assert (order, died) == ([0, 1, 2], [])
+
+
+def test_a_bug_while_a_chat_is_read_ends_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    died = threading.Event()
+    made = lanes.Lane("chat", 2, died.set)
+    made.put(lambda: 1 // 0)
+    made._thread.join(10)
+    assert died.is_set()
+    assert len(told) == 1
 
 
 def test_a_gpu_instance_of_a_cpu_engine_is_refused(artifact: Artifact, model_module: Any) -> None:

@@ -5,28 +5,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from llmforge.base import admission
 from llmforge.base.backends import PROVIDERS
-from llmforge.base.errors import EnvironmentLacks, ForgeError
+from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.serving.engine_process import EngineProcess
 from llmforge.triton.backend import checks, inputs, settings, signature
+from llmforge.triton.backend.lanes import Lane
 from llmforge.triton.backend.metrics import Metrics
-from llmforge.triton.backend.responses import ResponseSender, fail
+from llmforge.triton.backend.responses import POLL_S, ResponseSender, fail
 
 _ALLOW = "write the repository with `llmforge triton --allow fail`"
 DRAIN_S = 5.0
+SMALL = 32 << 10  # bytes of a request; longer ones wait for each other only
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A request as it came."""
+
+    tensors: inputs.Tensors
+    parameters: str
+    timeout_us: int
+    sender: Any  # pb_utils.InferenceResponseSender
+    arrived: float  # by `time.perf_counter`
+
+    @property
+    def waited_s(self) -> float:
+        """How long ago it came."""
+        return time.perf_counter() - self.arrived
 
 
 class TritonPythonModel:
@@ -62,29 +84,78 @@ class TritonPythonModel:
         labels = {label: args[name] for label, name in names.items()}
         self._metrics = Metrics(self._engine.stats, labels)
         self._sender = ResponseSender(self._engine, self._metrics, _end_server)
+        most = self._engine.encoder.config.max_batch + self._engine.options.max_queue
+        self._lanes = {kind: Lane(kind, most, _end_server) for kind in ("text", "chat", "long", "constrained")}
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take on requests; their responses come later, from the sender's thread."""
         for request in requests:
             arrived = time.perf_counter()
             sender = request.get_response_sender()
-            try:
-                self._sender.submit(self._read(request), sender, arrived)
-            except ForgeError as error:
-                self._metrics.refused()
-                fail(sender, error)
+            # Copied: Triton takes the memory back when `execute` returns.
+            tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+            parameters = request.parameters() or "{}"
+            arrival = _Arrival(tensors, parameters, request.timeout(), sender, arrived)
+            size = len(parameters) + sum(map(_size, tensors.values()))
+            kind = "long" if size > SMALL else "chat" if signature.MESSAGES.name in tensors else "text"
+            self._put(kind, sender, partial(self._read, arrival))
 
     def finalize(self) -> None:
         """Stop. Triton waits for running requests before it unloads a model; any that remain end as cancelled."""
+        for lane in self._lanes.values():  # the last one gets what the others read
+            lane.close()
         self._sender.close(DRAIN_S)
         self._metrics.close()
 
-    def _read(self, request: Any) -> inputs.InferenceRequest:
-        # Copied: Triton takes the memory back when `execute` returns.
-        tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-        parameters = json.loads(request.parameters() or "{}")
-        timeout_us = request.timeout()
-        return inputs.read(tensors, parameters, timeout_us / 1e6 if timeout_us else None, self._engine.encoder)
+    def _put(self, kind: str, sender: Any, do: Callable[[], None]) -> None:
+        try:
+            self._lanes[kind].put(do)
+        except ForgeError as error:
+            self._refuse(sender, error)
+
+    def _read(self, arrival: _Arrival) -> None:
+        """Read a request and pass it on, or answer why not."""
+        sender, timeout_us = arrival.sender, arrival.timeout_us
+        try:
+            if arrival.waited_s > POLL_S and sender.is_cancelled():  # while others were read
+                raise Unavailable("the client has gone")
+            read = inputs.read(
+                arrival.tensors,
+                json.loads(arrival.parameters),
+                timeout_us / 1e6 if timeout_us else None,
+                self._engine.encoder,
+            )
+        except ForgeError as error:
+            self._refuse(sender, error)
+            return
+        if read.request.sampling.constraint is None:
+            self._submit(read, arrival)
+        else:
+            self._put("constrained", sender, partial(self._submit, read, arrival))
+
+    def _submit(self, read: inputs.InferenceRequest, arrival: _Arrival) -> None:
+        """Hand a request to the engine, or answer why it does not take it."""
+        try:
+            self._sender.submit(_without(read, arrival.waited_s), arrival.sender, arrival.arrived)
+        except ForgeError as error:
+            self._refuse(arrival.sender, error)
+
+    def _refuse(self, sender: Any, error: ForgeError) -> None:
+        self._metrics.refused()
+        fail(sender, error)
+
+
+def _size(tensor: NDArray[Any]) -> int:
+    """Count the bytes of a tensor, whose elements may be bytes."""
+    return tensor.nbytes + (sum(map(len, tensor.reshape(-1))) if tensor.dtype == np.object_ else 0)
+
+
+def _without(read: inputs.InferenceRequest, waited_s: float) -> inputs.InferenceRequest:
+    """Take the time that a request waited out of its deadline."""
+    if read.request.timeout_s is None:
+        return read
+    left = max(read.request.timeout_s - waited_s, 1e-3)
+    return dataclasses.replace(read, request=dataclasses.replace(read.request, timeout_s=left))
 
 
 def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
