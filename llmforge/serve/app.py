@@ -8,10 +8,12 @@ import functools
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,15 +23,19 @@ from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Usage
+from llmforge.serve import bodies
+from llmforge.serve.bodies import BodyLimits
 from llmforge.serve.call_stream import CallStream
 from llmforge.serve.metrics import ServerMetrics
-from llmforge.serve.protocol import Call, chat_call, encode_messages, text_call
+from llmforge.serve.protocol import Call, UnknownModel, chat_call, encode_messages, text_call
 from llmforge.serve.responses import ResponseWriter, error_body, status
 from llmforge.serve.token_bytes import TokenBytes
 
-MAX_BODY_BYTES = 16 * 2**20  # far above a context's worth of text
+SMALL_BODY = 32 << 10  # bytes; the texts of longer ones take long to tokenize, and wait for each other only
+LONG_READERS, READERS = 2, 16  # threads that read long bodies, and others
 RETRY_AFTER_S = 1  # a queue that is full moves within about this time
 CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody reads it
+T = TypeVar("T")
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -45,19 +51,13 @@ def create_app(engine: Serving, model: str) -> Starlette:
         Route("/v1/chat/completions", functools.partial(server.complete, chat_call), methods=["POST"]),
         Route("/v1/completions", functools.partial(server.complete, text_call), methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/health", server.health),
         Route("/ready", server.health),
         Route("/metrics", server.metrics_text),
     ]
-    return Starlette(routes=routes, exception_handlers={ForgeError: _refusal})
-
-
-class _TooLarge(UsageError):
-    """A body is larger than this server reads."""
-
-
-class _NotJson(UsageError):
-    """A body does not say that it is JSON."""
+    handlers = {ForgeError: _refusal, HTTPException: _not_served, ClientDisconnect: _client_left}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 class _Server:
@@ -67,13 +67,15 @@ class _Server:
         self._created = int(time.time())
         self._metrics = ServerMetrics(engine)
         self._token_bytes = TokenBytes(engine.encoder.tokenizer)
+        self._limits = BodyLimits.of(engine.encoder)
+        self._long, self._short = CapacityLimiter(LONG_READERS), CapacityLimiter(READERS)
 
     async def complete(
         self, parse: Callable[[Any, PromptEncoder, str], Call], http: HttpRequest
     ) -> Response | EventStream:
-        # Templates and tokenizers take their time with long prompts; others' streams go on meanwhile.
         try:
-            call = await run_in_threadpool(parse, await _body(http), self._engine.encoder, self._model)
+            data = await bodies.read(http, self._limits)
+            call = await self._in_thread(data, lambda body: parse(body, self._engine.encoder, self._model))
             sequences = CallStream(self._engine, call, self._metrics)
             await sequences.submit()
         except ForgeError as error:
@@ -97,22 +99,45 @@ class _Server:
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
         if name != self._model:
-            error = UsageError(f"model {name!r} not found; this server serves {self._model!r}")
-            return JSONResponse(error_body(error), 404)
+            raise UnknownModel(f"model {name!r} not found; this server serves {self._model!r}")
         return JSONResponse(self._description())
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Give the token ids of `prompt` (a text) or of `messages` under the chat template, as vLLM does."""
-        body, encoder = await _body(http), self._engine.encoder
-        if not isinstance(body, dict) or (("prompt" in body) == ("messages" in body)):
-            raise UsageError("expected an object with either prompt (a string) or messages")
-        if "messages" in body:
-            ids = await run_in_threadpool(encode_messages, body["messages"], encoder)
-        elif isinstance(body["prompt"], str):
-            ids = await run_in_threadpool(encoder.encode, body["prompt"])
-        else:
-            raise UsageError("prompt: expected a string")
+        encoder = self._engine.encoder
+
+        def encode(body: Any) -> list[int]:
+            if not isinstance(body, dict) or (("prompt" in body) == ("messages" in body)):
+                raise UsageError("expected an object with either prompt (a string) or messages")
+            if "messages" in body:
+                return encode_messages(body["messages"], encoder)
+            if not isinstance(body["prompt"], str):
+                raise UsageError("prompt: expected a string")
+            return encoder.encode(body["prompt"])
+
+        ids = await self._in_thread(await bodies.read(http, self._limits), encode)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": encoder.config.max_context})
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Give the text of `tokens`, as vLLM does."""
+        encoder = self._engine.encoder
+
+        def decode(body: Any) -> str:
+            ids = body.get("tokens") if isinstance(body, dict) else None
+            if not isinstance(ids, list) or not all(
+                type(each) is int and 0 <= each < encoder.config.vocabulary for each in ids
+            ):
+                raise UsageError(f"tokens: expected a list of token ids below {encoder.config.vocabulary:,}")
+            (text,) = encoder.tokenizer.decode_batch([ids], skip_special_tokens=False)
+            return str(text)
+
+        text = await self._in_thread(await bodies.read(http, self._limits), decode)
+        return JSONResponse({"prompt": text})
+
+    async def _in_thread(self, data: bytes, do: Callable[[Any], T]) -> T:
+        """Parse a body and do something with it, in a thread: others' streams go on meanwhile."""
+        limiter = self._long if len(data) > SMALL_BODY else self._short
+        return await to_thread.run_sync(lambda: do(bodies.parse(data, self._limits)), limiter=limiter)
 
     async def health(self, http: HttpRequest) -> Response:
         """Say whether the engine lives, and so takes requests."""
@@ -188,29 +213,21 @@ async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> A
         watch.cancel()
 
 
-async def _body(http: HttpRequest) -> Any:
-    """Read a JSON body of bounded size.
-
-    That its content type must say JSON keeps web pages out: a browser lets any page send other types to a server on
-    loopback, and asks this server first for JSON.
-    """
-    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise _NotJson(
-            "the body's content type must be application/json", hint="curl: -H 'Content-Type: application/json'"
-        )
-    data = bytearray()
-    async for piece in http.stream():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise _TooLarge(f"the body is larger than {MAX_BODY_BYTES:,} bytes")
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"the body is not JSON: {error}") from error
-
-
 def _refusal(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ForgeError)
-    code = 413 if isinstance(error, _TooLarge) else 415 if isinstance(error, _NotJson) else status(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, Unavailable) else None
-    return JSONResponse(error_body(error), code, headers)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, Unavailable) else {}
+    if isinstance(error, bodies.TooLarge | bodies.TooSlow):
+        headers["Connection"] = "close"  # what still comes of the body is not waited for
+    return JSONResponse(error_body(error), status(error), headers)
+
+
+def _not_served(http: HttpRequest, error: Exception) -> Response:
+    """Say in JSON what Starlette says in plain text: that there is no such path, or no such method there."""
+    assert isinstance(error, HTTPException)
+    what = {404: f"there is no {http.url.path} here", 405: f"{http.url.path} does not take {http.method}"}
+    body = error_body(UsageError(what.get(error.status_code, error.detail)))
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+def _client_left(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.runtime.sampling.parameters import samplings_of
+from llmforge.runtime.sampling.parameters import NAMES, samplings_of
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Request
 
@@ -26,6 +26,7 @@ TEMPERATURE = 1.0  # OpenAI's default, of both
 # What clients send along that changes no output.
 _IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
 _OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
+PARAMETERS = _OWN | frozenset(NAMES)  # that errors may be about
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
     fields = _fields(body, model)
-    return _call("chat", [encode_messages(fields.get("messages"), encoder)], fields, {})
+    return _call("chat", fields, {}, 1, lambda: [encode_messages(fields.get("messages"), encoder)])
 
 
 def text_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
@@ -72,8 +73,12 @@ def text_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
     fields = _fields(body, model)
-    prompts = [encoder.encode(each) if isinstance(each, str) else each for each in texts(fields.get("prompt"))]
-    return _call("text", prompts, fields, {"max_tokens": TEXT_MAX_TOKENS})
+    given = texts(fields.get("prompt"))
+
+    def encode() -> list[list[int]]:
+        return [encoder.encode(each) if isinstance(each, str) else each for each in given]
+
+    return _call("text", fields, {"max_tokens": TEXT_MAX_TOKENS}, len(given), encode)
 
 
 def encode_messages(value: Any, encoder: PromptEncoder) -> list[int]:
@@ -140,18 +145,27 @@ def _fields(body: Any, model: str) -> dict[str, Any]:
     return {**fields, "model": model}
 
 
-def _call(kind: Kind, prompts: Sequence[Sequence[int]], fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> Call:
+def _call(
+    kind: Kind,
+    fields: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    count: int,
+    encode: Callable[[], Sequence[Sequence[int]]],
+) -> Call:
+    """Make a call of `count` prompts, which `encode` gives: what takes time comes last."""
     stream, include_usage = _stream(fields)
     given = {name: value for name, value in fields.items() if name not in _OWN}
     samplings = samplings_of({"temperature": TEMPERATURE, **defaults, **given})
-    if len(prompts) * len(samplings) > MAX_CHOICES:
-        raise UsageError(f"{len(prompts)} prompts, n {len(samplings)}: expected at most {MAX_CHOICES} answers per call")
+    if count * len(samplings) > MAX_CHOICES:
+        raise UsageError(
+            f"prompt: {count} prompts, n {len(samplings)}: expected at most {MAX_CHOICES} answers per call"
+        )
     return Call(
         kind=kind,
         id=("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
         model=fields["model"],
-        requests=tuple(Request(tuple(prompt), sampling) for prompt in prompts for sampling in samplings),
+        requests=tuple(Request(tuple(prompt), sampling) for prompt in encode() for sampling in samplings),
         n=len(samplings),
         stream=stream,
         include_usage=include_usage,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.serve.protocol import Call, UnknownModel
+from llmforge.serve.bodies import NotJson, TooLarge, TooSlow
+from llmforge.serve.protocol import PARAMETERS, Call, UnknownModel
 from llmforge.serve.token_bytes import TokenBytes
+
+_WORD = re.compile("[a-z_]+")
 
 
 class RequestTimeout(ForgeError):
@@ -25,7 +29,15 @@ def error_body(error: ForgeError) -> dict[str, Any]:
     """Write an error as OpenAI does."""
     _, kind, code = _kind(error)
     message = error.message if error.hint is None else f"{error.message} ({error.hint})"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": _parameter(error), "code": code}}
+
+
+def _parameter(error: ForgeError) -> str | None:
+    """Name the parameter that an error is about, which its message begins with."""
+    if isinstance(error, UnknownModel):
+        return "model"
+    first = _WORD.match(error.message) if isinstance(error, UsageError) else None
+    return first[0] if first and first[0] in PARAMETERS else None
 
 
 def _kind(error: ForgeError) -> tuple[int, str, str | None]:
@@ -33,7 +45,13 @@ def _kind(error: ForgeError) -> tuple[int, str, str | None]:
     match error:
         case UnknownModel():
             return 404, "invalid_request_error", "model_not_found"
-        case UsageError():
+        case TooLarge():
+            return 413, "invalid_request_error", None
+        case NotJson():
+            return 415, "invalid_request_error", None
+        case TooSlow():
+            return 408, "invalid_request_error", None
+        case UsageError() | UnsupportedError() | EnvironmentLacks():  # what this server cannot do, whoever asks again
             return 400, "invalid_request_error", None
         case Unavailable():
             return 503, "server_overloaded", "unavailable"

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from llmforge.base.errors import EnvironmentLacks, Unavailable
 from llmforge.runtime.serving.interface import Serving
 from llmforge.serve.app import create_app
+from llmforge.serve.connections import Connection
 
 ALIVE_POLL_S = 0.5  # between two looks at the engine
 IDLE_TIMEOUT_S = 30  # after which an idle connection is closed
@@ -90,6 +91,7 @@ def make_server(app: Starlette, grace_s: int) -> uvicorn.Server:
     """Make the server of `app`; when it ends, it waits up to `grace_s` seconds for answers that are being made."""
     config = uvicorn.Config(
         app,
+        http=Connection,
         lifespan="off",
         ws="none",
         log_config=None,

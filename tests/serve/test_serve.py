@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import re
@@ -395,14 +396,55 @@ def test_a_bad_request_is_told_what_is_wrong(address: str, engine: Engine, path:
 def test_bodies_that_are_no_json_are_refused(address: str) -> None:
     assert post(address, "/v1/completions", b"{")[0] == 400
     assert post(address, "/v1/completions", b"\xff")[0] == 400
-    assert post(address, "/v1/completions", b"[" * 100_000)[0] == 400
+    assert post(address, "/v1/completions", b"[" * 9_000)[0] == 400
+    assert post(address, "/v1/completions", b"[" * 100_000)[0] == 413
     status, _, content = post(address, "/v1/completions", {"prompt": "a"}, **{"Content-Type": "text/plain"})
     assert status == 415
     assert "application/json" in json.loads(content)["error"]["message"]
     status, _, content = post(address, "/v1/completions", b" " * (16 * 2**20 + 1))
     assert status == 413
-    assert get(address, "/v1/completions")[0] == 405
-    assert get(address, "/v1/nothing")[0] == 404
+    status, _, content = post(address, "/v1/completions", gzip.compress(b"{}"), **{"Content-Encoding": "gzip"})
+    assert status == 415
+    assert "'gzip' is not supported" in json.loads(content)["error"]["message"]
+    for path, status, says in (
+        ("/v1/completions", 405, "/v1/completions does not take GET"),
+        ("/v1/nothing", 404, "there is no /v1/nothing here"),
+        ("/v1/models/x", 404, "model 'x' not found"),
+    ):
+        got, content = get(address, path)
+        assert got == status
+        assert says in json.loads(content)["error"]["message"]
+    assert json.loads(content)["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("body", ['{"prompt": "\\ud800"}', '{"prompt": "a", "stop": "\\udc00"}', '{"\\ud800": 1}'])
+def test_halves_of_characters_are_refused(address: str, body: str) -> None:
+    status, _, content = post(address, "/v1/completions", body.encode())
+    assert status == 400
+    assert "unpaired surrogate" in json.loads(content)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "parameter"),
+    [
+        ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
+        ("completions", {"prompt": 3}, "prompt"),
+        ("completions", {"prompt": "a", "model": "other"}, "model"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("completions", [], None),
+    ],
+)
+def test_errors_name_their_parameter(address: str, path: str, body: Any, parameter: str | None) -> None:
+    status, _, content = post(address, f"/v1/{path}", body)
+    assert status in {400, 404}
+    assert json.loads(content)["error"]["param"] == parameter
+
+
+def test_tokens_are_made_text_again(address: str) -> None:
+    tokens = json.loads(post(address, "/tokenize", {"prompt": PROMPT})[2])["tokens"]
+    assert json.loads(post(address, "/detokenize", {"tokens": tokens})[2]) == {"prompt": PROMPT}
+    for wrong in ({}, {"tokens": "a"}, {"tokens": [-1]}, {"tokens": [10**9]}, {"tokens": [True]}):
+        assert post(address, "/detokenize", wrong)[0] == 400
 
 
 def test_a_full_queue_is_503_and_leaves_nothing_behind(slow: Engine) -> None:
