@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
@@ -15,7 +16,7 @@ from llmforge.base import extras
 from llmforge.base.admission import LOADED
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, Numbers, record, refuse_given
+from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, Numbers, is_json_log, record, refuse_given
 from llmforge.cli.provenance import admit, loading_options, signature_options
 
 if TYPE_CHECKING:
@@ -60,6 +61,30 @@ Example:
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Cancel requests that take longer.")
 @_engine_options
 @click.option(
+    "--api-key-file",
+    "key_file",
+    type=PATH,
+    metavar="FILE",
+    help="API keys, one per line, of which requests must have one. Also from LLMFORGE_API_KEYS, separated by commas.",
+)
+@click.option(
+    "--allow-host",
+    "hosts",
+    metavar="NAME",
+    multiple=True,
+    help="A name that clients reach this server by, as in their Host header. On loopback others are refused.",
+)
+@click.option(
+    "--cors-origin",
+    "origins",
+    metavar="ORIGIN",
+    multiple=True,
+    help="Web pages that may send requests, such as https://example.org; '*' allows all.",
+)
+@click.option("--tls-cert", "certificate", type=PATH, metavar="FILE", help="Certificate chain (PEM), for HTTPS.")
+@click.option("--tls-key", "private_key", type=PATH, metavar="FILE", help="Private key of --tls-cert (PEM).")
+@click.option("--access-log", is_flag=True, help="Log every request on standard error.")
+@click.option(
     "--grace", "grace_s", type=NATURAL, metavar="SECONDS", default=30,
     help="On shutdown, time to finish requests in flight.",
 )  # fmt: skip
@@ -76,11 +101,17 @@ def serve(
     rehash: bool,
     require_signature: bool,
     key: Path | None,
+    key_file: Path | None,
+    hosts: tuple[str, ...],
+    origins: tuple[str, ...],
+    certificate: Path | None,
+    private_key: Path | None,
+    access_log: bool,
     **options: Any,
 ) -> None:
     """Serve ARTIFACT through an OpenAI-compatible API.
 
-    For trying things out: no authentication, no TLS. Use `llmforge triton` for production.
+    For trying things out: one model, on one machine. Use `llmforge triton` for production.
     """
     extras.require("serve")
     from llmforge import __version__
@@ -89,6 +120,9 @@ def serve(
     from llmforge.cli import console
     from llmforge.runtime import EngineOptions, EngineProcess
 
+    if (certificate is None) != (private_key is None):
+        raise UsageError("--tls-cert and --tls-key require each other")
+    doors = server.Doors.of(host, server.read_keys(key_file, os.environ.get("LLMFORGE_API_KEYS")), hosts, origins)
     opened = Artifact.open(artifact)
     admit(opened, allow, rehash, require_signature=require_signature, key=key)
     model = name or opened.manifest.name
@@ -102,8 +136,20 @@ def serve(
         )
         for note in engine.stats().notes:
             console.say(f"note: {note}")
+        if not doors.keys and not server.is_loopback(host):
+            console.say("note: everybody who reaches this address may use it; --api-key-file asks for keys")
 
-    server.run(engine, model, server.Address(host, port, grace_s), announce)
+    def log(record: server.AccessRecord) -> None:
+        if is_json_log():
+            console.log("access", **dataclasses.asdict(record))
+        else:
+            console.say(
+                f"{record.client} {record.method} {record.path} {record.status} {record.seconds * 1000:.1f} ms "
+                f"{record.request_id}"
+            )
+
+    address = server.Address(host, port, grace_s, certificate, private_key)
+    server.run(engine, model, address, announce, doors, log if access_log else None)
 
 
 _BENCH = """\b

@@ -26,6 +26,7 @@ from llmforge.runtime.serving.request import Chunk, Usage
 from llmforge.serve import bodies
 from llmforge.serve.bodies import BodyLimits
 from llmforge.serve.call_stream import CallStream
+from llmforge.serve.doors import Doorway
 from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call, UnknownModel, chat_call, encode_messages, text_call
 from llmforge.serve.responses import ResponseWriter, error_body, status
@@ -39,12 +40,13 @@ T = TypeVar("T")
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(engine: Serving, model: str) -> Starlette:
+def create_app(engine: Serving, model: str, doorway: Doorway | None = None) -> Starlette:
     """Make the application: OpenAI's endpoints over `engine`, whose model is called `model`.
 
-    The engine stays the caller's: the application neither starts nor closes it.
+    The engine stays the caller's: the application neither starts nor closes it. Once `doorway` is draining, calls are
+    refused with 503.
     """
-    server = _Server(engine, model)
+    server = _Server(engine, model, doorway or Doorway())
     routes = [
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.model),
@@ -53,7 +55,7 @@ def create_app(engine: Serving, model: str) -> Starlette:
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/health", server.health),
-        Route("/ready", server.health),
+        Route("/ready", server.ready),
         Route("/metrics", server.metrics_text),
     ]
     handlers = {ForgeError: _refusal, HTTPException: _not_served, ClientDisconnect: _client_left}
@@ -61,8 +63,9 @@ def create_app(engine: Serving, model: str) -> Starlette:
 
 
 class _Server:
-    def __init__(self, engine: Serving, model: str) -> None:
+    def __init__(self, engine: Serving, model: str, doorway: Doorway) -> None:
         self._engine = engine
+        self._doorway = doorway
         self._model = model
         self._created = int(time.time())
         self._metrics = ServerMetrics(engine)
@@ -74,6 +77,7 @@ class _Server:
         self, parse: Callable[[Any, PromptEncoder, str], Call], http: HttpRequest
     ) -> Response | EventStream:
         try:
+            self._check_draining()
             data = await bodies.read(http, self._limits)
             call = await self._in_thread(data, lambda body: parse(body, self._engine.encoder, self._model))
             sequences = CallStream(self._engine, call, self._metrics)
@@ -140,10 +144,22 @@ class _Server:
         return await to_thread.run_sync(lambda: do(bodies.parse(data, self._limits)), limiter=limiter)
 
     async def health(self, http: HttpRequest) -> Response:
-        """Say whether the engine lives, and so takes requests."""
+        """Say whether the engine lives: a server that is not healthy wants to be started anew."""
         if not self._engine.alive:
             raise Unavailable("the engine has ended")
         return JSONResponse({"status": "ok"})
+
+    async def ready(self, http: HttpRequest) -> Response:
+        """Say whether the next request is likely to be taken: one that is not ready wants to be left alone."""
+        self._check_draining()
+        stats, most = self._engine.stats(), self._engine.options.max_queue
+        if most and stats.waiting >= most:
+            raise Unavailable(f"the queue is full: {most} requests are waiting")
+        return await self.health(http)
+
+    def _check_draining(self) -> None:
+        if self._doorway.draining:
+            raise Unavailable("the server is shutting down")
 
     async def metrics_text(self, http: HttpRequest) -> Response:
         return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)

@@ -8,44 +8,60 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
-from llmforge.base.errors import EnvironmentLacks, Unavailable
+from llmforge.base.errors import EnvironmentLacks, InputError, Unavailable
 from llmforge.runtime.serving.interface import Serving
 from llmforge.serve.app import create_app
 from llmforge.serve.connections import Connection
+from llmforge.serve.doors import AccessRecord, DoorKeeper, Doors, Doorway
 
-ALIVE_POLL_S = 0.5  # between two looks at the engine
+POLL_S = 0.1  # between two looks at the engine, and at what is left to answer
 IDLE_TIMEOUT_S = 30  # after which an idle connection is closed
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen; port 0 lets the system choose a free one. `grace_s` bounds the wait for answers at the end."""
+    """Where to listen; port 0 lets the system choose a free one. `grace_s` bounds the wait for answers at the end.
+
+    With `certificate` and `private_key`, files of PEM, connections are encrypted (TLS).
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     grace_s: int = 30
+    certificate: Path | None = None
+    private_key: Path | None = None
 
 
-def run(engine: Serving, model: str, address: Address, announce: Callable[[str], None]) -> None:
+def run(
+    engine: Serving,
+    model: str,
+    address: Address,
+    announce: Callable[[str], None],
+    doors: Doors | None = None,
+    log: Callable[[AccessRecord], None] | None = None,
+) -> None:
     """Serve `engine` until SIGINT or SIGTERM, then finish what was asked before and close the engine.
 
-    `announce` gets the server's URL once it listens.
+    `announce` gets the server's URL once it listens, `log` every request that was answered. A second signal ends
+    answers that are not complete.
 
     Raises:
+        InputError: the certificate or its key cannot be used.
         EnvironmentLacks: the address cannot be listened on.
         Unavailable: the engine failed; every request in flight got the error.
     """
     try:
-        with _listen(address) as listening:
-            server = make_server(create_app(engine, model), address.grace_s)
-            with _ended_by_signals(server):
-                announce(_url(listening))
-                asyncio.run(_serve(server, engine, listening))
+        doorway = Doorway()
+        server = make_server(DoorKeeper(create_app(engine, model, doorway), doors or Doors(), doorway, log), address)
+        with _listen(address) as listening, _ended_by_signals(server, doorway):
+            announce(_url(listening, encrypted=address.certificate is not None))
+            asyncio.run(_serve(server, engine, listening, doorway, address.grace_s))
         died = not engine.alive
     finally:
         engine.close(drain=False)
@@ -53,12 +69,17 @@ def run(engine: Serving, model: str, address: Address, announce: Callable[[str],
         raise Unavailable("the engine failed and the server stopped", hint="see the log above for the cause")
 
 
-async def _serve(server: uvicorn.Server, engine: Serving, listening: socket.socket) -> None:
-    """Run the server until it is ended, or the engine dies."""
+async def _serve(
+    server: uvicorn.Server, engine: Serving, listening: socket.socket, doorway: Doorway, grace_s: float
+) -> None:
+    """Run the server until it has drained, or the engine dies."""
 
     async def watch() -> None:
-        while engine.alive:
-            await asyncio.sleep(ALIVE_POLL_S)
+        while engine.alive and not doorway.draining:
+            await asyncio.sleep(POLL_S)
+        end = asyncio.get_running_loop().time() + grace_s
+        while engine.alive and doorway.active and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(POLL_S)
         server.should_exit = True
 
     watching = asyncio.create_task(watch())
@@ -69,15 +90,16 @@ async def _serve(server: uvicorn.Server, engine: Serving, listening: socket.sock
 
 
 @contextlib.contextmanager
-def _ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the server in order.
+def _ended_by_signals(server: uvicorn.Server, doorway: Doorway) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the server in order: it refuses new calls and ends when it has answered the others.
 
     uvicorn has handlers of its own while it runs, and raises what it was ended by once more afterwards: by default
     that would kill this process, whose end was asked for and is no error.
     """
 
     def end(signal_number: int, frame: FrameType | None) -> None:
-        server.should_exit = True
+        server.should_exit = server.force_exit = doorway.draining  # at once, when it is the second one
+        doorway.draining = True
 
     previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -87,8 +109,12 @@ def _ended_by_signals(server: uvicorn.Server) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def make_server(app: Starlette, grace_s: int) -> uvicorn.Server:
-    """Make the server of `app`; when it ends, it waits up to `grace_s` seconds for answers that are being made."""
+def make_server(app: ASGIApp, address: Address) -> uvicorn.Server:
+    """Make the server of `app`; when it ends, it waits up to `grace_s` seconds for answers that are being made.
+
+    Raises:
+        InputError: the certificate or its key cannot be used.
+    """
     config = uvicorn.Config(
         app,
         http=Connection,
@@ -97,9 +123,19 @@ def make_server(app: Starlette, grace_s: int) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         timeout_keep_alive=IDLE_TIMEOUT_S,
-        timeout_graceful_shutdown=grace_s,
+        timeout_graceful_shutdown=address.grace_s,
         server_header=False,
+        ssl_certfile=address.certificate,
+        ssl_keyfile=address.private_key,
     )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError among them
+        raise InputError(
+            f"{address.certificate}, {address.private_key}: no certificate with its private key: "
+            f"{error.strerror or error}",
+            hint="both are files of PEM; the key has no password",
+        ) from error
     return uvicorn.Server(config)
 
 
@@ -114,6 +150,7 @@ def _listen(address: Address) -> socket.socket:
         ) from error
 
 
-def _url(listening: socket.socket) -> str:
+def _url(listening: socket.socket, *, encrypted: bool) -> str:
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if listening.family == socket.AF_INET6 else f"http://{host}:{port}"
+    name = f"[{host}]" if listening.family == socket.AF_INET6 else host
+    return f"{'https' if encrypted else 'http'}://{name}:{port}"

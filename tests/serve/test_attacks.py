@@ -25,6 +25,7 @@ from ..serving import publish_small
 
 ALLOWED_S = 0.5  # that a pause may be longer than without the attack
 MEASURED_S = 1.0
+TRIES = 3  # on a machine that others use too
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
 
 
@@ -37,7 +38,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
 def address(small: Artifact) -> Iterator[tuple[str, int]]:
     listening = socket.create_server(("127.0.0.1", 0))
     with EngineProcess(small.path) as engine:
-        server: uvicorn.Server = make_server(serve.create_app(engine, "small"), grace_s=5)
+        server: uvicorn.Server = make_server(serve.create_app(engine, "small"), serve.Address(grace_s=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         yield listening.getsockname()[:2]
@@ -123,8 +124,18 @@ def many_prompts() -> bytes:
 )
 def test_others_go_on(address: tuple[str, int], make: Callable[[], bytes], path: str, statuses: set[int]) -> None:
     longest_pause(address, 0.1)  # what is started when it is first used
-    alone = longest_pause(address, MEASURED_S)
-    end, got = time.monotonic() + MEASURED_S, []
+    got: list[int] = []
+    for _ in range(TRIES):
+        alone, beside = longest_pause(address, MEASURED_S), beside_attackers(address, make, path, got)
+        if beside < alone + ALLOWED_S:
+            break
+    assert beside < alone + ALLOWED_S
+    assert got
+    assert set(got) <= statuses
+
+
+def beside_attackers(address: tuple[str, int], make: Callable[[], bytes], path: str, got: list[int]) -> float:
+    end = time.monotonic() + MEASURED_S
 
     def attack() -> None:
         while time.monotonic() < end:
@@ -137,9 +148,7 @@ def test_others_go_on(address: tuple[str, int], make: Callable[[], bytes], path:
     beside = longest_pause(address, MEASURED_S)
     for attacker in attackers:
         attacker.join()
-    assert beside < alone + ALLOWED_S
-    assert got
-    assert set(got) <= statuses
+    return beside
 
 
 def test_trickling_connections_make_room(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def runner(small: Artifact) -> Runner:
 def serving(engine: Any) -> Iterator[str]:
     """Serve an engine from a thread; yield HOST:PORT."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = make_server(serve.create_app(engine, "small"), grace_s=5)
+    server = make_server(serve.create_app(engine, "small"), serve.Address(grace_s=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -527,7 +528,7 @@ class FailingEngine:
     """Gives one token and then an error."""
 
     def __init__(self, runner: Runner, error: Exception) -> None:
-        self.encoder = runner
+        self.encoder, self.options = runner, EngineOptions()
         self.alive = True
         self.error: Any = error
 
@@ -540,7 +541,7 @@ class FailingEngine:
         """Nothing is left to cancel."""
 
     def stats(self) -> Any:
-        return None
+        return SimpleNamespace(waiting=0)
 
 
 @pytest.mark.parametrize(
