@@ -25,8 +25,24 @@ TEMPERATURE = 1.0  # OpenAI's default, of both
 
 # What clients send along that changes no output.
 _IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
+# What OpenAI knows and this server does not do, by the values that ask for nothing.
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
 _OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
-PARAMETERS = _OWN | frozenset(NAMES)  # that errors may be about
+PARAMETERS = _OWN | _HARMLESS.keys() | frozenset(NAMES)  # that errors may be about
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,8 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise UsageError(f'{where}: expected an object {{"role": …, "content": …}}')
     content = value.get("content")
+    if content is None and value["role"] == "assistant" and _has_calls(value.get("tool_calls"), where):
+        content = ""
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
@@ -111,6 +129,22 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(content, str):
         raise UsageError(f"{where}: content is {type(content).__name__}; expected a string, or a list of text parts")
     return {**value, "content": content}
+
+
+def _has_calls(value: Any, where: str) -> bool:
+    """Whether an assistant's message calls tools, as OpenAI writes it; templates show them as they can.
+
+    Raises:
+        UsageError: `tool_calls` is something else.
+    """
+    if value is None:
+        return False
+    calls = value if isinstance(value, list) else [None]
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            raise UsageError(f'{where}.tool_calls: expected a list of {{"function": {{"name": …, "arguments": …}}}}')
+    return bool(calls)
 
 
 def texts(value: Any) -> list[str | list[int]]:
@@ -142,7 +176,10 @@ def _fields(body: Any, model: str) -> dict[str, Any]:
     fields = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
     if fields.get("model", model) != model:
         raise UnknownModel(f"model {fields['model']!r} is not served here; this is {model!r}")
-    return {**fields, "model": model}
+    for name in _HARMLESS.keys() & fields.keys():
+        if not any(type(fields[name]) is type(each) and fields[name] == each for each in _HARMLESS[name]):
+            raise UsageError(f"{name}: this server does not support it", hint=f"leave {name} out")
+    return {name: value for name, value in fields.items() if name not in _HARMLESS} | {"model": model}
 
 
 def _call(
@@ -177,8 +214,8 @@ def _stream(fields: Mapping[str, Any]) -> tuple[bool, bool]:
     stream, options = fields.get("stream", False), fields.get("stream_options", {})
     if not isinstance(stream, bool):
         raise UsageError(f"stream {stream!r}: expected true or false")
-    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise UsageError(f"stream_options {options!r}: expected an object with only include_usage")
+    if not isinstance(options, dict) or not options.keys() <= {"include_usage", "include_obfuscation"}:
+        raise UsageError(f"stream_options {options!r}: expected an object with include_usage, or nothing")
     include_usage = options.get("include_usage", False)
     if not isinstance(include_usage, bool):
         raise UsageError(f"include_usage {include_usage!r}: expected true or false")

@@ -364,12 +364,12 @@ def test_the_example_of_the_documents_runs(address: str, capsys: pytest.CaptureF
         ("completions", {"prompt": ""}, "the prompt is empty"),
         ("completions", {"prompt": [99999]}, "token id 99999; the vocabulary has 8192"),
         ("completions", {"prompt": "a", "temperature": -1}, "temperature -1"),
-        ("completions", {"prompt": "a", "tools": []}, "unknown parameter 'tools'"),
+        ("completions", {"prompt": "a", "tools": [{}]}, "tools: this server does not support it"),
         ("completions", {"prompt": "a", "n": 0}, "n 0"),
         ("completions", {"prompt": ["a", "b"], "n": 65}, "at most 128 answers"),
         ("completions", {"prompt": "a", "stream": "yes"}, "stream 'yes': expected true or false"),
         ("completions", {"prompt": "a", "stream_options": {}}, "stream_options requires stream"),
-        ("completions", {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "only include_usage"),
+        ("completions", {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "an object with include_usage"),
         ("completions", {"prompt": "word " * CONTEXT}, f"this artifact allows at most {CONTEXT - 1}"),
         ("chat/completions", {}, "messages: expected a list"),
         ("chat/completions", {"messages": ["hello"]}, "messages[0]: expected an object"),
@@ -392,6 +392,34 @@ def test_a_bad_request_is_told_what_is_wrong(address: str, engine: Engine, path:
     assert error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"}
     assert engine.alive
+
+
+def test_what_clients_send_along_and_asks_for_nothing_is_accepted(address: str) -> None:
+    harmless = {
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "modalities": ["text"], "best_of": 1,
+        "echo": False, "suffix": None, "stream_options": None, "user": "somebody",
+    }  # fmt: skip
+    for path, asked in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": MESSAGES})):
+        assert post(address, f"/v1/{path}", {**asked, **harmless, "max_tokens": 1})[0] == 200
+    for name, value in (("echo", True), ("best_of", True), ("tool_choice", "required"), ("modalities", ["audio"])):
+        status, _, content = post(address, "/v1/completions", {"prompt": "a", name: value})
+        assert status == 400
+        assert json.loads(content)["error"]["param"] == name
+
+
+def test_a_history_may_hold_calls_of_tools(address: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+    ]
+    assert post(address, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})[0] == 200
+    for wrong in ("x", [{}], [{"function": {}}], []):
+        body = {"messages": [{"role": "assistant", "content": None, "tool_calls": wrong}]}
+        status, _, content = post(address, "/v1/chat/completions", body)
+        assert status == 400
+        assert "messages[0]" in json.loads(content)["error"]["message"]
 
 
 def test_bodies_that_are_no_json_are_refused(address: str) -> None:
