@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,12 @@ def build(recipe: Path, out: Path, options: list[str], settings: dict[str, str],
     return Artifact.open(Path(done.stdout.splitlines()[-1]))
 
 
+def _cpu_seconds() -> float:
+    """Return what the builds that have ended took."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
@@ -77,11 +84,12 @@ def main() -> None:
             umask = UMASKS[index % len(UMASKS)]
             if chosen.without and index == chosen.n - 1:
                 settings |= WITHOUT_AVX512
-            began = time.perf_counter()
+            began, used = time.perf_counter(), _cpu_seconds()
             artifact = build(chosen.recipe.resolve(), folder, chosen.set, settings, umask)
             artifacts.append(artifact)
             facts = {name: settings[name] for name in ("PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ", "LANG")}
             facts |= {"umask": f"{umask:03o}", "s": str(round(time.perf_counter() - began))}
+            facts |= {"cpu_s": str(round(_cpu_seconds() - used, 1))}
             print(artifact.manifest.content_digest, json.dumps(facts), flush=True)
 
         differing = [other for other in artifacts[1:] if comparison.files(artifacts[0], other)]

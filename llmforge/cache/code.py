@@ -12,6 +12,7 @@ import ast
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -86,21 +87,31 @@ class Code:
         if module not in self._imports:
             file = self._file(module)
             assert file is not None, f"no module is called {module}"
-            self._imports[module] = frozenset(self._named(ast.parse(file.read_bytes()).body))
+            self._imports[module] = frozenset(self._named(file.read_bytes()))
         return self._imports[module]
 
-    def _named(self, body: list[ast.stmt]) -> Iterator[str]:
-        """Name the modules of the package that the statements `body` import, those of functions included."""
-        for statement in body:
-            for node in _at_runtime(statement):
-                if isinstance(node, ast.Import):
-                    yield from (alias.name for alias in node.names if self._file(alias.name))
-                elif isinstance(node, ast.ImportFrom) and node.module is not None and self._file(node.module):
-                    submodules = [f"{node.module}.{alias.name}" for alias in node.names]
-                    found = [name for name in submodules if self._file(name)]
-                    yield from found
-                    if len(found) < len(submodules):
-                        yield node.module
+    def _named(self, source: bytes) -> Iterator[str]:
+        """Name the modules of the package that `source` imports."""
+        for module, names in _imports(source):
+            if self._file(module):
+                submodules = [f"{module}.{name}" for name in names]
+                found = [name for name in submodules if self._file(name)]
+                yield from found
+                if not names or len(found) < len(submodules):
+                    yield module
+
+
+@cache  # of the process, which may build more than once: to parse all texts takes 0.4 s
+def _imports(source: bytes) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """List the modules that a text imports, in functions too, and what it takes of each: nothing of `import`."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for statement in ast.parse(source).body:
+        for node in _at_runtime(statement):
+            if isinstance(node, ast.Import):
+                found += ((alias.name, ()) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                found.append((node.module, tuple(alias.name for alias in node.names)))
+    return tuple(found)
 
 
 def _at_runtime(node: ast.AST) -> Iterator[ast.AST]:

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from llmforge.build import lock, pipeline
 from llmforge.cli import cli
 from llmforge.quantization.methods import gptq
 from llmforge.recipe import Recipe
+from llmforge.runtime.backends.config import physical_cores
+
+from ..checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
@@ -52,28 +56,45 @@ def write_recipe(folder: Path, checkpoint: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(900)  # three builds, one after the other
-def test_folder_hash_seed_and_threads_move_no_byte(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    manifests = []
-    for index, name in enumerate(("a", "another folder/b", "c")):
-        recipe = write_recipe(tmp_path / name, tiny_checkpoint)
-        threads = str(1 + index)
-        settings = {
-            "PYTHONPATH": str(ROOT),
-            "PYTHONHASHSEED": str(index),
-            "OMP_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
-        }
-        command = [sys.executable, "-m", "llmforge", "build", recipe.name, "--out", "out", "--quiet"]
-        done = subprocess.run(
-            command, cwd=recipe.parent, env={**os.environ, **settings}, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
-        manifests.append(Artifact.open(recipe.parent / done.stdout.splitlines()[-1]).manifest)
-    first, *others = manifests
-    contents = [{path: each.sha256 for path, each in one.files.items()} for one in manifests]
-    assert contents[0] == contents[1] == contents[2]
-    assert {other.content_digest for other in others} == {first.content_digest}
+@dataclass(frozen=True)
+class Built:
+    """A recipe, and what was built of it in this process."""
+
+    recipe: Path
+    artifact: Artifact
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("built")
+    write_checkpoint(folder / "checkpoint")
+    recipe = write_recipe(folder / "a", folder / "checkpoint")
+    result = pipeline.build(Recipe.load(recipe), folder / "out")
+    return Built(recipe, Artifact.open(result.path))
+
+
+@pytest.mark.timeout(600)
+def test_folder_hash_seed_and_threads_move_no_byte(tmp_path: Path, built: Built) -> None:
+    recipe = write_recipe(tmp_path / "another folder/b", built.recipe.parent / "tiny-llama")
+    threads = str(physical_cores() + 1)
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONHASHSEED": "1",  # this process has a random one
+        "OMP_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+    }
+    command = [sys.executable, "-m", "llmforge", "build", recipe.name, "--out", "out", "--quiet", "--no-cache"]
+    done = subprocess.run(
+        command, cwd=recipe.parent, env={**os.environ, **settings}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    first, other = (
+        Artifact.open(each).manifest for each in (built.artifact.path, recipe.parent / done.stdout.splitlines()[-1])
+    )
+    assert {path: each.sha256 for path, each in other.files.items()} == {
+        path: each.sha256 for path, each in first.files.items()
+    }
+    assert other.content_digest == first.content_digest
 
 
 def command_line(*arguments: str) -> Result:
@@ -81,11 +102,8 @@ def command_line(*arguments: str) -> Result:
 
 
 @pytest.mark.timeout(600)
-def test_an_artifact_is_reproduced_and_a_difference_is_named(
-    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = write_recipe(tmp_path / "a", tiny_checkpoint)
-    path = pipeline.build(Recipe.load(recipe), tmp_path / "out").path
+def test_an_artifact_is_reproduced_and_a_difference_is_named(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, path = built.recipe, built.artifact.path
     locked = lock.read(Artifact.open(path))
     assert [stage.name for stage in locked.stages] == [
         "trace", "calibration", "fuse-norms", "pack-qkv", "flash-attention", "quantize-weights", "quantize-kv-cache",
@@ -96,7 +114,9 @@ def test_an_artifact_is_reproduced_and_a_difference_is_named(
     assert locked.seeds == {"calibration": 0}
     assert locked.threads.calibration == 2
     assert locked.packages["torch"] == version("torch")
-    assert str(tmp_path) not in (path / "provenance/lock.json").read_text()  # nothing of the machine's folders
+    assert (
+        str(recipe.parent.parent) not in (path / "provenance/lock.json").read_text()
+    )  # nothing of the machine's folders
     again = command_line(
         "reproduce", str(path), "--checkpoint", str(recipe.parent / "tiny-llama"), "--text",
         str(recipe.parent / "text.jsonl"), "--quiet",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,12 +50,14 @@ NAMES = ["fuse-norms", "pack-qkv", "flash-attention", "quantize-weights", "quant
 Write = Callable[..., Recipe]
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
-    """Write a recipe for the tiny checkpoint; arguments are the last pass's budget, the weights' bits, other fields."""
+def writer(folder: Path) -> Write:
+    """Write text into `folder`, and make what writes recipes there, for the checkpoint "tiny-llama" beside them.
+
+    Arguments of that are the last pass's budget, the weights' bits, and other fields.
+    """
     rng = random.Random(0)
     lines = [{"id": str(i), "text": f"{i} " + " ".join(rng.choices(WORDS, k=30))} for i in range(10)]
-    (tmp_path / "calibration.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "calibration.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     def write(
         bits: int = 4,
@@ -65,7 +69,7 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
         facts: Mapping[str, Any] = {
             "schema": 1,
             "name": name,
-            "checkpoint": str(tiny_checkpoint),
+            "checkpoint": "tiny-llama",
             "target": "local",
             "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
             "calibration": {"data": "calibration.jsonl", "samples": 8, "length": 64},
@@ -76,11 +80,45 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
             ],
             "validation": {"quality": quality},
         }
-        path = tmp_path / f"{name}.yaml"
+        path = folder / f"{name}.yaml"
         path.write_text(json.dumps({**facts, **(changes or {})}))  # JSON is YAML
         return Recipe.load(path)
 
     return write
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
+    """Write a recipe for the tiny checkpoint."""
+    return writer(tmp_path)
+
+
+@dataclass(frozen=True)
+class Done:
+    """The recipe as it is without arguments, built without a cache and then with an empty one, which it has filled."""
+
+    without: str
+    digest: str
+    report_without: reports.Report
+    report: reports.Report
+    folder: Path
+
+    def cache(self, tmp_path: Path, *kinds: str) -> None:
+        """Let the test begin with a copy of the cache: with entries of `kinds` alone, where some are named."""
+        shutil.copytree(self.folder / "cache", tmp_path / "cache")
+        for entry in Cache(tmp_path / "cache").entries():
+            if kinds and entry.kind not in kinds:
+                shutil.rmtree(tmp_path / "cache" / "entries" / entry.digest)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder = tmp_path_factory.mktemp("done")
+    write_checkpoint(folder / "tiny-llama")
+    written = writer(folder)()
+    without, report_without = build(written, folder, cached=False)
+    digest, report = build(written, folder)
+    return Done(without, digest, report_without, report, folder)
 
 
 class Recorded(Silent):
@@ -110,19 +148,19 @@ def reused(report: reports.Report) -> list[str]:
 
 
 def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
-    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without, report = build(recipe(), tmp_path, cached=False)
+    assert reused(done.report_without) == []
+    report = done.report
     assert reused(report) == []
-    cold, report = build(recipe(), tmp_path)
-    assert reused(report) == []
+    done.cache(tmp_path)
     for name in ("_prove", "check"):
         monkeypatch.setattr(Verifier, name, None)  # who proves, fails
     monkeypatch.setattr("llmforge.trace.trace", None)
     monkeypatch.setattr(pipeline, "verify_trace", None)
     recorded = Recorded()
     warm, again = build(recipe(), tmp_path, progress=recorded)
-    assert without == cold == warm
+    assert done.without == done.digest == warm
     assert report.build.reused == reports.ReusedRecord()
     assert again.build.reused == reports.ReusedRecord(
         stages=("trace", "trace-proof"), layers=(0, 1), passes=tuple(NAMES)
@@ -137,25 +175,26 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
         assert after.verification == before.verification.model_copy(update={"seconds": 0.0})
 
 
-def test_the_baseline_runs_once(recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline_runs_once(recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done.cache(tmp_path)
     text = {"data": "evaluation.jsonl", "context": 64}
     (tmp_path / "evaluation.jsonl").write_text(
         "\n".join(json.dumps({"id": f"e{i}", "text": f"text {i}: " + " ".join(WORDS[i:])}) for i in range(8))
     )
-    plain, without = build(recipe(quality=text), tmp_path, cached=False)
     cold, report = build(recipe(quality=text), tmp_path)
+    assert report.build.reused.stages == ("trace", "trace-proof")
     monkeypatch.setattr(Baseline, "logits", None)
     recorded = Recorded()
     warm, again = build(recipe(quality=text), tmp_path, progress=recorded)
-    assert plain == cold == warm
+    assert cold == warm
     assert "Run baseline: reused" in recorded.titles
     assert again.build.reused.stages == ("trace", "trace-proof", "baseline")
-    assert without.quality == report.quality == again.quality
+    assert report.quality == again.quality
     assert again.quality is not None
 
 
 def test_a_baseline_that_is_streamed_gives_the_same_quality_and_is_kept_as_hidden_states(
-    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = {"data": "evaluation.jsonl", "context": 64}
     (tmp_path / "evaluation.jsonl").write_text(
@@ -166,6 +205,7 @@ def test_a_baseline_that_is_streamed_gives_the_same_quality_and_is_kept_as_hidde
     recorded = Recorded()
     _, without = build(recipe(quality=text), tmp_path, cached=False, progress=recorded)
     assert recorded.titles.index("Run baseline") < recorded.titles.index("Load engine")  # not both in memory
+    done.cache(tmp_path)
     _, cold = build(recipe(quality=text), tmp_path)
     monkeypatch.setattr(StreamedBaseline, "walk", None)
     _, warm = build(recipe(quality=text), tmp_path)
@@ -199,8 +239,8 @@ def test_answers_of_a_streamed_baseline_are_short_and_the_report_says_so(
     assert not [note for note in whole.notes if "behind the first difference" in note]
 
 
-def test_a_changed_tail_reuses_the_head(recipe: Write, tmp_path: Path) -> None:
-    build(recipe(), tmp_path)
+def test_a_changed_tail_reuses_the_head(recipe: Write, done: Done, tmp_path: Path) -> None:
+    done.cache(tmp_path)
     _, report = build(recipe(budget=4.0), tmp_path)
     assert reused(report) == NAMES[:4]
     digest, report = build(recipe(bits=8), tmp_path)
@@ -208,16 +248,18 @@ def test_a_changed_tail_reuses_the_head(recipe: Write, tmp_path: Path) -> None:
     assert digest == build(recipe(bits=8), tmp_path, cached=False)[0]
 
 
-def test_a_budget_that_a_pass_exceeds_is_not_hidden_by_the_cache(recipe: Write, tmp_path: Path) -> None:
-    build(recipe(), tmp_path)
+def test_a_budget_that_a_pass_exceeds_is_not_hidden_by_the_cache(recipe: Write, done: Done, tmp_path: Path) -> None:
+    done.cache(tmp_path)
     for _ in range(2):
         with pytest.raises(VerificationError, match="quantize-kv-cache declares lossy"):
             build(recipe(budget=1e-12), tmp_path)
 
 
 @pytest.mark.slow
-def test_another_checkpoint_shares_the_trace_alone(recipe: Write, tmp_path: Path, tiny_checkpoint: Path) -> None:
-    build(recipe(), tmp_path)
+def test_another_checkpoint_shares_the_trace_alone(
+    recipe: Write, done: Done, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    done.cache(tmp_path)
     write_checkpoint(tiny_checkpoint, seed=1)
     recorded = Recorded()
     digest, report = build(recipe(), tmp_path, progress=recorded)
@@ -227,9 +269,9 @@ def test_another_checkpoint_shares_the_trace_alone(recipe: Write, tmp_path: Path
 
 
 def test_changed_code_proves_what_it_computes_again(
-    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(recipe(), tmp_path)
+    done.cache(tmp_path)
     own = Code._hash
 
     def changed(self: Code, file: Path) -> str:
@@ -243,8 +285,8 @@ def test_changed_code_proves_what_it_computes_again(
     assert "Calibrate: all layers reused" not in recorded.titles
 
 
-def test_flipped_bits_are_noticed_said_and_computed_again(recipe: Write, tmp_path: Path) -> None:
-    whole, _ = build(recipe(), tmp_path)
+def test_flipped_bits_are_noticed_said_and_computed_again(recipe: Write, done: Done, tmp_path: Path) -> None:
+    done.cache(tmp_path)
     harmed = 0
     kinds = ("trace", "trace-proof", "calibrated-layer", "tensors", "proof")
     for entry in Cache(tmp_path / "cache").named(kinds):
@@ -254,7 +296,7 @@ def test_flipped_bits_are_noticed_said_and_computed_again(recipe: Write, tmp_pat
         file.write_bytes(data)
         harmed += 1
     digest, report = build(recipe(), tmp_path)
-    assert digest == whole
+    assert digest == done.without
     assert sum("was damaged and is not used" in note for note in report.notes) == harmed > 0
     _, report = build(recipe(), tmp_path)
     assert reused(report) == NAMES
@@ -262,20 +304,19 @@ def test_flipped_bits_are_noticed_said_and_computed_again(recipe: Write, tmp_pat
 
 
 @pytest.mark.slow
-def test_entries_that_are_evicted_while_a_build_uses_them_stay(recipe: Write, tmp_path: Path) -> None:
-    whole, _ = build(recipe(), tmp_path)
+def test_entries_that_are_evicted_while_a_build_uses_them_stay(recipe: Write, done: Done, tmp_path: Path) -> None:
+    done.cache(tmp_path)
     recorded = Recorded(lambda title: Cache(tmp_path / "cache", limit_bytes=0).evict())
     digest, report = build(recipe(), tmp_path, progress=recorded)
-    assert digest == whole
+    assert digest == done.without
     assert "Trace: reused" not in recorded.titles  # evicted before anything held it
-    assert report.notes == build(recipe(), tmp_path, cached=False)[1].notes
+    assert report.notes == done.report_without.notes
     Cache(tmp_path / "cache", limit_bytes=0).close()
     assert Cache(tmp_path / "cache").entries() == []
 
 
-def test_a_kept_trace_comes_back_as_it_was(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    checkpoint = Checkpoint.open(tiny_checkpoint)
-    model = trace(checkpoint)
+def test_a_kept_trace_comes_back_as_it_was(tmp_path: Path, bf16_llama: tuple[Checkpoint, ir.Model]) -> None:
+    checkpoint, model = bf16_llama
     (tmp_path / "kept").mkdir()
     kept_graph.write(model, tmp_path / "kept")
     again = kept_graph.read(tmp_path / "kept", checkpoint)
@@ -364,8 +405,9 @@ def wait_for_proofs(cache: Path, count: int) -> None:
     ],
 )
 def test_a_killed_build_is_resumed_at_the_last_finished_pass(
-    recipe: Write, tmp_path: Path, stage: str, least: int
+    recipe: Write, done: Done, tmp_path: Path, stage: str, least: int
 ) -> None:
+    done.cache(tmp_path, "trace", "trace-proof")
     with start(recipe(), tmp_path, "out") as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -379,7 +421,7 @@ def test_a_killed_build_is_resumed_at_the_last_finished_pass(
     assert reused(report) == NAMES[: len(proven)]  # proofs follow one another
     assert set(NAMES[: len(proven)]) == proven
     assert not [note for note in report.notes if "cache" in note]
-    assert digest == build(recipe(), tmp_path, cached=False)[0]
+    assert digest == done.without
 
 
 @pytest.mark.timeout(1800)
@@ -398,13 +440,14 @@ def test_builds_at_once_share_the_work_and_have_the_same_bytes(recipe: Write, tm
 
 
 def test_targets_of_a_recipe_share_all_in_front_of_the_engine(
-    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = [*NAMES[:3], {"quantize-weights": {"block_size": 32, "budget": LOOSE}}]
     passes.append({"lower-precision": {"dtype": "fp16", "budget": LOOSE}})
     deferred = {"max_context": 128, "max_batch": 2, "threads": 1, "deferred": True}
     others: list[dict[str, Any]] = [{"target": "cpu-generic"}, {"target": "rtx-4090", "engine": deferred}]
     expected, _ = build(recipe(changes={"passes": passes, **others[1]}), tmp_path, cached=False)
+    done.cache(tmp_path)
     build(recipe(changes={"passes": passes}), tmp_path)
     for name in ("_prove", "check"):
         monkeypatch.setattr(Verifier, name, None)  # who proves, fails
@@ -437,19 +480,20 @@ def test_a_remote_cache_gives_another_machine_all_that_one_computed(recipe: Writ
     assert result.report.build.reused == expected
 
 
-def test_a_pass_cannot_read_the_target(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_a_pass_cannot_read_the_target(bf16_llama: tuple[Checkpoint, ir.Model]) -> None:
     class Peeks(FuseNorms):
         def run(self, model: ir.Model, context: Context) -> Changes:
             assert context.target.kind  # type: ignore[attr-defined]
             return Changes()
 
     with pytest.raises(AttributeError, match="target") as caught:
-        pass_base.run(Peeks(), trace(Checkpoint.open(tiny_checkpoint)), Context(targets.load("l4")))
+        pass_base.run(Peeks(), bf16_llama[1].clone(), Context(targets.load("l4")))
     assert caught.value.__notes__ == ["in pass fuse-norms"]
 
 
-def test_a_late_change_imports_neither_torch_nor_transformers(recipe: Write, tmp_path: Path) -> None:
+def test_a_late_change_imports_neither_torch_nor_transformers(recipe: Write, done: Done, tmp_path: Path) -> None:
     """They take longer to import than all that is left to do."""
+    done.cache(tmp_path, "trace", "trace-proof")
     rounded = recipe()
     file = tmp_path / f"{rounded.name}.yaml"
     plain = json.loads(file.read_text())

@@ -1,15 +1,23 @@
-"""Codes that are rounded to nearest are the same on a processor without AVX-512, and so is their layout."""
+"""Codes of given numbers are the same on a processor without AVX-512, and so is their layout."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from llmforge.base import process
+from llmforge.quantization import rounding
+from llmforge.quantization.grids import Grid
+from llmforge.quantization.methods import gptq
 
 ROOT = Path(__file__).parents[2]
 X86_V4 = ("X86_V4", "AVX512")  # how numpy's groups of kernels with AVX-512 are called
@@ -94,3 +102,60 @@ def test_codes_rounded_on_an_emulated_haswell_are_equal() -> None:
     emulated, groups = codes(*command)
     assert not of_avx512(groups)
     assert emulated == codes()[0]
+
+
+# As in pyproject.toml, which compiles them for an installation.
+ROUNDING_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC")
+# What rounding.c takes for the processor's features, by the kernels that it then chooses.
+FEATURES = {"avx512": "1", "avx2": '(strncmp(name, "avx512", 6) != 0)', "generic": "0"}
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """Compile the loops that choose codes, once for each instruction set that they are to believe in."""
+    if platform.machine() != "x86_64" or not {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= process.cpu_flags():
+        pytest.skip("this processor has no AVX-512")
+    if (compiler := shutil.which("gcc")) is None:
+        pytest.skip("there is no gcc here")
+    folder, sources = tmp_path_factory.mktemp("loops"), Path(rounding.__file__).parent
+    objects = [folder / f"{name}.o" for name in FEATURES]
+    for made in objects:
+        source = sources / f"rounding_{made.stem}.c"
+        subprocess.run([compiler, *ROUNDING_FLAGS, "-c", str(source), "-o", str(made)], check=True)
+    found = {}
+    for name, says in FEATURES.items():
+        library = folder / f"{name}.so"
+        believes = ["-include", "string.h", f"-D__builtin_cpu_supports(name)={says}"]
+        command = [compiler, *ROUNDING_FLAGS, *believes, str(sources / "rounding.c"), *map(str, objects)]
+        subprocess.run([*command, "-shared", "-o", str(library), "-lm", "-lpthread"], check=True)
+        found[name] = ctypes.CDLL(str(library))
+    return found
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(4, 32, False), Grid(3, 32, False, "fp16"), Grid(8, 64, True, "fp16"), Grid(4, 32, True, "int8"),
+        Grid(4, 32, True, "int8", trellis=True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_codes_chosen_column_by_column_with_avx512_and_without_are_equal(
+    grid: Grid, loops: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given one Hessian: what torch makes of it differs between processors (docs/provenance.md)."""
+    rng = np.random.default_rng(0)
+    n, k = 80, 256
+    inputs = rng.standard_normal((1024, k)) * np.arange(1, k + 1) ** -0.3 @ rng.standard_normal((k, k))
+    curvature = gptq.Curvature.of((inputs.T @ inputs).astype(np.float32), 0.01)
+    wanted = rng.standard_normal((n, k)).astype(np.float32)
+    order, lower = curvature.order.astype(np.int32), curvature.inverse.T
+    made = {}
+    for name, library in loops.items():
+        monkeypatch.setattr(rounding, "_library", lambda library=library: library)
+        made[name] = rounding.choose(wanted, order, curvature.hessian, lower, grid, steps=20, sweeps=2)
+    for part in ("codes", "scales", "zero_points"):
+        np.testing.assert_array_equal(getattr(made["avx2"][0], part), getattr(made["avx512"][0], part), err_msg=part)
+    np.testing.assert_array_equal(made["avx2"][1], made["avx512"][1])
+    # Plain C multiplies and adds in two steps: other bits, and as good a rounding.
+    assert made["generic"][1].sum() == pytest.approx(made["avx2"][1].sum(), rel=0.05)
