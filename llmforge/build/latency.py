@@ -162,7 +162,7 @@ def loads(spec: LatencySpec) -> list[Load]:
     }
     if (surface := spec.surface) is not None:
         for at in itertools.product(surface.batches, surface.prompt_tokens, surface.output_tokens):
-            made.setdefault(at, Load(*at, surface.repetitions))
+            made.setdefault(at, Load(*at, surface.repetitions, surface.baseline_repetitions))
         return [made[at] for at in sorted(made)]
     return list(made.values())
 
