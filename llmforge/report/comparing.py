@@ -43,7 +43,8 @@ class Change(Record):
         found = self.difference
         if found is None or found.low is None or found.high is None:
             return False
-        return found.high < 0 if catalog.named(self.metric).better == "lower" else found.low > 0
+        better = catalog.named(self.metric).better
+        return (better == "lower" and found.high < 0) or (better == "higher" and found.low > 0)
 
 
 class Comparison(Record):
@@ -196,9 +197,10 @@ def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figur
     if isinstance(difference, Resampled):
         low, high = difference.interval(ALPHA) if difference.decides else (None, None)
         difference = Estimate(value=difference.value, low=low, high=high, samples=difference.documents)
-    lower = catalog.named(name).better == "lower"
-    bound = difference.low if lower else difference.high
-    worse = bound is not None and (bound > 0 if lower else bound < 0)
+    better, low, high = catalog.named(name).better, difference.low, difference.high
+    worse = (better == "lower" and low is not None and low > 0) or (
+        better == "higher" and high is not None and high < 0
+    )
     return Change(metric=name, a=a, b=b, difference=difference, worse=worse)
 
 

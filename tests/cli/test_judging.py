@@ -19,7 +19,7 @@ from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.quality import DocumentSums, Quality, summarize
 from llmforge.metrics.token_records import WindowScores
-from llmforge.report import model
+from llmforge.report import comparing, model
 from llmforge.report.model import EngineFile, EngineRecord
 
 from .. import releases
@@ -100,6 +100,33 @@ def test_three_documents_are_inconclusive_and_the_number_named_decides(out: Path
     for artifact in (old, new):
         assert invoke("rm", artifact).exit_code == 0
     assert invoke("gate", (again := pair(out, 0.01, count=needed))[1], "--against", again[0]).exit_code == 3
+
+
+def test_a_tail_of_the_same_tokens_is_compared_document_by_document(out: Path) -> None:
+    """The 99th percentile moved by a hundredth of a nat: seen beside the same documents, and not by two intervals."""
+    gates = {"kld_p99": {"rise_max": 0.005}}
+    old, new = pair(out, 0.01, gates=gates)
+    done = invoke("gate", new, "--against", old, "--json")
+    assert done.exit_code == 3
+    (gate,) = json.loads(done.stdout)["gates"]
+    moved = gate["measured"]
+    both = [model.read(Artifact.open(out / each)).quality for each in (old, new)]
+    unpaired = both[1].figures["kld_p99"].less(both[0].figures["kld_p99"])
+    assert moved["value"] == pytest.approx(unpaired.value)
+    assert 1.5 * (moved["high"] - moved["low"]) < unpaired.high - unpaired.low
+
+
+@pytest.mark.parametrize("bound", ["min", "max", "drop_max", "rise_max"])
+def test_the_upper_tail_of_shifts_is_no_gate(out: Path, tmp_path: Path, bound: str) -> None:
+    old, new = pair(out, 0.0)
+    file = tmp_path / "gates.yaml"
+    file.write_text(f"gates: {{delta_p_p99: {{{bound}: 0.1}}}}\n")
+    done = invoke("gate", new, "--gates", file)
+    assert done.exit_code == 2
+    assert "more of it is neither better nor worse" in done.stderr
+    assert "hint: limit the lower tail: delta_p_p01 or delta_p_p05" in done.stderr
+    said = "\n".join(comparing.text(comparing.compare(Artifact.open(out / old), Artifact.open(out / new))))
+    assert "delta_p_p99: " in said
 
 
 def test_a_changed_limit_is_judged_again_and_said_to_be_post_hoc(out: Path, tmp_path: Path) -> None:
