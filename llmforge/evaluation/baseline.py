@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base import resources
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.evaluation.streamed_baseline import StreamedBaseline
+from llmforge.metrics import units
 from llmforge.trace.export.limits import WHOLE_BYTES
 
 if TYPE_CHECKING:
@@ -41,6 +43,14 @@ def open_baseline(
         whole = Baseline(checkpoint, threads=threads)
         whole.description += f"; loaded whole: {error.message}"
         return whole
+
+
+def why_not_whole(checkpoint: Checkpoint) -> str | None:
+    """Say why the baseline does not fit into memory as a whole, as generating takes; None: it does."""
+    needed, free = _FP32_BYTES * checkpoint.parameters, resources.free_memory_bytes()
+    if needed <= free:
+        return None
+    return f"its weights in fp32 take {units.size(needed)}, and {units.size(free)} of memory are free"
 
 
 def baseline_on(

@@ -37,6 +37,7 @@ class AttributedStep(Record):
     step_ms: float | None  # predicted, of a decode step at batch 1; None: no bandwidth is known
     reached: tuple[float, ...] = Field(max_length=MOST_DOCUMENTS)  # KLD, summed over each document
     layers: tuple[LayerCost, ...] = Field(default=(), max_length=MOST_LAYERS)  # of a pass that has them
+    no_layers: str | None = None  # why there are none, in words
 
 
 class Attribution(Record):
