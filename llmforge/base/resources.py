@@ -60,6 +60,14 @@ def usable_memory_bytes() -> int:
     return min(machine, int(limit)) if limit.isdigit() else machine
 
 
+def free_memory_bytes() -> int:
+    """Bytes of memory that this process could take more, beside what others of the machine hold now."""
+    import psutil
+
+    own = int(psutil.Process().memory_info().rss)
+    return min(int(psutil.virtual_memory().available), usable_memory_bytes() - own)
+
+
 def _is_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True

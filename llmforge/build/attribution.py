@@ -15,6 +15,7 @@ from llmforge.build.parts import LossyStep
 from llmforge.checkpoint.text import Window
 from llmforge.evaluation import footprint
 from llmforge.ir import graph
+from llmforge.metrics import units
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.tokens import Floats
 from llmforge.report.attribution import (
@@ -72,10 +73,10 @@ def measure(
         steps = [_step(TRACED, traced, reached[0], reached[0], tokens, memory, context)]
         for number, each in enumerate(lossy):
             progress.advance(len(lossy) + number, 2 * len(lossy))
-            layers = () if divergence.streams(each.before) else _layers(each, divergence)
+            layers, why = _layers(each, divergence)
             now, before = reached[number + 1], reached[number]
             step = _step(each.step.name, each.after, now, now - before, tokens, memory, context)
-            steps.append(step.model_copy(update={"layers": layers}))
+            steps.append(step.model_copy(update={"layers": layers, "no_layers": why}))
     return Attribution(
         documents=len(tokens),
         tokens=int(tokens.sum()),
@@ -109,20 +110,24 @@ def _step(
     )
 
 
-def _layers(lossy: LossyStep, divergence: Divergence) -> tuple[LayerCost, ...]:
-    """Measure what keeping each layer gains, against the graph before the pass; () for a pass without parts."""
+def _layers(lossy: LossyStep, divergence: Divergence) -> tuple[tuple[LayerCost, ...], str | None]:
+    """Measure what keeping each layer gains, against the graph before the pass; else say why that is not measured."""
+    if divergence.streams(lossy.before):
+        held = units.size(graph.weight_bytes(lossy.before))
+        return (), f"a graph of {held} runs block by block, which takes long for each layer; `llmforge bisect` does it"
     loss = parts.of_pass(lossy, divergence)
     if loss is None:
-        return ()
+        return (), "no layer of it can be kept as it was before"
     divergence.hold_against(lossy.before, loss.watch)
     total, tokens = loss.of(), divergence.tokens
     if not loss.parts:
-        return ()
+        return (), "it has no layers"
     gained = np.stack([total - loss.of(part.leaves) for part in loss.parts], 1)
-    return tuple(
+    costs = tuple(
         LayerCost(name=part.name, gain=gain, gained=tuple(sums.tolist()))
         for part, gain, sums in zip(loss.parts, estimates(gained, tokens), gained.T, strict=True)
     )
+    return costs, None
 
 
 def _memory(target: Target, latency: Latency | None, depth: int, ranks: int) -> Memory | None:

@@ -20,7 +20,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
 from llmforge.evaluation import answers, footprint, gates, machine, quality, runtimes, streamed_baseline
-from llmforge.evaluation.baseline import Baseline, baseline_on, open_baseline
+from llmforge.evaluation.baseline import Baseline, baseline_on, open_baseline, why_not_whole
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.latency import Subject
 from llmforge.evaluation.quality import Logits
@@ -213,13 +213,18 @@ def measure(
         moved = _quality(spec.quality, runner, expected, said, windows, progress)
     held_against = None if baseline is None else baseline.description
     if spec.latency is not None:
+        theirs = None
         if baseline is None or isinstance(baseline, StreamedBaseline):
-            progress.stage("Load baseline")
-            baseline = Baseline(checkpoint, threads=threads)
-        held_against = held_against or baseline.description
+            if (why := why_not_whole(checkpoint)) is None:
+                progress.stage("Load baseline")
+                baseline = Baseline(checkpoint, threads=threads)
+            else:
+                notes += (f"latency: the checkpoint is not timed beside the artifact: {why}",)
+        if baseline is not None and not isinstance(baseline, StreamedBaseline):
+            held_against = held_against or baseline.description
+            theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
         progress.stage("Measure latency")
         ours = Subject.of_runner(runner, description=describe(runner, threads), load_seconds=load_seconds)
-        theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
         measuring = Measuring(artifact, runner, spec.latency, target, read, threads, ranks)
         timed = measuring.run(ours, theirs, engine.size_bytes, progress.advance)
         notes += tuple(measuring.notes)

@@ -40,7 +40,7 @@ class Measuring:
     notes: list[str] = field(default_factory=list)  # what could not be measured
 
     def run(
-        self, ours: Subject, baseline: Subject, artifact_bytes: int, progress: Callable[[int, int], None]
+        self, ours: Subject, baseline: Subject | None, artifact_bytes: int, progress: Callable[[int, int], None]
     ) -> Latency:
         """Measure all that the recipe asks for: starts and workloads before the loads that take turns."""
         starts, workloads = self._starts(), self._workloads()
@@ -162,7 +162,7 @@ def loads(spec: LatencySpec) -> list[Load]:
     }
     if (surface := spec.surface) is not None:
         for at in itertools.product(surface.batches, surface.prompt_tokens, surface.output_tokens):
-            made.setdefault(at, Load(*at, surface.repetitions))
+            made.setdefault(at, Load(*at, surface.repetitions, surface.baseline_repetitions))
         return [made[at] for at in sorted(made)]
     return list(made.values())
 

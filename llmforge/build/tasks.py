@@ -16,7 +16,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress
 from llmforge.build.reuse import Reuse
 from llmforge.checkpoint import Checkpoint
-from llmforge.evaluation.baseline import Baseline
+from llmforge.evaluation.baseline import Baseline, why_not_whole
 from llmforge.evaluation.scoring import CheckpointSide, EngineSide, Keep, Side
 from llmforge.evaluation.served import ServedSide, connect
 from llmforge.metrics.tasks import TaskResult
@@ -103,14 +103,17 @@ def run(
         config.eos_token_ids,
         tokenizer.decode,
     )
-    return harness.measure(
+    beside = theirs, kept(f"{checkpoint.digest} {threads} {','.join(map(str, config.eos_token_ids))}")
+    alone = why_not_whole(checkpoint)
+    results, left_out = harness.measure(
         harness.Asked(tuple(tasks), limit, few_shot),
         harness.Tokens(encode, prefix),
         (ours, kept(content and f"{content} {threads}")),
-        (theirs, kept(f"{checkpoint.digest} {threads} {','.join(map(str, config.eos_token_ids))}")),
+        beside if alone is None else None,
         stage=progress.stage,
         advance=progress.advance,
     )
+    return results, left_out if alone is None else (*left_out, f"tasks: the checkpoint does not run: {alone}")
 
 
 def merge(before: Sequence[TaskResult], measured: Sequence[TaskResult]) -> tuple[TaskResult, ...]:

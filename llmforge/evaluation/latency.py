@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -68,12 +69,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Load:
-    """So many prompts of one length at once, so many tokens after each, and how often at least."""
+    """So many prompts of one length at once, so many tokens after each, and how often at least.
+
+    The baseline takes its turn in the first `baseline_repetitions`; None: in all of them.
+    """
 
     batch: int
     prompt_tokens: int
     output_tokens: int
     repetitions: int
+    baseline_repetitions: int | None = None
 
     def __post_init__(self) -> None:
         if self.output_tokens < 2 or min(self.repetitions, self.prompt_tokens, self.batch) < 1:
@@ -82,6 +87,11 @@ class Load:
                 f"{self.output_tokens} output tokens: expected 1 repetition or more, prompts of 1 token or more, and 2 "
                 "output tokens or more"
             )
+
+    def has_turn(self, side: int, repetition: int) -> bool:
+        """Say if a side, 0 being the artifact, is timed in a repetition; warm-up is number -1."""
+        most = self.baseline_repetitions
+        return side == 0 or most is None or (repetition < most and most > 0)
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,7 @@ def measure(
     Every repetition has new random prompts, the same for both sides, so that no prefix can be reused. One generation
     of each side and load runs before the clock counts. Every load gets its `repetitions`; with `until`, loads whose
     intervals are not narrow yet go on in turn, up to `MOST_REPETITIONS` of each and `MOST_TIMES` recorded times.
+    The baseline of a load may have fewer repetitions, or none.
     `progress` is told generations done and their total, without what `until` adds.
 
     Raises:
@@ -179,15 +190,10 @@ def measure(
         price=facts.price,
         slo=facts.slo,
     )
-    points = tuple(
-        catalog.point(
-            load.prompt_tokens,
-            run.timed[at][0].side(load.batch),
-            None if baseline is None else run.timed[at][1].side(load.batch),
-            conditions,
-        )
-        for at, load in enumerate(loads)
-    )
+    points = []
+    for load, timed in zip(loads, run.timed, strict=True):
+        ours, *others = (side.side(load.batch) for side in timed if side.generations)
+        points.append(catalog.point(load.prompt_tokens, ours, others[0] if others else None, conditions))
     return Latency(
         **dict(conditions),
         repetitions=min(load.repetitions for load in loads),
@@ -201,7 +207,7 @@ def measure(
         stopped=stopped,
         noise=None if run.meter is None else run.meter.read(),
         starts=tuple(starts),
-        points=points,
+        points=tuple(points),
         workloads=tuple(workloads),
     )
 
@@ -223,38 +229,49 @@ class _Run:
         self._energy_j, self._progress = instruments.energy_j, progress
         self.meter = None if instruments.noise is None else instruments.noise()
         self.timed = [[_Timed() for _ in subjects] for _ in loads]
-        self._done, self._total = 0, len(subjects) * sum(load.repetitions + 1 for load in loads)
+        self._done, self._total = (
+            0,
+            sum(
+                load.has_turn(side, repetition)
+                for load in loads
+                for side in range(len(subjects))
+                for repetition in range(-1, load.repetitions)
+            ),
+        )
 
     def go(self, until: Until | None) -> str:
         """Time all loads; say why it ended, where `until` decides that."""
         began = time.perf_counter()
-        self._round(range(len(self._loads)), keep=False)  # warms up
         most = max(load.repetitions for load in self._loads)
-        for repetition in range(most):
-            self._round([at for at, load in enumerate(self._loads) if repetition < load.repetitions])
+        for repetition in range(-1, most):  # -1 warms up
+            self._round([at for at, load in enumerate(self._loads) if repetition < load.repetitions], repetition)
         self._progress(self._total, self._total)
         if until is None:
             return ""
-        while True:
+        for repetition in itertools.count(most):
             wide = [at for at in range(len(self._loads)) if not self._narrow(at, until.precision)]
             if not wide:
                 return f"every interval is within ± {until.precision:.1%}"
             wide = [at for at in wide if len(self.timed[at][0].generations) < MOST_REPETITIONS]
             if not wide:
                 return f"{MOST_REPETITIONS} repetitions were made"
-            if self._times_after(wide) > MOST_TIMES:
+            if self._times_after(wide, repetition) > MOST_TIMES:
                 return f"{MOST_TIMES:,} times are recorded"
             if time.perf_counter() - began >= until.budget_s:
                 return f"the budget of {until.budget_s:g} s ended"
-            self._round(wide)
+            self._round(wide, repetition)
+        raise AssertionError("counting ended")
 
-    def _round(self, chosen: Sequence[int], *, keep: bool = True) -> None:
+    def _round(self, chosen: Sequence[int], repetition: int) -> None:
+        keep = repetition >= 0
         if self.meter is not None and keep:
             self.meter.probe()
         for at in chosen:
             load = self._loads[at]
             ids = self._rng.integers(0, self._vocabulary, (load.batch, load.prompt_tokens), np.int64)
-            for subject, timed in zip(self._subjects, self.timed[at], strict=True):
+            for side, (subject, timed) in enumerate(zip(self._subjects, self.timed[at], strict=True)):
+                if not load.has_turn(side, repetition):
+                    continue
                 self._progress(min(self._done, self._total), self._total)
                 before = 0.0 if self._energy_j is None else self._energy_j()
                 durations = timed_generation(subject, ids, load.output_tokens)
@@ -274,13 +291,19 @@ class _Run:
                 return False
         return True
 
-    def _times_after(self, chosen: Sequence[int]) -> int:
+    def _times_after(self, chosen: Sequence[int], repetition: int) -> int:
         """Count the times that are recorded after one more round."""
-        sides = len(self._subjects)
         held = sum(
-            len(each[0].generations) * load.output_tokens for each, load in zip(self.timed, self._loads, strict=True)
+            len(side.generations) * load.output_tokens
+            for sides, load in zip(self.timed, self._loads, strict=True)
+            for side in sides
         )
-        return sides * (held + sum(self._loads[at].output_tokens for at in chosen))
+        more = sum(
+            self._loads[at].output_tokens * self._loads[at].has_turn(side, repetition)
+            for at in chosen
+            for side in range(len(self._subjects))
+        )
+        return held + more
 
 
 def timed_generation(subject: Subject, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:

@@ -107,12 +107,19 @@ class CheckpointSide:
         return self._made[0]
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Read one pair after the other."""
-        found = []
-        for pair in pairs:
-            logits = self._baseline.logits(np.asarray(_read(pair), np.int64))
-            found.append(likelihood(logits[len(pair[0]) - 1 :], pair[1]))
-        return found
+        """Read each context once for all that follow it, as far as their logits fit `BATCH_BYTES`."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for place, (context, _) in enumerate(pairs):
+            groups.setdefault(tuple(context), []).append(place)
+        found: dict[int, Likelihood] = {}
+        for context, places in groups.items():
+            longest = max(len(pairs[place][1]) for place in places)
+            row_bytes = self._baseline.vocabulary * np.dtype(np.float32).itemsize
+            for part in blocks(len(places), max(1, BATCH_BYTES // (row_bytes * max(1, longest)))):
+                texts = [pairs[place][1] for place in places[part]]
+                logits = self._baseline.following(context, texts)
+                found.update(zip(places[part], map(likelihood, logits, texts), strict=True))
+        return [found[place] for place in range(len(pairs))]
 
     def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
         """Go on greedily."""

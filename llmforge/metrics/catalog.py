@@ -50,6 +50,7 @@ from llmforge.metrics.tokens import (
 )
 from llmforge.metrics.units import (
     BITS,
+    BITS_A_BYTE,
     BYTES,
     JOULES,
     MILLISECONDS,
@@ -105,7 +106,7 @@ class Metric:
     name: str  # in recipes and in a report's JSON
     title: str
     unit: Unit
-    better: Literal["lower", "higher"]
+    better: Literal["lower", "higher", "neither"]
     meaning: str = field(default="", kw_only=True)
     key: int | None = field(default=None, kw_only=True)  # place among a report's key figures; None: it is none of them
 
@@ -417,7 +418,7 @@ def _bounds(estimate: Estimate) -> dict[str, float | None]:
 
 
 TASK_PATTERN = r"^task\.[A-Za-z0-9_-]{1,128}\.[A-Za-z0-9_.-]{1,64}$"
-_OF_TEXT = {"perplexity": RATIO, "word_perplexity": RATIO, "byte_perplexity": RATIO, "bits_per_byte": BITS}
+_OF_TEXT = {"perplexity": RATIO, "word_perplexity": RATIO, "byte_perplexity": RATIO, "bits_per_byte": BITS_A_BYTE}
 _PERCENTILES: dict[Literal["p50", "p95", "p99"], str] = {"p50": "median", "p95": "95 %", "p99": "99 %"}
 # fmt: off
 KLD_MEAN = QualityMetric(
@@ -503,10 +504,11 @@ ALL: tuple[Metric, ...] = (
         "delta_p_mean", "Δp of the true token, mean", SHIFT, "higher", OfSums((DELTA_P,), _mean),
         meaning="probability of the true token, artifact less baseline", row=("Δp of the true token", "mean"),
     ),
+    # How much likelier true tokens become at best is noise on the other side: neither more nor less of it is better.
     *(
         QualityMetric(
-            f"delta_p_{name}", f"Δp of the true token, {label}", SHIFT, "higher", Quantile(DELTA_P, share),
-            row=("Δp of the true token", label),
+            f"delta_p_{name}", f"Δp of the true token, {label}", SHIFT, "higher" if share <= 0.5 else "neither",
+            Quantile(DELTA_P, share), row=("Δp of the true token", label),
         )
         for name, label, share in (
             ("p01", "1 %", 0.01), ("p05", "5 %", 0.05), ("median", "median", 0.5), ("p95", "95 %", 0.95),
@@ -665,6 +667,11 @@ def deciding() -> dict[str, Deciding]:
     """Give the metrics of every artifact that a gate can decide on, by name: one figure, exact or with bounds."""
     found = (metric for metric in ALL if isinstance(metric, Deciding))
     return {metric.name: metric for metric in found if metric.decides}
+
+
+def limitable() -> dict[str, Deciding]:
+    """Give those of `deciding` that a gate may limit: one direction is better."""
+    return {name: metric for name, metric in deciding().items() if metric.better != "neither"}
 
 
 def find(name: str) -> Deciding | None:

@@ -14,6 +14,7 @@ from llmforge.metrics.record import Record
 CONFIDENCE = 0.95  # two-sided, for every interval of a report; a one-sided decision on a bound errs at most 2.5 %
 RESAMPLES = 10_000  # as in the metric that the published figures of peers were made with
 SMALLEST_SAMPLE = 8  # fewer documents than this get no interval: a bootstrap of them is far too narrow
+_GRID = 256  # ranks at which a resampled quantile is looked for: a sixteenth of its standard error apart
 FEWEST_BEYOND = 10  # tokens beyond a quantile; with fewer, a resample cannot show how far it may lie
 
 
@@ -189,6 +190,70 @@ def bootstrap_quantiles(
         few_below, few_above = (len(ordered) * share < FEWEST_BEYOND for share in (of, 1 - of))
         found.append((-math.inf if few_below else lower, math.inf if few_above else upper))
     return found
+
+
+def bootstrap_quantile_differences(
+    ours: NDArray[np.float64],
+    theirs: NDArray[np.float64],
+    documents: NDArray[np.int64],
+    quantiles: Sequence[float],
+    *,
+    seed: int,
+) -> list[tuple[float, float]] | None:
+    """Bound how far quantiles of `ours` [N] lie above those of `theirs` [N], of the same tokens, as `bootstrap`.
+
+    Both sides see the same draws of the documents 0 … D-1 in `documents` [N], so that what makes a document hard for
+    both cancels out. Returns bounds for each quantile, None below `SMALLEST_SAMPLE` documents. With fewer than
+    `FEWEST_BEYOND` tokens on one side of a quantile both bounds are infinite.
+    """
+    count = int(documents.max()) + 1
+    if count < SMALLEST_SAMPLE:
+        return None
+    sides = [_resampled_quantiles(values, documents, quantiles, seed=seed) for values in (ours, theirs)]
+    tail = _expanded_tail(count)
+    bounds = np.quantile(sides[0] - sides[1], (tail, 1 - tail), axis=0).T
+    few = [len(ours) * min(share, 1 - share) < FEWEST_BEYOND for share in quantiles]
+    return [
+        (-math.inf, math.inf) if none else (low, high) for none, (low, high) in zip(few, bounds.tolist(), strict=True)
+    ]
+
+
+def _resampled_quantiles(
+    values: NDArray[np.float64], documents: NDArray[np.int64], quantiles: Sequence[float], *, seed: int
+) -> NDArray[np.float64]:
+    """Make quantiles [R, Q] of the tokens `values` [N] of each draw of `documents` [N], between ranks of a grid.
+
+    In a draw, the quantile is where the tokens up to it less q of all tokens, a sum over its documents, reach 0. That
+    sum is known at `_GRID` ranks within eight standard errors of the quantile, and taken linearly between these.
+    """
+    count = int(documents.max()) + 1
+    order = np.argsort(values, kind="stable")
+    ordered, owners = values[order], documents[order]
+    tokens = np.bincount(documents, minlength=count).astype(np.float64)
+    grids, sums = [], []
+    for q in quantiles:
+        rank = min(len(ordered), max(1, math.ceil(q * len(ordered))))
+        below = np.bincount(owners[:rank], minlength=count)
+        reach = math.ceil(8 * float(np.linalg.norm(below - q * tokens))) + 16
+        low, high = max(1, rank - reach), min(len(ordered), rank + reach)
+        grid = np.unique(np.linspace(low, high, _GRID).round().astype(np.int64))  # ranks, from 1
+        steps = [np.bincount(owners[a:b], minlength=count) for a, b in zip([0, *grid[:-1]], grid, strict=True)]
+        grids.append(ordered[grid - 1])
+        sums.append(np.cumsum(steps, 0).T - q * tokens[:, None])  # [D, G]
+    found = []
+    for drawn in resample(count, seed=seed):
+        columns = []
+        for at, over in zip(grids, sums, strict=True):
+            reached = (drawn.astype(np.float32) @ over.astype(np.float32)).astype(np.float64)  # [r, G], ascending
+            upper = np.minimum((reached < 0).sum(1), len(at) - 1)
+            lower = np.maximum(upper - 1, 0)
+            rows = np.arange(len(reached))
+            left, right = reached[rows, lower], reached[rows, upper]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share = np.where(right > left, -left / (right - left), 0.0).clip(0.0, 1.0)
+            columns.append(at[lower] + share * (at[upper] - at[lower]))
+        found.append(np.stack(columns, 1))
+    return np.concatenate(found)
 
 
 def share_interval(found: int, samples: int) -> tuple[float, float]:

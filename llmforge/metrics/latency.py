@@ -251,10 +251,13 @@ def joules_per_token(side: Side) -> Estimate | None:
 
 
 def speedup(duration: Callable[[Floats], float], trial: Trial) -> Estimate | None:
-    """Estimate the median over the repetitions of baseline / artifact; None without a baseline."""
+    """Estimate the median over the repetitions of baseline / artifact; None without a baseline.
+
+    The baseline may have taken its turn in the first repetitions alone.
+    """
     if trial.baseline is None:
         return None
-    pairs = zip(trial.baseline.generations, trial.artifact.generations, strict=True)
+    pairs = zip(trial.baseline.generations, trial.artifact.generations, strict=False)
     return Estimate.median([duration(theirs) / duration(ours) for theirs, ours in pairs], of="repetitions")
 
 

@@ -84,7 +84,7 @@ TaskName = Annotated[str, AfterValidator(_anchor_task)]
 def _known_metric(name: str) -> str:
     """Allow the metrics that a gate can decide on, and say of others what pydantic says of a Literal."""
     if catalog.find(name) is None:
-        known = [f"'{each}'" for each in catalog.deciding()]
+        known = [f"'{each}'" for each in catalog.limitable()]
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
     return name
 
@@ -96,7 +96,7 @@ def _known_metrics(schema: dict[str, Any]) -> None:
             "description": f"{metric.title} ({metric.unit.name}; {metric.better} is better): {metric.meaning}",
             **schema["additionalProperties"],
         }
-        for name, metric in catalog.deciding().items()
+        for name, metric in catalog.limitable().items()
     }
     schema["patternProperties"] = {
         catalog.TASK_PATTERN: {"description": "a score of a task (see docs/tasks.md)", **schema["additionalProperties"]}
@@ -207,6 +207,18 @@ class SurfaceSpec(_Section):
         min_length=1, max_length=MOST_OF_SURFACE, description="output lengths"
     )
     repetitions: int = Field(default=6, ge=1, le=1000, description="runs per combination; an interval needs at least 6")
+    baseline_repetitions: int = Field(
+        default=1,
+        ge=0,
+        le=1000,
+        description="runs per combination of the checkpoint; an interval of the speed-up needs at least 6",
+    )
+
+    @model_serializer(mode="wrap")
+    def _asked_for(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the baseline's runs where nothing was said of them: versions of older recipes stay."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "baseline_repetitions" or value != 1}
 
 
 class WorkloadSpec(_Section):
@@ -436,8 +448,13 @@ class GateSpec(_Section):
 
 
 def misdirected(metric: str, gate: GateSpec) -> tuple[str, str] | None:
-    """Say what is wrong with a gate that watches the better direction, and a hint; None: nothing is."""
+    """Say what is wrong with a gate that watches the better direction, or none, and a hint; None: nothing is."""
     better = catalog.named(metric).better
+    if better == "neither":
+        return (
+            "no gate decides on it: more of it is neither better nor worse",
+            "limit the lower tail: delta_p_p01 or delta_p_p05",
+        )
     wrong, right = ("drop_max", "rise_max") if better == "lower" else ("rise_max", "drop_max")
     if wrong not in gate.limits:
         return None

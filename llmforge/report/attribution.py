@@ -77,6 +77,7 @@ class AttributedStep(Record):
     caches: tuple[ReadCaches, ...] = Field(max_length=MOST_LAYERS)
     reached: tuple[float, ...] = Field(max_length=MOST_DOCUMENTS)  # KLD, summed over each document
     layers: tuple[LayerCost, ...] = Field(default=(), max_length=MOST_LAYERS)  # of a pass that has them
+    no_layers: str | None = None  # why there are none, in words
 
 
 class Attribution(Record):

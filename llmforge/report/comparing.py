@@ -43,7 +43,8 @@ class Change(Record):
         found = self.difference
         if found is None or found.low is None or found.high is None:
             return False
-        return found.high < 0 if catalog.named(self.metric).better == "lower" else found.low > 0
+        better = catalog.named(self.metric).better
+        return (better == "lower" and found.high < 0) or (better == "higher" and found.low > 0)
 
 
 class Comparison(Record):
@@ -57,6 +58,7 @@ class Comparison(Record):
     size_bytes: tuple[int, int]  # of all files of the engine
     paired_documents: int
     metrics: tuple[Change, ...]
+    notes: tuple[str, ...] = ()  # what to know before figures are compared
 
 
 class Entry(Record):
@@ -123,6 +125,7 @@ def compare(a: Artifact, b: Artifact) -> Comparison:
         size_bytes=(before.report.engine.size_bytes, after.report.engine.size_bytes),
         paired_documents=len(left),
         metrics=changes(before, after, catalog.names(before.measured, after.measured)),
+        notes=tuple(_notes(before, after)),
     )
 
 
@@ -134,6 +137,27 @@ def changes(before: Subject | None, after: Reported, metrics: Sequence[str]) -> 
     if before is not None:
         differences = release.compare(after, before, *release.pairs(after, before), metrics, {}).differences
     return tuple(_change(name, there.get(name), here.get(name), differences.get(name)) for name in metrics)
+
+
+def _notes(a: Subject, b: Subject) -> Iterator[str]:
+    """Say what of two artifacts, or of how they were measured, is in the way of a comparison."""
+    for letter, side in (("A", a), ("B", b)):
+        report = side.report
+        if report.engine.pending:
+            yield f"the engine of {letter} is not built yet: its size is that of the files that it is built from"
+        elif lacking := [name for name in ("quality", "latency") if getattr(report, name) is None]:
+            yield f"{' and '.join(lacking)} of {letter} {'were' if len(lacking) > 1 else 'was'} not measured"
+    if len({_tokenizer(side) for side in (a, b)}) > 1:
+        yield "the tokenizers differ: a token of one is not a token of the other, and no figure per token is comparable"
+    here, there = a.report.machine.cpu, b.report.machine.cpu
+    if a.report.latency is not None and b.report.latency is not None and here != there:
+        yield f"latency was measured on different machines: {wording.plain(here, 100)}; {wording.plain(there, 100)}"
+
+
+def _tokenizer(side: Subject) -> tuple[tuple[str, str], ...]:
+    """Give what the tokenizer of an artifact is made of."""
+    files = side.opened.manifest.files
+    return tuple(sorted((path, file.sha256) for path, file in files.items() if path.startswith("tokenizer/")))
 
 
 def text(found: Comparison) -> list[str]:
@@ -148,6 +172,7 @@ def text(found: Comparison) -> list[str]:
     share = f" ({100 * (b - a) / a:+.1f} %)" if a else ""
     lines.append(f"size: {units.size(a)} → {units.size(b)}{share}")
     lines.append(f"documents measured of both: {found.paired_documents}")
+    lines += [f"note: {note}" for note in found.notes]
     apart: dict[str, list[str]] = {}  # metrics that are not compared, by why not
     for change in found.metrics:
         write = catalog.named(change.metric).unit.write
@@ -192,13 +217,15 @@ def _checkpoint(subject: Subject) -> str:
 
 def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figure | str | None) -> Change:
     if difference is None or isinstance(difference, str):
-        return Change(metric=name, a=a, b=b, difference=None, why_not=difference)
+        alone = "measured of one alone" if (a is None) != (b is None) else difference
+        return Change(metric=name, a=a, b=b, difference=None, why_not=alone)
     if isinstance(difference, Resampled):
         low, high = difference.interval(ALPHA) if difference.decides else (None, None)
         difference = Estimate(value=difference.value, low=low, high=high, samples=difference.documents)
-    lower = catalog.named(name).better == "lower"
-    bound = difference.low if lower else difference.high
-    worse = bound is not None and (bound > 0 if lower else bound < 0)
+    better, low, high = catalog.named(name).better, difference.low, difference.high
+    worse = (better == "lower" and low is not None and low > 0) or (
+        better == "higher" and high is not None and high < 0
+    )
     return Change(metric=name, a=a, b=b, difference=difference, worse=worse)
 
 

@@ -6,9 +6,10 @@ Nothing is measured here. Figures that two artifacts have of the same documents 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from llmforge.artifact import Artifact
@@ -16,10 +17,10 @@ from llmforge.artifact import Record as Head
 from llmforge.base.errors import InputError, UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
-from llmforge.metrics import catalog, resampling, tasks
+from llmforge.metrics import catalog, intervals, resampling, tasks
 from llmforge.metrics.catalog import Measured, QualityMetric, RuntimeMetric, SizeMetric, SlowestMetric, TaskMetric
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.quality import DocumentSums, OfSums
+from llmforge.metrics.quality import DocumentSums, OfSums, Quantile
 from llmforge.metrics.record import Record
 from llmforge.recipe import GateSpec, misdirected
 from llmforge.report import model
@@ -150,7 +151,7 @@ def check(specs: Mapping[str, GateSpec], source: str) -> None:
     """
     for metric, gate in specs.items():
         if catalog.find(metric) is None:
-            known = ", ".join(catalog.deciding())
+            known = ", ".join(catalog.limitable())
             raise UsageError(f"{source}: no gate decides on {metric!r}; known: {known}, task.NAME.SCORE")
         if (wrong := misdirected(metric, gate)) is not None:
             raise UsageError(f"{source}: {metric}: {wrong[0]}", hint=wrong[1])
@@ -234,6 +235,7 @@ def compare(
     """Take differences of `metrics`, ours less theirs; `left` and `right` are of the same documents."""
     here, there = catalog.estimates(release.measured), catalog.estimates(against.measured)
     found: dict[str, Figure | str] = {}
+    quantiles: dict[str, Quantile] = {}
     for name in metrics:
         metric = catalog.named(name)
         if name not in here:
@@ -253,10 +255,13 @@ def compare(
         elif isinstance(metric.form, OfSums):
             both = (left, right) if metric.form.source == "text" else _decoded(release, against, left)
             found[name] = _paired(metric.form, here[name], there[name], *both)
+        elif isinstance(metric.form, Quantile):
+            quantiles[name] = metric.form
         elif not left:
             found[name] = NO_PAIRS
         else:
             found[name] = here[name].less(there[name])
+    found |= _paired_quantiles(quantiles, release, against, {each.document for each in left})
     values = {name: figure.value for name, figure in there.items()}
     return Earlier(against.side.reference, found, values)
 
@@ -270,6 +275,36 @@ def _paired(
     if not math.isfinite(ours.value) or not math.isfinite(theirs.value):
         return Estimate(value=math.nan, low=None, high=None, samples=len(left))
     return resampling.difference(form, left, right, seed=0)
+
+
+def _paired_quantiles(
+    forms: Mapping[str, Quantile], release: Reported, against: Reported, documents: Set[str]
+) -> dict[str, Figure | str]:
+    """Bound differences of quantiles over the tokens that both kept of `documents`, which were measured of both."""
+    ours, theirs = release.report.quality, against.report.quality
+    if not forms or ours is None or theirs is None:
+        return {}
+    known = {each.document: each for each in theirs.per_token if each.document in documents}
+    pairs = [(each, known[each.document]) for each in ours.per_token if each.document in known]
+    pairs = [(left, right) for left, right in pairs if left.windows == right.windows]
+    if not pairs:
+        return dict.fromkeys(forms, NO_PAIRS)
+    owners = np.repeat(np.arange(len(pairs)), [left.tokens for left, _ in pairs])
+    found: dict[str, Figure | str] = {}
+    for value in {form.value.name for form in forms.values()}:
+        mine = {name: form for name, form in forms.items() if form.value.name == value}
+        left, right = (np.concatenate([pair[side].values(value) for pair in pairs]) for side in (0, 1))
+        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+            nothing = Estimate(value=math.nan, low=None, high=None, samples=len(pairs))
+            found |= dict.fromkeys(mine, nothing)
+            continue
+        shares = [form.share for form in mine.values()]
+        moved = np.quantile(left, shares) - np.quantile(right, shares)
+        bounds = intervals.bootstrap_quantile_differences(left, right, owners, shares, seed=0)
+        for name, difference, bound in zip(mine, moved.tolist(), bounds or [None] * len(mine), strict=True):
+            low, high = (None, None) if bound is None else (min(bound[0], difference), max(bound[1], difference))
+            found[name] = Estimate(value=difference, low=low, high=high, samples=len(pairs))
+    return found
 
 
 def _decoded(release: Reported, against: Reported, measured: Sequence[DocumentSums]) -> Pairs:

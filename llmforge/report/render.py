@@ -195,8 +195,15 @@ def page(
     written = (units.significant, units.size, units.count, units.ms, units.duration, units.interval, units.percent)
     environment.filters.update({write.__name__: write for write in written}, words=_words)
     environment.filters.update(minute=_minute, moved=_moved, breakable=_breakable)
-    known = {"metrics": catalog.deciding(), "charts": charts, "ms": units.ms}
+    known = {"metrics": _Metrics(catalog.deciding()), "charts": charts, "ms": units.ms}
     return environment.get_template(template).render({**known, **facts}).strip() + "\n"
+
+
+class _Metrics(dict[str, catalog.Deciding]):
+    """Metrics by name; a score of a task has its metric by its name alone."""
+
+    def __missing__(self, name: str) -> catalog.Deciding:
+        return catalog.named(name)
 
 
 def _minute(written: str) -> str:

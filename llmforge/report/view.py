@@ -354,10 +354,14 @@ def how_measured(latency: Latency) -> str:
     several = len(latency.points) - len(single)
     counts = sorted({len(point.artifact.generations_ms) for point in latency.points})
     outputs = sorted({point.output_tokens for point in latency.points})
+    turns = sorted({0 if point.baseline is None else len(point.baseline.generations_ms) for point in latency.points})
+    beside = ""
+    if latency.baseline is not None:
+        beside = f"{' in' if turns == counts else f', {_range(turns)} of them in'} turns with the baseline"
     parts = [
         f"{len(single)} loads of one sequence, {several} of several" if several else "one sequence at a time",
         f"{_range(outputs)} output tokens",
-        f"{_range(counts)} repetitions" + ("" if latency.baseline is None else " in turns with the baseline"),
+        f"{_range(counts)} repetitions{beside}",
         f"{latency.threads} threads",
     ]
     said = ", ".join(parts) + "."

@@ -154,3 +154,21 @@ def test_what_a_pass_costs_stands_out_in_the_waterfall() -> None:
     heavy, light = plot.columns
     assert heavy.value - heavy.zero == pytest.approx(6 * (light.value - light.zero))
     assert (second.start, second.width, second.gains) == (pytest.approx(87.5), pytest.approx(12.5), True)
+
+
+def test_a_report_says_why_a_pass_has_no_errors_by_layer(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmforge.verification import divergence
+
+    monkeypatch.setattr(divergence.Divergence, "streams", lambda self, model: True)
+    done = run("build", str(recipe_file), "--out", str(tmp_path / "out"), "--quiet", "--json")
+    assert done.exit_code == 0, done.output
+    built = json.loads(done.stdout)
+    _, quantized = built["report"]["attribution"]["steps"]
+    assert quantized["layers"] == []
+    assert "runs block by block" in quantized["no_layers"]
+    for name in ("report.html", "report.md"):
+        text = (Path(built["artifact"]) / "report" / name).read_text()
+        assert "quantize-weights, errors by layer: not measured: a graph of" in text
+    assert run("verify", built["artifact"]).exit_code == 0

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from click.testing import CliRunner, Result
 
+from llmforge import targets
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.evaluation.gates import Verdict
@@ -233,3 +239,92 @@ def test_a_cpu_engine_is_not_deferred(recipe: Write) -> None:
     result = build(recipe(target="local", engine={"max_context": 96}), "--defer")
     assert result.exit_code == 6
     assert "cannot be deferred" in result.stderr
+
+
+# A process of another machine: a device that is made up, whose engine takes real time. All else is `build --finish`.
+ELSEWHERE = """
+import sys, time
+from types import SimpleNamespace
+from llmforge import engines
+from llmforge.base.errors import EnvironmentLacks
+from llmforge.build import evidence
+from llmforge.cli import main
+from llmforge.doctor import gpus
+from llmforge.doctor.gpus import Gpu
+from llmforge.evaluation import energy
+from llmforge.runtime import StepOutput
+
+def generate_batch(prompts, samplings):
+    for step in range(samplings[0].max_tokens):
+        time.sleep(0.002 if step else 0.004)
+        yield StepOutput((1,) * len(prompts), (None,) * len(prompts))
+
+def none(*_):
+    raise EnvironmentLacks("no counter")
+
+plan = SimpleNamespace(module="tensorrt", version="11")
+runner = SimpleNamespace(generate_batch=generate_batch, config=SimpleNamespace(vocabulary=64, plan=plan))
+evidence.load_runner = lambda artifact, threads: runner
+engines.why_not_run = lambda target: None
+gpus.find = lambda: [Gpu(0, "NVIDIA L4", "89", 24 << 30)]
+gpus.copy_bandwidth = lambda gpu: 2.5e11
+gpus.matrix_rates = lambda gpu, product: {"fp16": 1e14}
+energy.counter = none
+sys.argv = ["llmforge", *sys.argv[1:]]
+main()
+"""
+
+
+def read_by_hand(engine: Path) -> tuple[int, int]:
+    """Bytes of weights that a decode step of `engine` reads, and of cache for each token; with the onnx package."""
+    graph = onnx.load(str(engine / "model.onnx"), load_external_data=False).graph
+    tables = {node.input[0] for node in graph.node if node.op_type == "Gather"}
+    tables -= {name for node in graph.node if node.op_type != "Gather" for name in node.input}
+    widths = {
+        onnx.TensorProto.FLOAT: 4,
+        onnx.TensorProto.FLOAT16: 2,
+        onnx.TensorProto.INT64: 8,
+        onnx.TensorProto.BOOL: 1,
+    }
+    weights = sum(
+        math.prod(each.dims) * widths[each.data_type] for each in graph.initializer if each.name not in tables
+    )
+    kv = 0
+    for each in graph.input:
+        if each.name.startswith("past_key_values"):
+            dims = each.type.tensor_type.shape.dim
+            kv += dims[1].dim_value * dims[3].dim_value * widths[each.type.tensor_type.elem_type]
+    return weights, kv
+
+
+def test_mbu_of_an_engine_that_another_process_finished_follows_from_the_files(recipe: Write, tmp_path: Path) -> None:
+    timed = {"prompt_tokens": [8, 24], "output_tokens": 6, "repetitions": 3}
+    file = recipe(
+        validation={"latency": timed},
+        gates={"size_bytes": {"max": 1e8}},
+        engine={**RTX, "deferred": True},
+        calibration={"data": "evaluation.jsonl", "samples": 4, "length": 16},  # text for the pass's budget
+    )
+    waiting, _ = built(build(file))
+    elsewhere = Path(shutil.copytree(waiting.path, tmp_path / "elsewhere" / "tiny" / waiting.path.name))
+    words = ("build", "--finish", str(elsewhere), str(file), "--quiet")
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    finished = Path(done.stdout.splitlines()[-1])
+    assert finished.parent == elsewhere.parent
+    weights, kv = read_by_hand(waiting.path / "engine")
+    assert weights > 10 * kv > 0
+    (record,) = (finished / "evidence").iterdir()
+    found = json.loads(record.read_text())["latency"]
+    bandwidth = found["bandwidth"]["working_set_bytes_per_second"]
+    assert bandwidth == 2.5e11
+    assert [point["prompt_tokens"] for point in found["points"]] == [8, 24]
+    for point in found["points"]:
+        generations = point["artifact"]["generations_ms"]
+        assert [len(times) for times in generations] == [6] * 3
+        tpot_s = statistics.median(statistics.mean(times[1:]) for times in generations) / 1e3
+        assert 0.002 <= tpot_s < 0.1
+        by_hand = (weights + kv * (point["prompt_tokens"] + 6 // 2)) / tpot_s / bandwidth
+        assert point["bandwidth_utilization"] == pytest.approx(by_hand)
+        sheet = targets.load("l4").require_gpu().bandwidth_gbs.value * 1e9
+        assert point["data_sheet_bandwidth_utilization"] == pytest.approx(by_hand * bandwidth / sheet)

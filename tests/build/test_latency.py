@@ -161,4 +161,4 @@ def test_today_s_loads_are_the_default_and_a_surface_adds_what_is_not_there() ->
     assert loads(plain) == [Load(1, 512, 64, 10), Load(1, 32, 64, 10)]
     surface = {"batches": (1, 2), "prompt_tokens": (32, 64), "output_tokens": (64,), "repetitions": 6}
     wide = LatencySpec(prompt_tokens=(32,), output_tokens=64, surface=surface)  # type: ignore[arg-type]
-    assert loads(wide) == [Load(1, 32, 64, 10), Load(1, 64, 64, 6), Load(2, 32, 64, 6), Load(2, 64, 64, 6)]
+    assert loads(wide) == [Load(1, 32, 64, 10), Load(1, 64, 64, 6, 1), Load(2, 32, 64, 6, 1), Load(2, 64, 64, 6, 1)]

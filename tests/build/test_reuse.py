@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from llmforge import targets
 from llmforge.artifact import Artifact
+from llmforge.base import resources
 from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Silent
 from llmforge.build import evidence, pipeline
@@ -214,6 +215,28 @@ def test_a_baseline_that_is_streamed_gives_the_same_quality_and_is_kept_as_hidde
     assert whole.quality == without.quality == cold.quality == warm.quality
     assert "layer by layer" not in str(whole.quality_baseline)
     assert "layer by layer" in str(warm.quality_baseline)
+
+
+def test_a_baseline_that_does_not_fit_is_not_timed_and_the_report_says_so(
+    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = {"data": "evaluation.jsonl", "context": 64}
+    (tmp_path / "evaluation.jsonl").write_text(
+        "\n".join(json.dumps({"id": f"e{i}", "text": f"text {i}: " + " ".join(WORDS[i:])}) for i in range(8))
+    )
+    timed = {"prompt_tokens": [4], "output_tokens": 2, "repetitions": 1}
+    asked = recipe(quality=text, changes={"validation": {"quality": text, "latency": timed}})
+    monkeypatch.setattr(evidence, "open_baseline", partial(open_baseline, whole_bytes=0))
+    for free, beside in ((1 << 40, True), (1000, False)):
+        monkeypatch.setattr(resources, "free_memory_bytes", lambda free=free: free)
+        _, report = build(asked, tmp_path, cached=False)
+        assert report.quality is not None  # it runs layer by layer
+        assert report.latency is not None
+        assert (report.latency.points[0].baseline is not None) == beside
+        notes = [note for note in report.notes if "is not timed beside the artifact" in note]
+        assert len(notes) == (not beside)
+    assert "its weights in fp32 take " in notes[0]
+    assert notes[0].endswith(", and 1.00 kB of memory are free")
 
 
 def test_answers_of_a_streamed_baseline_are_short_and_the_report_says_so(

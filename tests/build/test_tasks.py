@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmforge.artifact import Artifact
-from llmforge.base import extras
+from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.build import tasks
 from llmforge.cli import cli
@@ -118,6 +118,19 @@ def test_eval_adds_a_record_that_verify_recomputes(
     assert len(opened.evidence) == before + 1
     assert len(model.read(opened).tasks[0].documents) == 12
     assert invoke("verify", path).exit_code == 0
+
+
+@harnessed
+def test_a_checkpoint_that_does_not_fit_is_left_out_and_that_is_said(
+    built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "free_memory_bytes", lambda: 1000)
+    done = invoke("eval", built[0], "--tasks", TASK, "--recipe", built[1], "--limit", 2, "--json", "--quiet")
+    assert done.exit_code == 3, done.output  # the gate on its drop is not measured
+    (found,) = json.loads(done.stdout)["tasks"]
+    assert found["scores"]["accuracy"]["baseline"] is None
+    (said,) = [note for note in model.read(Artifact.open(built[0])).notes if "the checkpoint does not run" in note]
+    assert said.endswith("and 1.00 kB of memory are free")
 
 
 @harnessed

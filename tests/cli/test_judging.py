@@ -18,11 +18,12 @@ from llmforge.cli import cli
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.quality import DocumentSums, Quality, summarize
+from llmforge.metrics.tasks import Score, TaskResult
 from llmforge.metrics.token_records import WindowScores
-from llmforge.report import model
+from llmforge.report import comparing, model
 from llmforge.report.model import EngineFile, EngineRecord
 
-from .. import releases
+from .. import pages, releases, reports
 from ..stored import put
 
 MARGIN = {"kld_mean": {"max": 0.05, "rise_max": 0.005}}
@@ -100,6 +101,33 @@ def test_three_documents_are_inconclusive_and_the_number_named_decides(out: Path
     for artifact in (old, new):
         assert invoke("rm", artifact).exit_code == 0
     assert invoke("gate", (again := pair(out, 0.01, count=needed))[1], "--against", again[0]).exit_code == 3
+
+
+def test_a_tail_of_the_same_tokens_is_compared_document_by_document(out: Path) -> None:
+    """The 99th percentile moved by a hundredth of a nat: seen beside the same documents, and not by two intervals."""
+    gates = {"kld_p99": {"rise_max": 0.005}}
+    old, new = pair(out, 0.01, gates=gates)
+    done = invoke("gate", new, "--against", old, "--json")
+    assert done.exit_code == 3
+    (gate,) = json.loads(done.stdout)["gates"]
+    moved = gate["measured"]
+    both = [model.read(Artifact.open(out / each)).quality for each in (old, new)]
+    unpaired = both[1].figures["kld_p99"].less(both[0].figures["kld_p99"])
+    assert moved["value"] == pytest.approx(unpaired.value)
+    assert 1.5 * (moved["high"] - moved["low"]) < unpaired.high - unpaired.low
+
+
+@pytest.mark.parametrize("bound", ["min", "max", "drop_max", "rise_max"])
+def test_the_upper_tail_of_shifts_is_no_gate(out: Path, tmp_path: Path, bound: str) -> None:
+    old, new = pair(out, 0.0)
+    file = tmp_path / "gates.yaml"
+    file.write_text(f"gates: {{delta_p_p99: {{{bound}: 0.1}}}}\n")
+    done = invoke("gate", new, "--gates", file)
+    assert done.exit_code == 2
+    assert "more of it is neither better nor worse" in done.stderr
+    assert "hint: limit the lower tail: delta_p_p01 or delta_p_p05" in done.stderr
+    said = "\n".join(comparing.text(comparing.compare(Artifact.open(out / old), Artifact.open(out / new))))
+    assert "delta_p_p99: " in said
 
 
 def test_a_changed_limit_is_judged_again_and_said_to_be_post_hoc(out: Path, tmp_path: Path) -> None:
@@ -304,6 +332,94 @@ def test_diff(out: Path) -> None:
     assert not change["worse"]
     other = put(out, gates={}, quality=quality(worse(0.0)), files=graph("Neg"))
     assert "recipe: gates.kld_mean" in invoke("diff", old, f"tiny/{other.path.name}").stdout
+
+
+def odd(out: Path, which: str) -> str:
+    """Publish an artifact that has little to be compared by."""
+    made = EngineFile(name="model.onnx", size_bytes=100)
+    waiting = EngineRecord(backend="onnxruntime", files=(made,), session={}, pending=True, unmeasured="not built yet")
+    other = reports.make().machine.model_copy(update={"cpu": "Another CPU"})
+    changes: dict[str, Any] = {
+        "deferred": {"quality": None, "latency": None, "engine": waiting},
+        "without latency": {"latency": None},
+        "without both": {"quality": None, "latency": None},
+        "other tokenizer": {"files": {**graph("Neg"), "tokenizer/tokenizer.json": b"{1}"}},
+        "other checkpoint": {"checkpoint": "d" * 64},
+        "other machine": {"machine": other},
+        "no documents in common": {
+            "quality": quality([each.model_copy(update={"document": f"other {i}"}) for i, each in enumerate(worse(0))])
+        },
+        "tasks": {"tasks": (quiz(),)},
+    }[which]
+    made_of = {"quality": quality(worse(0)), "files": graph("Neg"), "gates": MARGIN, "name": "odd", **changes}
+    return f"odd/{put(out, **made_of).path.name}"
+
+
+def quiz() -> TaskResult:
+    right = tuple(float(i % 3 > 0) for i in range(30))
+    score = Score.of("mean", right, right, tuple(range(30)))
+    return TaskResult(
+        name="quiz", version="1", digest="d" * 64, few_shot=0, documents=tuple(range(30)), scores={"accuracy": score},
+        created="2026-11-21T10:42:00+00:00", engine="an engine", baseline="a checkpoint",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("which", "notes", "says"),
+    [
+        ("deferred", ["the engine of B is not built yet: its size is that of the files that it is built from"],
+         "measured of one alone"),
+        ("without latency", ["latency of B was not measured"], "measured of one alone"),
+        ("without both", ["quality and latency of B were not measured"], "measured of one alone"),
+        ("other tokenizer", ["the tokenizers differ: a token of one is not a token of the other, and no figure per "
+          "token is comparable"], "kld_mean: 0.0107 → 0.0107"),
+        ("other checkpoint", [], "it was built from another checkpoint"),
+        ("other machine", ["latency was measured on different machines: Example CPU 9000; Another CPU"], "change +0"),
+        ("no documents in common", [], "no document was measured of both in the same windows"),
+        ("tasks", [], "task.quiz.accuracy: – → 66.7 %"),
+    ],
+)  # fmt: skip
+def test_artifacts_that_have_little_in_common(
+    out: Path, tmp_path: Path, which: str, notes: list[str], says: str
+) -> None:
+    base = f"tiny/{put(out, quality=quality(worse(0)), files=graph('Neg'), gates=MARGIN).path.name}"
+    other = odd(out, which)
+    page = tmp_path / "diff.html"
+    done = invoke("diff", base, other, "--html", page)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert [line.removeprefix("note: ") for line in lines if line.startswith("note: ")] == notes
+    assert says in done.stdout
+    assert len([line for line in lines if line.startswith("not compared")]) <= 4  # a reason stands once
+    found = json.loads(invoke("diff", base, other, "--json").stdout)
+    assert found["notes"] == notes
+    assert all(each["difference"] or each["why_not"] for each in found["metrics"] if each["a"] or each["b"])
+    text = page.read_text(encoding="utf-8")
+    pages.check(text)
+    for note in notes:
+        assert f"{note[0].upper()}{note[1:]}." in text
+    assert ("Built from different checkpoints" in text) == (which == "other checkpoint")
+    back = invoke("diff", other, base)
+    assert back.exit_code == 0
+    assert [line for line in back.stdout.splitlines() if " of A " in line and line.startswith("note")] == [
+        f"note: {note.replace(' of B ', ' of A ')}" for note in notes if " of B " in note
+    ]
+    told = invoke("history", "odd", "--html", tmp_path / "history.html")
+    assert told.exit_code == 0
+    assert len(told.stdout.splitlines()) == 2  # one version, nothing before it
+    assert "▼" not in told.stdout
+
+
+def test_an_artifact_beside_itself(out: Path, tmp_path: Path) -> None:
+    base = f"tiny/{put(out, quality=quality(worse(0)), files=graph('Neg'), gates=MARGIN).path.name}"
+    page = tmp_path / "diff.html"
+    done = invoke("diff", base, base, "--html", page)
+    assert "content: the same" in done.stdout
+    assert "graph: no difference" in done.stdout
+    assert "worse" not in done.stdout
+    assert "Both have the same content" in page.read_text()
+    assert invoke("diff", base, "tiny/ffff").exit_code == 5
+    assert invoke("diff", "none/ffff", base).exit_code == 5
 
 
 def test_history_marks_regressions(out: Path) -> None:

@@ -16,6 +16,7 @@ from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Footprint, Noise
 from llmforge.metrics.workload import Slo
+from llmforge.report import verdict, view
 from llmforge.runtime import Sampling, StepOutput
 
 FOOTPRINT = Footprint(artifact_bytes=5000, weight_bytes_per_token=4000, kv_bytes_per_token=10)
@@ -110,6 +111,28 @@ def test_sides_take_turns_on_the_same_new_prompt(bench: Bench) -> None:
     prompts = [ids for _, _, ids in bench.log]
     assert prompts[0::2] == prompts[1::2]
     assert len(set(prompts)) == len(prompts) // 2
+
+
+def test_the_baseline_may_take_its_turn_in_the_first_repetitions_alone(bench: Bench) -> None:
+    loads = [Load(1, 4, 5, 3), Load(2, 4, 5, 3, baseline_repetitions=1), Load(4, 4, 5, 3, baseline_repetitions=0)]
+    seen: list[tuple[int, int]] = []
+    got = run(
+        bench.fake("A", 1.0, 2.0), bench.fake("B", 3.0, 8.0), loads=loads, progress=lambda *at: seen.append(at),
+        until=Until(0.001, 4.0),
+    )  # fmt: skip
+    assert "".join(name for name, _, _ in bench.log[:18]) == "ABABA" * 2 + "ABAA" * 2
+    both, once, never = got.points
+    assert both.baseline is not None
+    assert len(both.baseline.generations_ms) == len(both.artifact.generations_ms) > 3  # goes on until it is precise
+    assert once.baseline is not None
+    assert (len(once.artifact.generations_ms) > 3, len(once.baseline.generations_ms)) == (True, 1)
+    assert once.tpot_speedup is not None
+    assert (once.tpot_speedup.value, once.tpot_speedup.low) == (pytest.approx(4, rel=0.01), None)
+    assert (never.baseline, never.tpot_speedup) == (None, None)
+    assert next(done for done, total in seen if done == total) == 18
+    said = view.how_measured(got)
+    assert "of them in turns with the baseline" in said
+    assert not list(verdict._timings(got))  # `verify` makes the same figures of what was kept
 
 
 def test_prompts_follow_the_seed(bench: Bench) -> None:

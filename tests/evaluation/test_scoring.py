@@ -18,11 +18,14 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, InputError, RunFailed, UnsupportedError, UsageError
-from llmforge.evaluation.scoring import EngineSide, Pair, cut, likelihood
+from llmforge.checkpoint import Checkpoint
+from llmforge.evaluation import scoring
+from llmforge.evaluation.baseline import Baseline
+from llmforge.evaluation.scoring import CheckpointSide, EngineSide, Pair, cut, likelihood
 from llmforge.evaluation.served import ServedSide, connect
 from llmforge.runtime import Runner, load
 
-from .. import serving
+from .. import serving, zoo, zoo_classic
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,53 @@ def test_a_batch_gives_each_text_what_it_gets_alone(runner: Runner, pairs: list[
         if alone is not None:
             assert (value, greedy) == (pytest.approx(alone[0], abs=1e-3), alone[1])
     assert len({round(value, 2) for value, _ in found}) == len(pairs)
+
+
+READ_ONCE = {"llama": True, "mistral-window": True, "gpt-oss": True, "qwen3-5": False, "phi3-longrope": False}
+
+
+@pytest.mark.parametrize("name", READ_ONCE)
+def test_a_context_is_read_once_where_what_follows_can_go_on_from_it(name: str, tmp_path: Path) -> None:
+    (zoo if name in zoo.ZOO else zoo_classic).write(name, tmp_path)
+    baseline = Baseline(Checkpoint.open(tmp_path), threads=1)
+    side = CheckpointSide(lambda: baseline, "", 128, (), str)
+    rng = np.random.default_rng(0)
+    contexts = [rng.integers(9, 200, size).tolist() for size in (11, 3)]
+    pairs: list[Pair] = [(contexts[i], rng.integers(9, 200, size).tolist()) for i, size in enumerate((5, 1))]
+    pairs += [(contexts[0], rng.integers(9, 200, size).tolist()) for size in (9, 1)] + [(contexts[0], [])]
+    expected = []
+    for context, text in pairs:
+        logits = baseline.logits(np.array([*context, *text]))[len(context) - 1 : -1]
+        expected.append(likelihood(logits[: len(text)], text))
+    read: list[int] = []
+    baseline._model.register_forward_hook(
+        lambda module, args, options, out: read.append(out.logits.shape[1]), with_kwargs=True
+    )
+    found = side.score(pairs)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-5)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert found[-1] == (0.0, True)
+    # The context's last row, then all that follow at once, filled up to the longest; the other context by itself.
+    assert read == ([1, 8, 3] if READ_ONCE[name] else [15, 19, 11, 11, 3])
+
+
+def test_few_texts_follow_a_context_at_once_where_logits_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counts:
+        vocabulary = 10
+
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+
+        def following(self, context: tuple[int, ...], texts: list[list[int]]) -> list[np.ndarray]:
+            self.sizes.append(len(texts))
+            return [np.zeros((len(text), 10), np.float32) for text in texts]
+
+    monkeypatch.setattr(scoring, "BATCH_BYTES", 4 * 10 * 3 * 2)  # two texts of three tokens
+    counts = Counts()
+    side = CheckpointSide(lambda: counts, "", 64, (), str)  # type: ignore[arg-type,return-value]
+    found = side.score([([1], [1, 2, 3])] * 5)
+    assert counts.sizes == [2, 2, 1]
+    assert found == [(pytest.approx(3 * np.log(0.1)), False)] * 5
 
 
 def test_logits_after_a_start_are_those_of_the_whole_text(runner: Runner) -> None:

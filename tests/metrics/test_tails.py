@@ -114,3 +114,52 @@ def test_bounds_of_a_share_hold_it(samples: int, share: float) -> None:
     low, high = share_interval(found, samples)
     assert 0 <= low <= found / samples <= high <= 1
     assert high - low > 0.5 / samples
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_differences_of_quantiles_see_the_same_draws_on_both_sides(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each resample spelled out, on both sides: what the grid gives is within a sixteenth of a standard error."""
+    monkeypatch.setattr(intervals.resample, "__kwdefaults__", {"resamples": 400})
+    theirs, owners = text(seed, 30)
+    ours = theirs * np.random.default_rng(seed).uniform(0.9, 1.3, len(theirs))
+    found = intervals.bootstrap_quantile_differences(ours, theirs, owners, (0.5, 0.9), seed=seed)
+    assert found is not None
+    made: dict[float, list[float]] = {0.5: [], 0.9: []}
+    for row in np.random.default_rng(seed).integers(0, 30, (400, 30)):
+        places = np.concatenate([np.flatnonzero(owners == document) for document in row])
+        for share, moved in made.items():
+            moved.append(float(np.quantile(ours[places], share) - np.quantile(theirs[places], share)))
+    tail = intervals._expanded_tail(30)
+    for (share, moved), bounds in zip(made.items(), found, strict=True):
+        expected = np.quantile(moved, (tail, 1 - tail))
+        assert np.abs(np.array(bounds) - expected).max() < 0.15 * np.std(moved), share
+
+
+def test_bounds_of_a_difference_of_quantiles_hold_it_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sides that share what makes a document hard; unpaired bounds of the same are several times as wide."""
+    monkeypatch.setattr(intervals.resample, "__kwdefaults__", {"resamples": 1000})
+
+    def both(seed: int, documents: int):
+        theirs, owners = text(seed, documents)
+        return theirs * np.random.default_rng(seed).lognormal(0.05, 0.3, len(theirs)), theirs, owners
+
+    ours, theirs, _ = both(1, 20_000)
+    truth = np.quantile(ours, 0.9) - np.quantile(theirs, 0.9)
+    held, ratios = 0, []
+    for seed in range(150):
+        ours, theirs, owners = both(1000 + seed, 40)
+        [(low, high)] = intervals.bootstrap_quantile_differences(ours, theirs, owners, (0.9,), seed=0) or []
+        held += low <= truth <= high
+        if seed < 10:
+            sides = [(bootstrap_quantiles(side, owners, (0.9,), seed=0) or [])[0] for side in (ours, theirs)]
+            ratios.append(math.hypot(*(upper - lower for lower, upper in sides)) / (high - low))
+    assert 134 <= held <= 150  # of 142.5; one in a thousand runs has fewer than 134
+    assert np.median(ratios) > 2
+
+
+def test_a_difference_of_quantiles_needs_documents_and_tokens_beyond() -> None:
+    values, owners = text(0, 10, 20)
+    assert intervals.bootstrap_quantile_differences(values, values, owners, (0.5,), seed=0) == [(0.0, 0.0)]
+    [first, last] = intervals.bootstrap_quantile_differences(values, values, owners, (0.001, 0.999), seed=0) or []
+    assert first == last == (-math.inf, math.inf)
+    assert intervals.bootstrap_quantile_differences(*[text(0, 7)[0]] * 2, text(0, 7)[1], (0.5,), seed=0) is None
