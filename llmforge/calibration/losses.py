@@ -6,8 +6,9 @@ the mean g gᵀ of the loss in what it makes (`quantization.allocation`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,26 @@ class Losses:
     tables: Sequence[Grid]
     choices: dict[Names, dict[Grid, Choice]] = field(default_factory=dict)
     of_tables: dict[str, dict[Grid, Choice]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write what was measured as JSON has it."""
+
+        def listed(choices: Mapping[Grid, Choice]) -> list[Any]:
+            return [[asdict(grid), choice.size_bytes, choice.loss] for grid, choice in choices.items()]
+
+        return {
+            "linears": [[list(names), listed(choices)] for names, choices in self.choices.items()],
+            "tables": [[name, listed(choices)] for name, choices in self.of_tables.items()],
+        }
+
+    def read(self, found: Mapping[str, Any]) -> None:
+        """Read what `to_json` wrote."""
+
+        def choices(listed: Sequence[Any]) -> dict[Grid, Choice]:
+            return {Grid(**grid): Choice(size_bytes, loss) for grid, size_bytes, loss in listed}
+
+        self.choices.update((tuple(names), choices(listed)) for names, listed in found["linears"])
+        self.of_tables.update((name, choices(listed)) for name, listed in found["tables"])
 
     def measure(self, names: Sequence[str], weights: Sequence[Float32], method: Method, seen: LayerInputs) -> None:
         """Measure linears `names`, [Nᵢ, K], that read what was `seen`.

@@ -99,6 +99,17 @@ def test_a_choice_is_made_once(
     assert (again.grids, again.notes) == (one.grids, one.notes)
 
 
+def test_formats_are_measured_once_for_all_budgets(
+    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(LIMITED, weight_bits=7.0)
+    plain = calibrate(checkpoint, windows, [other])
+    calibrate(checkpoint, windows, [LIMITED], store=Store(Cache(tmp_path / "kept")))
+    monkeypatch.setattr(Losses, "measure", None)
+    again = calibrate(checkpoint, windows, [other], store=Store(Cache(tmp_path / "kept")))
+    assert (again.grids, again.notes) == (plain.grids, plain.notes)
+
+
 def test_what_cannot_be_chosen_is_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
     with pytest.raises(DataError, match="one window"):
         calibrate(checkpoint, windows[:1], [LIMITED])
