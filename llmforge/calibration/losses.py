@@ -62,16 +62,15 @@ class Losses:
             return
         own = _own(seen)
         moments = own.sums[InputStatistic.MOMENTS] / np.float32(seen.tokens)
-        whole, bounds = np.concatenate(weights), np.cumsum([len(weight) for weight in weights])[:-1]
+        heights = [len(weight) for weight in weights]
+        whole, bounds = np.concatenate(weights), np.cumsum(heights)[:-1]
         of_group = self.choices[tuple(names)] = {}
         for grid in self.linears:
-            if not allocation.fits(whole.shape[1], grid):
+            if not allocation.fits(heights, whole.shape[1], grid):
                 continue
             errors = np.split(whole - dequantize(method.quantize(whole, grid, own)), bounds)
             lost = sum(allocation.loss(e, moments, o) for e, o in zip(errors, seen.outputs, strict=True))
-            of_group[grid] = Choice(
-                sum(allocation.size_bytes(len(each), whole.shape[1], grid) for each in weights), lost
-            )
+            of_group[grid] = Choice(sum(allocation.size_bytes(n, whole.shape[1], grid) for n in heights), lost)
 
     def measure_table(self, name: str, table: Float32, method: Method, seen: LayerInputs) -> None:
         """Measure an embedding or head [V, K]; `seen` has its mean moments, of which each row has the same share."""
@@ -79,7 +78,7 @@ class Losses:
         of_table = self.of_tables[name] = {}
         for wanted in self.tables:
             grid = wanted.dividing(table.shape[1])
-            if grid is None or not allocation.fits(table.shape[1], grid):
+            if grid is None or not allocation.fits([len(table)], table.shape[1], grid):
                 continue
             error = table - dequantize(method.quantize(table, grid, _own(seen)))
             lost = 0.5 * float(np.vdot(error, error @ moments)) / len(table)
