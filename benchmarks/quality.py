@@ -41,7 +41,7 @@ class Recipe:
     weights: Mapping[str, Any]
     kv_bits: int | None = 8  # None: fp32
     portable: bool = False  # operators of ONNX Runtime alone, inputs and outputs of onnxruntime-genai
-    samples: int = 32  # windows of 512 tokens to calibrate on
+    samples: int = 16  # windows of 512 tokens to calibrate on
 
 
 AUTO: Mapping[str, Any] = {"method": "auto", "scales": "int8"}
