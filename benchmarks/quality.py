@@ -45,7 +45,7 @@ class Recipe:
 
 
 AUTO: Mapping[str, Any] = {"method": "auto", "scales": "int8"}
-INT8: Mapping[str, Any] = {"bits": 8, "symmetric": True, "scales": "fp16", "embedding_bits": 8}
+INT8: Mapping[str, Any] = {"method": "rtn", "bits": 8, "symmetric": True, "scales": "fp16", "embedding_bits": 8}
 TRELLIS: Mapping[str, Any] = {"codes": "trellis", "symmetric": True, "scales": "int8", "embedding_block_size": 32}
 OURS: Mapping[str, Recipe] = {
     "auto 4.3": Recipe({**AUTO, "weight_bits": 4.3}),
@@ -129,7 +129,7 @@ def build(name: str, row: Recipe, work: Path) -> dict[str, float]:
     YAML(typ="safe").dump(recipe, file)
     command = [sys.executable, "-m", "llmforge", "build", str(file), "--out", str(work / "out"), "--quiet", "--json"]
     done = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    return read(json.loads(done.stdout))
+    return read(json.loads(done.stdout)["report"])
 
 
 def read(report: Mapping[str, Any]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,6 +14,7 @@ import benchmarks.quality as page
 from llmforge.lowering import options
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.recipe import Recipe
 
 PEERS = {
     "small": {"linear_bits": 4.5, "all_bits": 5.0, "kld": 0.03, "kld_ci95": [0.02, 0.04]},
@@ -57,7 +59,7 @@ def test_every_row_has_options_that_passes_take(name: str) -> None:
         assert options.make(QuantizeKvCache, {"bits": row.kv_bits, "budget": {"kld_mean": 0.1}})
 
 
-def test_bits_are_those_of_weights() -> None:
+def test_bits_are_those_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stored(name: str, size_bytes: int, dtype: str = "uint8") -> dict[str, Any]:
         return {"name": name, "dtype": dtype, "tensors": 1, "size_bytes": size_bytes}
 
@@ -78,7 +80,16 @@ def test_bits_are_those_of_weights() -> None:
         },
         "build": {"seconds": 2.0, "cpu_seconds": 3.0},
     }
-    found = page.read(report)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, json.dumps({"artifact": "there", "report": report}))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = page.build("auto 4.7", page.OURS["auto 4.7"], tmp_path)
+    recipe = Recipe.load(Path(commands[0][4]))
+    assert [step.name for step in recipe.passes][-3:] == ["quantize-weights", "quantize-kv-cache", "cpu-kernels"]
     assert found["linear_bits"] == 4.5
     assert found["bits"] == pytest.approx((4.5 * linears + 8 * others) / (linears + others))
     assert (found["kld"], found["low"], found["high"]) == (0.01, 0.009, 0.011)
