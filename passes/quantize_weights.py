@@ -380,6 +380,7 @@ class _Rewriting:
         if scales.dtype == ir.DataType.FLOAT:
             return scales
         [cast] = graph.insert(reader, "Cast", [scales], {"to": ir.DataType.FLOAT}, name=f"{reader.name}/scales_fp32")
+        cast.type, cast.shape = ir.TensorType(ir.DataType.FLOAT), scales.shape
         return cast
 
     def _replace(self, layer: linears.Linear, output: ir.Value) -> None:
