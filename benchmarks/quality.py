@@ -170,6 +170,15 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def least(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows than which no other has less KLD in as few bits, by size."""
+    front: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.bits, row.kld)):
+        if not front or row.kld < front[-1].kld:
+            front.append(row)
+    return front
+
+
 def plot(rows: Sequence[Row]) -> str:
     """Draw KLD, on a logarithmic scale, against bits; rows outside of the picture are in the table alone."""
 
@@ -196,9 +205,15 @@ def plot(rows: Sequence[Row]) -> str:
     parts.append(
         f'<text transform="translate(14 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">KLD, nats a token</text>'
     )
-    for row in sorted(rows, key=lambda row: row.ours):
-        if not (BITS[0] <= row.bits <= BITS[1] and KLD[0] <= row.kld <= KLD[1]):
-            continue
+    drawn = [row for row in rows if BITS[0] <= row.bits <= BITS[1] and KLD[0] <= row.kld <= KLD[1]]
+    if front := least([row for row in drawn if not row.ours]):
+        way = "L".join(f"{x(row.bits):.1f} {y(row.kld):.1f}" for row in front)
+        parts.append(f'<path d="M{way}" fill="none" stroke="#5d6d7e" stroke-dasharray="3 3"/>')
+        end = front[0]
+        parts.append(
+            f'<text x="{x(end.bits) + 7:.1f}" y="{y(end.kld) - 6:.1f}" fill="#5d6d7e">best of the others</text>'
+        )
+    for row in sorted(drawn, key=lambda row: row.ours):
         color = "#c0392b" if row.ours else "#5d6d7e"
         at, top, bottom = x(row.bits), y(min(row.high, KLD[1])), y(max(row.low, KLD[0]))
         said = escape(f"{row.name}: {row.bits:.2f} bits, {row.kld:.5f}")

@@ -129,3 +129,11 @@ def test_the_plot_has_every_row_in_its_place() -> None:
     assert small[1] < large[1]
     titles = [str(title.text) for title in drawn.iter(f"{svg}title")]
     assert [title.partition(":")[0] for title in titles] == ["small & coarse", "large"]
+
+
+def test_the_best_of_the_others_has_less_kld_the_more_bits_it_takes() -> None:
+    rows = [page.Row(name, 4.0, bits, kld, kld, kld) for name, bits, kld in FRONT]
+    assert [row.name for row in page.least(rows)] == ["a", "c", "e"]
+
+
+FRONT = [("d", 6.0, 0.02), ("c", 5.0, 0.01), ("a", 4.0, 0.03), ("b", 4.5, 0.04), ("e", 8.0, 0.001)]
