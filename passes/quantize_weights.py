@@ -28,8 +28,8 @@ Fires for
   0.0009 in blocks of 128, which the activations share.
 
 - the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.lowering.moe_kernels`): with `bits`,
-  `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller. A method
-  that needs calibration text sees of it, for each expert, the tokens that chose it. A router, which makes ids and
+  `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller; with
+  scales in fp16 where `scales` is int8, without a trellis, and not at all with 3, 5 or 6 bits. A method that needs calibration text sees of it, for each expert, the tokens that chose it. A router, which makes ids and
   weights, stays as it is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its
   bits.
 
@@ -263,6 +263,8 @@ class _Rewriting:
             raise _Skip(f"{reason}; its matrices stay fp32")
         experts = moe_kernels.of(layer)
         grid = self.step.grid.fitting(experts.hidden, experts.inner)
+        if grid is None and self.step.bits not in (4, 8):
+            raise _Skip(f"QMoE has 4 and 8 bits, not {self.step.bits}; its matrices stay fp32")
         if grid is None:
             widths = f"{experts.hidden} and {experts.inner}"
             raise _Skip(f"its widths, {widths}, are not divisible into blocks of {SMALLEST_BLOCK} or more")
@@ -378,6 +380,7 @@ class _Rewriting:
         if scales.dtype == ir.DataType.FLOAT:
             return scales
         [cast] = graph.insert(reader, "Cast", [scales], {"to": ir.DataType.FLOAT}, name=f"{reader.name}/scales_fp32")
+        cast.type, cast.shape = ir.TensorType(ir.DataType.FLOAT), scales.shape
         return cast
 
     def _replace(self, layer: linears.Linear, output: ir.Value) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -127,12 +127,15 @@ def _with_formats(
                 )
                 return {name: matrix for each in made for name, matrix in StoredMatrices(each.linears).items()}
 
+            def keep(kind: str, demand: WeightDemand, compute: Callable[[], Any]) -> Any:
+                return store.figures(kind, key(checkpoint, windows, [demand], None, threads), compute)
+
             with torch.no_grad(), fixed(threads):
-                chosen, note = mixed.choose(checkpoint, windows, weights, trial)
+                chosen, note = mixed.choose(checkpoint, windows, weights, trial, keep)
         grids = {name: asdict(grid) for name, grid in chosen.mixed}
         return {"mixed": grids, "tables": chosen.tables and asdict(chosen.tables), "note": note}
 
-    found = store.choice(key(checkpoint, windows, [weights], None, threads), compute)
+    found = store.figures("formats", key(checkpoint, windows, [weights], None, threads), compute)
     chosen = replace(
         weights,
         mixed=tuple((name, Grid(**grid)) for name, grid in found["mixed"].items()),

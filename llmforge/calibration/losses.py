@@ -6,8 +6,9 @@ the mean g gᵀ of the loss in what it makes (`quantization.allocation`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,26 @@ class Losses:
     choices: dict[Names, dict[Grid, Choice]] = field(default_factory=dict)
     of_tables: dict[str, dict[Grid, Choice]] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        """Write what was measured as JSON has it."""
+
+        def listed(choices: Mapping[Grid, Choice]) -> list[Any]:
+            return [[asdict(grid), choice.size_bytes, choice.loss] for grid, choice in choices.items()]
+
+        return {
+            "linears": [[list(names), listed(choices)] for names, choices in self.choices.items()],
+            "tables": [[name, listed(choices)] for name, choices in self.of_tables.items()],
+        }
+
+    def read(self, found: Mapping[str, Any]) -> None:
+        """Read what `to_json` wrote."""
+
+        def choices(listed: Sequence[Any]) -> dict[Grid, Choice]:
+            return {Grid(**grid): Choice(size_bytes, loss) for grid, size_bytes, loss in listed}
+
+        self.choices.update((tuple(names), choices(listed)) for names, listed in found["linears"])
+        self.of_tables.update((name, choices(listed)) for name, listed in found["tables"])
+
     def measure(self, names: Sequence[str], weights: Sequence[Float32], method: Method, seen: LayerInputs) -> None:
         """Measure linears `names`, [Nᵢ, K], that read what was `seen`.
 
@@ -41,16 +62,15 @@ class Losses:
             return
         own = _own(seen)
         moments = own.sums[InputStatistic.MOMENTS] / np.float32(seen.tokens)
-        whole, bounds = np.concatenate(weights), np.cumsum([len(weight) for weight in weights])[:-1]
+        heights = [len(weight) for weight in weights]
+        whole, bounds = np.concatenate(weights), np.cumsum(heights)[:-1]
         of_group = self.choices[tuple(names)] = {}
         for grid in self.linears:
-            if not allocation.fits(whole.shape[1], grid):
+            if not allocation.fits(heights, whole.shape[1], grid):
                 continue
             errors = np.split(whole - dequantize(method.quantize(whole, grid, own)), bounds)
             lost = sum(allocation.loss(e, moments, o) for e, o in zip(errors, seen.outputs, strict=True))
-            of_group[grid] = Choice(
-                sum(allocation.size_bytes(len(each), whole.shape[1], grid) for each in weights), lost
-            )
+            of_group[grid] = Choice(sum(allocation.size_bytes(n, whole.shape[1], grid) for n in heights), lost)
 
     def measure_table(self, name: str, table: Float32, method: Method, seen: LayerInputs) -> None:
         """Measure an embedding or head [V, K]; `seen` has its mean moments, of which each row has the same share."""
@@ -58,7 +78,7 @@ class Losses:
         of_table = self.of_tables[name] = {}
         for wanted in self.tables:
             grid = wanted.dividing(table.shape[1])
-            if grid is None or not allocation.fits(table.shape[1], grid):
+            if grid is None or not allocation.fits([len(table)], table.shape[1], grid):
                 continue
             error = table - dequantize(method.quantize(table, grid, _own(seen)))
             lost = 0.5 * float(np.vdot(error, error @ moments)) / len(table)

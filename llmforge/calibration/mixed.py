@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ HELD_TOKENS = 8192  # at most that models are compared on
 
 Matrices = Mapping[str, QuantizedMatrix]
 Trial = Callable[[WeightDemand, Sequence[Window], Losses | None], Matrices]
+Keep = Callable[[str, WeightDemand, Callable[[], Any]], Any]  # of a kind, for a demand, as JSON has it
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,12 @@ class _Formats:
 
 
 def choose(
-    checkpoint: Checkpoint, windows: Sequence[Window], demand: WeightDemand, trial: Trial
+    checkpoint: Checkpoint, windows: Sequence[Window], demand: WeightDemand, trial: Trial, keep: Keep
 ) -> tuple[WeightDemand, str]:
     """Return `demand` with the formats that fit its bytes and lose least, and a note of what was compared.
 
-    `trial` quantizes the weights by a demand on windows, measures losses on the way, and returns them.
+    `trial` quantizes the weights by a demand on windows, measures losses on the way, and returns them. What is measured
+    depends on no budget: `keep` finds what an earlier choice on these windows has measured for a demand.
 
     Raises:
         DataError: the text cannot be divided, or has no gradients.
@@ -57,12 +60,20 @@ def choose(
     """
     fitted, held = divide(windows)
     losses = Losses(allocation.LINEARS[demand.grid.scale], allocation.TABLES[demand.grid.scale])
-    measured = trial(replace(demand, weight_bits=None, weight_bytes=None), fitted, losses)
+    without = replace(demand, weight_bits=None, weight_bytes=None)
+
+    def measure() -> dict[str, Any]:
+        new = Losses(losses.linears, losses.tables)
+        measured = trial(without, fitted, new)
+        return {**new.to_json(), "others": _others(checkpoint, measured, new)}
+
+    found = keep("losses", without, measure)
+    losses.read(found)
     allowed = demand.weight_bytes
     if allowed is None:
         assert demand.weight_bits is not None
         allowed = int(demand.weight_bits * checkpoint.parameters / 8)
-    best, uniform = _candidates(losses, demand, allowed, _others(checkpoint, measured, losses))
+    best, uniform = _candidates(losses, demand, allowed, found["others"])
 
     def bits(formats: _Formats) -> str:
         return f"{8 * formats.size_bytes / checkpoint.parameters:.2f} bits"
@@ -70,15 +81,21 @@ def choose(
     if uniform is None:
         return best.of(demand), f"auto: mixed formats, {bits(best)} a weight; no uniform format is small enough"
     skeleton = Skeleton.build(checkpoint)
-    found = [divergence(skeleton, held, trial(formats.of(demand), fitted, None)) for formats in (best, uniform)]
-    kept, text = (best, "mixed formats") if found[0] < found[1] else (uniform, "a uniform format")
+
+    def compare(formats: _Formats) -> float:
+        own = formats.of(demand)
+        lost: float = keep("divergence", own, lambda: divergence(skeleton, held, trial(own, fitted, None)))
+        return lost
+
+    of_best, of_uniform = compare(best), compare(uniform)
+    kept, text = (best, "mixed formats") if of_best < of_uniform else (uniform, "a uniform format")
     said = f"uniform {uniform.mixed[0][1].format.name}"
     if uniform.tables is not None:
         said += f", embedding and head {uniform.tables.format.name}"
     tokens = sum(len(window.ids) for window in held)
     return kept.of(demand), (
         f"auto: {text}, {bits(kept)} a weight: on {tokens} held-out tokens of the calibration text, mixed formats have "
-        f"a KLD of {found[0]:.5f} with {bits(best)} (predicted: {best.loss:.5f}), {said}, {found[1]:.5f} with "
+        f"a KLD of {of_best:.5f} with {bits(best)} (predicted: {best.loss:.5f}), {said}, {of_uniform:.5f} with "
         f"{bits(uniform)}"
     )
 

@@ -24,7 +24,7 @@ from llmforge.quantization.statistics import KvRange
 
 _FILE = "layer.npz"
 _STATES = "states"
-_FORMATS = "formats.json"
+_FIGURES = "figures.json"
 STATES_SHARE = 1 / 8  # of the cache that hidden states may take: 2.5 GB of 20, or 75,000 tokens of 8,192 features
 
 
@@ -133,20 +133,19 @@ class Store:
         write(folder)
         return folder
 
-    def choice(self, key: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the formats that `choose` has chosen, in an earlier calibration or now."""
-        own = Key("calibration-formats", {"calibration": key})
+    def figures(self, kind: str, key: str, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` makes, as JSON has it, in an earlier calibration or now."""
+        own = Key(f"calibration-{kind}", {"calibration": key})
         if self.cache is not None and (entry := self.cache.find(own)) is not None:
-            found: dict[str, Any] = entry.json(_FORMATS)
-            return found
-        chosen = choose()
+            return entry.json(_FIGURES)
+        made = compute()
         if self.cache is not None:
 
             def write(folder: Path) -> None:
-                (folder / _FORMATS).write_text(json.dumps(chosen))
+                (folder / _FIGURES).write_text(json.dumps(made))
 
             self.cache.put(own, write)
-        return chosen
+        return made
 
     def drop_gradients(self, key: str) -> None:
         """Take away the gradients, which no calibration needs any more."""

@@ -15,21 +15,22 @@ import numpy as np
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout
 from llmforge.quantization.grids import Float32, Grid, Scale
+from llmforge.quantization.trellis import LANES
 
 # What weights may be given, by the scales that a pass asks for: int8 are for the CPU kernels, which have every width.
 LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
     "int8": tuple(
-        Grid(bits, block_size, symmetric, "int8")
-        for bits, block_size, symmetric in (
-            (3, 64, False),
-            (3, 32, False),
-            (4, 64, True),
-            (4, 64, False),
-            (4, 32, False),
-            (5, 64, True),
-            (5, 32, False),
-            (6, 64, True),
-            (8, 64, True),
+        Grid(bits, block_size, symmetric, "int8", trellis)
+        for bits, block_size, symmetric, trellis in (
+            (3, 64, False, False),
+            (3, 32, False, False),
+            (4, 64, True, True),
+            (4, 32, True, True),
+            (4, 32, False, False),  # where rows are too few for a trellis
+            (5, 64, True, False),
+            (5, 32, False, False),
+            (6, 64, True, False),
+            (8, 64, True, False),
         )
     ),
     **{
@@ -39,7 +40,8 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
 }
 TABLES: Mapping[Scale, tuple[Grid, ...]] = {
     "int8": tuple(
-        Grid(bits, block_size, True, "int8") for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (8, 64))
+        Grid(bits, block_size, True, "int8", trellis=bits == 4)
+        for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (8, 64))
     ),
     **{scale: (Grid(4, 32, True, scale), Grid(8, 128, True, scale)) for scale in ("fp16", "fp32")},
 }
@@ -63,8 +65,10 @@ def size_bytes(n: int, k: int, grid: Grid) -> int:
     return n * (blocks * (grid.block_size * grid.bits // 8 + (4 if grid.scale == "fp32" else 2)) + zero_points)
 
 
-def fits(k: int, grid: Grid) -> bool:
-    """Say whether rows of `k` can be stored on `grid`."""
+def fits(heights: Sequence[int], k: int, grid: Grid) -> bool:
+    """Say whether matrices of `heights` rows of `k`, which may be put on top of each other, can be stored on `grid`."""
+    if grid.trellis and any(n % LANES for n in heights[:-1]):
+        return False
     return grid.portable or (k % grid.block_size == 0 and grid.block_size >= cpu_layout.SMALLEST_BLOCK)
 
 

@@ -93,14 +93,18 @@ class Grid:
         return None if block_size < SMALLEST_BLOCK else replace(self, block_size=block_size)
 
     def fitting(self, *widths: int) -> Grid | None:
-        """Return this grid with the largest block, up to its own, that rows of each of `widths` hold twice or more.
+        """Return this grid as com.microsoft::QMoE has it: codes of 4 or 8 bits, no trellis, fp16 in place of int8 scales.
 
-        It divides them all, as com.microsoft::QMoE needs; None where that block would be too small.
+        Its block is the largest, up to its own, that divides `widths` all, each of which holds it twice or more. None
+        where that would be too small, or QMoE has not so many bits.
         """
+        if self.bits not in (4, 8):
+            return None
+        scale: Scale = "fp16" if self.scale == "int8" else self.scale
         block_size = self.block_size
         while block_size >= SMALLEST_BLOCK:
             if all(width % block_size == 0 and width > block_size for width in widths):
-                return replace(self, block_size=block_size)
+                return replace(self, block_size=block_size, scale=scale, trellis=False)
             block_size //= 2
         return None
 

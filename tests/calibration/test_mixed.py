@@ -18,7 +18,7 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization import allocation
-from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
+from llmforge.quantization.grids import Grid, Scale, dequantize, round_to_nearest
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
@@ -48,11 +48,13 @@ def taken(checkpoint: Checkpoint, found: Statistics) -> int:
     return quantized + 4 * (checkpoint.parameters - sum(matrix.codes.size for matrix in matrices))
 
 
-@pytest.mark.parametrize("bits", [5.5, 8.0])
+@pytest.mark.parametrize(("bits", "scale"), [(5.5, "int8"), (8.0, "int8"), (7.0, "fp16")])
 def test_formats_fit_the_bytes_and_what_is_read_together_shares_one(
-    bits: float, checkpoint: Checkpoint, windows: list[Window]
+    bits: float, scale: Scale, checkpoint: Checkpoint, windows: list[Window]
 ) -> None:
-    found = calibrate(checkpoint, windows, [replace(LIMITED, weight_bits=bits)])
+    grid, tables = Grid(4, 32, False, scale), Grid(8, 32, True, scale)
+    found = calibrate(checkpoint, windows, [WeightDemand(Gptq(), grid, tables=tables, weight_bits=bits)])
+    assert {grid.portable for grid in found.grids.values()} == {scale == "fp16"}
     assert bits * 0.85 < 8 * taken(checkpoint, found) / checkpoint.parameters <= bits
     assert {name: found.linears[name].grid for name in found.linears} == found.grids
     for layer in range(checkpoint.geometry.layers):
@@ -95,6 +97,17 @@ def test_a_choice_is_made_once(
     monkeypatch.setattr(mixed, "choose", None)
     again = calibrate(checkpoint, windows, [LIMITED], store=Store(Cache(tmp_path / "kept")))
     assert (again.grids, again.notes) == (one.grids, one.notes)
+
+
+def test_formats_are_measured_once_for_all_budgets(
+    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(LIMITED, weight_bits=7.0)
+    plain = calibrate(checkpoint, windows, [other])
+    calibrate(checkpoint, windows, [LIMITED], store=Store(Cache(tmp_path / "kept")))
+    monkeypatch.setattr(Losses, "measure", None)
+    again = calibrate(checkpoint, windows, [other], store=Store(Cache(tmp_path / "kept")))
+    assert (again.grids, again.notes) == (plain.grids, plain.notes)
 
 
 def test_what_cannot_be_chosen_is_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:

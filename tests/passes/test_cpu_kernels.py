@@ -18,6 +18,7 @@ from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.quantization.grids import Scale
 from llmforge.verification import probe
 
 from .. import graphs
@@ -57,8 +58,9 @@ def check(model: ir.Model) -> Changes:
     return changes
 
 
-def test_a_layer_becomes_five_operators() -> None:
-    model = built(replace(SPEC, layers=1))
+@pytest.mark.parametrize("scales", ["fp32", "fp16"])
+def test_a_layer_becomes_five_operators(scales: Scale) -> None:
+    model = built(replace(SPEC, layers=1), (*ALL[:-1], replace(QUANTIZE, scales=scales)))
     changes = check(model)
     assert graphs.operators(model) == {"Linear": 5, "GroupQueryAttention": 1, "Embedding": 1, "Gather": 1}
     assert {node.domain for node in model.graph} == {native.DOMAIN, ""}

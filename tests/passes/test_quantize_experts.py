@@ -82,6 +82,31 @@ def test_4_bits_compute_with_the_rounded_weights(form: dict[str, Any], biases: b
         assert np.abs(got - plain).max() > 0.01 * np.abs(plain).max()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"scales": "fp16"}, {"scales": "int8"}, {"scales": "int8", "codes": "trellis", "symmetric": True}],
+    ids=["fp16", "int8", "trellis"],
+)
+def test_narrow_scales_of_experts_are_fp16(given: dict[str, Any]) -> None:
+    weights = scaled(gated=1, biases=True)
+    model = routed(FORM, weights)
+    step = QuantizeWeights(BUDGET, method="rtn", embedding_bits=16, **given)
+    assert len(step.run(model, graphs.CPU).rewritten) == 1
+    assert held(model, "up.scales").dtype == np.float16
+    feeds = test_moe.step(1, 40)
+    rounded = dequantized(weights, Grid(4, 16, step.symmetric, "fp16"))
+    expected = references.moe(*feeds.values(), *rounded.values(), **FORM)
+    for optimize in (True, False):
+        difference = run(model, feeds, optimize=optimize) - expected
+        assert 0 < difference.std() < 0.02 * expected.std()
+
+
+def test_experts_stay_where_their_kernel_has_not_so_many_bits() -> None:
+    model = routed(FORM, scaled(gated=1, biases=True))
+    [skip] = QuantizeWeights(BUDGET, method="rtn", bits=5).run(model, graphs.CPU).skipped
+    assert skip.reason == "QMoE has 4 and 8 bits, not 5; its matrices stay fp32"
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_int8_activations_stay_near(bits: int) -> None:
     """Activations in int8 move the result by 4 % of its deviation at most; the codes are the same."""

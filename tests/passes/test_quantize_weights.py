@@ -133,8 +133,8 @@ def test_packed_weights_are_put_together_from_calibrated_ones(bias: bool) -> Non
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"bits": 8}, {"embedding_bits": 4}, {"symmetric": True, "block_size": 128}],
-    ids=["defaults", "8 bits", "4-bit embedding", "symmetric"],
+    [{}, {"bits": 8}, {"embedding_bits": 4}, {"symmetric": True, "block_size": 128}, {"scales": "fp16"}],
+    ids=["defaults", "8 bits", "4-bit embedding", "symmetric", "fp16 scales"],
 )
 @pytest.mark.parametrize("lowered", [True, False])
 def test_the_numerics_hold(given: dict[str, object], lowered: bool, tmp_path: Path) -> None:

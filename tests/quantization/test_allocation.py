@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llmforge.base.errors import UsageError
 from llmforge.quantization import allocation
 from llmforge.quantization.allocation import Choice, allocate, loss
+from llmforge.quantization.grids import Grid
 
 CHOICES = st.lists(
     st.lists(st.builds(Choice, size_bytes=st.integers(1, 30), loss=st.floats(0, 10)), min_size=1, max_size=4),
@@ -67,3 +68,18 @@ def test_what_has_no_format_or_no_loss_is_refused() -> None:
         allocate({"w": []}, 10)
     with pytest.raises(ValueError, match="not finite"):
         allocate({"w": [Choice(1, float("nan"))]}, 10)
+
+
+@pytest.mark.parametrize(
+    ("heights", "k", "grid", "expected"),
+    [
+        ([32, 16], 64, Grid(4, 64, True, "int8", trellis=True), True),
+        ([40], 64, Grid(4, 64, True, "int8", trellis=True), True),
+        ([40, 16], 64, Grid(4, 64, True, "int8", trellis=True), False),  # of 16 rows, 8 would be of each matrix
+        ([40, 16], 64, Grid(4, 64, False, "int8"), True),
+        ([40], 96, Grid(4, 64, False, "int8"), False),
+        ([40], 96, Grid(4, 64, False, "fp16"), True),
+    ],
+)
+def test_a_format_fits_rows_that_it_divides(heights: list[int], k: int, grid: Grid, expected: bool) -> None:
+    assert allocation.fits(heights, k, grid) is expected
