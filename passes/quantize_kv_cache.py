@@ -7,11 +7,11 @@
 or, where keys or values have a scale a token (`granularity: per_token`, and always with 4 bits),
 
     y, present_key, present_value = llmforge.cpu::GroupQueryAttentionSlots(qkv, past_key, past_value, …)
-    with caches uint8 [batch, kv_heads, capacity, bytes of a slot], the scale of a token in its slot (docs/cpu-kernels.md).
+    with caches uint8 [batch, kv_heads, capacity, bytes of a slot], a token's scale in its slot (docs/cpu-kernels.md).
 
 Keys are those after rotary embedding. A static scale is the largest |x| on the calibration text / 127, and a value
-round(x / scale), clipped to -128 … 127. A scale of a token is the largest |x| of the token / 127; with 4 bits a slot has
-a scale and an offset, those that fit the token best (llmforge/quantization/kv_cache.py has every rounding).
+round(x / scale), clipped to -128 … 127. A scale of a token is the largest |x| of the token / 127; with 4 bits a slot
+has a scale and an offset, those that fit the token best (llmforge/quantization/kv_cache.py has every rounding).
 `rotation: hadamard` multiplies with the Hadamard matrix what has a scale a token, queries with keys, so that channels
 larger than others do not take the range of all.
 

@@ -75,10 +75,13 @@ def lower_to_slots(
         "turn_keys": int(form.keys.hadamard),
         "turn_values": int(form.values.hadamard),
     }
-    caches = (attention.past_key, attention.present_key, form.keys), (
-        attention.past_value,
-        attention.present_value,
-        form.values,
+    caches = (
+        (attention.past_key, attention.present_key, form.keys),
+        (
+            attention.past_value,
+            attention.present_value,
+            form.values,
+        ),
     )
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     done = _lower(attention, cpu.GroupQueryAttentionSlots, scales, attributes, per_channel=_per_channel(form))
@@ -88,6 +91,22 @@ def lower_to_slots(
             if cache.shape is not None:
                 cache.shape = ir.Shape([*cache.shape[:3], own.bytes_per_slot(dim)])
     return done
+
+
+def slots_of(node: ir.Node, cache: str) -> tuple[SlotFormat, ir.Value | None, int] | None:
+    """Return how `node` stores the cache of that name, its static scales, and channels; None: not in slots."""
+    attention = cpu.GroupQueryAttentionSlots.of(node)
+    if attention is None:
+        return None
+    if attention.past_key.name == cache:
+        slot, turned, scale = attention.key_slot, attention.turn_keys, attention.k_scale
+    elif attention.past_value.name == cache:
+        slot, turned, scale = attention.value_slot, attention.turn_values, attention.v_scale
+    else:
+        return None
+    static = "channel" if attention.per_channel else "tensor"
+    dtype = "int4" if slot == _INT4 else "int8"
+    return SlotFormat(dtype, static if slot == _STATIC else "token", bool(turned)), scale, attention.head_dim
 
 
 def _slot(form: SlotFormat) -> int:

@@ -52,7 +52,6 @@ class Format:
         return bits + shared / block_size + superscale
 
 
-
 @dataclass(frozen=True)
 class SlotFormat:
     """A way to store what a cache holds of a token: a key, or a value, of one head, [head_dim].

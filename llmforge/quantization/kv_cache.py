@@ -26,15 +26,17 @@ def write(x: Float32, form: SlotFormat, scales: Float32 | None = None) -> NDArra
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         if form.scale != "token":
             assert scales is not None, "a static scale"
-            return np.clip(np.rint(x / scales), -_TOP8 - 1, _TOP8).astype(np.int8).view(np.uint8)
+            codes: NDArray[np.int8] = np.clip(np.rint(x / scales), -_TOP8 - 1, _TOP8).astype(np.int8)
+            return codes.view(np.uint8)
         return _write4(x) if form.dtype == "int4" else _write8(x)
 
 
 def read(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: Float32 | None = None) -> Float32:
     """Return what slots [..., bytes] stand for, fp32 [..., head_dim]."""
+    stored: NDArray[Any]
     if form.scale != "token":
         assert scales is not None, "a static scale"
-        stored = np.asarray(slots.view(np.int8) * scales, np.float32)
+        stored = slots.view(np.int8) * scales
     elif form.dtype == "int8":
         stored = slots[..., :head_dim].view(np.int8) * _halves(slots[..., head_dim:])
     else:
