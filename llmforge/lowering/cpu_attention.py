@@ -60,12 +60,14 @@ def lower(attention: contrib.GroupQueryAttention) -> str:
     """Put the kernel in the place of an attention, against which there is no reason; return what was done."""
     int8 = attention.past_key.dtype == ir.DataType.INT8
     kernel = cpu.GroupQueryAttentionInt8 if int8 else cpu.GroupQueryAttention
-    return _lower(attention, kernel, {"k_scale": attention.k_scale, "v_scale": attention.v_scale} if int8 else {}, {})
+    scales = {"k_scale": attention.k_scale, "v_scale": attention.v_scale} if int8 else {}
+    lowered = _lower(attention, kernel, scales, {})
+    return kernel.op_type + ", norms of queries and keys" * (lowered.q_norm_weight is not None)
 
 
 def lower_to_slots(
     attention: contrib.GroupQueryAttention, form: KvFormat, k_scale: ir.Value | None, v_scale: ir.Value | None
-) -> str:
+) -> None:
     """Do so with caches of fp32, which become slots of `form`; `k_scale` and `v_scale` are static scales, if any."""
     dim = graph.width(attention.past_key)
     attributes = {
@@ -75,22 +77,14 @@ def lower_to_slots(
         "turn_keys": int(form.keys.hadamard),
         "turn_values": int(form.values.hadamard),
     }
-    caches = (
-        (attention.past_key, attention.present_key, form.keys),
-        (
-            attention.past_value,
-            attention.present_value,
-            form.values,
-        ),
-    )
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    done = _lower(attention, cpu.GroupQueryAttentionSlots, scales, attributes, per_channel=_per_channel(form))
-    for past, present, own in caches:
-        for cache in (past, present):
+    lowered = _lower(attention, cpu.GroupQueryAttentionSlots, scales, attributes, per_channel=_per_channel(form))
+    keys, values = (lowered.past_key, lowered.present_key), (lowered.past_value, lowered.present_value)
+    for caches, own in ((keys, form.keys), (values, form.values)):
+        for cache in caches:
             cache.type = ir.TensorType(ir.DataType.UINT8)
             if cache.shape is not None:
                 cache.shape = ir.Shape([*cache.shape[:3], own.bytes_per_slot(dim)])
-    return done
 
 
 def slots_of(node: ir.Node, cache: str) -> tuple[SlotFormat, ir.Value | None, int] | None:
@@ -124,7 +118,7 @@ def _lower(
     more: Mapping[str, int],
     *,
     per_channel: bool | None = None,
-) -> str:
+) -> cpu.GroupQueryAttention:
     heads, kv_heads, dim = attention.num_heads, attention.kv_num_heads, graph.width(attention.past_key)
     qkv, query, key = _packed(attention, (heads + 2 * kv_heads) * dim, dim)
     rotates = attention.do_rotary
@@ -158,7 +152,7 @@ def _lower(
     attention.node.name = f"{name}.replaced"
     lowered = kernel.insert(attention.node, inputs, attributes, outputs=3, name=name)
     graph.replace_outputs(attention.node, lowered.node.outputs)
-    return kernel.op_type + ", norms of queries and keys" * (query.weight is not None)
+    return lowered
 
 
 def _packed(attention: contrib.GroupQueryAttention, width: int, dim: int) -> tuple[ir.Value, _Normed, _Normed]:

@@ -43,7 +43,8 @@ def read(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: Floa
         half = head_dim // 2
         codes = np.concatenate([slots[..., :half] & 15, slots[..., :half] >> 4], axis=-1)
         stored = _halves(slots[..., half + 2 :]) + codes * _halves(slots[..., half : half + 2])
-    return np.asarray(hadamard(stored) / np.float32(head_dim) if form.hadamard else stored, np.float32)
+    held: Float32 = np.asarray(stored, np.float32)
+    return np.asarray(hadamard(held) / np.float32(head_dim), np.float32) if form.hadamard else held
 
 
 def hadamard(x: Float32) -> Float32:
