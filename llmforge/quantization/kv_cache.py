@@ -22,8 +22,8 @@ def write(x: Float32, form: SlotFormat, scales: Float32 | None = None) -> NDArra
 
     A slot is what it holds of NaN or infinity: not finite as a whole, where it has a scale of its own.
     """
-    x = hadamard(x) if form.hadamard else np.asarray(x, np.float32)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        x = hadamard(x) if form.hadamard else np.asarray(x, np.float32)
         if form.scale != "token":
             assert scales is not None, "a static scale"
             codes: NDArray[np.int8] = np.clip(np.rint(x / scales), -_TOP8 - 1, _TOP8).astype(np.int8)
@@ -33,18 +33,20 @@ def write(x: Float32, form: SlotFormat, scales: Float32 | None = None) -> NDArra
 
 def read(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: Float32 | None = None) -> Float32:
     """Return what slots [..., bytes] stand for, fp32 [..., head_dim]."""
-    stored: NDArray[Any]
+    with np.errstate(invalid="ignore", over="ignore"):
+        held: Float32 = np.asarray(_stored(slots, form, head_dim, scales), np.float32)
+        return np.asarray(hadamard(held) / np.float32(head_dim), np.float32) if form.hadamard else held
+
+
+def _stored(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: Float32 | None) -> NDArray[Any]:
     if form.scale != "token":
         assert scales is not None, "a static scale"
-        stored = slots.view(np.int8) * scales
-    elif form.dtype == "int8":
-        stored = slots[..., :head_dim].view(np.int8) * _halves(slots[..., head_dim:])
-    else:
-        half = head_dim // 2
-        codes = np.concatenate([slots[..., :half] & 15, slots[..., :half] >> 4], axis=-1)
-        stored = _halves(slots[..., half + 2 :]) + codes * _halves(slots[..., half : half + 2])
-    held: Float32 = np.asarray(stored, np.float32)
-    return np.asarray(hadamard(held) / np.float32(head_dim), np.float32) if form.hadamard else held
+        return np.asarray(slots.view(np.int8) * scales)
+    if form.dtype == "int8":
+        return np.asarray(slots[..., :head_dim].view(np.int8) * _halves(slots[..., head_dim:]))
+    half = head_dim // 2
+    codes = np.concatenate([slots[..., :half] & 15, slots[..., :half] >> 4], axis=-1)
+    return np.asarray(_halves(slots[..., half + 2 :]) + codes * _halves(slots[..., half : half + 2]))
 
 
 def hadamard(x: Float32) -> Float32:
@@ -69,7 +71,7 @@ def _write4(x: Float32) -> NDArray[np.uint8]:
     n = x.shape[-1]
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     low = _bf16_down(np.where(np.isnan(high - low), np.float32(np.nan), low)) + np.float32(0)  # no -0
-    scale = _bf16_out((high - low) / _TOP4)
+    scale = _bf16_out((high - low) / _TOP4) + np.float32(0)
     codes, wide = _codes(x, scale, low), x.astype(np.float64)
     total = _in_order(wide)
     for _ in range(_FITS):
