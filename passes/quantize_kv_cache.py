@@ -1,93 +1,154 @@
-"""Store the KV cache in int8, with calibrated scales.
+"""Store the KV cache in 8 or 4 bits.
 
     y, present_key, present_value = com.microsoft::GroupQueryAttention(…, past_key, past_value, …)
     becomes the same with k_scale, v_scale fp32 [1, kv_heads, 1, head_dim] (per_channel) or [1] (per_tensor), attributes
-    k_quant_type, v_quant_type and kv_cache_bit_width = 8, and the graph's cache inputs and outputs as int8.
+    k_quant_type, v_quant_type and kv_cache_bit_width = 8, and the graph's cache inputs and outputs as int8,
 
-A cached value is round(x / scale), clipped to -128 … 127, with scale = largest |x| on the calibration text / 127. Keys
-are those after rotary embedding. On the sample checkpoint (tests/data) a scale a channel moves the mean KLD by 0.0004,
-one a tensor by 0.0008.
+or, where keys or values have a scale a token (`granularity: per_token`, and always with 4 bits),
+
+    y, present_key, present_value = llmforge.cpu::GroupQueryAttentionSlots(qkv, past_key, past_value, …)
+    with caches uint8 [batch, kv_heads, capacity, bytes of a slot], a token's scale in its slot (docs/cpu-kernels.md).
+
+Keys are those after rotary embedding. A static scale is the largest |x| on the calibration text / 127, and a value
+round(x / scale), clipped to -128 … 127. A scale of a token is the largest |x| of the token / 127; with 4 bits a slot
+has a scale and an offset, those that fit the token best (llmforge/quantization/kv_cache.py has every rounding).
+`rotation: hadamard` multiplies with the Hadamard matrix what has a scale a token, queries with keys, so that channels
+larger than others do not take the range of all.
 
 Fires for every GroupQueryAttention whose caches are fp32 inputs of the graph that nothing else reads, but in the layers
-`exclude_layers`.
+`exclude_layers`; with scales of tokens for those that the CPU kernels compute, with heads of a multiple of 32 channels
+for 4 bits, and of a power of two for a rotation.
 
 Numerics: lossy, within the budget of the recipe.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from llmforge import native
 from llmforge.base.errors import DataError
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.contrib import GroupQueryAttention
+from llmforge.lowering import cpu_attention
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.quantization.formats import INT8_KV
+from llmforge.quantization.formats import INT8_KV, KvFormat, SlotFormat
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
 
 
 @dataclass(frozen=True)
 class QuantizeKvCache(Pass):
-    """Store the KV cache in int8, with calibrated scales."""
+    """Store the KV cache in 8 or 4 bits."""
 
     name: ClassVar[str] = "quantize-kv-cache"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
     requires: ClassVar[frozenset[str]] = frozenset({"gqa"})
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
-    bits: Annotated[Literal[8], Field(description="bits per cached value")] = 8
+    bits: Annotated[
+        Literal[4, 8], Field(description="bits per cached value; 4 need llmforge's CPU kernels, and a generous budget")
+    ] = 8
+    value_bits: Annotated[
+        Literal[4, 8] | None, Field(description="bits per number of cached values (V); default: `bits`, as of keys")
+    ] = None
     granularity: Annotated[
-        Literal["per_channel", "per_tensor"],
-        Field(description="one scale per channel of each head, or one for all keys and one for all values of a layer"),
+        Literal["per_channel", "per_tensor", "per_token"],
+        Field(
+            description="what has a scale of 8 bits: each channel of each head, all keys and all values of a layer, or "
+            "each token of each head, which needs llmforge's CPU kernels and no calibration; 4 bits have one per token"
+        ),
     ] = "per_channel"
+    rotation: Annotated[
+        Literal["none", "hadamard"],
+        Field(description="hadamard: spread outliers of what has a scale per token over all channels of a head"),
+    ] = "none"
     exclude_layers: Annotated[
         tuple[Annotated[int, Field(ge=0, le=65_535)], ...],
         Field(max_length=65_536, description="layers whose cache stays fp32, from 0"),
     ] = ()
 
+    @model_validator(mode="after")
+    def _rotates_something(self) -> Self:
+        if self.rotation == "hadamard" and self.format.portable:
+            raise ValueError("rotation: hadamard is for scales per token: granularity: per_token, or 4 bits")
+        return self
+
+    @property
+    def format(self) -> KvFormat:
+        """How keys and values are stored."""
+        return KvFormat(self._slots(self.bits), self._slots(self.bits if self.value_bits is None else self.value_bits))
+
+    def _slots(self, bits: int) -> SlotFormat:
+        scale = "token" if bits == 4 else self.granularity.removeprefix("per_")
+        return SlotFormat(f"int{bits}", scale, scale == "token" and self.rotation == "hadamard")
+
     def demands(self) -> tuple[Demand, ...]:
-        """Ask calibration for the ranges of keys and values."""
-        return (KvRangeDemand(),)
+        """Ask calibration for the ranges of keys and values, where a scale is static."""
+        form = self.format
+        return (KvRangeDemand(),) if form.keys.portable or form.values.portable else ()
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every GroupQueryAttention of `model`.
 
         Raises:
-            UnsupportedError: the target has no ONNX Runtime, whose caches these are.
+            UnsupportedError: the target has no ONNX Runtime, whose caches these are; or is no CPU, which the kernels
+                for scales of tokens are for.
+            EnvironmentLacks: they are not compiled here.
             DataError: a channel was 0 on all of the calibration text, so that it has no scale.
         """
-        context.require_onnxruntime(self.name, "int8 caches are those of its GroupQueryAttention")
+        form = self.format
+        if form.portable:
+            context.require_onnxruntime(self.name, "int8 caches are those of its GroupQueryAttention")
+        else:
+            context.require_cpu(f"{self.name} with {form.name}")
+            native.require()
         ranges = {} if context.statistics is None else context.statistics.kv
-        layers = {interface.past_part(layer, "key"): layer for layer in ranges}
         changes = Changes()
-        for node in model.graph:
+        for node in list(model.graph):
             if canonical.Attention.matches(node):
                 changes.skipped.append(Skipped(str(node.name), "not lowered to GroupQueryAttention"))
             if (attention := GroupQueryAttention.of(node)) is None:
                 continue
-            reason = _reason(attention, layers, self.exclude_layers)
-            if reason is not None:
-                changes.skipped.append(Skipped(attention.name, reason))
+            layer, name = _layer(attention), attention.name
+            reason = _reason(attention, layer, self.exclude_layers)
+            if reason is None and self.demands() and layer not in ranges:
+                reason = f"calibration has no ranges for cache {attention.past_key.name}"
+            if reason is None and not form.portable:
+                reason = _slots_reason(attention, form)
+            if reason is not None or layer is None:
+                changes.skipped.append(Skipped(name, str(reason)))
                 continue
-            layer = layers[str(attention.past_key.name)]
-            self._rewrite(model, attention, layer, ranges[layer])
-            what = f"int8 keys and values, {self.granularity.replace('_', ' ')}"
-            changes.rewritten.append(Rewritten(attention.name, what))
+            self._rewrite(model, attention, layer, ranges.get(layer))
+            changes.rewritten.append(Rewritten(name, self._what(attention)))
         return changes
 
-    def _rewrite(self, model: ir.Model, attention: GroupQueryAttention, layer: int, peaks: KvRange) -> None:
+    def _what(self, attention: GroupQueryAttention) -> str:
+        if self.format.portable:
+            return f"int8 keys and values, {self.granularity.replace('_', ' ')}"
+        dim = graph.width(attention.past_key)
+        keys, values = (each.bits_per_number(dim) for each in (self.format.keys, self.format.values))
+        return f"{self.format.name}: {keys:.4g} bits per number of keys, {values:.4g} of values"
+
+    def _rewrite(self, model: ir.Model, attention: GroupQueryAttention, layer: int, peaks: KvRange | None) -> None:
         """Quantize the caches of one attention."""
-        keys = self._scales(peaks.key, f"layer {layer}, key")
-        values = self._scales(peaks.value, f"layer {layer}, value")
-        attention.k_scale = graph.initializer(model, f"{interface.past_part(layer, 'key')}.scale", keys)
-        attention.v_scale = graph.initializer(model, f"{interface.past_part(layer, 'value')}.scale", values)
+        form = self.format
+        static: dict[str, ir.Value | None] = {"key": None, "value": None}
+        for part, own in (("key", form.keys), ("value", form.values)):
+            if own.portable:
+                assert peaks is not None
+                scales = self._scales(getattr(peaks, part), f"layer {layer}, {part}")
+                static[part] = graph.initializer(model, f"{interface.past_part(layer, part)}.scale", scales)
+        if not form.portable:
+            cpu_attention.lower_to_slots(attention, form, static["key"], static["value"])
+            return
+        attention.k_scale, attention.v_scale = static["key"], static["value"]
         for cache in (attention.past_key, attention.past_value, attention.present_key, attention.present_value):
             cache.type = ir.TensorType(ir.DataType.INT8)
         attention.k_quant_type = attention.v_quant_type = self.granularity.upper()
@@ -107,7 +168,13 @@ class QuantizeKvCache(Pass):
         return (scales / np.float32(INT8_KV.largest)).astype(np.float32)
 
 
-def _reason(attention: GroupQueryAttention, layers: dict[str, int], excluded: tuple[int, ...]) -> str | None:
+def _layer(attention: GroupQueryAttention) -> int | None:
+    """Read from the name of its cache which layer `attention` is of; None: from no such name."""
+    found = interface.PAST.fullmatch(str(attention.past_key.name))
+    return int(found[1]) if found and found[2] == "key" else None
+
+
+def _reason(attention: GroupQueryAttention, layer: int | None, excluded: tuple[int, ...]) -> str | None:
     """Say why the caches of `attention` stay as they are; None where they can be quantized."""
     key, value = attention.past_key, attention.past_value
     for cache in (key, value):
@@ -115,10 +182,19 @@ def _reason(attention: GroupQueryAttention, layers: dict[str, int], excluded: tu
             return f"cache {cache.name} is {cache.dtype}, not fp32"
         if not cache.is_graph_input() or len(cache.uses()) > 1:
             return f"cache {cache.name} is not an input of the graph that nothing else reads"
-    if key.name not in layers:
-        return f"calibration has no ranges for cache {key.name}"
-    if value.name != interface.past_part(layers[str(key.name)], "value"):
+    if layer is None:
+        return f"cache {key.name} is of no layer"
+    if value.name != interface.past_part(layer, "value"):
         return f"caches {key.name} and {value.name} are not of one layer"
-    if layers[str(key.name)] in excluded:
-        return f"layer {layers[str(key.name)]} is excluded"
+    if layer in excluded:
+        return f"layer {layer} is excluded"
     return None
+
+
+def _slots_reason(attention: GroupQueryAttention, form: KvFormat) -> str | None:
+    """Say why the CPU kernels do not compute `attention` over caches of `form`; None where they do."""
+    reason = cpu_attention.reason_against(attention)
+    if reason is not None:
+        return reason
+    dim = graph.width(attention.past_key)
+    return form.keys.reason_against(dim) or form.values.reason_against(dim)

@@ -14,12 +14,34 @@ from numpy.typing import NDArray
 
 from llmforge.lowering.cpu_linear import SCALES
 from llmforge.quantization import cpu_layout as layout
-from llmforge.quantization import grids
+from llmforge.quantization import grids, kv_cache
+from llmforge.quantization.formats import SlotFormat
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 
 Array = NDArray[Any]
-LINEAR, EMBEDDING, ATTENTION, ROUND, PACK = range(5)
+LINEAR, EMBEDDING, ATTENTION, ROUND, PACK, SLOTS = range(6)
 STORED = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+
+SLOT_FORMATS = (
+    SlotFormat("int8", "channel"),
+    SlotFormat("int8", "tensor"),
+    SlotFormat("int8", "token"),
+    SlotFormat("int8", "token", hadamard=True),
+    SlotFormat("int4", "token"),
+    SlotFormat("int4", "token", hadamard=True),
+)
+KV_FORMATS = tuple(
+    (keys, values)
+    for keys in SLOT_FORMATS
+    for values in SLOT_FORMATS
+    if not (keys.portable and values.portable) and {keys.scale, values.scale} != {"channel", "tensor"}
+)
+
+
+def slot_number(form: SlotFormat) -> int:
+    """SLOT_* of native/kernels.h."""
+    return 0 if form.portable else 2 if form.dtype == "int4" else 1
+
 
 FORMATS = tuple(
     Grid(bits, block_size, symmetric, scale, trellis)
@@ -228,6 +250,65 @@ def attention(
     )
 
 
+def slots(
+    keys: SlotFormat, values: SlotFormat, heads: int, kv_heads: int, dim: int, sequence: int, pasts: Sequence[int], *,
+    window: int = 0, softcap: float = 0.0, sink: bool = False, piece: int = 64, caches: bool = False,
+) -> Case:  # fmt: skip
+    """A step over caches of slots; `caches`: what it writes there, which every instruction set gives to the bit."""
+    rng = np.random.default_rng([heads, dim, sequence])
+    batch, capacity = len(pasts), max(pasts) + sequence + 3
+    qkv = rng.standard_normal((batch, sequence, heads + 2 * kv_heads, dim)).astype(np.float32)
+    if caches:
+        qkv[:, ::3] *= np.float32(1e-3)
+        qkv[:, 1::5, :, : dim // 8] *= np.float32(40)
+        qkv[:, 2::7, heads:] = 0
+    shape = (kv_heads, 1, dim) if "channel" in (keys.scale, values.scale) else (1, 1, 1)
+    static = [(rng.random(shape) * 0.01 + 0.03).astype(np.float32) if own.portable else None for own in (keys, values)]
+    made = rng.standard_normal((2, batch, kv_heads, capacity, dim)).astype(np.float32)
+    stored = [kv_cache.write(made[i], form, static[i]) for i, form in enumerate((keys, values))]
+    before = [cache.copy() for cache in stored]
+    sinks = rng.standard_normal(heads).astype(np.float32) if sink else None
+    constants = np.array([0, dim**-0.5, softcap], np.float32)
+    y = np.empty((batch, sequence, heads, dim))
+    for row, past in enumerate(pasts):
+        new = np.split(qkv[row].transpose(1, 0, 2), [heads, heads + kv_heads])
+        read = []
+        for i, form in enumerate((keys, values)):
+            stored[i][row, :, past : past + sequence] = kv_cache.write(new[1 + i], form, static[i])
+            held = kv_cache.read(stored[i][row, :, : past + sequence], form, dim, static[i])
+            read.append(held.astype(np.float64))
+        distance = np.arange(past, past + sequence)[:, None] - np.arange(past + sequence)
+        for head in range(heads):
+            of = head * kv_heads // heads
+            scores = new[0][head].astype(np.float64) @ read[0][of].T * float(constants[1])
+            scores = np.tanh(scores / softcap) * softcap if softcap else scores
+            scores[(distance < 0) | ((window > 0) & (distance >= window))] = -np.inf
+            most = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - most)
+            total = weights.sum(-1, keepdims=True) + (np.exp(sinks[head] - most) if sinks is not None else 0)
+            y[row, :, head] = weights / total @ read[1][of]
+    numbers = [
+        batch,
+        sequence,
+        heads,
+        kv_heads,
+        dim,
+        capacity,
+        1,
+        0,
+        0,
+        "channel" in (keys.scale, values.scale),
+        window,
+    ]
+    numbers += [piece, slot_number(keys), slot_number(values), keys.hadamard, values.hadamard, caches]
+    lengths = (np.array(pasts) + sequence - 1).astype(np.int32)
+    arrays = [qkv, lengths, *before, None, None, *static, None, None, sinks, constants]
+    wanted = stored if caches else [y.astype(np.float32)]
+    name = f"slots {keys.name} {values.name} {heads}/{kv_heads} of {dim}, {sequence} behind {list(pasts)}"
+    tolerance = 0 if caches else 1e-4
+    return Case(name, SLOTS, [*map(int, numbers)], arrays, wanted, tolerance, exact=caches)
+
+
 def rounding(dtype: np.dtype[Any], grid: Grid, n: int, k: int) -> Case:
     """Rounding to the nearest, of numbers of all magnitudes, ties and zeros of both signs."""
     rng = np.random.default_rng([n, k])
@@ -276,6 +357,15 @@ def every(rows: Sequence[int]) -> list[Case]:
             attention(5, 1, 80, 12, [250], int8=int8, sink=True, window=60),
             attention(5, 1, 80, 1, [250], int8=int8, sink=True, window=60),
         ]
+    for keys, values in KV_FORMATS:
+        cases += [
+            slots(keys, values, 4, 2, 32, 1, [0, 5, 130]),
+            slots(keys, values, 6, 2, 64, 9, [40], window=30),
+            slots(keys, values, 5, 1, 128, 70, [150], piece=17, sink=True),
+        ]
+    plain = [(k, v) for k, v in KV_FORMATS if not (k.hadamard or v.hadamard)]
+    cases += [slots(k, v, 3, 3, 96, m, [7], softcap=20.0) for k, v in plain for m in (1, 20)]
+    cases += [slots(k, v, 2, 2, dim, 33, [2, 0], caches=True) for k, v in KV_FORMATS for dim in (32, 256)]
     grids_of = [
         Grid(bits, size, symmetric) for bits in (3, 4, 5, 6, 8) for size in (16, 64) for symmetric in (True, False)
     ]

@@ -162,7 +162,7 @@ ONNXRUNTIME = Backend(
             requirements=("onnxruntime=={version}",),
             builder="llmforge.engines.onnxruntime",
             session="llmforge.runtime.backends.session",
-            dtypes={"fp32": Use(_ANY), "int8": Use(("weights", "kv")), "int4": Use(("weights",))},
+            dtypes={"fp32": Use(_ANY), "int8": Use(("weights", "kv")), "int4": Use(("weights", "kv"))},
             never=dict.fromkeys(("fp16", "bf16"), "CPU engines compute in fp32, or in int8 on int8 and int4 weights"),
             verified=True,
         ),

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import by_output
 from llmforge.ir.operators import canonical, contrib, cpu
-from llmforge.lowering import cpu_linear, moe_kernels, options
+from llmforge.lowering import cpu_attention, cpu_linear, moe_kernels, options
 from llmforge.lowering.pass_base import Context, Pass
 from llmforge.metrics.tokens import Floats
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization.formats import INT8_KV
+from llmforge.quantization import kv_cache
+from llmforge.quantization.formats import INT8_KV, SlotFormat
 from llmforge.quantization.grids import (
     Grid,
     Packed,
@@ -346,15 +347,26 @@ class CacheLoss(Loss):
 
     @cached_property
     def scales(self) -> dict[str, NDArray[np.float32]]:
-        """Scales of each cache that the pass rounds, [heads, channels]."""
+        """Scales of each cache that the pass rounds, [heads, channels]; of one with scales of tokens, of no meaning."""
         found = {}
         after = self.lossy.after.graph.initializers
         for value in self.lossy.before.graph.inputs:
             scale = after.get(f"{value.name}.scale")
-            if scale is not None:
+            if scale is not None or value.name in self.slots:
                 heads, channels = (int(value.shape[axis]) for axis in (1, 3))  # type: ignore[index,arg-type]
-                array = graph.tensor(scale).numpy().reshape(-1)
+                array = np.ones(1, np.float32) if scale is None else graph.tensor(scale).numpy().reshape(-1)
                 found[str(value.name)] = np.broadcast_to(array, heads * channels).reshape(heads, channels).copy()
+        return found
+
+    @cached_property
+    def slots(self) -> dict[str, SlotFormat]:
+        """Formats of the caches whose tokens have scales of their own."""
+        found = {}
+        for node in cpu.GroupQueryAttentionSlots.all(self.lossy.after):
+            for cache in (node.past_key, node.past_value):
+                slots = cpu_attention.slots_of(node.node, str(cache.name))
+                if slots is not None and not slots[0].portable:
+                    found[str(cache.name)] = slots[0]
         return found
 
     @cached_property
@@ -397,7 +409,8 @@ class CacheLoss(Loss):
 
     def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> Floats | None:
         """Measure it with `leaves` renewed; see `Loss`."""
-        return self._measure(frozenset(), leaves)
+        static = frozenset(leaf for leaf in leaves if leaf[0] not in self.slots)
+        return self._measure(frozenset(), static) if static else None
 
     def _measure(self, kept: frozenset[Leaf], renewed: frozenset[Leaf]) -> Floats:
         scales = {name: array.copy() for name, array in self.scales.items()}
@@ -409,10 +422,13 @@ class CacheLoss(Loss):
 
         def round_cache(caches: Mapping[str, NDArray[Any]], step: ProbeStep) -> None:
             for name in scales.keys() & caches.keys():
-                wide, same = scales[name][:, None], exact[name][:, None]
+                wide, same, form = scales[name][:, None], exact[name][:, None], self.slots.get(name)
                 for slots in _written(caches[name], step):
-                    codes = np.clip(np.rint(slots / wide), -INT8_KV.largest - 1, INT8_KV.largest)
-                    slots[...] = np.where(same, slots, codes * wide)
+                    if form is None:
+                        stored = np.clip(np.rint(slots / wide), -INT8_KV.largest - 1, INT8_KV.largest) * wide
+                    else:
+                        stored = kv_cache.read(kv_cache.write(slots, form), form, slots.shape[-1])
+                    slots[...] = np.where(same, slots, stored)
 
         return self.divergence.of(self.lossy.before, round_cache)
 

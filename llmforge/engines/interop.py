@@ -24,6 +24,7 @@ from llmforge.engines import Engine
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.ir import graph, interface
 from llmforge.ir.operators.contrib import GroupQueryAttention
+from llmforge.ir.operators.record import CPU
 from llmforge.runtime.backends.config import MODEL_FILE
 
 GENAI_FILE = "genai_config.json"
@@ -130,6 +131,11 @@ def check(model: ir.Model, checkpoint: Checkpoint) -> None:
     """
     if interface.ATTENTION_MASK not in {value.name for value in model.graph.inputs}:
         return
+    if own := sorted({node.op_type for node in model.graph if node.domain == CPU}):
+        raise UnsupportedError(
+            f"other runtimes cannot load {', '.join(own)}, operators that only llmforge has kernels for",
+            hint="leave genai-interface or optimum-interface out of the recipe, or the passes that write them",
+        )
     if _grows(model):
         if (reason := _optimum_reason(model, checkpoint)) is not None:
             raise UnsupportedError(reason, hint="leave optimum-interface out of the recipe")

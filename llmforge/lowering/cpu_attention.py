@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import onnx_ir as ir
@@ -11,10 +12,12 @@ from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.record import Operator
 from llmforge.ir.operators.standard import Reshape, RMSNormalization, Split
+from llmforge.quantization.formats import KvFormat, SlotFormat
 
 HEAD_MULTIPLE = 16
 LARGEST_HEAD = 1024
 _PER_CHANNEL, _PER_TENSOR = "PER_CHANNEL", "PER_TENSOR"
+_STATIC, _INT8, _INT4 = 0, 1, 2  # kernels.h, SLOT_*
 _T = TypeVar("_T", bound=Operator)
 
 
@@ -55,18 +58,82 @@ def reason_against(attention: contrib.GroupQueryAttention) -> str | None:
 
 def lower(attention: contrib.GroupQueryAttention) -> str:
     """Put the kernel in the place of an attention, against which there is no reason; return what was done."""
+    int8 = attention.past_key.dtype == ir.DataType.INT8
+    kernel = cpu.GroupQueryAttentionInt8 if int8 else cpu.GroupQueryAttention
+    scales = {"k_scale": attention.k_scale, "v_scale": attention.v_scale} if int8 else {}
+    lowered = _lower(attention, kernel, scales, {})
+    return kernel.op_type + ", norms of queries and keys" * (lowered.q_norm_weight is not None)
+
+
+def lower_to_slots(
+    attention: contrib.GroupQueryAttention, form: KvFormat, k_scale: ir.Value | None, v_scale: ir.Value | None
+) -> None:
+    """Do so with caches of fp32, which become slots of `form`; `k_scale` and `v_scale` are static scales, if any."""
+    dim = graph.width(attention.past_key)
+    attributes = {
+        "head_dim": dim,
+        "key_slot": _slot(form.keys),
+        "value_slot": _slot(form.values),
+        "turn_keys": int(form.keys.hadamard),
+        "turn_values": int(form.values.hadamard),
+    }
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    lowered = _lower(attention, cpu.GroupQueryAttentionSlots, scales, attributes, per_channel=_per_channel(form))
+    keys, values = (lowered.past_key, lowered.present_key), (lowered.past_value, lowered.present_value)
+    for caches, own in ((keys, form.keys), (values, form.values)):
+        for cache in caches:
+            cache.type = ir.TensorType(ir.DataType.UINT8)
+            if cache.shape is not None:
+                cache.shape = ir.Shape([*cache.shape[:3], own.bytes_per_slot(dim)])
+
+
+def slots_of(node: ir.Node, cache: str) -> tuple[SlotFormat, ir.Value | None, int] | None:
+    """Return how `node` stores the cache of that name, its static scales, and channels; None: not in slots."""
+    attention = cpu.GroupQueryAttentionSlots.of(node)
+    if attention is None:
+        return None
+    if attention.past_key.name == cache:
+        slot, turned, scale = attention.key_slot, attention.turn_keys, attention.k_scale
+    elif attention.past_value.name == cache:
+        slot, turned, scale = attention.value_slot, attention.turn_values, attention.v_scale
+    else:
+        return None
+    static = "channel" if attention.per_channel else "tensor"
+    dtype = "int4" if slot == _INT4 else "int8"
+    return SlotFormat(dtype, static if slot == _STATIC else "token", bool(turned)), scale, attention.head_dim
+
+
+def _slot(form: SlotFormat) -> int:
+    return _STATIC if form.portable else _INT4 if form.dtype == "int4" else _INT8
+
+
+def _per_channel(form: KvFormat) -> bool:
+    return "channel" in (form.keys.scale, form.values.scale)
+
+
+def _lower(
+    attention: contrib.GroupQueryAttention,
+    kernel: type[cpu.GroupQueryAttention],
+    scales: Mapping[str, ir.Value | None],
+    more: Mapping[str, int],
+    *,
+    per_channel: bool | None = None,
+) -> cpu.GroupQueryAttention:
     heads, kv_heads, dim = attention.num_heads, attention.kv_num_heads, graph.width(attention.past_key)
     qkv, query, key = _packed(attention, (heads + 2 * kv_heads) * dim, dim)
-    int8, rotates = attention.past_key.dtype == ir.DataType.INT8, attention.do_rotary
+    rotates = attention.do_rotary
+    if per_channel is None:
+        per_channel = bool(scales) and attention.k_quant_type == _PER_CHANNEL
     attributes: dict[str, Any] = {
         "num_heads": heads,
         "kv_num_heads": kv_heads,
         "local_window_size": max(attention.local_window_size, 0),
         "rotary_interleaved": attention.rotary_interleaved,
-        "per_channel": int(int8 and attention.k_quant_type == _PER_CHANNEL),
+        "per_channel": int(per_channel),
         "scale": attention.scale or 1 / math.sqrt(dim),
         "softcap": attention.softcap,
         "qk_norm_epsilon": query.epsilon,
+        **more,
     }
     inputs = {
         "qkv": qkv,
@@ -75,18 +142,17 @@ def lower(attention: contrib.GroupQueryAttention) -> str:
         "seqlens_k": attention.seqlens_k,
         "cos_cache": attention.cos_cache if rotates else None,
         "sin_cache": attention.sin_cache if rotates else None,
-        "k_scale": attention.k_scale if int8 else None,
-        "v_scale": attention.v_scale if int8 else None,
+        "k_scale": scales.get("k_scale"),
+        "v_scale": scales.get("v_scale"),
         "q_norm_weight": query.weight,
         "k_norm_weight": key.weight,
         "head_sink": attention.head_sink,
     }
     name = attention.name
     attention.node.name = f"{name}.replaced"
-    kernel = cpu.GroupQueryAttentionInt8 if int8 else cpu.GroupQueryAttention
     lowered = kernel.insert(attention.node, inputs, attributes, outputs=3, name=name)
     graph.replace_outputs(attention.node, lowered.node.outputs)
-    return kernel.op_type + ", norms of queries and keys" * (query.weight is not None)
+    return lowered
 
 
 def _packed(attention: contrib.GroupQueryAttention, width: int, dim: int) -> tuple[ir.Value, _Normed, _Normed]:

@@ -88,13 +88,26 @@ typedef struct Rows {
     int32_t factor; /* minus the zero point where all codes have one, else -1 */
 } Rows;
 
+/* How a key or a value of a token and head is stored in a slot of its cache, where slots are bytes:
+ *   static: int8 codes [dim], times a scale of the graph, one or one a channel;
+ *   int8: int8 codes [dim], then their scale, bf16;
+ *   int4: codes 0 … 15, byte i of dim/2 with that of channel i in its low half and that of channel i + dim/2 in its high
+ *     half, then a scale and what a code 0 stands for, both bf16: low + code·scale. */
+enum { SLOT_STATIC = 0, SLOT_INT8 = 1, SLOT_INT4 = 2 };
+static inline int64_t slot_size(int slot, int64_t dim) {
+    return slot == SLOT_STATIC ? dim : slot == SLOT_INT8 ? dim + 2 : dim / 2 + 4;
+}
+
 /* One layer's attention over its cache. Strides count elements. */
 typedef struct Attention {
     int64_t batch, sequence, heads, kv_heads, dim, capacity;
     const float *qkv;          /* [batch, sequence, (heads + 2·kv_heads)·dim] */
     const int32_t *lengths;    /* [batch]: past + sequence - 1 */
-    void *key, *value;         /* [batch, kv_heads, capacity, dim], fp32 or int8 */
-    int int8;
+    void *key, *value;         /* [batch, kv_heads, capacity, dim], fp32 or int8; or slots [batch, kv_heads, capacity] */
+    int int8;                  /* codes are: always so in slots */
+    int slots, key_slot, value_slot; /* SLOT_* */
+    int64_t key_size, value_size;    /* bytes of a slot */
+    int turn_keys, turn_values;      /* by the Hadamard matrix, before they are stored */
     const float *cosine, *sine; /* [positions, rotary/2], or NULL */
     int64_t rotary;            /* rotated dimensions of a head */
     int interleaved;           /* pairs are (2i, 2i+1) instead of (i, i + rotary/2) */

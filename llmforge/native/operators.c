@@ -358,13 +358,15 @@ static Status *embedding_compute(void *kernel, Context *context) {
 
 typedef struct AttentionKernel {
     const Api *api;
-    int int8;
+    int int8, slots;
     int64_t heads, kv_heads, window, interleaved, per_channel;
+    int64_t dim, key_slot, value_slot, turn_keys, turn_values; /* of slots */
     float scale, softcap, epsilon;
 } AttentionKernel;
 
 static Status *attention_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
-    AttentionKernel made = {.api = api, .int8 = strcmp(op->name(op), "GroupQueryAttentionInt8") == 0};
+    AttentionKernel made = {.api = api, .slots = strcmp(op->name(op), "GroupQueryAttentionSlots") == 0};
+    made.int8 = made.slots || strcmp(op->name(op), "GroupQueryAttentionInt8") == 0;
     TRY(ort_attribute_int(api, info, "num_heads", &made.heads));
     TRY(ort_attribute_int(api, info, "kv_num_heads", &made.kv_heads));
     TRY(ort_attribute_int(api, info, "local_window_size", &made.window));
@@ -375,6 +377,21 @@ static Status *attention_create(const CustomOp *op, const Api *api, const Kernel
     TRY(ort_attribute_float(api, info, "qk_norm_epsilon", &made.epsilon));
     if (made.heads < 1 || made.kv_heads < 1 || made.heads % made.kv_heads)
         REFUSE("GroupQueryAttention: kv_num_heads must divide num_heads");
+    if (made.slots) {
+        TRY(ort_attribute_int(api, info, "head_dim", &made.dim));
+        TRY(ort_attribute_int(api, info, "key_slot", &made.key_slot));
+        TRY(ort_attribute_int(api, info, "value_slot", &made.value_slot));
+        TRY(ort_attribute_int(api, info, "turn_keys", &made.turn_keys));
+        TRY(ort_attribute_int(api, info, "turn_values", &made.turn_values));
+        if (made.key_slot < SLOT_STATIC || made.key_slot > SLOT_INT4 || made.value_slot < SLOT_STATIC || made.value_slot > SLOT_INT4)
+            REFUSE("GroupQueryAttentionSlots: key_slot and value_slot are 0 … 2");
+        if ((made.key_slot == SLOT_INT4 || made.value_slot == SLOT_INT4) && made.dim % 32)
+            REFUSE("GroupQueryAttentionSlots: 4 bits need a head_dim that is a multiple of 32");
+        if ((made.turn_keys || made.turn_values) && (made.dim & (made.dim - 1)))
+            REFUSE("GroupQueryAttentionSlots: a head_dim that is turned must be a power of two");
+        if ((made.turn_keys && made.key_slot == SLOT_STATIC) || (made.turn_values && made.value_slot == SLOT_STATIC))
+            REFUSE("GroupQueryAttentionSlots: what has static scales is not turned");
+    }
     return keep(api, &made, sizeof made, kernel);
 }
 
@@ -417,11 +434,13 @@ static Status *attention_compute(void *kernel, Context *context) {
     Tensor qkv, key, value, lengths, cosine, sine, key_scale, value_scale, query_norm, key_norm, sink;
     Tensor *inputs[] = {&qkv, &key, &value, &lengths, &cosine, &sine, &key_scale, &value_scale, &query_norm, &key_norm, &sink};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) TRY(input(api, context, i, inputs[i]));
-    if (qkv.rank != 3 || key.rank != 4 || value.rank != 4 || memcmp(key.dims, value.dims, 4 * sizeof(int64_t)))
+    if (qkv.rank != 3 || key.rank != 4 || value.rank != 4 || memcmp(key.dims, value.dims, (self->slots ? 3 : 4) * sizeof(int64_t)))
         REFUSE("GroupQueryAttention: wanted qkv [batch, sequence, width] and equal caches [batch, kv_heads, capacity, dim]");
     AttentionWork work = {.a = {
         .batch = qkv.dims[0], .sequence = qkv.dims[1], .heads = self->heads, .kv_heads = self->kv_heads,
-        .dim = key.dims[3], .capacity = key.dims[2], .qkv = qkv.data, .lengths = lengths.data, .int8 = self->int8,
+        .dim = self->slots ? self->dim : key.dims[3], .slots = self->slots, .key_slot = (int)self->key_slot,
+        .value_slot = (int)self->value_slot, .key_size = key.dims[3], .value_size = value.dims[3],
+        .turn_keys = (int)self->turn_keys, .turn_values = (int)self->turn_values, .capacity = key.dims[2], .qkv = qkv.data, .lengths = lengths.data, .int8 = self->int8,
         .cosine = cosine.data, .sine = sine.data, .interleaved = (int)self->interleaved,
         .key_scale = key_scale.data, .value_scale = value_scale.data, .per_channel = (int)self->per_channel,
         .query_norm = query_norm.data, .key_norm = key_norm.data, .epsilon = self->epsilon, .scale = self->scale,
@@ -434,8 +453,12 @@ static Status *attention_compute(void *kernel, Context *context) {
         REFUSE("GroupQueryAttention: cos_cache and sin_cache are not [positions, at most head_dim/2]");
     if (cosine.data) a->rotary = 2 * cosine.dims[1];
     const int64_t scales = a->per_channel ? a->kv_heads * a->dim : 1;
-    if (a->int8 && (key_scale.count != scales || value_scale.count != scales || !key_scale.data || !value_scale.data))
+    const int key_scaled = a->int8 && (!a->slots || a->key_slot == SLOT_STATIC);
+    const int value_scaled = a->int8 && (!a->slots || a->value_slot == SLOT_STATIC);
+    if ((key_scaled && (key_scale.count != scales || !key_scale.data)) || (value_scaled && (value_scale.count != scales || !value_scale.data)))
         REFUSE("GroupQueryAttention: an int8 cache needs k_scale and v_scale, one number or one a channel");
+    if (a->slots && (a->key_size != slot_size(a->key_slot, a->dim) || a->value_size != slot_size(a->value_slot, a->dim)))
+        REFUSE("GroupQueryAttentionSlots: the slots of a cache have another size");
     if ((a->query_norm && query_norm.count != a->dim) || (a->key_norm && key_norm.count != a->dim) || (a->sink && sink.count != a->heads))
         REFUSE("GroupQueryAttention: norms are [head_dim], sinks [num_heads]");
     for (int64_t b = 0; b < a->batch; b++) {
@@ -448,9 +471,9 @@ static Status *attention_compute(void *kernel, Context *context) {
     TRY(output(api, context, 0, dims, 3, &y));
     TRY(output(api, context, 1, key.dims, 4, &present_key));
     TRY(output(api, context, 2, value.dims, 4, &present_value));
-    const size_t bytes = (size_t)key.count * (a->int8 ? 1 : 4);
-    if (present_key != key.data) memcpy(present_key, key.data, bytes);
-    if (present_value != value.data) memcpy(present_value, value.data, bytes);
+    const size_t bytes = a->int8 ? 1 : 4; /* of an element */
+    if (present_key != key.data) memcpy(present_key, key.data, (size_t)key.count * bytes);
+    if (present_value != value.data) memcpy(present_value, value.data, (size_t)value.count * bytes);
     if (!a->batch || !a->sequence) return NULL;
     a->y = y;
     a->key = present_key;
@@ -516,6 +539,7 @@ static const int embedding_inputs[] = {TYPE_INT64, TYPE_UINT8};
     {TYPE_FLOAT, CACHE, CACHE, TYPE_INT32, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT,          \
      -TYPE_FLOAT, -TYPE_FLOAT}
 static const int attention_inputs[] = ATTENTION_INPUTS(TYPE_FLOAT), attention8_inputs[] = ATTENTION_INPUTS(TYPE_INT8);
+static const int slots_inputs[] = ATTENTION_INPUTS(TYPE_UINT8), slots_outputs[] = {TYPE_FLOAT, TYPE_UINT8, TYPE_UINT8};
 static const int attention_outputs[] = {TYPE_FLOAT, TYPE_FLOAT, TYPE_FLOAT};
 static const int attention8_outputs[] = {TYPE_FLOAT, TYPE_INT8, TYPE_INT8};
 
@@ -524,6 +548,7 @@ static Operator operators[] = {
     OPERATOR("Embedding", embedding_inputs, linear_outputs, embedding_create, embedding_compute),
     OPERATOR("GroupQueryAttention", attention_inputs, attention_outputs, attention_create, attention_compute),
     OPERATOR("GroupQueryAttentionInt8", attention8_inputs, attention8_outputs, attention_create, attention_compute),
+    OPERATOR("GroupQueryAttentionSlots", slots_inputs, slots_outputs, attention_create, attention_compute),
 };
 
 #if HAS_NEON

@@ -74,7 +74,7 @@ def _quantizations(plan: Plan) -> Iterator[Advice]:
         else:
             yield _tried(plan, name, Wanted(weights=weights, product=product, block=block))
     if BITS[plan.scheme.kv] <= 8:
-        yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is already {plan.scheme.kv}")
+        yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is already {plan.scheme.cached}")
     else:
         yield _tried(plan, "quantize-kv-cache, bits: 8", Wanted(kv="int8"))
 
@@ -83,7 +83,7 @@ def _tried(plan: Plan, name: str, wanted: Wanted) -> Advice:
     """Plan once more with other dtypes."""
     old = plan.scheme
     try:
-        kept = Wanted(compute=old.compute, weights=old.weights, kv=old.kv)
+        kept = Wanted(compute=old.compute, weights=old.weights, kv=old.kv, cache=old.cache)
         changed = choose(plan.target, plan.backend, old.compute, wanted.or_else(kept))
     except UnsupportedError as error:
         return Advice(name, "refused", error.message.partition(": ")[2] or error.message)

@@ -44,7 +44,7 @@ def comparison(planned: Sequence[Planned]) -> RenderableType:
         plan, asked, step = each.plan, each.plan.asked, each.plan.asked.decode.step
         table.add_row(
             plan.target.name if asked.ranks == 1 else f"{asked.ranks} × {plan.target.name}",
-            f"{plan.scheme.weights}, cache {plan.scheme.kv}",
+            f"{plan.scheme.weights}, cache {plan.scheme.cached}",
             _fits(asked.memory.fits),
             size(asked.memory.weights),
             count(asked.largest_batch),

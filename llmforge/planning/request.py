@@ -115,7 +115,8 @@ def _intent(recipe: Recipe) -> Request:
     tokens = 0
     wanted = Wanted(
         compute=None if precision is None else precision.dtype,
-        kv=None if cache is None else cast(Dtype, f"int{cache.bits}"),
+        kv=None if cache is None else "int8",
+        cache=None if cache is None or cache.format.portable else cache.format,
     )
     if (blocks := instances.get("quantize-weights")) is not None:
         if blocks.demands() and calibration is not None:

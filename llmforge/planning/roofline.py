@@ -144,8 +144,8 @@ class Placement:
     def decode(self, batch: int, context: float) -> StepCost:
         """Time a step that gives one token to each of `batch` sequences, each with `context` tokens in its cache."""
         attentions = list(self.shape.attentions())
-        seen = sum(count * each.kv_elements(self.ranks) * each.seen(context) for count, each in attentions)
-        cached = batch * (seen * BITS[self.scheme.kv] / 8 + self.scheme.kv_bytes_per_token(self.shape, self.ranks))
+        seen = sum(count * self.scheme.kv_bytes(each, self.ranks) * each.seen(context) for count, each in attentions)
+        cached = batch * (seen + self.scheme.kv_bytes_per_token(self.shape, self.ranks))
         attended = batch * sum(count * 2 * _pair(each) * each.seen(context + 1) for count, each in attentions)
         return self._step(rows=batch, heads=batch, cached=cached, attended=attended)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from llmforge.base.backends import BackendName, Dtype, Role
 from llmforge.base.errors import UnsupportedError
-from llmforge.planning.shape import Shape
+from llmforge.planning.shape import Attention, Shape
 from llmforge.quantization import formats
-from llmforge.quantization.formats import Format
+from llmforge.quantization.formats import SLOTS4_KV, Format, KvFormat
 from llmforge.targets import Target
 
 BITS: Mapping[str, int] = formats.BITS
@@ -36,6 +36,12 @@ class Scheme:
     block: int = GPU_BLOCK
     symmetric: bool = True
     head: Dtype | None = None
+    cache: KvFormat | None = None  # that of the CPU kernels, with scales of its own; None: numbers of `kv`
+
+    @property
+    def cached(self) -> str:
+        """How keys and values are stored, in words."""
+        return self.kv if self.cache is None else self.cache.name
 
     def weight_bits(self, dtype: Dtype) -> float:
         """Return the bits of one weight stored as `dtype`, with its part of scales and zero points."""
@@ -64,10 +70,15 @@ class Scheme:
         """Return the bytes that one token adds to the caches on one of `ranks` devices.
 
         2 · layers · kv_heads · head_dim · bytes where keys and values are alike; scales of int8 caches are a vector a
-        layer, and not counted.
+        layer, and not counted, those of `cache` are.
         """
-        elements = sum(count * attention.kv_elements(ranks) for count, attention in shape.attentions())
-        return math.ceil(elements * BITS[self.kv] / 8)
+        return math.ceil(sum(count * self.kv_bytes(attention, ranks) for count, attention in shape.attentions()))
+
+    def kv_bytes(self, attention: Attention, ranks: int = 1) -> float:
+        """Return the bytes of one token's keys and values in one layer on one of `ranks` devices."""
+        if self.cache is None:
+            return attention.kv_elements(ranks) * BITS[self.kv] / 8
+        return attention.ranked_kv_heads(ranks) * self.cache.bytes_per_token(attention.key_dim, attention.value_dim)
 
     def state_bytes(self, shape: Shape, ranks: int = 1) -> int:
         """Return the bytes of the fixed-size states of one sequence."""
@@ -79,7 +90,7 @@ class Scheme:
         stored = self.weights + (blocks if self.weights in ("int8", "int4") else "")
         ends = {"embedding": self.embedding, "head": self.head or self.embedding}
         other = [f"{name} {dtype}" for name, dtype in ends.items() if dtype != self.weights]
-        parts = [f"{self.compute} activations", f"weights {stored}", *other, f"cache {self.kv}"]
+        parts = [f"{self.compute} activations", f"weights {stored}", *other, f"cache {self.cached}"]
         return ", ".join([*parts, f"{self.product} matmul"])
 
 
@@ -95,6 +106,7 @@ class Wanted:
     head: Dtype | None = None
     block: int | None = None
     symmetric: bool | None = None
+    cache: KvFormat | None = None
 
     def or_else(self, other: Wanted) -> Wanted:
         """Take from `other` what nothing is said about here."""
@@ -126,7 +138,14 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted
             f"{target.name} cannot multiply in {product}: {support.why.get(product, 'its rate is unknown')}",
             hint=f"supported: {', '.join(target.rates)}",
         )
+    cache = wanted.cache or (SLOTS4_KV if kv == "int4" and target.kind == "cpu" else None)
+    if cache is not None and target.kind != "cpu":
+        raise UnsupportedError(
+            f"{backend} on {target.name} does not support caches of {cache.name}: llmforge's CPU kernels alone do",
+            hint="use quantize-kv-cache with its defaults, or a CPU target",
+        )
     return Scheme(
+        cache=cache,
         compute=compute,
         weights=weights,
         kv=kv,

@@ -20,7 +20,11 @@ class Attention:
 
     def kv_elements(self, ranks: int = 1) -> int:
         """Count the elements of one token's keys and values on one of `ranks` devices, which split the heads."""
-        return -(-self.kv_heads // ranks) * (self.key_dim + self.value_dim)
+        return self.ranked_kv_heads(ranks) * (self.key_dim + self.value_dim)
+
+    def ranked_kv_heads(self, ranks: int) -> int:
+        """Count the heads of keys and values on one of `ranks` devices."""
+        return -(-self.kv_heads // ranks)
 
     def seen(self, context: float) -> float:
         """Return how many of `context` tokens a query sees."""

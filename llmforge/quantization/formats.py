@@ -52,8 +52,75 @@ class Format:
         return bits + shared / block_size + superscale
 
 
+@dataclass(frozen=True)
+class SlotFormat:
+    """A way to store what a cache holds of a token: a key, or a value, of one head, [head_dim].
+
+    `scale` says what has a scale of its own: a channel or the whole tensor (constants of the graph, from calibration,
+    which are not counted), or the token, whose slot then has it, as bf16. 4 bits have a scale a token, and beside it
+    what a code 0 stands for, as bf16. `hadamard`: the vector is multiplied with the Hadamard matrix first, which
+    spreads channels that are larger than others over all.
+    """
+
+    dtype: str  # int8 or int4
+    scale: str  # channel, tensor or token
+    hadamard: bool = False
+
+    @property
+    def name(self) -> str:
+        """The format in a word: int8-channel, int4-token-hadamard."""
+        return f"{self.dtype}-{self.scale}" + "-hadamard" * self.hadamard
+
+    @property
+    def portable(self) -> bool:
+        """Whether GroupQueryAttention of ONNX Runtime has it; others are those of llmforge's CPU kernels."""
+        return self.scale != "token"
+
+    def bytes_per_slot(self, head_dim: int) -> int:
+        """The bytes of one key or value, its own scale among them."""
+        own = 0 if self.scale != "token" else 2 if self.dtype == "int8" else 4
+        return math.ceil(head_dim * BITS[self.dtype] / 8) + own
+
+    def bits_per_number(self, head_dim: int) -> float:
+        """The bits of a number with its share of what its slot has beside codes."""
+        return self.bytes_per_slot(head_dim) * 8 / head_dim
+
+    def reason_against(self, head_dim: int) -> str | None:
+        """Say why heads of so many channels cannot be stored so; None where they can."""
+        if self.hadamard and head_dim & (head_dim - 1):
+            return f"heads have {head_dim} channels; a Hadamard matrix needs a power of two"
+        if self.dtype == "int4" and head_dim % _NIBBLES:
+            return f"heads have {head_dim} channels; 4 bits need a multiple of {_NIBBLES}"
+        return None
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """How a cache stores keys and values."""
+
+    keys: SlotFormat
+    values: SlotFormat
+
+    @property
+    def name(self) -> str:
+        """The format in words: int8-channel; int8-token keys, int4-token values."""
+        alike = self.keys == self.values
+        return self.keys.name if alike else f"{self.keys.name} keys, {self.values.name} values"
+
+    @property
+    def portable(self) -> bool:
+        """Whether GroupQueryAttention of ONNX Runtime has it."""
+        return self.keys.portable and self.keys == self.values
+
+    def bytes_per_token(self, key_dim: int, value_dim: int) -> int:
+        """The bytes that one KV head takes for a token."""
+        return self.keys.bytes_per_slot(key_dim) + self.values.bytes_per_slot(value_dim)
+
+
+_NIBBLES = 32  # channels, that kernels of 4 bits read at a time
 INT8_CHANNEL, FP8_CHANNEL = Format("int8", None), Format("fp8", None)
 INT8_KV = INT8_CHANNEL  # of a cache: each channel of a head has a scale
+SLOTS4_KV = KvFormat(*[SlotFormat("int4", "token")] * 2)
 NVFP4 = Format("fp4", 16, "fp8")  # 4 bits in blocks of 16, as NVIDIA's GPUs multiply them
 # What MatMulNBits, QMoE and GatherBlockQuantized of ONNX Runtime read; 16 is the smallest block of theirs.
 BLOCKS = tuple(

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.subgraph import Index
-from llmforge.lowering import emulation
+from llmforge.lowering import cpu_attention, emulation
+from llmforge.quantization import kv_cache
 from llmforge.verification import changed_subgraphs, comparison, probe, promises, recorded
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
 from llmforge.verification.promises import Place, Promises
@@ -41,6 +42,7 @@ _STATE_TOKENS = 64  # of a step through a state that random numbers make grow wi
 _PRODUCTS = 1e11  # of a step, at most: some seconds on two cores
 _SEED = 20_240_229
 _PERIOD = (1 << 18) + 1  # numbers after which those in a cache come again: no power of two, like sizes of heads are
+_SLOTS = 1021  # tokens after which those in the slots of a cache come again; a prime, too
 _OUTLIER, _OUTLIERS = 30.0, 1 / 64  # size and share of the channels that are larger than others
 _SCALES = np.array([1, 1e-3, 1e3, 1, 30, 1e-2, 0, 1, 100, 0.1], np.float32)  # of a step's tokens, in turn
 # Inputs that tell a graph of places; without them, and without caches, tokens know their own step alone.
@@ -159,6 +161,24 @@ class Pair:
                     if past.name == name and scale is not None:
                         return graph.tensor(scale).numpy()
         return None
+
+    def fill_slots(self, name: str, after: NDArray[np.uint8], before: NDArray[np.float32]) -> bool:
+        """Store the fp32 cache `before` in the slots of the cache `name` of the graph after, and there as it is read.
+
+        Some tokens come again and again. False: the cache has no slots.
+        """
+        found = (cpu_attention.slots_of(node, name) for node in self.changed.after_nodes)
+        if (slots := next((each for each in found if each is not None), None)) is None:
+            return False
+        form, scale, dim = slots
+        scales = None if scale is None else graph.tensor(scale).numpy()
+        stored = kv_cache.write(before[:1, :, :_SLOTS], form, scales)
+        read = kv_cache.read(stored, form, dim, scales)
+        for at in range(0, before.shape[2], _SLOTS):
+            count = min(_SLOTS, before.shape[2] - at)
+            after[:, :, at : at + count] = stored[:, :, :count]
+            before[:, :, at : at + count] = read[:, :, :count]
+        return True
 
     def run(self, place: Place, edges: Edges) -> Iterator[Made]:
         """Run both sides."""
@@ -353,6 +373,8 @@ def made_up(pair: Pair, place: Place, given: Mapping[str, NDArray[Any]], *, coar
             continue
         if after[name].dtype == buffer.dtype:
             after[name] = buffer.copy()  # a cache that grows is written in place
+        elif pair.fill_slots(name, after[name], buffer):
+            continue
         elif (scale := pair.cache_scale(name)) is not None:
             after[name][...] = np.clip(np.round(buffer * 40), -127, 127)
             buffer[...] = after[name] * scale

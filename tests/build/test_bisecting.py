@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from llmforge import passes, targets
+from llmforge import native, passes, targets
 from llmforge.build import bisecting, keeping
 from llmforge.build.bisecting import Findings, Search
 from llmforge.build.parts import CacheLoss, Leaf, Loss, LossyStep, Part, WeightLoss, of_pass
@@ -297,6 +297,24 @@ def test_the_cache_of_a_model_that_is_streamed_is_measured_as_that_of_one_that_r
         np.testing.assert_allclose(ours, theirs, rtol=1e-2, atol=1e-6)
     assert expected[0].sum() > 1.05 * expected[1].sum()  # a layer that is kept gains, and one whose ranges fit
     assert expected[0].sum() > 1.05 * expected[2].sum()
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled here")
+def test_a_cache_of_slots_loses_what_its_kernel_loses(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
+    step = KNOWN["quantize-kv-cache"](budget=LOOSE, granularity="per_token", value_bits=4, rotation="hadamard")  # type: ignore[call-arg]
+    lossy = quantized(fused, step, Statistics(0, 0, {}, {}))
+    divergence = Divergence([np.array(window.ids[:48]) for window in windows[:4]], tmp_path, 1)
+    loss = of_pass(lossy, divergence)
+    assert isinstance(loss, CacheLoss)
+    divergence.hold_against(fused, loss.watch)
+    assert (
+        sorted(form.name for form in loss.slots.values()) == ["int4-token-hadamard"] * 6 + ["int8-token-hadamard"] * 6
+    )
+    simulated, measured = loss.of().sum(), divergence.of(lossy.after).sum()
+    assert 0.02 * measured < simulated < measured  # what a step itself writes is rounded behind it
+    values = frozenset(leaf for part in loss.parts for leaf in part.leaves if ".value" in leaf[0])
+    assert loss.of(values).sum() < 0.5 * simulated
+    assert loss.renewed(values) is None  # scales of tokens are always new
 
 
 def test_a_renewed_matrix_is_what_the_pass_writes(fused: ir.Model, tmp_path: Path) -> None:

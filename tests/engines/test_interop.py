@@ -12,12 +12,13 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
+from llmforge import native
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import BuildRequest, Engine, interop
 from llmforge.engines import onnxruntime as engines
-from llmforge.lowering.pass_base import Pass
-from llmforge.passes import FlashAttention, GenaiInterface, OptimumInterface
+from llmforge.lowering.pass_base import Budget, Pass
+from llmforge.passes import FlashAttention, GenaiInterface, OptimumInterface, QuantizeKvCache
 from llmforge.recipe import EngineSpec
 from llmforge.runtime import Sampling, load
 from llmforge.trace import trace
@@ -157,6 +158,13 @@ def test_genai_wants_an_end_of_sequence_token(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer["tokenizer_class"]}))
     with pytest.raises(UnsupportedError, match="has no end-of-sequence token"):
         build(folder, tmp_path / "artifact", GENAI)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled here")
+def test_caches_that_only_llmforge_reads_are_refused(tiny: Path, tmp_path: Path) -> None:
+    slots = QuantizeKvCache(Budget(kld_mean=1.0), granularity="per_token")
+    with pytest.raises(UnsupportedError, match="other runtimes cannot load GroupQueryAttentionSlots, operators that"):
+        build(tiny, tmp_path / "artifact", (FlashAttention(), slots, GenaiInterface()))
 
 
 def test_optimum_gets_the_configurations_as_they_are(tiny: Path, tmp_path: Path) -> None:

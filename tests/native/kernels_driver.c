@@ -12,7 +12,7 @@
 #include "../../llmforge/native/operators.c"
 #undef scratch
 
-enum { LINEAR, EMBEDDING, ATTENTION, ROUND, PACK };
+enum { LINEAR, EMBEDDING, ATTENTION, ROUND, PACK, SLOTS };
 enum { MOST = 32 };
 
 /* Memory of the case at hand, filled with bytes 255 (NaN), with a page behind it that nobody may touch. */
@@ -106,8 +106,9 @@ static void run_embedding(const Kernels *k, const Case *c, FILE *out) {
 
 /* Numbers: batch, sequence, heads, key/value heads, dim, capacity, int8, rotary, interleaved, per channel, window, tokens of
  * a piece. Arrays: qkv, lengths, key, value, cosine, sine, key scale, value scale, query norm, key norm, sink, [epsilon,
- * scale, softcap]. Gives y and both caches. */
-static void run_attention(const Kernels *k, const Case *c, FILE *out) {
+ * scale, softcap]. Gives y and both caches. Of slots, with key slot, value slot, and whether keys and values are turned behind
+ * these numbers, y alone, or with one more number that is not 0 the caches alone. */
+static void attend(const Kernels *k, const Case *c, FILE *out, int slots) {
     const int64_t *n = c->number, piece = n[11], outputs = n[0] * n[1] * n[2] * n[4];
     void *const *array = c->array;
     const float *constants = array[11];
@@ -117,7 +118,9 @@ static void run_attention(const Kernels *k, const Case *c, FILE *out) {
         .lengths = array[1], .key = array[2], .value = array[3], .int8 = (int)n[6], .cosine = array[4], .sine = array[5],
         .rotary = n[7], .interleaved = (int)n[8], .key_scale = array[6], .value_scale = array[7], .per_channel = (int)n[9],
         .query_norm = array[8], .key_norm = array[9], .epsilon = constants[0], .scale = constants[1],
-        .softcap = constants[2], .window = n[10], .sink = array[10], .query = query, .y = y,
+        .softcap = constants[2], .window = n[10], .sink = array[10], .query = query, .y = y, .slots = slots,
+        .key_slot = (int)n[12], .value_slot = (int)n[13], .key_size = slot_size((int)n[12], n[4]),
+        .value_size = slot_size((int)n[13], n[4]), .turn_keys = (int)n[14], .turn_values = (int)n[15],
     };
     for (int pass = 0; pass < 2; pass++)
         for (int64_t batch = 0; batch < a.batch; batch++)
@@ -127,10 +130,14 @@ static void run_attention(const Kernels *k, const Case *c, FILE *out) {
                     if (!pass) k->attention_prepare(&a, batch, head, at, last);
                     else if (!k->attention(&a, batch, head, at, last)) exit(4);
                 }
-    give(out, y, 4 * outputs);
+    if (!slots || !n[16]) give(out, y, 4 * outputs);
+    if (slots && !n[16]) return;
     give(out, a.key, c->size[2]);
     give(out, a.value, c->size[3]);
 }
+
+static void run_attention(const Kernels *k, const Case *c, FILE *out) { attend(k, c, out, 0); }
+static void run_slots(const Kernels *k, const Case *c, FILE *out) { attend(k, c, out, 1); }
 
 /* Numbers: n, k, block, stored, bits, zero points. Arrays: weights. Gives what `round` returns in a byte, codes, scales,
  * zero points. */
@@ -159,10 +166,11 @@ int main(int count, char **arguments) {
     FILE *in = fopen(arguments[2], "rb"), *out = fopen(arguments[3], "wb");
     if (!in || !out) return 5;
     static void (*const run_case[])(const Kernels *, const Case *, FILE *) = {
-        [LINEAR] = run_linear, [EMBEDDING] = run_embedding, [ATTENTION] = run_attention, [ROUND] = run_round, [PACK] = run_pack};
+        [LINEAR] = run_linear, [EMBEDDING] = run_embedding, [ATTENTION] = run_attention, [ROUND] = run_round, [PACK] = run_pack,
+        [SLOTS] = run_slots};
     Case c;
     while (next_case(in, &c)) {
-        if (c.kind < LINEAR || c.kind > PACK) return 5;
+        if (c.kind < LINEAR || c.kind > SLOTS) return 5;
         run_case[c.kind](kernels, &c, out);
         release();
     }

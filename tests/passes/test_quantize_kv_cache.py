@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,20 +13,22 @@ import pytest
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from llmforge import targets
-from llmforge.base.errors import DataError, UnsupportedError
+from llmforge import native, targets
+from llmforge.base.errors import DataError, EnvironmentLacks, UnsupportedError, VerificationError
 from llmforge.ir import graph
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
+from llmforge.quantization import kv_cache
 from llmforge.quantization.statistics import KvRange, KvRangeDemand, Statistics
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
 
 from .. import graphs
 
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled here")
 BUDGET = Budget(kld_mean=0.01)
 RUNS = probe.random_runs(96)
 
@@ -176,11 +180,100 @@ def test_options() -> None:
     step = QuantizeKvCache(BUDGET)
     assert step.demands() == (KvRangeDemand(),)
     assert step.requires == FlashAttention.provides
-    for bad in ({"bits": 4}, {"granularity": "per_token"}, {"budget": {"kld_mean": 0.0}}):
+    for bad in ({"bits": 2}, {"granularity": "per_head"}, {"value_bits": 16}, {"budget": {"kld_mean": 0.0}}):
         with pytest.raises(ValidationError):
             options.make(QuantizeKvCache, {"budget": {"kld_mean": 0.1}, **bad})
+    with pytest.raises(ValidationError, match="is for scales per token"):
+        options.make(QuantizeKvCache, {"budget": {"kld_mean": 0.1}, "rotation": "hadamard"})
+    assert not QuantizeKvCache(BUDGET, granularity="per_token").demands()
+    assert QuantizeKvCache(BUDGET, value_bits=4).demands() == (KvRangeDemand(),)
+    assert QuantizeKvCache(BUDGET, bits=4, value_bits=8).format.name == "int4-token keys, int8-channel values"
+    turned = QuantizeKvCache(BUDGET, value_bits=4, rotation="hadamard").format
+    assert (turned.keys.hadamard, turned.values.hadamard) == (False, True)
     with pytest.raises(ValidationError, match="budget"):
         options.make(QuantizeKvCache, {})
+
+
+WIDE = graphs.Llama(head_dim=32)
+SLOTS: list[tuple[dict[str, Any], float]] = [
+    ({"granularity": "per_token"}, 0.3),
+    ({"granularity": "per_token", "rotation": "hadamard"}, 0.3),
+    ({"value_bits": 4}, 2.5),
+    ({"value_bits": 4, "granularity": "per_tensor"}, 2.5),
+    ({"bits": 4, "rotation": "hadamard"}, 2.5),
+    ({"bits": 4, "value_bits": 8}, 2.5),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("given", "allowed"), SLOTS, ids=str)
+@pytest.mark.parametrize("packed", [True, False])
+def test_slots_hold_keys_and_values_with_the_scales_of_tokens(
+    given: dict[str, Any], allowed: float, packed: bool
+) -> None:
+    model = lowered(WIDE, packed=packed)
+    peaks, before = ranges(model), outcomes(model)
+    step = QuantizeKvCache(BUDGET, **given)
+    changes = step.run(model, context(peaks))
+    assert [rewritten.node for rewritten in changes.rewritten] == ["l0_attention", "l1_attention"]
+    assert "bits per number of keys" in changes.rewritten[0].what
+    after = outcomes(model)
+    assert 0 < worst(model, [out.logits for out in before]) < allowed
+    for part, form in (("key", step.format.keys), ("value", step.format.values)):
+        name = f"past_key_values.0.{part}"
+        scale = model.graph.initializers.get(f"{name}.scale")
+        assert (scale is not None) == form.portable
+        scales = None if scale is None else graph.tensor(scale).numpy()[0] if scale.shape != (1,) else None
+        if form.portable and scales is None:
+            continue
+        for one, other in zip(before, after, strict=True):
+            for fp32, slots in zip(one.caches[name], other.caches[name], strict=True):
+                assert slots.shape == (*fp32.shape[:-1], form.bytes_per_slot(32))
+                differing = (slots != kv_cache.write(fp32, form, scales)).mean()
+                assert differing < 0.01  # keys behind another rotary embedding: the border between two codes
+    assert not step.run(model, context(peaks))
+
+
+@needs_kernels
+def test_the_numerics_of_slots_hold(tmp_path: Path) -> None:
+    model = lowered(replace(WIDE, window=6), packed=True)
+    text = np.random.default_rng(0).integers(0, 96, 40)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
+    step = QuantizeKvCache(Budget(kld_mean=0.1), bits=4, rotation="hadamard")
+    changes = step.run(model, context({}))
+    assert (verifier.check(step, model, changes).kld_mean or 0) > 0
+
+
+@needs_kernels
+def test_a_budget_that_4_bits_break_fails_the_pass(tmp_path: Path) -> None:
+    model = lowered(WIDE, packed=True)
+    text = np.random.default_rng(0).integers(0, 96, 40)
+    verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
+    step = QuantizeKvCache(Budget(kld_mean=1e-9), bits=4)
+    changes = step.run(model, context({}))
+    with pytest.raises(VerificationError, match=r"quantize-kv-cache declares lossy: mean KLD is .* its budget 1e-09"):
+        verifier.check(step, model, changes)
+
+
+@needs_kernels
+def test_heads_that_slots_cannot_hold_stay_and_say_why() -> None:
+    def reason(head_dim: int, **given: Any) -> str:
+        changes = QuantizeKvCache(BUDGET, **given).run(lowered(graphs.Llama(head_dim=head_dim)), context({}))
+        assert not changes.rewritten
+        return changes.skipped[0].reason
+
+    assert reason(16, bits=4) == "heads have 16 channels; 4 bits need a multiple of 32"
+    turned = reason(48, granularity="per_token", rotation="hadamard")
+    assert turned == "heads have 48 channels; a Hadamard matrix needs a power of two"
+    assert reason(32, value_bits=4) == "calibration has no ranges for cache past_key_values.0.key"
+
+
+def test_slots_are_refused_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="quantize-kv-cache with int4-token: target l4 runs no ONNX Runtime on"):
+        QuantizeKvCache(BUDGET, bits=4).run(lowered(WIDE), Context(target=targets.load("l4")))
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(EnvironmentLacks, match="are not compiled in this installation"):
+        QuantizeKvCache(BUDGET, granularity="per_token").run(lowered(WIDE), graphs.CPU)
 
 
 def test_targets_without_the_kernel_are_refused() -> None:

@@ -17,6 +17,7 @@ from llmforge.planning import advice, building, deployment, families, roofline, 
 from llmforge.planning.deployment import Plan
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import Scheme, Wanted
+from llmforge.quantization.formats import SLOTS4_KV, KvFormat, SlotFormat
 from llmforge.targets import Target
 
 from ..shapes import LLAMA, PUBLIC
@@ -25,6 +26,7 @@ BF16 = Scheme("bf16", "bf16", "bf16", "bf16", "bf16")
 GPUS = [name for name in targets.names() if not name.startswith("cpu-")]
 SHAPES = {name: families.shape(name, data) for name, data in PUBLIC.items()}
 A100 = targets.load("a100-80")
+KV_K8V4 = KvFormat(SlotFormat("int8", "token"), SlotFormat("int4", "token"))
 
 
 def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes: Any) -> Plan:
@@ -87,6 +89,21 @@ def test_dtypes_that_are_not_given(target: str, backend: Any, checkpoint: str, c
     assert (chosen.compute, chosen.weights, chosen.kv, chosen.product) == (compute, compute, compute, product)
 
 
+def test_caches_of_slots_are_counted_with_their_scales() -> None:
+    shape, device = SHAPES["llama-3.1-8b"], targets.load("cpu-avx2")  # 32 layers, 8 KV heads of 128 channels
+    chosen = {form: scheme.choose(device, "onnxruntime", "bf16", Wanted(cache=form)) for form in (None, KV_K8V4)}
+    assert chosen[None].kv_bytes_per_token(shape) == 32 * 8 * 2 * 128 * 4
+    assert chosen[KV_K8V4].kv_bytes_per_token(shape) == 32 * 8 * ((128 + 2) + (64 + 4))
+    assert chosen[KV_K8V4].kv_bytes_per_token(shape, 4) == 32 * 2 * (130 + 68)
+    assert "cache int8-token keys, int4-token values" in chosen[KV_K8V4].words()
+    four = scheme.choose(device, "onnxruntime", "bf16", Wanted(kv="int4"))
+    assert four.cache == SLOTS4_KV
+    assert four.kv_bytes_per_token(shape) == 32 * 8 * 2 * (64 + 4)
+    fp32, slots = (replace(BF16, cache=form) for form in (None, KV_K8V4))
+    steps = [Placement(shape, A100, each).decode(1, 4096).seconds for each in (fp32, slots)]
+    assert steps[1] < steps[0]
+
+
 def test_products_of_quantized_weights() -> None:
     def chosen(target: str, weights: Any, product: Any = None) -> Scheme:
         device = targets.load(target)
@@ -111,7 +128,8 @@ def test_products_of_quantized_weights() -> None:
         ("h200", {"kv": "int8"}, "caches keys and values as bf16, fp16"),
         ("h200", {"product": "fp4"}, "cannot multiply in fp4: SM 9.0 has no fp4 arithmetic"),
         ("cpu-avx2", {"compute": "bf16"}, "compute in fp32"),
-        ("cpu-avx2", {"kv": "int4"}, "caches keys and values as fp32, int8"),
+        ("cpu-avx2", {"kv": "fp8"}, "caches keys and values as fp32, int4, int8"),
+        ("h200", {"cache": KV_K8V4}, "does not support caches of int8-token keys, int4-token values: llmforge's CPU"),
     ],
 )
 def test_dtypes_that_an_engine_does_not_take(target: str, dtypes: Any, says: str) -> None:

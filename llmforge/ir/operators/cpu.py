@@ -86,3 +86,15 @@ class GroupQueryAttentionInt8(GroupQueryAttention):
 
     past_key = Input({INT8}, 4)
     past_value = Input({INT8}, 4)
+
+
+class GroupQueryAttentionSlots(GroupQueryAttention):
+    """Attention over caches of slots, [batch, kv_heads, capacity, bytes]: codes, and perhaps their own scales."""
+
+    past_key = Input(BYTES, 4)
+    past_value = Input(BYTES, 4)
+    head_dim = integer()
+    key_slot = integer()  # SLOT_* of llmforge/native/kernels.h
+    value_slot = integer()
+    turn_keys = integer()
+    turn_values = integer()
