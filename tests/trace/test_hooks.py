@@ -10,7 +10,7 @@ import ast
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.onnx._internal.exporter import _registration
 
 import llmforge
+from llmforge.trace.hooks import internals
 
 PACKAGE = Path(llmforge.__file__).parent
 KINDS = inspect.Parameter
@@ -79,6 +80,20 @@ HOOKS = [
         "trace.hooks.internals",
         "tells which operators have a translation",
     ),
+    Hook(
+        "torch.onnx._internal.exporter._registration:onnxscript_apis.get_torchlib_ops",
+        "trace.hooks.internals",
+        "lists translations without parsing them",
+    ),
+    Hook("onnxscript._internal.values:TracedOnnxFunction.function_ir", "trace.hooks.internals", "parses translations"),
+    Hook("onnxscript._internal.values:TracedOnnxFunction.opset", "trace.hooks.internals", "names their domain"),
+    Hook(
+        "transformers.utils.import_utils:create_import_structure_from_path",
+        "build.frontend",
+        "reads the folder of models once",
+        ("module_path",),
+    ),
+    Hook("transformers.utils:is_scipy_available", "build.frontend", "leaves scipy out"),
     Hook(
         "transformers.masking_utils:eager_mask",
         "trace.export.reference",
