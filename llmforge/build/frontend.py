@@ -143,6 +143,9 @@ def serve() -> None:
     asked: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, asked), daemon=True).start()
     with process.unwatched():
+        from llmforge.trace.hooks import imports
+
+    with process.unwatched(), imports.unused_left_out():
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
     functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": _trace, "prove": _prove}
     while True:
@@ -190,7 +193,7 @@ def _trace(folder: Path) -> dict[str, bytes]:
     from llmforge import trace
     from llmforge.trace.export import kept_graph
 
-    with process.uncollected():
+    with process.unwatched():
         return kept_graph.dump(trace.trace(_checkpoint(folder)))
 
 

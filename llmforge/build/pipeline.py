@@ -5,9 +5,10 @@ This module alone owns verification after each pass, timing, and the record of w
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -69,12 +70,14 @@ def build(
     measure: bool = True,
     pythons: Mapping[RuntimeName, Path] | None = None,
     frontend: Frontend | None = None,
+    ahead: ReadAhead | None = None,
 ) -> BuildResult:
     """Build what `recipe` describes and publish it as `out/<name>/<version>`; without `measure` nothing is measured.
 
     What an earlier build, or one that was killed, left in the `cache` is not computed again; None: nothing is reused.
     Other runtimes that the recipe names are imported by the Pythons of `pythons`, else by this one.
-    A `frontend` that was started already is used where this build needs one, and ended.
+    A `frontend` that was started already is used where this build needs one, and ended, and a walk `ahead` that was
+    begun over the recipe's checkpoint.
     A failed gate does not stop publication: the artifact says so itself, and so does `report.verdict`.
 
     Raises:
@@ -94,7 +97,7 @@ def build(
             frontend.end()
         with (
             reuse.opened(cache, staging, progress, frontend if apart else None) as kept,
-            ReadAhead() as ahead,
+            ahead or ReadAhead() as ahead,
             Proofs() as proofs,
         ):
             facts, engine, found, locked = make(
@@ -127,9 +130,8 @@ def make(
 
     Return the facts for its report, the engine, the evidence, and the lock of its inputs.
     """
-    checkpoint = Checkpoint.located(recipe.checkpoint)
-    ahead.begin(checkpoint)
-    kept.configure(checkpoint, progress)
+    checkpoint = ahead.begin(recipe.checkpoint)
+    kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
     threads = recipe.engine.threads or physical_cores()
     model = kept.trace(checkpoint, progress)
     stages = Stages()
@@ -164,7 +166,7 @@ def make(
     with proofs.blamed():
         for step in steps:
             # A pass sees what it demands: what others measure is not part of its key.
-            context = Context(target, statistics if step.demands() else None, scratch)
+            context = Context(target, statistics if step.demands() else None, scratch, ahead.quantized)
             before = model.clone() if recipe.validation.attribution else model
             record, proof, noted = transform(step, model, context, chain, verification, progress)
             done.append((record, proof))
@@ -172,6 +174,7 @@ def make(
             of_passes += noted
             if recipe.validation.attribution and record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
                 lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
+        ahead.quantized.drop()
         read = replace(footprint.count(model), multiply_adds=multiply_adds)
         engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
     proofs.finish(progress)
@@ -279,13 +282,14 @@ class Verification:
     _last: Snapshot | None = None  # the graph as it is now; None: behind a pass that was not proven
     _verifier: Callable[[], Verifier] | None = None  # makes it when a proof first asks
     _behind: Proof[Any] | None = None  # what the next proof comes behind
+    _is_first: bool = True  # whether the verifier has measured no lossy pass
 
     def before(self, step: Pass, model: ir.Model) -> Snapshot:
         """Record `model`, on which `step` is to run, and begin with what its proof needs of it."""
         if self._last is None:
             self._last = Snapshot.of(model)
-            self._verifier = cache(partial(self._made, self._last))
-        self._begin(nullcontext(), lambda verifier: verifier.prepare(step))
+            self._verifier, self._is_first = self._once(self._last), True
+        self._run_beside(step, self._last)
         return self._last
 
     def skip(self) -> None:
@@ -298,6 +302,8 @@ class Verification:
         """Begin the proof of a pass that has run on the graph `before`; `held` is left at its end."""
         overwritten, after = before.overwritten(), Snapshot.of(model)
         self._last = after
+        self._run_beside(step, after)
+        self._is_first &= step.numerics is not Numerics.LOSSY
 
         def prove(verifier: Verifier) -> records.VerificationRecord:
             found = verifier.prove(step, after, changes, overwritten)
@@ -305,6 +311,13 @@ class Verification:
             return records.VerificationRecord.model_validate(found, from_attributes=True)
 
         return self._begin(held, prove)
+
+    def _run_beside(self, step: Pass, snapshot: Snapshot) -> None:
+        """Begin to run a graph before or after the first lossy pass; later ones have a graph that was measured."""
+        verifier = self._verifier
+        assert verifier is not None, "no graph was recorded"
+        if step.numerics is Numerics.LOSSY and self._is_first:
+            self.proofs.beside(lambda: verifier().prepare(snapshot.model))
 
     def _begin(self, held: AbstractContextManager[object], prove: Callable[[Verifier], T]) -> Proof[T]:
         """Begin behind the last one; where that failed, this one does not run, and fails alike."""
@@ -316,12 +329,23 @@ class Verification:
                 behind.result()
             return prove(verifier())
 
-        proof = self.proofs.begin(held, run)
+        proof = self.proofs.begin(held, run, in_turn=True)
         self._behind = proof
         return proof
 
-    def _made(self, before: Snapshot) -> Verifier:
-        return Verifier(before, promises=self.promises, folder=self.folder, texts=self.texts, threads=self.threads)
+    def _once(self, before: Snapshot) -> Callable[[], Verifier]:
+        """Return what makes a verifier the first time, in whatever thread."""
+        turn = threading.Lock()
+
+        @cache
+        def made() -> Verifier:
+            return Verifier(before, promises=self.promises, folder=self.folder, texts=self.texts, threads=self.threads)
+
+        def locked() -> Verifier:
+            with turn:
+                return made()
+
+        return locked
 
 
 def calibrate(

@@ -18,7 +18,7 @@ from llmforge.base.progress import Progress
 
 T = TypeVar("T")
 FINISH = "Finish proofs"  # the stage in which a build waits for them
-_AT_ONCE = 2  # that of the trace, and that of a pass
+_AT_ONCE = 3  # that of the trace, and the graphs before and after a lossy pass
 
 
 class Proof(Generic[T]):
@@ -37,6 +37,7 @@ class Proofs:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_AT_ONCE, "proofs")
+        self._line = ThreadPoolExecutor(1, "proofs-in-turn")
         self._begun: list[Future[Any]] = []
         self._stopped = threading.Event()
 
@@ -47,12 +48,13 @@ class Proofs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
+        self._line.shutdown()  # what runs there may wait for what runs in the other
         self._pool.shutdown()
 
-    def begin(self, held: AbstractContextManager[object], prove: Callable[[], T]) -> Proof[T]:
+    def begin(self, held: AbstractContextManager[object], prove: Callable[[], T], *, in_turn: bool = False) -> Proof[T]:
         """Run `prove` when its turn comes; `held` is left when it has ended, or is dropped.
 
-        It may wait for those that were begun before it.
+        Of those that run `in_turn`, each runs when the one before it has ended.
         """
 
         def run() -> T:
@@ -61,7 +63,7 @@ class Proofs:
                     raise _Dropped
                 return prove()
 
-        future = self._pool.submit(run)
+        future = (self._line if in_turn else self._pool).submit(run)
         self._begun.append(future)
         return Proof(future)
 
@@ -77,6 +79,15 @@ class Proofs:
             if resources.explain(error) is None:  # nor is a pass, where a disk is full
                 self.finish()
             raise
+
+    def beside(self, compute: Callable[[], object]) -> None:
+        """Compute what a proof that is begun later will want; what that raises, the proof will raise again."""
+
+        def run() -> None:
+            if not self._stopped.is_set():
+                compute()
+
+        self._pool.submit(run)
 
     def finish(self, progress: Progress | None = None) -> None:
         """Wait for all of them; `progress` is told, where there is something to wait for.

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
+
+from numpy.typing import NDArray
 
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
+
+if TYPE_CHECKING:  # a walk begins before these are imported
+    from llmforge.lowering.pass_base import Pass
+    from llmforge.quantization.ahead import Ahead, Task
 
 
 class ReadAhead:
@@ -19,6 +29,8 @@ class ReadAhead:
         self._stopped = threading.Event()
         self._running: Future[str] | None = None
         self._shown: Progress = Silent()
+        self._checkpoint: Checkpoint | None = None
+        self._others = ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -27,14 +39,33 @@ class ReadAhead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
+        self._others.close()
         self._pool.shutdown()
 
-    def begin(self, checkpoint: Checkpoint) -> None:
-        """Start to read; what is wrong with the weights is said by `finish`."""
-        self._running = self._pool.submit(checkpoint.verify, self)
+    def begin(self, folder: Path) -> Checkpoint:
+        """Start to read the checkpoint in `folder`, once; what is wrong with the weights is said by `finish`.
+
+        Raises:
+            CheckpointError: as `Checkpoint.located`.
+        """
+        if self._checkpoint is None:
+            self._checkpoint = Checkpoint.located(folder)
+            self._running = self._pool.submit(self._checkpoint.verify, self)
+        return self._checkpoint
+
+    @cached_property
+    def quantized(self) -> Ahead:
+        """What passes are expected to ask for, quantized in another thread."""
+        from llmforge.quantization.ahead import Ahead
+
+        return self._others.enter_context(Ahead())
+
+    def quantize(self, checkpoint: Checkpoint, steps: Sequence[Pass]) -> None:
+        """Begin with what `steps` are expected to make of the checkpoint."""
+        self.quantized.begin(dict(_tasks(checkpoint, steps)))
 
     def finish(self, progress: Progress) -> None:
-        """Wait for the end, which `progress` is told about from now on.
+        """Wait for the end of the walk, which `progress` is told about from now on.
 
         Raises:
             CheckpointError: as `Checkpoint.verify`.
@@ -51,6 +82,24 @@ class ReadAhead:
         if self._stopped.is_set():
             raise _StoppedEarly
         self._shown.advance(done, total)
+
+
+def _tasks(checkpoint: Checkpoint, steps: Sequence[Pass]) -> Iterator[tuple[str, Task]]:
+    """Make a task of each matrix of the checkpoint, in the order of its bytes, that one of `steps` is to quantize."""
+    from llmforge.quantization.ahead import Task
+
+    for entry in sorted(checkpoint.tensors.values(), key=lambda entry: (entry.file, entry.offset)):
+        if len(entry.shape) != 2:
+            continue
+        n, k = entry.shape
+        table = n == checkpoint.settings.get("vocab_size")
+        expected = next((found for step in steps if (found := step.expects(entry.name, k, table=table))), None)
+        if expected is not None:
+            yield entry.name, Task(partial(_read, checkpoint, entry.name), *expected)
+
+
+def _read(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
+    return checkpoint.tensor(name).numpy()
 
 
 class _StoppedEarly(Exception):

@@ -81,8 +81,10 @@ class Reuse:
         """Make the key of what the code of `modules` computes of `parts`."""
         return Key(kind, {**parts, **self.common, "code": self.code.digest(*modules)})
 
-    def configure(self, checkpoint: Checkpoint, progress: Progress) -> None:
+    def configure(self, checkpoint: Checkpoint, progress: Progress, beside: Callable[[], None] = lambda: None) -> None:
         """Let transformers read the configuration of `checkpoint`, or take what it read of the same settings before.
+
+        While another process imports transformers, this one begins with what there is to do `beside` a trace.
 
         Raises:
             CheckpointError, UnsupportedError: see `Checkpoint.open`.
@@ -94,6 +96,7 @@ class Reuse:
             else:
                 progress.stage("Load torch and transformers")
                 if self.frontend is not None:
+                    beside()
                     made = self.frontend.configuration(checkpoint.path)
                     checkpoint.configuration = _configuration(made)
                 else:

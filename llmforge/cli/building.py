@@ -124,6 +124,13 @@ def build(
     with process.unwatched():
         from llmforge import cache
         from llmforge.build.frontend import Frontend
+        from llmforge.build.read_ahead import ReadAhead
+
+    resource, folder = click.get_current_context().with_resource, cache.default_folder()
+    frontend, ahead, nothing = resource(Frontend()), resource(ReadAhead()), no_cache or cache.is_empty(folder)
+    if recipe is not None and recipe.is_file() and pending is None and nothing:
+        frontend.start()  # nothing is there to be reused: it imports torch while this process imports the rest
+    with process.unwatched():
         from llmforge.cli import console
         from llmforge.recipe import Recipe
 
@@ -133,14 +140,15 @@ def build(
         refuse_given("--no-cache", "cache_size", *_REMOTE)
     cached = pending is None and not no_cache
     remote = connect(remote_cache, cache_key, remote_cache_write) if cached else None
-    folder, size = cache.default_folder(), cache.default_size() if cache_size is None else cache_size
+    size = cache.default_size() if cache_size is None else cache_size
     store = None if no_cache else partial(cache.Cache, folder, size, remote=remote)
     chosen = (*overrides, "engine.deferred=true") if defer else overrides
     loaded = None if recipe is None else Recipe.load(recipe, chosen)
-    frontend = click.get_current_context().with_resource(Frontend())
     if loaded is not None:
-        if pending is None and Frontend.serves(loaded) and (no_cache or cache.is_empty(folder)):
-            frontend.start()  # nothing is there to be reused: it imports torch while this process imports the rest
+        if not Frontend.serves(loaded):  # this process will import torch itself
+            frontend.end()
+        if pending is None and not nothing:  # else the other process would have to wait for a core
+            ahead.begin(loaded.checkpoint)
         with process.unwatched():
             from llmforge import passes
 
@@ -170,7 +178,9 @@ def build(
             with process.unwatched():
                 from llmforge.build import pipeline
 
-            result = pipeline.build(loaded, out, progress, store, pythons=dict(runtimes), frontend=frontend)
+            result = pipeline.build(
+                loaded, out, progress, store, pythons=dict(runtimes), frontend=frontend, ahead=ahead
+            )
     if is_json_log():
         for note in result.report.notes:
             console.say(note)

@@ -58,15 +58,24 @@ class Stored(ir.LazyTensor):
     """A matrix that is a cast, and perhaps the transpose, of one that is stored.
 
     What wants it as it is stored, row by row, need not pay for a whole copy in another layout: `stored` gives that, and
-    all that this tensor holds follows from it.
+    all that this tensor holds follows from it. `source` names the tensor of the checkpoint that is stored; None: it is
+    not one as a whole, or its numbers were changed.
     """
 
     def __init__(
-        self, stored: Callable[[], NDArray[Any]], dtype: ir.DataType, shape: ir.Shape, name: str, *, transposed: bool
+        self,
+        stored: Callable[[], NDArray[Any]],
+        dtype: ir.DataType,
+        shape: ir.Shape,
+        name: str,
+        *,
+        transposed: bool,
+        source: str | None = None,
     ) -> None:
         super().__init__(self._read, dtype, shape, name=name)
         self.stored = stored
         self.transposed = transposed
+        self.source = source
 
     def _read(self) -> ir.TensorProtocol:
         result = np.empty(self.shape.numpy(), self.dtype.numpy())  # what is written to it is cast on the way: no copy
@@ -94,6 +103,18 @@ def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
     if isinstance(tensor, Derived) and transposed and is_stored(tensor):
         return np.concatenate([by_output(each, transposed=True) for each in tensor.operands])
     return tensor.numpy().T if transposed else tensor.numpy()
+
+
+def stored_in(tensor: ir.TensorProtocol, *, transposed: bool) -> tuple[str, ...]:
+    """Name the tensors of the checkpoint that `by_output` puts on top of each other, () where it does otherwise."""
+    if isinstance(tensor, Stored) and tensor.transposed == transposed:
+        return () if tensor.source is None else (tensor.source,)
+    if isinstance(tensor, Derived) and tensor.function is to_fp32:
+        return stored_in(tensor.operands[0], transposed=transposed)
+    if isinstance(tensor, Derived) and transposed and is_stored(tensor):
+        parts = [stored_in(each, transposed=True) for each in tensor.operands]
+        return tuple(name for part in parts for name in part) if all(parts) else ()
+    return ()
 
 
 def by_output_fp32(tensor: ir.TensorProtocol) -> NDArray[np.float32]:

@@ -17,6 +17,10 @@ from llmforge.targets import Target
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from llmforge.quantization.ahead import Ahead
+    from llmforge.quantization.grids import Grid
+    from llmforge.quantization.methods.base import Method
+
 
 class Numerics(enum.Enum):
     """How far a pass may move the logits; the pipeline proves it after every pass."""
@@ -75,6 +79,7 @@ class Context:
     target: InitVar[Target]
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
+    ahead: Ahead | None = None  # what was quantized before a pass asked for it
     _target: Target = field(init=False, repr=False)
 
     def __post_init__(self, target: Target) -> None:
@@ -144,6 +149,13 @@ class Pass(ABC):
     def demands(self) -> tuple[Demand, ...]:
         """Name the calibration statistics that `run` will read from its context."""
         return ()
+
+    def expects(self, parameter: str, k: int, *, table: bool) -> tuple[Method, Grid] | None:
+        """Guess how `run` will quantize a matrix [N, k] of the checkpoint, a `table` of the vocabulary or not.
+
+        So it is quantized while the model is traced; None: it is not. A wrong guess costs no more than that.
+        """
+        return None
 
     @abstractmethod
     def run(self, model: ir.Model, context: Context) -> Changes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
-from llmforge.ir.derived import by_output
+from llmforge.ir.derived import by_output, stored_in
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
+from llmforge.quantization.ahead import Ahead, Parts, laid_out
+from llmforge.quantization.grids import Grid, QuantizedMatrix, stack
 from llmforge.quantization.methods.base import Method
 
 SCALES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of a portable grid
@@ -46,17 +48,15 @@ class LazyMatrix:
     k: int
     grid: Grid
     scratch: Scratch | None = None
-    _unread: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+    ahead: Callable[[], Parts | None] = lambda: None  # gives the parts, where they were computed before
+    _unread: Parts = field(default_factory=dict)
 
     def take(self, part: str) -> NDArray[np.generic]:
         """Return one part."""
         if self.scratch is not None and (kept := self.scratch.get((self, part))) is not None:
             return kept
         if part not in self._unread:
-            matrix = self.calculate()
-            assert matrix.grid == self.grid
-            assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
-            made = self._laid_out(matrix)
+            made = self.ahead() or self._laid_out(self.calculate())
             if self.scratch is not None and not self.scratch.is_idle:
                 for name, array in made.items():
                     self.scratch.put((self, name), array)
@@ -64,14 +64,10 @@ class LazyMatrix:
             self._unread = made
         return self._unread.pop(part)
 
-    def _laid_out(self, matrix: QuantizedMatrix) -> dict[str, NDArray[np.generic]]:
-        if not self.grid.portable:
-            return {"groups": arrange(matrix)}
-        packed = pack(matrix)
-        made: dict[str, NDArray[np.generic]] = {name: getattr(packed, name) for name, _, _ in self.parts()}
-        if self.grid.scale == "fp16":
-            made["scales"] = packed.scales.astype(np.float16)
-        return made
+    def _laid_out(self, matrix: QuantizedMatrix) -> Parts:
+        assert matrix.grid == self.grid
+        assert matrix.shape == (self.n, self.k), f"{matrix.shape} was computed for a weight [{self.n}, {self.k}]"
+        return laid_out(matrix) if self.grid.portable else {"groups": arrange(matrix)}
 
     def parts(self) -> Iterator[tuple[str, ir.DataType, tuple[int, ...]]]:
         """Name each part, with its dtype and shape.
@@ -94,13 +90,19 @@ def arrange(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
     return cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, matrix.grid)
 
 
-def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True) -> LazyMatrix:
+def quantized(
+    weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True, ahead: Ahead | None = None
+) -> LazyMatrix:
     """Quantize an initializer [K, N], or [N, K] if not `transposed`, by a method that demands no calibration.
 
-    When it is read, that may raise a CheckpointError: the method refuses the numbers.
+    What was quantized `ahead` is not computed again. When it is read, that may raise a CheckpointError: the method
+    refuses the numbers.
     """
     n, k = graph.static(weight)[:: -1 if transposed else 1]
-    return _lazy(weight, n, k, grid, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid))
+    made = _lazy(weight, n, k, grid, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid))
+    if ahead is not None and (names := stored_in(graph.tensor(weight), transposed=transposed)):
+        made.ahead = partial(ahead.take, names, method, grid)
+    return made
 
 
 def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method, grid: Grid) -> LazyMatrix:

@@ -6,8 +6,9 @@ logits, as for a small model, but on fewer tokens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -29,13 +30,29 @@ class Cost:
     not_finite: str | None  # the first step whose logits are NaN or infinite
 
 
+Logits = list[NDArray[np.float32]]  # by step, [tokens, V]
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A graph that runs, or has run."""
+
+    model: ir.Model
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    logits: Logits | None = None
+
+
 @dataclass
 class Loss:
-    """The budgets of lossy passes, measured on whole graphs that run block by block on a few windows of text."""
+    """The budgets of lossy passes, measured on whole graphs that run block by block on a few windows of text.
+
+    A graph that is to be measured may run before, in a thread of its own.
+    """
 
     texts: Sequence[NDArray[np.int64]]
     threads: int
-    _before: list[NDArray[np.float32]] | None = None  # by step, [tokens, V]: of the graph that was measured last
+    _before: Logits | None = None  # of the graph that was measured last
+    _graphs: dict[int, _Graph] = field(default_factory=dict)  # by the model's id
 
     @property
     def run(self) -> probe.Run:
@@ -44,20 +61,22 @@ class Loss:
         decoded = min(TEXT_DECODED, min(len(row) for row in rows) - 1)
         return probe.schedule("text", rows, [[len(row) - decoded for row in rows], *[[1] * len(rows)] * decoded])
 
-    def prepare(self, before: ir.Model) -> list[NDArray[np.float32]]:
-        """Run the graph before a pass.
-
-        It does not run again where the last call of `measure` had it as its `after`: passes in between that keep what
-        they declare moved it by rounding at most.
-        """
-        if self._before is None and self.texts:
-            self._before = self._logits(before, self.run)
-        return self._before or []
+    def prepare(self, model: ir.Model) -> None:
+        """Run a graph that will be measured, unless that was begun."""
+        if self.texts:
+            self._made(model)
 
     def measure(self, before: ir.Model, after: ir.Model) -> Cost:
-        """Measure the divergence of `after` from `before`; see `prepare`."""
-        run, self._before = self.run, self.prepare(before)
-        made, spread = self._logits(after, run), _spread(self._before)
+        """Measure the divergence of `after` from `before`.
+
+        That does not run where the last call had it as its `after`: passes in between that keep what they declare moved
+        it by rounding at most.
+        """
+        run = self.run
+        if self._before is None:
+            self._before = self._made(before)
+        made, spread = self._made(after), _spread(self._before)
+        self._graphs.clear()
         total, tokens, largest = 0.0, 0, 0.0
         for number, (b, a) in enumerate(zip(self._before, made, strict=True)):
             if not np.isfinite(a).all():
@@ -67,7 +86,14 @@ class Loss:
         self._before = made
         return Cost(total / tokens, tokens, largest, None)
 
-    def _logits(self, model: ir.Model, run: probe.Run) -> list[NDArray[np.float32]]:
+    def _made(self, model: ir.Model) -> Logits:
+        graph = self._graphs.setdefault(id(model), _Graph(model))
+        with graph.turn:
+            if graph.logits is None:
+                graph.logits = self._logits(model, self.run)
+            return graph.logits
+
+    def _logits(self, model: ir.Model, run: probe.Run) -> Logits:
         """Run `run` and keep the logits of real tokens."""
         [logits] = streamed_execution.drive(model, [run], threads=self.threads)
         return [made[step.valid] for made, step in zip(logits, run.steps, strict=True)]

@@ -79,9 +79,9 @@ def test_what_did_not_run_is_dropped_and_lets_go() -> None:
 
     with Proofs() as proofs:
         for name in ("one", "two"):
-            proofs.begin(held(name), busy)
+            proofs.begin(held(name), busy, in_turn=name == "two")
             begun.acquire()
-        proofs.begin(held("waiting"), lambda: ran.append("waiting"))
+        proofs.begin(held("waiting"), lambda: ran.append("waiting"), in_turn=True)
         threading.Timer(0.1, go.set).start()
     assert sorted(left) == ["one", "two", "waiting"]
     assert ran == []
@@ -93,3 +93,30 @@ def test_a_proof_may_wait_for_those_before_it() -> None:
         second = proofs.begin(nullcontext(), lambda: first.result() + 1)
         proofs.finish()
         assert second.result() == 21
+
+
+def test_those_in_turn_follow_one_another_and_leave_room_for_others() -> None:
+    go, order = threading.Event(), list[str]()
+
+    def slow() -> None:
+        assert go.wait(10), "the one beside did not run"
+        order.append("first")
+
+    with Proofs() as proofs:
+        for name in ("second", "third", "fourth", "fifth"):
+            if name == "second":
+                proofs.begin(nullcontext(), slow, in_turn=True)
+            proofs.begin(nullcontext(), lambda name=name: order.append(name), in_turn=True)  # type: ignore[misc]
+        proofs.beside(go.set)
+        proofs.finish()
+    assert order == ["first", "second", "third", "fourth", "fifth"]
+
+
+def test_what_was_computed_beside_fails_nothing() -> None:
+    def refuse() -> None:
+        raise VerificationError("a graph that does not run: its proof will say so")
+
+    with Proofs() as proofs:
+        proofs.beside(refuse)
+        proofs.begin(nullcontext(), lambda: None)
+        proofs.finish()

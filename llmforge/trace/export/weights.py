@@ -208,7 +208,7 @@ def tensor_of(
         return checkpoint.tensor(single).numpy()
 
     if len(shape) == 2:
-        return Stored(stored, dtype, shape, name, transposed=transposed)
+        return Stored(stored, dtype, shape, name, transposed=transposed, source=single)
     return ir.LazyTensor(
         lambda: ir.Tensor(stored().astype(dtype.numpy()), dtype=dtype, name=name), dtype=dtype, shape=shape, name=name
     )
