@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from llmforge.calibration.layer import Call, DecoderLayer
 from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.sums import add_moments, mirror
 from llmforge.quantization.grids import Float32
 
 TOKENS = 16384  # that gradients are taken of: of pairs of outputs a sixteenth of that says little
@@ -84,6 +85,7 @@ def take(
         if not flowing:
             break
         for name, total in sums.items():
+            mirror(total)
             places[name] = f"{len(places)}.npz"
             _save(folder / places[name], total / tokens)
     if flowing:
@@ -168,7 +170,7 @@ def _summed(linears: Mapping[str, torch.nn.Linear], sums: dict[str, torch.Tensor
             rows = g.reshape(-1, g.shape[-1])
             if name not in sums:
                 sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
-            sums[name].addmm_(rows.T, rows)
+            add_moments(sums[name], rows)
 
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
             if isinstance(y, torch.Tensor) and y.requires_grad:
