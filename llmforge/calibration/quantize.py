@@ -46,9 +46,9 @@ def quantize_layer(
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the linears and experts of `layer` in place, in the order in which they run.
 
-    The hidden states `original`, those of the checkpoint, end behind the layer, and so do the `current` ones, which what
-    is quantized makes; each run through it once. What a reader of the report should know is put to `notes`, and what
-    each format of `losses` would lose, there.
+    The hidden states `original`, those of the checkpoint, end behind the layer, and so do `current` ones, which what is
+    quantized makes; each run through it once. What a reader of the report should know is put to `notes`, and what each
+    format of `losses` would lose, there.
 
     Raises:
         DataError: what a matrix reads over the calibration text does not allow the method of `demand`.
