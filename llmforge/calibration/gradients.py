@@ -24,6 +24,7 @@ from llmforge.calibration.sums import add_moments, mirror
 from llmforge.quantization.grids import Float32
 
 TOKENS = 16384  # that gradients are taken of: of pairs of outputs a sixteenth of that says little
+LOGITS = 1 << 24  # that are in memory at a time
 SEED = 0  # of the labels
 _DESCRIBED = "gradients.json"
 
@@ -78,7 +79,8 @@ def take(
     leave = skeleton.leaving([windows[window] for window in chosen])
     random = torch.Generator().manual_seed(SEED)
     reads: list[torch.Tensor] = []
-    flowing = [_of_loss(leave, number, state, random, reads) for number, state in enumerate(passed.pop())]
+    rows = max(1, LOGITS // skeleton.model.config.get_text_config().vocab_size)
+    flowing = [_of_loss(leave, number, state, rows, random, reads) for number, state in enumerate(passed.pop())]
     places: dict[str, str] = {}
     for index in reversed(range(len(skeleton.layers))):
         sums = _backwards(skeleton.load(index, calls[index]), chosen, passed.pop(), flowing)
@@ -92,7 +94,7 @@ def take(
         rows = torch.cat([each[0] for each in flowing])
         _save(folder / "embedding.npz", rows.T @ rows / tokens)
     if reads:
-        _save(folder / "head.npz", torch.stack(reads).sum(0) / tokens)
+        _save(folder / "head.npz", reads[0] / tokens)
     described = {"places": places, "embedding": bool(flowing), "head": bool(reads), "tokens": tokens}
     (folder / _DESCRIBED).write_text(json.dumps(described))
 
@@ -140,25 +142,32 @@ def _of_loss(
     leave: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
     number: int,
     state: torch.Tensor,
+    rows: int,
     random: torch.Generator,
     reads: list[torch.Tensor],
 ) -> torch.Tensor:
     """Return the gradient of the loss of labels, drawn from the model's own, in the hidden states after the layers.
 
-    Σ s·h hᵀ of what the head read is put to `reads`.
+    Σ s·h hᵀ of what the head read is added to the matrix in `reads`, which is put there first. `rows` tokens have their
+    logits in memory at a time.
     """
-    state = state.detach().requires_grad_()
-    with torch.enable_grad():
-        logits, read = leave(number, state)
-    change = logits.detach()[0].float().softmax(-1)
-    if read is not None:
-        h = read.detach().reshape(-1, read.shape[-1])
-        reads.append((h * (1 - change.square().sum(-1, keepdim=True))).T @ h)
-    labels = torch.multinomial(change, 1, generator=random)
-    change.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=change.dtype))
-    logits.backward(change[None].to(logits.dtype))  # type: ignore[no-untyped-call]
-    assert state.grad is not None
-    return state.grad
+    flowing = []
+    for part in state.detach().split(rows, dim=1):
+        given = part.requires_grad_()
+        with torch.enable_grad():
+            logits, read = leave(number, given)
+        change = logits.detach()[0].float().softmax(-1)
+        if read is not None:
+            h = read.detach().reshape(-1, read.shape[-1])
+            if not reads:
+                reads.append(torch.zeros(h.shape[1], h.shape[1]))
+            reads[0].addmm_((h * (1 - torch.linalg.vector_norm(change, dim=-1, keepdim=True).square())).T, h)
+        labels = torch.multinomial(change, 1, generator=random)
+        change.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=change.dtype))
+        logits.backward(change[None].to(logits.dtype))  # type: ignore[no-untyped-call]
+        assert given.grad is not None
+        flowing.append(given.grad)
+    return torch.cat(flowing, 1)
 
 
 @contextmanager
