@@ -152,7 +152,7 @@ def _of_loss(
     logits in memory at a time.
     """
     flowing = []
-    for part in state.detach().split(rows, dim=1):
+    for part in torch.split(state.detach(), rows, dim=1):
         given = part.requires_grad_()
         with torch.enable_grad():
             logits, read = leave(number, given)

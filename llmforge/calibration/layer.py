@@ -260,9 +260,9 @@ class DecoderLayer:
         """Let linear `name` make 0 of what it reads, which is put to the list."""
         linear, read = self.linears()[name], list[torch.Tensor]()
 
-        def nothing(x: torch.Tensor) -> torch.Tensor:
-            read.append(x)
-            return x.new_zeros(*x.shape[:-1], linear.out_features)
+        def nothing(input: torch.Tensor) -> torch.Tensor:
+            read.append(input)
+            return input.new_zeros(*input.shape[:-1], linear.out_features)
 
         linear.forward = nothing  # type: ignore[method-assign]
         try:

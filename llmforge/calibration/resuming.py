@@ -131,10 +131,11 @@ class Memory:
             yield
         finally:
             for name, module in self.modules.items():
-                if before[name] is None:
+                own = before[name]
+                if own is None:
                     del module.__dict__["forward"]
                 else:
-                    module.forward = before[name]
+                    module.forward = own
 
     def forget(self, window: int) -> None:
         """Forget what was made for `window`."""

@@ -60,7 +60,7 @@ def fixed(threads: int) -> Iterator[None]:
 
     blas = openblas()
     before = None if blas is None else blas.threads
-    products = torch.backends.mkldnn.matmul
+    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # untyped in torch
     precision = products.fp32_precision
     with torch_threads(threads):
         if blas is not None:
