@@ -36,6 +36,7 @@ class Format:
 
     grid: Grid
     ours: bool
+    terms: int = 1  # of an activation
 
     @property
     def name(self) -> str:
@@ -43,7 +44,8 @@ class Format:
         grid = self.grid
         kind = "trellis" if grid.trellis else f"{grid.bits} bits"
         zeros = "" if grid.symmetric else ", zero points"
-        return f"{'' if self.ours else 'MatMulNBits, '}{kind}, block {grid.block_size}, {grid.scale}{zeros}"
+        two = ", int8x2" if self.terms == 2 else ""
+        return f"{'' if self.ours else 'MatMulNBits, '}{kind}, block {grid.block_size}, {grid.scale}{zeros}{two}"
 
     @property
     def peer(self) -> str:
@@ -57,6 +59,7 @@ FORMATS = (
     Format(Grid(4, 32, False), ours=True),
     Format(Grid(4, 32, False, "fp16"), ours=True),
     Format(Grid(4, 32, False, "int8"), ours=True),
+    Format(Grid(4, 32, False, "int8"), ours=True, terms=2),
     Format(Grid(4, 32, True, "int8"), ours=True),
     Format(Grid(4, 128, False), ours=True),
     Format(Grid(4, 128, False, "int8"), ours=True),
@@ -66,6 +69,7 @@ FORMATS = (
     Format(Grid(6, 32, False, "int8"), ours=True),
     Format(Grid(8, 32, True), ours=True),
     Format(Grid(8, 32, True, "int8"), ours=True),
+    Format(Grid(8, 32, True, "int8"), ours=True, terms=2),
     Format(Grid(8, 128, True, "fp16"), ours=True),
     *(Format(Grid(bits, block, symmetric=False), ours=False) for bits in (4, 8) for block in (32, 128)),
 )
@@ -96,7 +100,7 @@ def session(format_: Format, size: int, layers: int, threads: int) -> ort.Infere
     if format_.ours:
         held = {"w": cpu_layout.arrange(made.codes, made.scales, made.zero_points, grid)}
         kind, domain = "Linear", native.DOMAIN
-        attributes = {**grid_attributes(size, size, grid), "activation": 0, "epsilon": 0.0}
+        attributes = {**grid_attributes(size, size, grid), "terms": format_.terms, "activation": 0, "epsilon": 0.0}
     else:
         packed = grids.pack(made)
         assert packed.zero_points is not None

@@ -62,15 +62,18 @@ BF16_ONE = 0x3F80
 POLL_S = 0.1
 
 
-def make_checkpoint(shape: str, folder: Path, *, sparse: bool) -> Path:
-    """Write a bf16 checkpoint in `shape` with the sample's tokenizer, in shards; keep one that is there."""
+def make_checkpoint(shape: str, folder: Path, *, sparse: bool, facts: Mapping[str, Any] | None = None) -> Path:
+    """Write a bf16 checkpoint in `shape` with the sample's tokenizer, in shards; keep one that is there.
+
+    `facts` of its configuration take the place of those of `SHAPES`.
+    """
     import torch
     import transformers
 
     path = folder / f"{shape}{'-sparse' if sparse else ''}"
     if path.exists():
         return path
-    facts = dict(SHAPES[shape])
+    facts = dict(facts or SHAPES[shape])
     config = getattr(transformers, facts.pop("class"))(**facts, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.dtype = "bfloat16"

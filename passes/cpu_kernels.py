@@ -9,8 +9,9 @@
 `x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
 points of W, arranged in the order in which the kernel reads them (docs/cpu-kernels.md); ONNX Runtime maps them from the
 file and makes no copy of its own. Rows of activations are rounded to int8 in the blocks of the weights, as ONNX
-Runtime's kernel does at `accuracy_level` 4. SkipSimplifiedLayerNormalization in front of such a layer comes apart: its
-sum goes into the layer before, its norm into the one behind.
+Runtime's kernel does at `accuracy_level` 4; with `activations: int8x2`, and where `int8x2` names the weights, what that
+leaves is rounded to int8 as well, and both products are added. SkipSimplifiedLayerNormalization in front of such a
+layer comes apart: its sum goes into the layer before, its norm into the one behind.
 
 Fires for
 - every plain Linear that quantize-weights wrote,
@@ -38,6 +39,7 @@ from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.lowering import cpu_attention, cpu_linear
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.quantization.exclusion import exclusion
 
 FALLBACK = "cpu-kernels: using ONNX Runtime's slower kernels: llmforge was installed without a C compiler"
 
@@ -55,6 +57,17 @@ class CpuKernels(Pass):
         Literal["none", "onnxruntime"],
         Field(description="kernels to use if llmforge's are not compiled; none: fail the build"),
     ] = "none"
+
+    activations: Annotated[
+        Literal["int8", "int8x2"],
+        Field(
+            description="what products of quantized layers read: int8, or two terms of it, as precise as 16 bits, for "
+            "about twice the arithmetic"
+        ),
+    ] = "int8"
+    int8x2: Annotated[
+        tuple[str, ...], Field(description="globs of checkpoint parameter names whose layers read int8x2 in any case")
+    ] = ()
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every layer and every attention of `model` that the kernels compute.
@@ -81,7 +94,8 @@ class CpuKernels(Pass):
             reason = cpu_attention.reason_against(attention)
             _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
         for layer, reason in layers.items():
-            _record(changes, layer.node, reason or rewriting.linear(layer), skipped=reason is not None)
+            done = None if reason else rewriting.linear(layer, self._terms(layer))
+            _record(changes, layer.node, done or reason or "it has nothing to take over", skipped=done is None)
         for table in contrib.GatherBlockQuantized.all(model):
             done = rewriting.embedding(table)
             what = done or "its table has blocks that the kernel cannot read"
@@ -89,6 +103,11 @@ class CpuKernels(Pass):
         if changes:
             graph.drop_unused(model)
         return changes
+
+    def _terms(self, layer: contrib.MatMulNBits | cpu.Linear) -> int:
+        """Return how many terms of int8 a number that `layer` reads has."""
+        sensitive = exclusion(cpu_linear.parameters(layer), self.int8x2) is not None
+        return 2 if sensitive or self.activations == "int8x2" else 1
 
 
 def _record(changes: Changes, node: ir.Node, what: str, *, skipped: bool) -> None:

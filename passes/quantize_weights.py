@@ -360,6 +360,7 @@ class _Rewriting:
         if isinstance(parts, ir.Value):
             attributes = {
                 **cpu_linear.grid_attributes(matrix.n, matrix.k, matrix.grid),
+                "terms": 1,
                 "activation": cpu_linear.NO_ACTIVATION,
                 "epsilon": 0.0,
             }

@@ -120,6 +120,16 @@ def _rounded(x: NDArray[np.float32], block: int) -> NDArray[np.float64]:
     return np.asarray(values.reshape(x.shape))
 
 
+def rounded_twice(x: NDArray[np.float32], block: int) -> NDArray[np.float64]:
+    """Round rows to two terms of int8 in blocks as the kernels do, to the bit, and back."""
+    blocks = x.reshape(len(x), -1, block)
+    most = np.abs(blocks).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    scale = ((most / np.float32(127)).view(np.uint32) & np.uint32(0xFFFFFF00)).view(np.float32)
+    first = (np.rint(blocks * inverse) * scale).reshape(x.shape)
+    return first.astype(np.float64) + _rounded(x - first, block)
+
+
 def _activations(rng: np.random.Generator, rows: int, k: int) -> NDArray[np.float32]:
     """Rows of normal numbers; the first all alike, so that every product is the largest, the third zeros."""
     x = rng.standard_normal((rows, k)).astype(np.float32)
@@ -128,32 +138,34 @@ def _activations(rng: np.random.Generator, rows: int, k: int) -> NDArray[np.floa
     return x
 
 
-def linear(grid: Grid, n: int, k: int, rows: int, pieces: int = 1) -> Case:
+def linear(grid: Grid, n: int, k: int, rows: int, pieces: int = 1, terms: int = 1) -> Case:
     """A product alone, which every instruction set gives to the bit."""
     rng = np.random.default_rng([n, k, rows])
     matrix, x = any_matrix(rng, n, k, grid), _activations(rng, rows, k)
     numbers, weights = _weights(matrix)
-    y = _rounded(x, grid.block_size) @ grids.dequantize(matrix).astype(np.float64).T
+    read = (_rounded if terms == 1 else rounded_twice)(x, grid.block_size)
+    y = read @ grids.dequantize(matrix).astype(np.float64).T
     arrays = [weights, x, None, None, None, np.zeros(1, np.float32)]
-    name = f"linear {grid} [{n}, {k}], {rows} rows, {pieces} pieces"
-    return Case(name, LINEAR, [*numbers, 0, rows, pieces], arrays, [y.astype(np.float32)], 2e-6, exact=True)
+    name = f"linear {grid} [{n}, {k}], {rows} rows, {pieces} pieces, {terms} terms"
+    return Case(name, LINEAR, [*numbers, 0, rows, pieces, terms], arrays, [y.astype(np.float32)], 2e-6, exact=True)
 
 
-def spoilt(grid: Grid, k: int = 128) -> Case:
+def spoilt(grid: Grid, k: int = 128, terms: int = 1) -> Case:
     """A NaN and an infinity, each of which spoils its row alone."""
     rng = np.random.default_rng(11)
     matrix, x = any_matrix(rng, 20, k, grid), rng.standard_normal((9, k)).astype(np.float32)
     x[1, 40], x[7, 3] = np.nan, np.inf
     numbers, weights = _weights(matrix)
     with np.errstate(invalid="ignore"):
-        y = _rounded(x, grid.block_size) @ grids.dequantize(matrix).astype(np.float64).T
+        read = (_rounded if terms == 1 else rounded_twice)(x, grid.block_size)
+        y = read @ grids.dequantize(matrix).astype(np.float64).T
     y[[1, 7]] = np.nan
     arrays = [weights, x, None, None, None, np.zeros(1, np.float32)]
-    name = f"linear of NaN and infinity {grid}"
-    return Case(name, LINEAR, [*numbers, 0, 9, 2], arrays, [y.astype(np.float32)], 2e-6, exact=True)
+    name = f"linear of NaN and infinity {grid}, {terms} terms"
+    return Case(name, LINEAR, [*numbers, 0, 9, 2, terms], arrays, [y.astype(np.float32)], 2e-6, exact=True)
 
 
-def layer(grid: Grid, activation: int, rows: int) -> Case:
+def layer(grid: Grid, activation: int, rows: int, terms: int = 1) -> Case:
     """A layer with all that it takes over: norm, bias, activation, residual."""
     n, k, epsilon = 96, 256, 1e-5
     rng = np.random.default_rng([activation, rows])
@@ -161,7 +173,8 @@ def layer(grid: Grid, activation: int, rows: int) -> Case:
     gamma, bias = (1 + rng.standard_normal(k) / 5).astype(np.float32), rng.standard_normal(n).astype(np.float32)
     residual = rng.standard_normal((rows, n // 2 if activation else n)).astype(np.float32)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + epsilon) * gamma
-    y = _rounded(normed.astype(np.float32), grid.block_size) @ grids.dequantize(matrix).astype(np.float64).T + bias
+    read = (_rounded if terms == 1 else rounded_twice)(normed.astype(np.float32), grid.block_size)
+    y = read @ grids.dequantize(matrix).astype(np.float64).T + bias
     order = layout.alternating(n) if activation else np.arange(n)
     if activation:
         gate, up = np.split(y, 2, axis=1)
@@ -170,9 +183,9 @@ def layer(grid: Grid, activation: int, rows: int) -> Case:
     numbers, weights = _weights(matrix, order)
     arrays = [weights, x, gamma, bias[order], residual, np.array([epsilon], np.float32)]
     wanted = (y + residual).astype(np.float32)
-    name = f"layer {grid}, activation {activation}, {rows} rows"
+    name = f"layer {grid}, activation {activation}, {rows} rows, {terms} terms"
     # A value on the border between two integers may be rounded to either: 1 % of a deviation.
-    return Case(name, LINEAR, [*numbers, activation, rows, 3], arrays, [wanted], 1e-2, exact=False)
+    return Case(name, LINEAR, [*numbers, activation, rows, 3, terms], arrays, [wanted], 1e-2, exact=False)
 
 
 def embedding(grid: Grid, n: int, k: int) -> Case:
@@ -344,7 +357,10 @@ def every(rows: Sequence[int]) -> list[Case]:
     cases = [linear(grid, 35, 384, m) for grid in FORMATS for m in rows]  # 35, 384: neither group nor superblock full
     cases += [linear(grid, 100, 640, 7, pieces=3) for grid in FORMATS[::5]]
     cases += [linear(Grid(bits, 32, False, "int8"), 1 + bits, 32 * bits, 13) for bits in (3, 5)]
-    cases += [spoilt(grid) for grid in FORMATS[::7]]
+    cases += [linear(grid, 35, 384, m, terms=2) for grid in FORMATS[::4] for m in (1, 5, 13)]
+    cases += [linear(grid, 100, 640, 7, pieces=3, terms=2) for grid in FORMATS[::9]]
+    cases += [spoilt(grid) for grid in FORMATS[::7]] + [spoilt(FORMATS[1], terms=2)]
+    cases += [layer(FORMATS[0], a, m, terms=2) for a, m in ((0, 1), (1, 9), (2, 15))]
     cases += [layer(grid, a, m) for grid in FORMATS[::9] for a, m in ((0, 1), (1, 2), (1, 9), (2, 1), (2, 15))]
     cases += [embedding(grid, 35, 384) for grid in FORMATS]
     for int8 in (False, True):

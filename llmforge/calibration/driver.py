@@ -316,18 +316,16 @@ def _calibrate_layer(
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears: dict[str, QuantizedMatrix] = {}
     notes: list[str] = []
-    if weights is not None:
-        if found is None:
-            linears = quantize_layer(layer, original, current, weights, taken, threads, notes, losses)
-        else:
+    if wants_ranges and found is None:
+        layer = layer.recording()
+    if weights is not None and found is None:
+        linears = quantize_layer(layer, original, current, weights, taken, threads, notes, losses)
+    else:
+        if weights is not None and found is not None:
             for index, state in enumerate(original):
                 original[index] = layer.run(index, state)
             for name, matrix in StoredMatrices(found.linears).items():
                 layer.set_weight(name, dequantize(matrix))
-    kv = None
-    if wants_ranges and found is None:
-        kv = _run_with_ranges(layer, current)
-    else:
         for index, state in enumerate(current):
             current[index] = layer.run(index, state)
     if not all(bool(torch.isfinite(state).all()) for state in current):
@@ -335,7 +333,10 @@ def _calibrate_layer(
             f"{layer.name}: hidden states are NaN or infinite on the calibration text",
             hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
         )
-    return found or LayerResult(linears, kv, notes=tuple(notes))
+    if found is not None:
+        return found
+    kv = _ranges(layer, len(current)) if wants_ranges else None
+    return LayerResult(linears, kv, notes=tuple(notes))
 
 
 def _input_ranges(layer: DecoderLayer, states: Sequence[torch.Tensor]) -> dict[str, float]:
@@ -349,12 +350,9 @@ def _input_ranges(layer: DecoderLayer, states: Sequence[torch.Tensor]) -> dict[s
     return ranges
 
 
-def _run_with_ranges(layer: DecoderLayer, states: list[torch.Tensor]) -> KvRange:
-    """Carry `states` through `layer` and return the largest magnitude of each channel of its keys and values."""
-    cached: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for window, state in enumerate(states):
-        states[window], peaks = layer.run_with_ranges(window, state)
-        cached.append(peaks)
+def _ranges(layer: DecoderLayer, windows: int) -> KvRange:
+    """Return the largest magnitude of each channel of the keys and values that `layer` has cached last."""
+    cached = [layer.cached(window) for window in range(windows)]
     key, value = (torch.stack(peaks).amax(0) for peaks in zip(*cached, strict=True))
     for what, peak in (("key", key), ("value", value)):
         if not bool(torch.isfinite(peak).all() and (peak > 0).all()):

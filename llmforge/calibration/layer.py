@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,26 +57,35 @@ class DecoderLayer:
     def run(self, window: int, state: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [1, tokens, hidden] after the layer, of window number `window`."""
         call = self.calls[window]
+        for recorder in call.kwargs.values():
+            if isinstance(recorder, _CacheRecorder):
+                recorder.ended = True  # what it recorded is of an earlier run
         return _hidden(self.module(state, *call.args, **call.kwargs))
 
-    def run_with_ranges(
-        self, window: int, state: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Run, and return also the largest magnitude of keys and values as they would be cached, [kv_heads, channels].
+    def recording(self) -> DecoderLayer:
+        """Return the layer with something in place of its cache that notes what is cached, for `cached`."""
+
+        def recorded(call: Call) -> Call:
+            recorder = _CacheRecorder()
+            return call._replace(kwargs={**call.kwargs, **{key: recorder for key in _CACHES if key in call.kwargs}})
+
+        return replace(self, calls=[recorded(call) for call in self.calls])
+
+    def cached(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest magnitude of keys and values as they were cached last, [kv_heads, channels].
 
         Raises:
             UnsupportedError: the layer does not hand its keys and values, once, to the cache it is called with.
         """
-        call, recorder = self.calls[window], _CacheRecorder()
-        call = call._replace(kwargs={**call.kwargs, **{name: recorder for name in _CACHES if name in call.kwargs}})
-        state = _hidden(self.module(state, *call.args, **call.kwargs))
-        if len(recorder.peaks) != 1:
+        recorders = [each for each in self.calls[window].kwargs.values() if isinstance(each, _CacheRecorder)]
+        peaks = recorders[0].peaks if recorders else []
+        if len(peaks) != 1:
             raise UnsupportedError(
-                f"{self.name}: {type(self.module).__name__} caches keys and values {len(recorder.peaks)} times; "
+                f"{self.name}: {type(self.module).__name__} caches keys and values {len(peaks)} times; "
                 "their ranges can be calibrated where it does once",
                 hint="leave quantize-kv-cache out",
             )
-        return state, recorder.peaks[0]
+        return peaks[0]
 
     def groups(self, state: torch.Tensor) -> list[list[str]]:
         """Name the weights of the linears in the order they run, those that read one tensor together; experts apart.
@@ -131,7 +140,7 @@ class DecoderLayer:
         with self._watched(note, names):
             state = self.run(window, state)
         for name in set(names) - set(inputs):
-            raise self._unread(name)
+            raise self.unread(name)
         return state, inputs
 
     def run_with_outputs(
@@ -156,7 +165,7 @@ class DecoderLayer:
                 hooks.enter_context(modules[name].register_forward_hook(keep(name)))
             state, inputs = self.run_with_inputs(read, window, state)
         for name in set(names) - set(outputs):
-            raise self._unread(name)
+            raise self.unread(name)
         return state, {name: y.reshape(state.shape[0], state.shape[1], -1) for name, y in outputs.items()}, inputs
 
     def additions(self, groups: Sequence[Sequence[str]], state: torch.Tensor) -> Additions:
@@ -200,7 +209,7 @@ class DecoderLayer:
                 self.run(window, state)
             except _Reached:
                 return taken[0]
-        raise self._unread(name)
+        raise self.unread(name)
 
     def experts(self) -> dict[str, torch.nn.Module]:
         """Map the names of its experts modules, "model.layers.0.mlp.experts", to them."""
@@ -246,7 +255,23 @@ class DecoderLayer:
         modules = {**self.linears(), **self.experts()}
         return modules[name].register_forward_hook(lambda _, args, y: shift(y))
 
-    def _unread(self, name: str) -> UnsupportedError:
+    @contextmanager
+    def silenced(self, name: str) -> Iterator[list[torch.Tensor]]:
+        """Let linear `name` make 0 of what it reads, which is put to the list."""
+        linear, read = self.linears()[name], list[torch.Tensor]()
+
+        def nothing(input: torch.Tensor) -> torch.Tensor:
+            read.append(input)
+            return input.new_zeros(*input.shape[:-1], linear.out_features)
+
+        linear.forward = nothing  # type: ignore[method-assign]
+        try:
+            yield read
+        finally:
+            del linear.forward
+
+    def unread(self, name: str) -> UnsupportedError:
+        """Say that linear or experts `name` did not run."""
         return UnsupportedError(
             f"{name} does not run for every window of the calibration text, so its inputs are unknown",
             hint=f"add it to `exclude`, or use method: {PLAIN.name}",
@@ -258,13 +283,20 @@ class DecoderLayer:
 
 
 class _CacheRecorder:
-    """Stands where the cache does: keeps the largest magnitudes of what is cached and hands it back."""
+    """Stands where the cache does: keeps the largest magnitudes of what a run caches and hands it back.
+
+    A run that stops in front of where the layer caches, or behind it, leaves those of the run before it.
+    """
 
     def __init__(self) -> None:
         self.peaks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ended = False  # the run of which `peaks` are
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Record `key` and `value`, [1, kv_heads, tokens, channels]."""
+        if self.ended:
+            self.peaks.clear()
+            self.ended = False
         self.peaks.append((key.abs().amax((0, 2)), value.abs().amax((0, 2))))
         return key, value
 

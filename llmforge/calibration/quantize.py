@@ -15,6 +15,7 @@ from llmforge.calibration import experts as of_experts
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
 from llmforge.calibration.losses import Losses
+from llmforge.calibration.resuming import Runs
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, rows
@@ -36,7 +37,7 @@ class _Unquantized:
 def quantize_layer(
     layer: DecoderLayer,
     original: list[torch.Tensor],
-    current: Sequence[torch.Tensor],
+    current: list[torch.Tensor],
     demand: WeightDemand,
     gradients: Gradients | None = None,
     threads: int = 1,
@@ -45,8 +46,9 @@ def quantize_layer(
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the linears and experts of `layer` in place, in the order in which they run.
 
-    The hidden states `original`, those of the checkpoint, end behind the layer; the `current` ones stay in front of it.
-    What a reader of the report should know is put to `notes`, and what each format of `losses` would lose, there.
+    The hidden states `original`, those of the checkpoint, end behind the layer, and so do `current` ones, which what is
+    quantized makes; each run through it once. What a reader of the report should know is put to `notes`, and what each
+    format of `losses` would lose, there.
 
     Raises:
         DataError: what a matrix reads over the calibration text does not allow the method of `demand`.
@@ -61,21 +63,21 @@ def quantize_layer(
         residuals = _residuals(added, state, after, made)
         inputs.append({name: _Unquantized(x, residuals.get(name)) for name, x in read.items()})
         original[window] = after
+    runs = Runs.of(layer, current)
     results: dict[str, QuantizedMatrix] = {}
     notes = [] if notes is None else notes
     for names in groups:
         unquantized = [read.pop(names[0]) for read in inputs]
         if names[0] in layer.experts():
             reads = [each.read for each in unquantized]
-            matrices = _quantize_experts(layer, names[0], current, reads, demand, notes)
+            matrices = _quantize_experts(runs, names[0], reads, demand, notes)
         else:
             outputs = gradients.outputs(names) if gradients is not None else ()
-            matrices = _quantize_linears(
-                layer, names, current, unquantized, added, demand, outputs, threads, notes, losses
-            )
+            matrices = _quantize_linears(runs, names, unquantized, added, demand, outputs, threads, notes, losses)
         for name, matrix in matrices.items():
             layer.set_weight(name, dequantize(matrix))
         results |= matrices
+    runs.end()
     return results
 
 
@@ -105,9 +107,8 @@ def _matrices(layer: DecoderLayer, name: str) -> list[str]:
 
 
 def _quantize_linears(
-    layer: DecoderLayer,
+    runs: Runs,
     names: Sequence[str],
-    states: Sequence[torch.Tensor],
     originals: Sequence[_Unquantized],
     added: Additions,
     demand: WeightDemand,
@@ -117,17 +118,20 @@ def _quantize_linears(
     losses: Losses | None,
 ) -> dict[str, QuantizedMatrix]:
     """Quantize linears that read one tensor, `originals` in the checkpoint: their rows are one matrix."""
-    name, residual = names[0], originals[0].residual
+    layer, name, residual = runs.layer, names[0], originals[0].residual
     rows_added = residual.shape[1] if residual is not None and len(names) == 1 else None
     sums, held = (InputSums.start(demand.method.demands, originals[0].read.shape[1], rows_added) for _ in range(2))
-    for window, (state, original) in enumerate(zip(states, originals, strict=True)):
-        now = None
-        if rows_added is not None and name in added.last:
+    for window, original in enumerate(originals):
+        now = runs.states[window][0]
+        if rows_added is None or name not in added.last:
+            x, *_ = runs.arguments(name, window)
+        elif added.last == (name,):
+            x, after = runs.without(name, window)
+            now = after[0]
+        else:
+            state = runs.states[window]
             after, made, read = layer.run_with_outputs(added.last, window, state, [name])
             x, now = read[name], _residuals(added, state, after, made)[name]
-        else:
-            x, *_ = layer.arguments_of(name, window, state)
-            now = state[0]
         lost = None if rows_added is None or original.residual is None else original.residual - now
         (held if window % HELD_OUT == HELD_OUT - 1 else sums).add(x, original.read - x, lost)
     weights = [layer.weight(name) for name in names]
@@ -142,19 +146,18 @@ def _quantize_linears(
 
 
 def _quantize_experts(
-    layer: DecoderLayer,
+    runs: Runs,
     name: str,
-    states: Sequence[torch.Tensor],
     originals: Sequence[torch.Tensor],
     demand: WeightDemand,
     notes: list[str],
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the experts `name`; nothing where no kernel has a grid for their widths."""
-    module = layer.experts()[name]
+    layer, module = runs.layer, runs.layer.experts()[name]
     grid = demand.grid.fitting(*of_experts.widths(module))
     if grid is None:
         return {}
-    called = [layer.arguments_of(name, window, state) for window, state in enumerate(states)]
+    called = [runs.arguments(name, window) for window in range(len(runs.states))]
     tokens, ids, mixing = (torch.cat(parts) for parts in zip(*called, strict=True))
     read = of_experts.RoutedInputs(tokens, ids, mixing, torch.cat(list(originals)))
     with _refusals(name, demand.method):

@@ -92,8 +92,9 @@ class Skeleton:
     ) -> Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
         """Return what turns the hidden states after the layers, of one of `windows`, into logits [1, tokens, V].
 
-        With them come the inputs of the head, [1, tokens, H]; None where the head is no linear. `weight` [V, H] is the
-        head's in place of its own.
+        With them come the inputs of the head, [1, tokens, H]; None where the head is no linear. States of some tokens
+        alone give their logits: what is behind the layers sees one token at a time. `weight` [V, H] is the head's in
+        place of its own.
         """
         state = self.model.state_dict(keep_vars=True)
         table, inside = self._table(), tuple(f"{prefix}." for prefix in self.prefixes)
@@ -118,7 +119,8 @@ class Skeleton:
             current[:] = [hidden]
             read.clear()
             with lookup:
-                logits: torch.Tensor = exit_(input_ids=torch.from_numpy(windows[window])[None], use_cache=False).logits
+                ids = torch.from_numpy(windows[window][: hidden.shape[1]])
+                logits: torch.Tensor = exit_(input_ids=ids[None], use_cache=False).logits
             return logits, read[0] if read else None
 
         return leave

@@ -11,6 +11,9 @@ from torch import Tensor
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 
+PANELS = 8  # of Σ x xᵀ, of which those above the diagonal are not computed: 9/16 of it are
+SMALLEST_PANEL = 128  # columns: narrower products are slow
+
 
 @dataclass(eq=False)
 class InputSums:
@@ -35,13 +38,19 @@ class InputSums:
         for statistic, total in self.totals.items():
             other = with_x[statistic]
             assert other is not None
-            total.addmm_(other.T, x)
+            if other is x:
+                add_moments(total, x)
+            else:
+                total.addmm_(other.T, x)
         self.tokens += len(x)
 
     def seen(
         self, *, routed: bool, held: InputSums | None = None, outputs: tuple[Float32, ...] = (), threads: int = 1
     ) -> LayerInputs:
         """Hand over what was counted, that of `held` among it."""
+        for each in filter(None, (self, held)):
+            if InputStatistic.MOMENTS in each.totals:
+                mirror(each.totals[InputStatistic.MOMENTS])
         totals = {key: total.numpy() for key, total in self.totals.items()}
         if held is None or not held.tokens or not self.tokens:
             tokens = self.tokens + (held.tokens if held else 0)
@@ -51,3 +60,17 @@ class InputSums:
         apart = {key: total.numpy() for key, total in held.totals.items()}
         together = {key: total + apart[key] for key, total in totals.items()}
         return LayerInputs(self.tokens + held.tokens, routed, together, apart, outputs, threads)
+
+
+def add_moments(total: Tensor, x: Tensor) -> None:
+    """Add Σ x xᵀ of x [tokens, K] to what is on and below the diagonal of `total` [K, K]; above is some of it."""
+    width = total.shape[1]
+    panel = max(SMALLEST_PANEL, -(-width // PANELS))
+    for first in range(0, width, panel):
+        last = min(first + panel, width)
+        total[first:last, :last].addmm_(x[:, first:last].T, x[:, :last])
+
+
+def mirror(total: Tensor) -> None:
+    """Copy what is below the diagonal of `total` [K, K] to where it belongs above it."""
+    total.copy_(total.tril() + total.tril(-1).T)

@@ -61,7 +61,8 @@ def grid_attributes(n: int, k: int, grid: Grid) -> dict[str, Any]:
 
 def plain(packed: cpu.Linear) -> bool:
     """Say whether a Linear has taken nothing over yet: as quantize-weights writes it."""
-    return packed.norm is None and packed.residual is None and packed.activation == NO_ACTIVATION
+    taken = packed.norm is not None or packed.residual is not None or packed.activation != NO_ACTIVATION
+    return not taken
 
 
 def reason_against(layer: contrib.MatMulNBits) -> str | None:
@@ -83,6 +84,11 @@ def reason_against(layer: contrib.MatMulNBits) -> str | None:
     if any(value is not None and value.dtype != ir.DataType.FLOAT for value in floats):
         return "it does not compute in fp32"
     return None
+
+
+def parameters(layer: contrib.MatMulNBits | cpu.Linear) -> list[str]:
+    """Name the parameters of the checkpoint that the weights of `layer` come from."""
+    return graph.sources(layer.b if isinstance(layer, contrib.MatMulNBits) else layer.weights)
 
 
 def reason_against_grid(k: int, block: int) -> str | None:
@@ -127,15 +133,21 @@ class Rewriting:
             graph.replace_value(y, normed.output)
             self.model.graph.remove(node, safe=True)
 
-    def linear(self, layer: contrib.MatMulNBits | cpu.Linear) -> str:
-        """Put Linear in the place of `layer` and of what it takes over; return what was done."""
+    def linear(self, layer: contrib.MatMulNBits | cpu.Linear, terms: int = 1) -> str | None:
+        """Put Linear in the place of `layer` and of what it takes over; return what was done.
+
+        What it reads is the sum of so many `terms` of int8. None: it is such a Linear, with nothing to take over.
+        """
         bias, n, k = layer.bias, layer.N, layer.K
         source, norm = self._source(layer.a if isinstance(layer, contrib.MatMulNBits) else layer.x)
         gate = _gate(layer.output, n) if bias is None else None
         last, residual = (gate.output, None) if gate else _residual(layer.output)
+        if isinstance(layer, cpu.Linear) and layer.terms == terms and not (norm or gate or residual):
+            return None
         grid, weights = self._weights_of(layer, gate.first if gate else None)
         attributes: dict[str, Any] = {
             **grid_attributes(n, k, grid),
+            "terms": terms,
             "activation": gate.activation if gate else NO_ACTIVATION,
             "epsilon": norm.epsilon if norm else 0.0,
         }
@@ -152,7 +164,8 @@ class Rewriting:
         graph.replace_value(last, lowered.output)
         taken = {"RMSNormalization": norm, "gated activation": gate, "residual Add": residual, "bias": bias}
         besides = [what for what, value in taken.items() if value is not None]
-        return ", ".join([f"Linear of {grid.bits} bits, [{n}, {k}]", *besides])
+        what = f"Linear of {grid.bits} bits, [{n}, {k}]{', activations int8x2' if terms == 2 else ''}"
+        return ", ".join([what, *besides])
 
     def _weights_of(self, layer: contrib.MatMulNBits | cpu.Linear, gate_first: bool | None) -> tuple[Grid, ir.Value]:
         """Return the grid and the weights of `layer` as the kernels read them, halves alternating for a gate."""

@@ -69,6 +69,7 @@ static inline Group group_at(const Weights *w, const uint8_t *codes) {
 
 typedef struct Linear {
     Weights weights;
+    int terms;             /* of an activation: 1 or 2 */
     int activation;        /* ACTIVATION_* */
     const float *bias;     /* [n] in the order of the rows, or NULL */
     const float *residual; /* [m, outputs], added to the result, or NULL */
@@ -80,7 +81,9 @@ enum { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
 
 /* Rows of activations as int8, one scale a block of columns: x ≈ value·scale. Rows stand in tiles, as many as a kernel
  * multiplies at a time, the last tile with what is left; a tile holds four columns of each of its rows in turn, so that
- * they are read in one stream. */
+ * they are read in one stream. With two terms, a second Rows holds what the first leaves: x ≈ value·scale + value'·scale',
+ * to about 2^-16 of the largest of a block; scales of the first then have 16 bits of mantissa, so that what is left is
+ * exact. */
 typedef struct Rows {
     int8_t *value;  /* tiles of [k/4, rows of the tile, 4] */
     float *scale;   /* tiles of [k/block, rows of the tile] */
@@ -137,9 +140,9 @@ typedef struct Rounding {
 typedef struct Kernels {
     const char *name;
     /* Quantize rows `first` … `last - 1` of x [m, k], each after RMSNorm with weights `gamma` where that is not NULL;
-     * `normed` is a place for k fp32. */
+     * `normed` is a place for k fp32. `rows` are as many as there are terms, which are not more than 2. */
     void (*quantize)(const float *x, int64_t m, int64_t first, int64_t last, int64_t k, int64_t block, const float *gamma,
-                     float epsilon, const Rows *rows, float *normed);
+                     float epsilon, int terms, const Rows *rows, float *normed);
     /* Compute groups `first` … `last - 1` (pairs stay together) of a layer for `m` rows. */
     void (*linear)(const Linear *layer, const Rows *rows, int64_t m, int64_t first, int64_t last);
     /* Copy row `row` of the weights, dequantized, to y [k]. */

@@ -16,6 +16,7 @@
 #define INLINE_MACS (256 * 1024) /* below that many multiplications, waking a thread costs more than it saves */
 #define SHARED_ROWS 2           /* up to that many rows, every thread quantizes them itself: cheaper than a second wake */
 #define MAX_RANK 8
+#define MOST_TERMS 2 /* of an activation */
 
 #define TRY(expression)                             \
     do {                                            \
@@ -110,7 +111,7 @@ static Status *output(const Api *api, Context *context, size_t index, const int6
 typedef struct LinearKernel {
     const Api *api;
     Weights weights; /* without data */
-    int64_t activation;
+    int64_t terms, activation;
     float epsilon;
 } LinearKernel;
 
@@ -147,9 +148,11 @@ static Status *linear_create(const CustomOp *op, const Api *api, const KernelInf
     (void)op;
     LinearKernel made = {.api = api};
     TRY(read_weights(api, info, &made.weights));
+    TRY(ort_attribute_int(api, info, "terms", &made.terms));
     TRY(ort_attribute_int(api, info, "activation", &made.activation));
     TRY(ort_attribute_float(api, info, "epsilon", &made.epsilon));
     const int64_t n = made.weights.n, activation = made.activation;
+    if (made.terms < 1 || made.terms > MOST_TERMS) REFUSE("Linear: terms is 1 or 2");
     if (activation < ACTIVATION_NONE || activation > ACTIVATION_GELU_TANH || (activation && n % (2 * LANES)))
         REFUSE("Linear: activation is 0 … 2, and N a multiple of 32 with one");
     return keep(api, &made, sizeof made, kernel);
@@ -171,7 +174,7 @@ typedef struct Region {
 
 typedef struct LinearWork {
     Linear layer;
-    Rows rows; /* shared; not used where every thread quantizes for itself */
+    Rows rows[MOST_TERMS]; /* shared; not used where every thread quantizes for itself */
     const float *x, *norm;
     float epsilon;
     int64_t m, units; /* of rounding */
@@ -184,28 +187,35 @@ typedef struct LinearWork {
 static atomic_int threads = 1; /* that were seen at one Linear, at most */
 static _Thread_local int home; /* the region that this thread takes where it is free */
 
-static size_t rows_size(int64_t m, int64_t k, int64_t block) {
-    return (size_t)(m * k + 63) / 64 * 64 + (size_t)(m * (k / block)) * 8 + 64;
+static size_t term_size(int64_t m, int64_t k, int64_t block) {
+    return ((size_t)(m * k + 63) / 64 * 64 + (size_t)(m * (k / block)) * 8 + 63) / 64 * 64;
 }
 
-static Rows rows_in(void *memory, int64_t m, const Weights *w) {
-    const int64_t k = w->k, block = w->block;
-    char *scales = (char *)memory + (m * k + 63) / 64 * 64;
-    return (Rows){memory, (float *)scales, (int32_t *)(scales + m * (k / block) * 4), zero_factor(w)};
+static size_t rows_size(int64_t m, const Linear *layer) {
+    return (size_t)layer->terms * term_size(m, layer->weights.k, layer->weights.block);
+}
+
+static void rows_in(char *memory, int64_t m, const Linear *layer, Rows *rows) {
+    const int64_t k = layer->weights.k, block = layer->weights.block;
+    for (int term = 0; term < layer->terms; term++, memory += term_size(m, k, block)) {
+        char *scales = memory + (m * k + 63) / 64 * 64;
+        rows[term] = (Rows){(int8_t *)memory, (float *)scales, (int32_t *)(scales + m * (k / block) * 4), zero_factor(&layer->weights)};
+    }
 }
 
 static int quantize_rows(LinearWork *work, const Rows *rows, int64_t first, int64_t last) {
     const Weights *w = &work->layer.weights;
     float *normed = scratch(SCRATCH_NORM, (size_t)w->k * sizeof(float));
     if (!normed) return 0;
-    kernels->quantize(work->x, work->m, first, last, w->k, w->block, work->norm, work->epsilon, rows, normed);
+    kernels->quantize(work->x, work->m, first, last, w->k, w->block, work->norm, work->epsilon, work->layer.terms, rows,
+                      normed);
     return 1;
 }
 
 static void quantize_unit(void *data, size_t unit) {
     LinearWork *work = data;
     int64_t first = work->m * (int64_t)unit / work->units, last = work->m * ((int64_t)unit + 1) / work->units;
-    if (!quantize_rows(work, &work->rows, first, last)) work->failed = 1;
+    if (!quantize_rows(work, work->rows, first, last)) work->failed = 1;
 }
 
 static Region *region_taken(LinearWork *work) { /* NULL: all are */
@@ -248,22 +258,23 @@ static void linear_part(void *data, size_t ticket) {
     const int64_t step = work->layer.activation ? 2 : 1;
     int64_t first, last;
     if (!region_left(work)) return; /* so a thread gets beyond this once in a Linear */
-    Rows rows = work->rows;
+    Rows own[MOST_TERMS], *rows = work->rows;
     if (!work->shared) {
-        void *own = scratch(SCRATCH_ROWS, rows_size(work->m, work->layer.weights.k, work->layer.weights.block));
-        if (!own) { work->failed = 1; return; }
-        rows = rows_in(own, work->m, &work->layer.weights);
-        if (!quantize_rows(work, &rows, 0, work->m)) { work->failed = 1; return; }
+        void *memory = scratch(SCRATCH_ROWS, rows_size(work->m, &work->layer));
+        if (!memory) { work->failed = 1; return; }
+        rows = own;
+        rows_in(memory, work->m, &work->layer, rows);
+        if (!quantize_rows(work, rows, 0, work->m)) { work->failed = 1; return; }
     }
     atomic_fetch_add(&work->came, 1);
     Region *region = region_taken(work);
     if (region) home = (int)(region - work->regions);
     for (; region; region = region_taken(work))
         while (units_taken(region, 1, &first, &last))
-            kernels->linear(&work->layer, &rows, work->m, first * step, last * step);
+            kernels->linear(&work->layer, rows, work->m, first * step, last * step);
     for (Region *region = region_left(work); region; region = region_left(work))
         if (units_taken(region, 0, &first, &last))
-            kernels->linear(&work->layer, &rows, work->m, first * step, last * step);
+            kernels->linear(&work->layer, rows, work->m, first * step, last * step);
 }
 
 static Status *run(const Api *api, const Context *context, void (*work)(void *, size_t), int64_t total, void *data, int alone) {
@@ -309,7 +320,7 @@ static Status *linear_compute(void *kernel, Context *context) {
     dims[x.rank - 1] = outputs;
     TRY(output(api, context, 0, dims, x.rank, &y));
     if (!work.m) return NULL;
-    work.layer = (Linear){*w, (int)self->activation, bias.data, residual.data, y};
+    work.layer = (Linear){*w, (int)self->terms, (int)self->activation, bias.data, residual.data, y};
     work.layer.weights.data = weights.data;
     work.x = x.data;
     work.norm = norm.data;
@@ -321,9 +332,9 @@ static Status *linear_compute(void *kernel, Context *context) {
     Scratch taken = {0};
     Status *status = NULL;
     if (work.shared) {
-        taken = take(rows_size(work.m, w->k, w->block));
+        taken = take(rows_size(work.m, &work.layer));
         if (!taken.memory) return ort_status(api, STATUS_FAIL, "out of memory");
-        work.rows = rows_in(taken.memory, work.m, w);
+        rows_in(taken.memory, work.m, &work.layer, work.rows);
         work.units = work.m < PARALLEL_UNITS ? work.m : PARALLEL_UNITS;
         status = run(api, context, quantize_unit, work.units, &work, alone);
     }

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from llmforge.calibration import calibrate
+from llmforge.calibration import calibrate, gradients
 from llmforge.calibration.gradients import SEED, Gradients, take
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
@@ -41,8 +41,11 @@ def taken(folder: Path, ids: list[NDArray[np.int64]], into: Path) -> tuple[Skele
     return skeleton, Gradients.read(into)
 
 
-def through_the_model(folder: Path, ids: list[NDArray[np.int64]]) -> dict[str, NDArray[np.float32]]:
-    """Mean g gᵀ of all linears of the layers, of what the layers read, and mean s·h hᵀ of the head."""
+def through_the_model(folder: Path, ids: list[NDArray[np.int64]], rows: int) -> dict[str, NDArray[np.float32]]:
+    """Mean g gᵀ of all linears of the layers, of what the layers read, and mean s·h hᵀ of the head.
+
+    Labels are drawn for so many `rows` at a time.
+    """
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     model = load(folder, dtype=torch.float32).eval()
     sums: dict[str, torch.Tensor] = {}
@@ -65,19 +68,36 @@ def through_the_model(folder: Path, ids: list[NDArray[np.int64]]) -> dict[str, N
     for each in ids:
         logits = model(torch.from_numpy(each)[None]).logits[0]
         shares = logits.detach().softmax(-1)
-        labels = torch.multinomial(shares, 1, generator=random)[:, 0]
+        labels = torch.cat([torch.multinomial(part, 1, generator=random)[:, 0] for part in shares.split(rows)])
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
         add("head", read[-1], (shares * (1 - shares)).sum(-1, keepdim=True))
     count = sum(map(len, ids))
     return {name: (total / count).numpy() for name, total in sums.items()}
 
 
-@pytest.mark.parametrize("form", [TIED, UNTIED], ids=["tied", "untied"])
-def test_backwards_layer_by_layer_is_backwards_through_the_model(form: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "rows"), [(TIED, 24), (UNTIED, 24), (UNTIED, 7)], ids=["tied", "untied", "in parts"])
+def test_backwards_layer_by_layer_is_backwards_through_the_model(
+    form: dict[str, object], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_checkpoint(tmp_path / "model", **form)
-    ids = texts(3)
+    ids, seen = texts(3), set[int]()
+    plain = Skeleton.leaving
+
+    def leaving(skeleton: Skeleton, *given: Any) -> Callable[..., Any]:
+        leave = plain(skeleton, *given)
+
+        def watched(window: int, hidden: torch.Tensor) -> Any:
+            seen.add(hidden.shape[1])
+            return leave(window, hidden)
+
+        return watched
+
+    monkeypatch.setattr(Skeleton, "leaving", leaving)
+    vocabulary = Checkpoint.open(tmp_path / "model").config.vocab_size
+    monkeypatch.setattr(gradients, "LOGITS", rows * vocabulary + 1)
     _, ours = taken(tmp_path / "model", ids, tmp_path / "out")
-    theirs = through_the_model(tmp_path / "model", ids)
+    assert seen == {24} if rows == 24 else seen == {7, 24 % 7}
+    theirs = through_the_model(tmp_path / "model", ids, rows)
     assert ours.tokens == 72
     assert set(ours.places) | {"embedding", "head"} == set(theirs)
     assert ours.embedding is not None

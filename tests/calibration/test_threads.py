@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmforge.calibration import calibrate, driver, openblas
+from llmforge.calibration import calibrate, driver, openblas, sums
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
@@ -45,13 +45,27 @@ def test_codes_are_decided_on_the_threads_of_the_recipe(
     assert seen == [(2, 2)] * 2
 
 
-def test_threads_come_back_after_an_error() -> None:
-    blas = openblas()
+def test_settings_come_back_after_an_error() -> None:
+    blas, products = openblas(), torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # untyped in torch
     assert blas is not None
-    before = torch.get_num_threads(), blas.threads
+    before = torch.get_num_threads(), blas.threads, products.fp32_precision
+    with fixed(3):
+        assert (torch.get_num_threads(), blas.threads, products.fp32_precision) == (3, 3, "bf16")
     with pytest.raises(KeyError), fixed(3):
         raise KeyError
-    assert (torch.get_num_threads(), blas.threads) == before
+    assert (torch.get_num_threads(), blas.threads, products.fp32_precision) == before
+
+
+def test_moments_are_computed_below_the_diagonal_and_mirrored() -> None:
+    """In panels, the last of which is narrower."""
+    x = torch.randn(40, 1300, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(1300, 1300)
+    for part in x.split(16):
+        sums.add_moments(total, part)
+    assert not total[:160, 200:].any()
+    sums.mirror(total)
+    assert torch.equal(total, total.T)
+    torch.testing.assert_close(total, x.T @ x, rtol=1e-5, atol=1e-4)
 
 
 def test_products_do_not_depend_on_the_threads_around() -> None:

@@ -70,7 +70,9 @@ def session(
 LINEAR = ("x", "w", "bias", "norm", "residual")
 
 
-def linear(matrix: QuantizedMatrix, x: Array, activation: int = 0, epsilon: float = 1e-5, **extra: Array) -> Array:
+def linear(
+    matrix: QuantizedMatrix, x: Array, activation: int = 0, epsilon: float = 1e-5, terms: int = 1, **extra: Array
+) -> Array:
     (n, k), grid = matrix.shape, matrix.grid
     order = layout.alternating(n) if activation else np.arange(n)
     points = None if matrix.zero_points is None else matrix.zero_points[order]
@@ -79,7 +81,7 @@ def linear(matrix: QuantizedMatrix, x: Array, activation: int = 0, epsilon: floa
     fed = {"x": x, **({"residual": extra["residual"]} if "residual" in extra else {})}
     node = session(
         "Linear", fed, {"w": weights, **held}, ["y"], order=LINEAR, **grid_attributes(n, k, grid),
-        activation=activation, epsilon=epsilon,
+        terms=terms, activation=activation, epsilon=epsilon,
     )  # fmt: skip
     return np.asarray(node.run(None, fed)[0])
 
@@ -132,6 +134,44 @@ def test_every_instruction_set_gives_the_bits_of_plain_c(grid: Grid) -> None:
         close(found["generic"], rounded(x.astype(np.float64), grid.block_size) @ values.T)
         for name, y in found.items():
             np.testing.assert_array_equal(y, found["generic"], err_msg=name)
+
+
+@pytest.mark.parametrize("grid", kernel_cases.FORMATS[::3], ids=str)
+def test_two_terms_are_nearly_fp32_and_have_the_bits_of_plain_c(grid: Grid) -> None:
+    matrix = kernel_cases.any_matrix(np.random.default_rng(7), 100, 384, grid)
+    values = grids.dequantize(matrix).astype(np.float64)
+    for rows in (1, 3, 4, 13, 30):
+        x = np.random.default_rng(rows).standard_normal((rows, 384)).astype(np.float32)
+        found = {}
+        for name in available():
+            native.instruction_set(name)
+            found[name] = linear(matrix, x, terms=2)
+        native.instruction_set()
+        exact = x.astype(np.float64) @ values.T
+        assert np.abs(found["generic"] - exact).max() < 2e-4 * exact.std()
+        wanted = kernel_cases.rounded_twice(x, grid.block_size) @ values.T
+        assert np.abs(found["generic"] - wanted).max() < 5e-6 * exact.std()
+        for name, y in found.items():
+            np.testing.assert_array_equal(y, found["generic"], err_msg=name)
+
+
+def test_two_terms_go_with_all_that_a_layer_takes_over(kernels: str) -> None:
+    grid, rng = Grid(8, 32, True), np.random.default_rng(2)
+    matrix = random_matrix(64, 128, grid)
+    x = 3 * rng.standard_normal((7, 128)).astype(np.float32)
+    x[4, 5] = np.nan
+    gamma, bias = (1 + rng.standard_normal(128) / 5).astype(np.float32), rng.standard_normal(64).astype(np.float32)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * gamma
+    gate, up = np.split(normed @ dequantized(matrix).T + bias, 2, axis=1)
+    order = layout.alternating(64)
+    y = linear(matrix, x, 1, terms=2, norm=gamma, bias=bias[order])
+    assert np.isnan(y[4]).all()
+    others = np.arange(7) != 4
+    wanted = (gate / (1 + np.exp(-gate)) * up)[others]
+    assert np.abs(y[others] - wanted).max() < 1e-3 * wanted.std()
+    for terms in (0, 3):
+        with pytest.raises(Exception, match="terms is 1 or 2"):
+            linear(matrix, x, terms=terms)
 
 
 @pytest.mark.parametrize("grid", kernel_cases.FORMATS, ids=str)
@@ -207,7 +247,7 @@ def test_operands_of_another_size_are_refused() -> None:
     with pytest.raises(Exception, match="weights have another size"):
         session(
             "Linear", {"x": np.zeros((1, 64), np.float32)}, {"w": np.zeros((2, 64), np.uint8)}, ["y"], order=LINEAR,
-            **grid_attributes(32, 64, Grid(4, 32, True)), activation=0, epsilon=0.0,
+            **grid_attributes(32, 64, Grid(4, 32, True)), terms=1, activation=0, epsilon=0.0,
         ).run(None, {"x": np.zeros((1, 64), np.float32)})  # fmt: skip
 
 

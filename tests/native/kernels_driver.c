@@ -80,19 +80,22 @@ static Weights weights_of(const Case *c) {
     return w;
 }
 
-/* Numbers: those of the weights, activation, rows, pieces. Arrays: weights, x, norm, bias, residual, epsilon. */
+/* Numbers: those of the weights, activation, rows, pieces, terms. Arrays: weights, x, norm, bias, residual, epsilon. */
 static void run_linear(const Kernels *k, const Case *c, FILE *out) {
     const Weights w = weights_of(c);
     const int64_t activation = c->number[7], m = c->number[8], pieces = c->number[9], outputs = activation ? w.n / 2 : w.n;
     const size_t of_blocks = (size_t)(m * (w.k / w.block));
-    Rows rows = {allocated((size_t)(m * w.k)), allocated(4 * of_blocks), allocated(4 * of_blocks), zero_factor(&w)};
+    const int terms = (int)c->number[10];
+    Rows rows[2];
+    for (int i = 0; i < terms; i++)
+        rows[i] = (Rows){allocated((size_t)(m * w.k)), allocated(4 * of_blocks), allocated(4 * of_blocks), zero_factor(&w)};
     float *normed = allocated(4 * (size_t)w.k), *y = allocated(4 * (size_t)(m * outputs));
     for (int64_t i = 0; i < pieces; i++)
         k->quantize(c->array[1], m, m * i / pieces, m * (i + 1) / pieces, w.k, w.block, c->array[2], *(float *)c->array[5],
-                    &rows, normed);
-    const Linear layer = {w, (int)activation, c->array[3], c->array[4], y};
+                    terms, rows, normed);
+    const Linear layer = {w, terms, (int)activation, c->array[3], c->array[4], y};
     const int64_t step = activation ? 2 : 1, pairs = groups_of(&w) / step;
-    for (int64_t i = 0; i < pieces; i++) k->linear(&layer, &rows, m, pairs * i / pieces * step, pairs * (i + 1) / pieces * step);
+    for (int64_t i = 0; i < pieces; i++) k->linear(&layer, rows, m, pairs * i / pieces * step, pairs * (i + 1) / pieces * step);
     give(out, y, 4 * m * outputs);
 }
 

@@ -58,6 +58,32 @@ def check(model: ir.Model) -> Changes:
     return changes
 
 
+def test_some_layers_or_all_read_two_terms() -> None:
+    """Logits come nearer to those of fp32 activations, and the report names the layers."""
+    exact = outcomes(built(steps=(*ALL[:-1], replace(QUANTIZE, accuracy_level=1, embedding_bits=16))))
+    errors = {}
+    for name, step in {
+        "int8": STEP,
+        "some": replace(STEP, int8x2=("*.down_proj.weight",)),
+        "int8x2": replace(STEP, activations="int8x2"),
+    }.items():
+        model = built(steps=(*ALL[:-1], replace(QUANTIZE, embedding_bits=16)))
+        changes = step.run(model, graphs.CPU)
+        dialect.check(model)
+        of_layers = [change.what for change in changes.rewritten if change.what.startswith("Linear")]
+        two = [what for what in of_layers if "activations int8x2" in what]
+        assert len(two) == {"int8": 0, "some": SPEC.layers, "int8x2": len(of_layers)}[name]
+        assert not step.run(model, graphs.CPU)
+        found = outcomes(model)
+        errors[name] = max(
+            float(np.abs(a - b).max())
+            for was, now in zip(exact, found, strict=True)
+            for a, b in zip(was.logits, now.logits, strict=True)
+        )
+    assert errors["int8x2"] < errors["int8"] / 20
+    assert errors["some"] < 1.5 * errors["int8"]
+
+
 @pytest.mark.parametrize("scales", ["fp32", "fp16"])
 def test_a_layer_becomes_five_operators(scales: Scale) -> None:
     model = built(replace(SPEC, layers=1), (*ALL[:-1], replace(QUANTIZE, scales=scales)))

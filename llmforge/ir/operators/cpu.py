@@ -42,6 +42,7 @@ class Linear(_Packed):
     bias = OptionalInput(FP32, 1)
     norm = OptionalInput(FP32, 1)
     residual = OptionalInput(FP32)
+    terms = integer(1)  # of int8 that stand for a number of x
     activation = integer()
     epsilon = real()
 

@@ -1,0 +1,159 @@
+"""Time, memory and KLD of a calibration: python -m benchmarks.calibration [CHECKPOINT | SHAPE] [options].
+
+    python -m benchmarks.calibration --tokens 39000            # the sample: seconds, peak memory, and where they went
+    python -m benchmarks.calibration --tokens 8192 --held      # and the KLD on calibration documents that are held out
+    python -m benchmarks.calibration qwen3-0.6b --tokens 16000 # random weights in that shape (benchmarks.model_size)
+
+The method is gptq, with embedding and head, and ranges of keys and values. Seconds of a part are without those of parts
+inside of it. KLD is that of dequantized weights in fp32 arithmetic, on every fourth document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import model_size
+from llmforge.calibration import calibrate, driver, gradients, layer, mixed, quantize, sums
+from llmforge.calibration.skeleton import Skeleton
+from llmforge.checkpoint import Checkpoint, text
+from llmforge.checkpoint.documents import read_documents
+from llmforge.checkpoint.text import Window
+from llmforge.quantization import rounding
+from llmforge.quantization.grids import Grid
+from llmforge.quantization.methods import gptq
+from llmforge.quantization.methods.gptq import Gptq
+from llmforge.quantization.statistics import Demand, KvRangeDemand, WeightDemand
+
+# What is timed: part, where its function stands, and its name there.
+PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("runs of layers", layer.DecoderLayer, "run"),
+    ("runs with inputs", layer.DecoderLayer, "run_with_inputs"),
+    ("runs with outputs", layer.DecoderLayer, "run_with_outputs"),
+    ("runs up to a linear", layer.DecoderLayer, "arguments_of"),
+    ("what reads what", layer.DecoderLayer, "groups"),
+    ("what is added to what", layer.DecoderLayer, "additions"),
+    ("sums of inputs", sums.InputSums, "add"),
+    ("gradients: backwards", gradients, "_backwards"),
+    ("gradients: loss", gradients, "_of_loss"),
+    ("gradients: files", gradients, "_save"),
+    ("gradients: files", gradients, "_load"),
+    ("loading of layers", Skeleton, "load"),
+    ("entering", Skeleton, "enter"),
+    ("factors", gptq.Curvature, "of"),
+    ("targets", gptq, "target"),
+    ("rounding: loops in C", rounding, "choose"),
+    ("rounding: the rest", Gptq, "quantize"),
+    ("linears", quantize, "_quantize_linears"),
+    ("tables", driver, "quantize_tables"),
+    ("gradients: the rest", driver, "take"),
+    ("walk", driver, "_walk"),
+)
+
+
+class Clock:
+    """Seconds and calls of parts, each without what runs inside of it."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._inside: list[float] = []
+
+    def watch(self, part: str, owner: Any, name: str) -> None:
+        """Time a function from now on."""
+        plain = owner.__dict__[name]
+        bound = isinstance(plain, classmethod)
+        function: Callable[..., Any] = plain.__func__ if bound else plain
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - began
+                self.seconds[part] += took - self._inside.pop()
+                self.calls[part] += 1
+                if self._inside:
+                    self._inside[-1] += took
+
+        setattr(owner, name, classmethod(timed) if bound else timed)
+
+
+def main() -> None:
+    """Calibrate once, and print what it took."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", default=str(model_size.SAMPLE / "docs-llama-7m"))
+    parser.add_argument("--tokens", type=int, default=8192, help="of calibration text (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--embedding-bits", type=int, default=8, help="0: embedding and head stay")
+    parser.add_argument("--scales", default="fp16", choices=["fp32", "fp16", "int8"])
+    parser.add_argument("--held", action="store_true", help="measure the KLD on every fourth document, held out")
+    parser.add_argument("--layers", type=int, help="of a shape, in place of its own")
+    parser.add_argument("--work", type=Path, default=Path("/tmp"), help="where checkpoints of a shape are made")
+    options = parser.parse_args()
+    path = Path(options.checkpoint)
+    if options.checkpoint in model_size.SHAPES:
+        path = _shaped(options.checkpoint, options.layers, options.work)
+    checkpoint = Checkpoint.open(path)
+    windows, held = _windows(checkpoint, options.length, options.tokens, held=options.held)
+    symmetric = options.bits == 8
+    tables = Grid(options.embedding_bits, 32, True, options.scales) if options.embedding_bits else None
+    grid = Grid(options.bits, 32, symmetric, options.scales)
+    demands: list[Demand] = [WeightDemand(Gptq(), grid, tables=tables), KvRangeDemand()]
+    clock = Clock()
+    for part in PARTS:
+        clock.watch(*part)
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = calibrate(checkpoint, windows, demands, threads=options.threads)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    told: dict[str, Any] = {
+        "tokens": found.tokens,
+        "seconds": round(wall, 2),
+        "cpu_s": round(cpu, 2),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    if options.held:
+        with torch.no_grad():
+            told["kld"] = round(mixed.divergence(Skeleton.build(checkpoint), held, found.linears), 6)
+    print(json.dumps(told))
+    for part, seconds in clock.seconds.most_common():
+        print(f"{part:28}{seconds:8.2f} s  {100 * seconds / wall:5.1f} %  {clock.calls[part]:7} calls")
+
+
+def _shaped(shape: str, layers: int | None, work: Path) -> Path:
+    """Make a checkpoint in `shape`, or one of as many `layers`."""
+    if layers is None:
+        return model_size.make_checkpoint(shape, work, sparse=False)
+    shallow = {**model_size.SHAPES[shape], "num_hidden_layers": layers}
+    return model_size.make_checkpoint(f"{shape}-{layers}", work, sparse=False, facts=shallow)
+
+
+def _windows(checkpoint: Checkpoint, length: int, tokens: int, *, held: bool) -> tuple[list[Window], list[Window]]:
+    """Draw windows of so many tokens together, and those that are held out."""
+    documents = read_documents(model_size.SAMPLE / "calibration.jsonl")
+    pool = text.windows(checkpoint.tokenizer, documents, length, checkpoint.bos_token_id)
+    apart: list[Window] = []
+    if held:
+        names = list(dict.fromkeys(window.document for window in pool))
+        out = set(names[mixed.HELD_OUT - 1 :: mixed.HELD_OUT])
+        apart = [window for window in pool if window.document in out and len(window.ids) > 1]
+        pool = [window for window in pool if window.document not in out]
+    drawn = text.sample(pool, len(pool), 0)
+    enough = int(np.searchsorted(np.cumsum([len(window.ids) for window in drawn]), tokens)) + 1
+    return drawn[:enough], apart
+
+
+if __name__ == "__main__":
+    main()
