@@ -198,9 +198,13 @@ def embedding(grid: Grid, n: int, k: int) -> Case:
 def attention(
     heads: int, kv_heads: int, dim: int, sequence: int, pasts: Sequence[int], *, int8: bool = False,
     per_channel: bool = False, rotary: bool = True, interleaved: bool = False, window: int = 0, softcap: float = 0.0,
-    sink: bool = False, norms: bool = False, spare: int = 0, piece: int = 64,
+    sink: bool = False, norms: bool = False, spare: int = 0, piece: int = 64, full: bool = False, wrong: float = 1.0,
 ) -> Case:  # fmt: skip
-    """A step of `sequence` tokens behind `pasts` in each row; `spare` tokens of the cache stay empty."""
+    """A step of `sequence` tokens behind `pasts` in each row; `spare` tokens of the cache stay empty.
+
+    `full`: all queries are alike, all keys and values at their least, so that sums of products are as large as can be.
+    One number of the first query is `wrong`.
+    """
     rng = np.random.default_rng([heads, dim, sequence])
     batch, capacity, epsilon = len(pasts), max(pasts) + sequence + spare, 1e-5
     qkv = rng.standard_normal((batch, sequence, (heads + 2 * kv_heads) * dim)).astype(np.float32)
@@ -210,6 +214,9 @@ def attention(
     of_keys, of_values = ((rng.random(shape) * 0.01 + 0.02).astype(np.float32) for _ in range(2))
     cache = rng.standard_normal((2, batch, kv_heads, capacity, dim))
     cache = np.clip(np.rint(cache * 40), -128, 127).astype(np.int8) if int8 else cache.astype(np.float32)
+    if full:
+        qkv[..., : heads * dim], qkv[..., heads * dim :], cache[:] = 1, -10, -128
+    qkv[0, 0, 1] = wrong
     gammas = [(1 + rng.standard_normal(dim) / 5).astype(np.float32) if norms else None for _ in range(2)]
     sinks = rng.standard_normal(heads).astype(np.float32) if sink else None
     constants = np.array([epsilon, dim**-0.5, softcap], np.float32)
@@ -382,6 +389,14 @@ def every(rows: Sequence[int]) -> list[Case]:
     plain = [(k, v) for k, v in KV_FORMATS if not (k.hadamard or v.hadamard)]
     cases += [slots(k, v, 3, 3, 96, m, [7], softcap=20.0) for k, v in plain for m in (1, 20)]
     cases += [slots(k, v, 2, 2, dim, 33, [2, 0], caches=True) for k, v in KV_FORMATS for dim in (32, 256)]
+    cases += [
+        attention(6, 2, 96, 2, [1025, 600], int8=True, per_channel=True, norms=True),
+        attention(16, 8, 128, 1, [700] * 3, int8=True, per_channel=True),
+        attention(4, 1, 512, 1, [1100], int8=True, rotary=False, full=True),
+        attention(3, 1, 1024, 1, [512], int8=True, rotary=False, full=True),
+        attention(4, 1, 64, 1, [30], int8=True, rotary=False, wrong=np.nan),
+        attention(4, 1, 64, 1, [30], int8=True, rotary=False, wrong=np.inf),
+    ]
     grids_of = [
         Grid(bits, size, symmetric) for bits in (3, 4, 5, 6, 8) for size in (16, 64) for symmetric in (True, False)
     ]
