@@ -77,27 +77,34 @@ class ChangedSubgraph:
 
     @property
     def other_numbers(self) -> str | None:
-        """Name what alone differs where both sides are one node of one operator: a tensor's bits, or an attribute.
+        """Name the one attribute, or the tensor's bits, in which both sides differ; None where more differs.
 
-        Such a change may be too small to move any bit of what a step makes, and is one all the same.
+        Such a change may be too small to move any bit of what a step makes, and is one all the same; two of them could
+        make up for each other.
         """
-        if any(len(side.nodes) != 1 for side in self._sides):
+        before, after = (side.nodes for side in self._sides)
+        if len(before) != len(after):
             return None
-        (before,), (after,) = (side.nodes for side in self._sides)
-        if before.op_identifier() != after.op_identifier() or len(before.inputs) != len(after.inputs):
-            return None
-        for name in before.attributes.keys() & after.attributes.keys():
-            was, now = before.attributes[name], after.attributes[name]
-            if was.type == now.type == ir.AttributeType.FLOAT and was.value != now.value:
-                return f"attribute {name} of {after.name}"
-        tensors = []
-        for old, new in zip(before.inputs, after.inputs, strict=True):
-            constants = [value is not None and is_constant(value) for value in (old, new)]
-            if constants[0] != constants[1] or (not constants[0] and (old and old.name) != (new and new.name)):
+        same: dict[ir.Value, ir.Value] = {}
+        found: list[str] = []
+        for one, other in zip(before, after, strict=True):
+            if one.op_identifier() != other.op_identifier() or len(one.inputs) != len(other.inputs):
                 return None
-            if old is not None and new is not None and all(constants):
-                tensors.append((str(new.name), graph.tensor(old), graph.tensor(new)))
-        return next((name for name, a, b in tensors if _other_bits(a, b)), None)
+            for name in one.attributes.keys() & other.attributes.keys():
+                was, now = one.attributes[name], other.attributes[name]
+                if was.type == now.type == ir.AttributeType.FLOAT and was.value != now.value:
+                    found.append(f"attribute {name} of {other.name}")
+            for old, new in zip(one.inputs, other.inputs, strict=True):
+                if old is None or new is None:
+                    if old is not new:
+                        return None
+                elif is_constant(old) and is_constant(new):
+                    if _other_bits(graph.tensor(old), graph.tensor(new)):
+                        found.append(str(new.name))
+                elif same.get(old) is not new and old.name != new.name:
+                    return None
+            same |= dict(zip(one.outputs, other.outputs, strict=True))
+        return found[0] if len(found) == 1 else None
 
     @property
     def has_new_tables(self) -> bool:
