@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -449,7 +449,10 @@ def run_atheris(seconds: int, place: Path) -> None:
     """Let libFuzzer choose the bytes, the first of which chooses the kind; it does not return."""
     import atheris
 
-    every = [kind for kind in kinds(place / "kinds") if kind.name != "template"]
+    def parsed(file: Path, data: bytes) -> None:  # to render takes a process, whose branches are not seen
+        ChatTemplate(data.decode("utf-8", "replace"), {}, str(file))
+
+    every = [replace(kind, read=parsed) if kind.name == "template" else kind for kind in kinds(place / "kinds")]
     corpus = place / "corpus"
     corpus.mkdir()
     for number, kind in enumerate(every):
@@ -457,9 +460,15 @@ def run_atheris(seconds: int, place: Path) -> None:
             (corpus / f"{kind.name}-{index}").write_bytes(bytes([number]) + good)
 
     def one(data: bytes) -> None:
-        if data:
-            judge(every[data[0] % len(every)], data[1:], place / "case")
+        if not data:
+            return
+        kind = every[data[0] % len(every)]
+        try:
+            judge(kind, data[1:], place / "case")
+        except Hang:  # once: another process may have stopped this one
             shutil.rmtree(place / "case")
+            judge(kind, data[1:], place / "case")
+        shutil.rmtree(place / "case")
 
     atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", "-max_len=65536", str(corpus)], one)
     atheris.Fuzz()

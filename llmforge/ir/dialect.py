@@ -173,6 +173,9 @@ def _check_attributes(view: Operator, where: str) -> None:
         _require(held == wanted, where, f"attribute {name!r} is {held.name}, must be {wanted.name.lower()}")
     for name, described in view.attributes.items():
         _require(not described.stated or name in given, where, f"attribute {name!r} is missing")
+        if described.fixed and name in given:
+            held = given[name].value
+            _require(held == described.default, where, f"attribute {name!r} is {held}, must be {described.default}")
 
 
 def _check_value(value: ir.Value, where: str, dtypes: Dtypes, ranks: frozenset[int], *, typed: bool) -> None:

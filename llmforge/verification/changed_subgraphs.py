@@ -30,6 +30,18 @@ DIMENSIONS = frozenset({"batch", "sequence", "rows", "capacity"})
 _INLINE_BYTES = 1024  # constants up to this size are compared by content: shapes, axes, scalars
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 _TABLE_BYTES = 1 << 28  # tables of positions up to this size are compared by content: 2^20 positions of 64 angles
+# Inputs that tell a graph of places; without them, and without caches, tokens know their own step alone.
+PLACES = frozenset(
+    {
+        interface.POSITION_IDS,
+        interface.PAST_LENGTHS,
+        interface.LENGTHS,
+        interface.TEXT_LENGTHS,
+        interface.SEQLENS_K,
+        interface.TOTAL_SEQUENCE_LENGTH,
+        interface.ATTENTION_MASK,
+    }
+)
 _LAYER = "layer"  # attribute of an operator: the number of its cache
 
 
@@ -64,6 +76,37 @@ class ChangedSubgraph:
         return routing.never_negative(self.before.values[name])
 
     @property
+    def other_numbers(self) -> str | None:
+        """Name the one attribute, or the tensor's bits, in which both sides differ; None where more differs.
+
+        Such a change may be too small to move any bit of what a step makes, and is one all the same; two of them could
+        make up for each other.
+        """
+        before, after = (side.nodes for side in self._sides)
+        if len(before) != len(after):
+            return None
+        same: dict[ir.Value, ir.Value] = {}
+        found: list[str] = []
+        for one, other in zip(before, after, strict=True):
+            if one.op_identifier() != other.op_identifier() or len(one.inputs) != len(other.inputs):
+                return None
+            for name in one.attributes.keys() & other.attributes.keys():
+                was, now = one.attributes[name], other.attributes[name]
+                if was.type == now.type == ir.AttributeType.FLOAT and was.value != now.value:
+                    found.append(f"attribute {name} of {other.name}")
+            for old, new in zip(one.inputs, other.inputs, strict=True):
+                if old is None or new is None:
+                    if old is not new:
+                        return None
+                elif is_constant(old) and is_constant(new):
+                    if _other_bits(graph.tensor(old), graph.tensor(new)):
+                        found.append(str(new.name))
+                elif same.get(old) is not new and old.name != new.name:
+                    return None
+            same |= dict(zip(one.outputs, other.outputs, strict=True))
+        return found[0] if len(found) == 1 else None
+
+    @property
     def has_new_tables(self) -> bool:
         """Say whether the graph after reads a table of positions whose numbers the graph before does not read here."""
         before, after = ({_digest(table, self.digests) for table in side.tables()} for side in self._sides)
@@ -77,6 +120,15 @@ class ChangedSubgraph:
             for side in self._sides
         )
         return not after <= before
+
+    @property
+    def tokens_per_expert(self) -> tuple[int, float]:
+        """Return how many experts there are, and how many tokens choose one of them on average; (0, 0): none are."""
+        found = (0, 0.0)
+        for value in {value for node in self.after_nodes for value in node.inputs if value is not None}:
+            if is_constant(value) and (share := routing.share_read(value)) < 1:
+                found = max(found, (graph.static(value)[0], float(1 / share)))
+        return found
 
     @property
     def after_nodes(self) -> tuple[ir.Node, ...]:
@@ -184,6 +236,13 @@ def _same_tensor(a: ir.TensorProtocol | None, b: ir.TensorProtocol | None) -> bo
     return _is_small(a) and _is_small(b) and _content(a) == _content(b)
 
 
+def _other_bits(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
+    """Say whether two tensors of one shape hold other bits, reading them where they are not one object."""
+    if a is b or a.dtype != b.dtype or a.shape.numpy() != b.shape.numpy():
+        return False
+    return a.numpy().tobytes() != b.numpy().tobytes()
+
+
 def _is_small(tensor: ir.TensorProtocol) -> bool:
     return tensor.nbytes <= _INLINE_BYTES and not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor)
 
@@ -227,10 +286,30 @@ class _Side:
         read = (value for node in nodes for value in node.inputs if value is not None and value in edge)
         return cls(nodes, tuple(dict.fromkeys(value for value in read if value.producer() is not None)), outputs)
 
+    @cached_property
+    def by_place(self) -> frozenset[ir.Node]:
+        """Name the nodes whose results follow from places and tensors alone: what such a one reads is a table, too."""
+        told = {value for node in self.nodes for value in node.inputs if value is not None and value.name in PLACES}
+        found: set[ir.Node] = set()
+        for node in self.nodes:
+            reads = [value for value in node.inputs if value is not None and not is_constant(value)]
+            if reads and told.issuperset(reads):
+                found.add(node)
+                told.update(node.outputs)
+        return frozenset(found)
+
+    def is_table(self, node: ir.Node, number: int) -> bool:
+        """Say whether input `number` of `node` is a tensor that is read by position."""
+        value = node.inputs[number]
+        if value is None or not is_constant(value) or value.const_value is None:
+            return False
+        by_place = node in self.by_place and not _is_small(value.const_value)
+        return _is_table(node, number) or (by_place and value.const_value.nbytes <= _TABLE_BYTES)
+
     def tables(self) -> Iterator[ir.TensorProtocol]:
         for node in self.nodes:
             for number, value in enumerate(node.inputs):
-                if value is not None and is_constant(value) and _is_table(node, number):
+                if value is not None and self.is_table(node, number):
                     yield graph.tensor(value)
 
     def tensors(self) -> Iterator[ir.TensorProtocol]:
@@ -259,7 +338,7 @@ class _Description:
         written: list[object] = []
         for number, node in enumerate(side.nodes):
             reads = [
-                None if value is None else self._place(value, places, _is_table(node, place))
+                None if value is None else self._place(value, places, side.is_table(node, place))
                 for place, value in enumerate(node.inputs)
             ]
             written.append((node.op_identifier(), reads, list(self._numbers(node))))

@@ -79,6 +79,21 @@ def first(promises: Promises) -> Place:
     return _place("two tokens", promises, np.random.default_rng(_SEED), [2], [min(5, promises.context - 2)])
 
 
+def few(promises: Promises, tokens: int, *, ends: bool) -> list[Place]:
+    """Make the smallest steps, of `tokens`, of which two do: behind a few, and with `ends` at the end of the context.
+
+    A step has no more tokens than a chunk of a prompt.
+    """
+    made = [first(promises)]
+    count = min(tokens, promises.chunk, promises.context)
+    if count > _FEW:
+        past = min(5, promises.context - count)
+        made = [_place(f"{count} tokens", promises, np.random.default_rng(_SEED), [count], [past])]
+    if ends:
+        made.append(_place("two tokens", promises, np.random.default_rng(_SEED), [2], [promises.context - 2]))
+    return made
+
+
 def near(promises: Promises, tokens: int) -> Iterator[Place]:
     """Make the steps that every subgraph runs: a few tokens, `tokens` at once, and as many rows as an engine takes."""
     rng = np.random.default_rng(_SEED)

@@ -22,18 +22,27 @@ class Snapshot:
     tensors: Mapping[str, ir.TensorProtocol | None]
     contents: Mapping[str, object]  # hashes of the tensors in memory
     origins: Mapping[str, object]  # how the lazy ones come about
+    attributes: Mapping[str, object]  # of the nodes; clones share them
 
     @classmethod
     def of(cls, model: ir.Model) -> Snapshot:
         """Record `model`, which may change afterwards."""
         tensors = _tensors(model)
-        return cls(model.clone(), graph.fingerprint(model), tensors, _contents(tensors), _origins(tensors))
+        clone = model.clone()
+        return cls(
+            clone, graph.fingerprint(model), tensors, _contents(tensors), _origins(tensors), _attributes_of(clone)
+        )
 
     def overwritten(self) -> str | None:
-        """Name a tensor whose numbers were changed in place, so that this snapshot is none any more."""
+        """Say what was changed in place, so that this snapshot is none any more: a tensor's numbers, an attribute."""
         now = _contents(self.tensors), _origins(self.tensors)
         pairs = zip((self.contents, self.origins), now, strict=True)
-        return next((name for then, found in pairs for name in then if found[name] != then[name]), None)
+        name = next((name for then, found in pairs for name in then if found[name] != then[name]), None)
+        if name is not None:
+            return f"the numbers of initializer {name}"
+        attributes = _attributes_of(self.model)
+        changed = next((node for node, given in self.attributes.items() if attributes[node] != given), None)
+        return None if changed is None else f"an attribute of node {changed}"
 
     def differs(self, model: ir.Model) -> str | None:
         """Say what of `model` is not as it was; None where all is."""
@@ -56,7 +65,7 @@ def check(name: str, before: Snapshot, model: ir.Model, changes: Changes, overwr
         VerificationError: something else stands there.
     """
     if overwritten is not None:
-        raise VerificationError(f"pass {name} changed the numbers of initializer {overwritten} in place")
+        raise VerificationError(f"pass {name} changed {overwritten} in place")
     check_changes(name, before, model, changes)
     for found in (_unknown_place(before.model, model, changes), *_leftovers(before.model, model)):
         if found is not None:
@@ -131,6 +140,18 @@ def _expected(tensor: ir.TensorProtocol, sources: Mapping[int, list[str]]) -> li
 
 def _tensors(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
     return {name: value.const_value for name, value in model.graph.initializers.items()}
+
+
+def _attributes_of(model: ir.Model) -> dict[str, object]:
+    """List what the attributes of each node hold, by its place and name; of graphs and tensors which object."""
+    opaque = (ir.Graph, ir.TensorProtocol)
+    return {
+        f"{number} {node.name}": [
+            (name, str(each.type), id(each.value) if isinstance(each.value, opaque) else repr(each.value))
+            for name, each in sorted(node.attributes.items())
+        ]
+        for number, node in enumerate(model.graph.all_nodes())
+    }
 
 
 def _contents(tensors: Mapping[str, ir.TensorProtocol | None]) -> dict[str, object]:

@@ -16,6 +16,7 @@ its kind, is made larger. Where two sides make finite numbers that differ, they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,22 +42,11 @@ CACHE_BYTES = 1 << 28  # of the caches of one side: what is further away is not 
 _STATE_TOKENS = 64  # of a step through a state that random numbers make grow with every token
 _PRODUCTS = 1e11  # of a step, at most: some seconds on two cores
 _SEED = 20_240_229
+_CERTAINTY = 7.0  # an expert in e⁷ models is missed, where each is as likely as another
 _PERIOD = (1 << 18) + 1  # numbers after which those in a cache come again: no power of two, like sizes of heads are
 _SLOTS = 1021  # tokens after which those in the slots of a cache come again; a prime, too
 _OUTLIER, _OUTLIERS = 30.0, 1 / 64  # size and share of the channels that are larger than others
 _SCALES = np.array([1, 1e-3, 1e3, 1, 30, 1e-2, 0, 1, 100, 0.1], np.float32)  # of a step's tokens, in turn
-# Inputs that tell a graph of places; without them, and without caches, tokens know their own step alone.
-_PLACES = frozenset(
-    {
-        interface.POSITION_IDS,
-        interface.PAST_LENGTHS,
-        interface.LENGTHS,
-        interface.TEXT_LENGTHS,
-        interface.SEQLENS_K,
-        interface.TOTAL_SEQUENCE_LENGTH,
-        interface.ATTENTION_MASK,
-    }
-)
 # A rounding error that a subgraph itself makes large is told from a fault by what errors of its inputs become in it.
 _NUDGE, _NUDGES = 2.0**-21, 8.0
 
@@ -150,7 +140,12 @@ class Pair:
     @cached_property
     def has_places(self) -> bool:
         """Whether what it makes may depend on where a step stands."""
-        return bool(self.changed.reads & _PLACES) or self.before.has_caches or self.after.has_caches
+        return bool(self.changed.reads & changed_subgraphs.PLACES) or self.has_caches
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether a side reads the caches of earlier steps."""
+        return self.before.has_caches or self.after.has_caches
 
     def cache_scale(self, name: str) -> NDArray[np.float32] | None:
         """Return the scales of the int8 cache `name` of the graph after; None where it is none."""
@@ -258,6 +253,12 @@ def by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
     return list(kinds.values())
 
 
+def _tokens_to_choose(changed: ChangedSubgraph) -> int:
+    """Count the tokens, two at least, among which no expert is likely not to be chosen by one."""
+    experts, each = changed.tokens_per_expert
+    return max(2, math.ceil(each * (math.log(experts) + _CERTAINTY))) if experts else 2
+
+
 def _tokens(promised: Promises) -> NDArray[np.int64]:
     count = min(recorded.TOKENS, promised.context)
     return np.random.default_rng(_SEED).integers(0, promised.vocabulary, count, np.int64)
@@ -284,13 +285,18 @@ class _Trial:
             if isinstance(found, Difference):
                 return found
             largest = max(largest, found)
-        small = promises.first(self.promised)
+        few = promises.few(self.promised, _tokens_to_choose(pair.changed), ends=pair.has_places and not pair.has_caches)
         for member in alike[1:]:
             pair.load(member)
-            found = self._compare(pair, small, {}, member.outputs)
-            if isinstance(found, Difference):
-                return found
-            largest = max(largest, found)
+            for place in few:
+                found = self._compare(pair, place, {}, member.outputs)
+                if isinstance(found, Difference):
+                    return found
+                largest = max(largest, found)
+        if self.tolerance == 0.0:
+            for member in alike:
+                if (what := member.other_numbers) is not None:
+                    return Difference(f"{what} differs by too little for a step to show it,", "its numbers")
         return largest
 
     def _places(self, pair: Pair) -> Iterator[tuple[Place, Mapping[str, NDArray[Any]]]]:

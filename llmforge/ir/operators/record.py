@@ -191,9 +191,11 @@ class Attribute(Field[T]):
         *,
         required: bool = False,
         stated: bool = False,
+        fixed: bool = False,
     ) -> None:
         self.type, self.default, self.required = type_, default, required
         self.stated = required or stated  # the dialect wants it written, whatever its default
+        self.fixed = fixed  # the dialect allows the default alone
         self._parse = parse
 
     def _read(self, view: Operator) -> T:
@@ -208,9 +210,9 @@ class Attribute(Field[T]):
         [view.node.attributes[self.name]] = ir.convenience.convert_attributes({self.name: value})
 
 
-def integer(default: int | None = None) -> Attribute[int]:
-    """Describe an integer; without a default it must be there."""
-    return Attribute(ir.AttributeType.INT, ir.Attr.as_int, default or 0, required=default is None)
+def integer(default: int | None = None, *, fixed: bool = False) -> Attribute[int]:
+    """Describe an integer; without a default it must be there, and in the dialect it is the default where `fixed`."""
+    return Attribute(ir.AttributeType.INT, ir.Attr.as_int, default or 0, required=default is None, fixed=fixed)
 
 
 def real(default: float | None = None, *, stated: bool = False) -> Attribute[float]:

@@ -231,7 +231,7 @@ class _Normalization(Operator):
     scale = Input(FLOATS, 1)
     axis = integer(-1)
     epsilon = real(1e-5)
-    stash_type = integer(int(FLOAT))
+    stash_type = integer(int(FLOAT), fixed=True)  # ONNX Runtime sums in fp32 whatever it says, others do not
 
 
 class RMSNormalization(_Normalization):

@@ -23,9 +23,12 @@ from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verifier
 
+from ... import graphs
+
 EXACT, ROUNDING, LOSSY = Numerics.EXACT, Numerics.ROUNDING, Numerics.LOSSY
 Act = Callable[[ir.Model], "list[str] | None"]
 _END = np.iinfo(np.int64).max
+_CPU = graphs.CPU
 
 
 @dataclass(frozen=True)
@@ -821,4 +824,204 @@ def _thought_up_later() -> Iterator[Lie]:
     yield Lie("the last column of the vocabulary", weight("embed_tokens.weight", one_token, 0), ROUNDING)
 
 
-LIES = (*_lies(), *_thought_up_later())
+# What was thought up once more
+
+
+def _expanded(model: ir.Model, node: ir.Node, name: str, op: str, inputs: list[ir.Value], like: ir.Value) -> ir.Value:
+    [made] = graph.insert(node, op, inputs, name=f"{node.name}/{name}")
+    made.name, made.type, made.shape = f"{node.name}/{name}", like.type, like.shape
+    return made
+
+
+def longest_past(model: ir.Model) -> list[str] | None:
+    """Let every row of a batch have the past of the longest."""
+    chosen = _nodes(model, canonical.Attention)
+    for node in chosen:
+        given = node.inputs[5]
+        assert given is not None
+        axes = _constant(model, "rows", [0])
+        [most] = graph.insert(node, "ReduceMax", [given, axes], {"keepdims": 1}, name=f"{node.name}/most")
+        most.name, most.type, most.shape = f"{node.name}/most", given.type, ir.Shape([1])
+        all_ = _expanded(model, node, "all", "Max", [given, most], given)
+        node.replace_input_with(5, all_)
+    return _names(chosen)
+
+
+def heads_reversed(which: int) -> Act:
+    """Read the heads of a cache in reverse order; those of new tokens stay."""
+
+    def act(model: ir.Model) -> list[str] | None:
+        chosen = _pick(_nodes(model, canonical.Attention), which)
+        for node in chosen:
+            past = node.inputs[3]
+            assert past is not None
+            if (count := int((graph.dims(past) or (0, 1))[1] or 1)) < 2:  # type: ignore[arg-type]
+                return None
+            order = _constant(model, "heads", list(reversed(range(count))))
+            [turned] = graph.insert(node, "Gather", [past, order], {"axis": 1}, name=f"{node.name}/heads")
+            turned.name, turned.type, turned.shape = f"{node.name}/heads", past.type, past.shape
+            node.replace_input_with(3, turned)
+        return _names(chosen)
+
+    return act
+
+
+def gain_by_position(first: int) -> Act:
+    """Multiply residuals by a gain for each position, in a product: 1, but in one layer not from `first` on."""
+
+    def act(model: ir.Model) -> list[str] | None:
+        chosen, last = _sums(model)[1::2][-3:], 1024
+        places = next((value for value in model.graph.inputs if value.name == interface.POSITION_IDS), None)
+        if len(chosen) < 2 or places is None:
+            return None
+        for number, node in enumerate(chosen):
+            gains = np.ones((last, 1), np.float32)
+            if number == len(chosen) - 1:
+                gains[first:] = 1.5
+            gain = graph.initializer(model, f"lie.gains.{number}", gains)
+            every = graph.initializer(model, f"lie.places.{number}", np.arange(last).reshape(1, 1, last))
+            value: ir.Value = places
+            for op, inputs, width, dtype in (
+                ("Unsqueeze", [_constant(model, "gain.axis", [2])], 1, ir.DataType.INT64),
+                ("Equal", [every], last, ir.DataType.BOOL),
+                ("Cast", [], last, ir.DataType.FLOAT),
+                ("MatMul", [gain], 1, ir.DataType.FLOAT),
+            ):
+                to = {"to": int(dtype)} if op == "Cast" else None
+                [value] = graph.insert(node, op, [value, *inputs], to, name=f"{node.name}/lie.{op}")
+                value.name, value.type = f"{node.name}/lie.{op}", ir.TensorType(dtype)
+                value.shape = ir.Shape(["batch", "sequence", width])
+            _behind(node, lambda made, gain=value: [_node("Mul", [made, gain], made, "gained")])
+        return _names(chosen)
+
+    return act
+
+
+def attribute_in_place(model: ir.Model) -> list[str] | None:
+    """Change an attribute where the graph before holds it, too."""
+    node = _attentions(model)[-1]
+    node.attributes["scale"]._value = node.attributes["scale"].as_float() * 1.01
+    return _flip(model)
+
+
+def sources_in_place(model: ir.Model) -> list[str] | None:
+    """Say that weights come from elsewhere in the list that the graph before has, too."""
+    value = _products(model, "o_proj")[0].inputs[1]
+    assert value is not None
+    other = _products(model, "o_proj")[-1].inputs[1]
+    assert other is not None
+    value.metadata_props.update(other.metadata_props)
+    return _flip(model)
+
+
+def stash_type(model: ir.Model) -> list[str] | None:
+    """Let a norm say that it computes in fp16."""
+    node = _nodes(model, RMSNormalization)[-1]
+    node.attributes["stash_type"] = ir.AttrInt64("stash_type", int(ir.DataType.FLOAT16))
+    return _names([node])
+
+
+def other_opset(model: ir.Model) -> list[str] | None:
+    """Say that operators are those of an older version."""
+    model.opset_imports[""] = model.opset_imports[""] - 1
+    model.graph.opset_imports[""] = model.opset_imports[""]
+    return _names(_sums(model)[-1:])
+
+
+def own_function(model: ir.Model) -> list[str] | None:
+    """Give an operator of the standard a body of the model's own."""
+    x = ir.val("x", ir.DataType.FLOAT)
+    node = ir.node("Neg", [x], num_outputs=1)
+    node.outputs[0].name = "y"
+    body = ir.Graph([x], [node.outputs[0]], nodes=[node], name="sigmoid", opset_imports={"": 23})
+    made = ir.Function(domain="", name="Sigmoid", graph=body, attributes=[])
+    model.functions[made.identifier()] = made
+    return _flip(model)
+
+
+def ulp(array: NDArray[np.float32]) -> None:
+    """Move one small number by its last bit."""
+    at = int(np.argmin(np.abs(array) + (array == 0)))
+    array.flat[at] = np.nextafter(array.flat[at], np.float32(np.inf), dtype=np.float32)
+
+
+def one_expert(model: ir.Model) -> list[str] | None:
+    """Write the experts of all layers anew, and those of the last one with an expert that is not what it was."""
+    found = [value for name, value in model.graph.initializers.items() if name.endswith("experts.down_proj")]
+    for value in found:
+        old = graph.tensor(value)
+
+        def function(arrays: tuple[NDArray[np.float32], ...], last: bool = value is found[-1]) -> NDArray[np.float32]:
+            array = np.array(arrays[0], np.float32)
+            if last:
+                array[-1] *= np.float32(1.5)
+            return array
+
+        value.const_value = Derived(function, [old], old.dtype, ir.Shape(old.shape.numpy()), str(value.name))
+    return [str(value.name) for value in found] or None
+
+
+def lowest_frequency(array: NDArray[np.float32]) -> None:
+    array[:, -1] = array[0, -1]
+
+
+def switch_later(model: ir.Model) -> list[str] | None:
+    """Let the angles of a long text begin one token later."""
+    found = [
+        node
+        for node in model.graph
+        if any(value is not None and value.name == interface.TEXT_LENGTHS for value in node.inputs)
+    ]
+    for node in found:
+        number = int(graph.tensor(graph.operand(node, 1)).numpy())
+        node.replace_input_with(1, _constant(model, f"switch.{number}", number + 1))
+    return _names(found)
+
+
+def _quantized(model: ir.Model) -> None:
+    from llmforge.passes import QuantizeWeights
+
+    QuantizeWeights(block_size=32, method="rtn", budget=Budget(kld_mean=100.0)).run(model, _CPU)
+
+
+def scales_swapped(model: ir.Model) -> list[str] | None:
+    """Let two products of one shape read each other's scales."""
+    found: dict[object, ir.Node] = {}
+    for node in _nodes(model, contrib.MatMulNBits):
+        shapes = tuple(graph.static(node.inputs[at]) for at in (1, 2))
+        if (other := found.setdefault(shapes, node)) is not node:
+            one, two = node.inputs[2], other.inputs[2]
+            node.replace_input_with(2, two)
+            other.replace_input_with(2, one)
+            return _names([node, other])
+    return None
+
+
+def _thought_up_last() -> Iterator[Lie]:
+    """List lies that were thought up when those above were caught."""
+    yield Lie("the longest past for all rows", longest_past, ROUNDING)
+    yield Lie("heads of a cache reversed as it is read", heads_reversed(-1), ROUNDING)
+    yield Lie(
+        "a softcap that large scores alone feel",
+        attribute(canonical.Attention, "softcap", lambda s: s * 4 or 1e3),
+        ROUNDING,
+    )
+    yield Lie("scales of two products swapped", scales_swapped, prepare=_quantized)
+    yield Lie("the last slot of the context", past(1022, -1))
+    yield Lie("a gain by position of one layer", gain_by_position(100), ROUNDING)
+    yield Lie("an attribute changed in place", attribute_in_place)
+    yield Lie("sources changed in place", sources_in_place)
+    yield Lie("a norm that stashes in fp16", stash_type)
+    yield Lie("operators of an older version", other_opset)
+    yield Lie("a function in an operator's place", own_function)
+    yield Lie("the last bit of one small number", weight("down_proj.weight", ulp, -1))
+    yield Lie(
+        "the last bit of an epsilon",
+        attribute(RMSNormalization, "epsilon", lambda e: float(np.nextafter(np.float32(e), np.float32(1)))),
+    )
+    yield Lie("numbers of one expert among new ones", one_expert, ROUNDING)
+    yield Lie("the lowest frequency of rope", table(lowest_frequency, -1), ROUNDING)
+    yield Lie("long rope switched a token later", switch_later, ROUNDING)
+
+
+LIES = (*_lies(), *_thought_up_later(), *_thought_up_last())

@@ -13,20 +13,12 @@ from llmforge.passes import PackQkv
 from llmforge.trace import trace
 from llmforge.verification.promises import Promises
 
-from ... import graphs, zoo
+from ... import graphs, zoo, zoo_classic
 from . import table
 
 SAMPLE = Path(__file__).parents[2] / "data/docs-llama-7m"
 BATCH = 8
 Traced = tuple[ir.Model, Promises]
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0 + 0.5 * place for place in range(8)],
-}
 
 
 def traced(folder: Path) -> Traced:
@@ -39,16 +31,15 @@ def sample() -> Traced:
     return traced(SAMPLE)
 
 
-@pytest.fixture(scope="module", params=["qwen2-mixed-windows", "gpt-oss", "qwen3-moe", "gemma2", "longrope"])
+@pytest.fixture(scope="module", params=["qwen2-mixed-windows", "gpt-oss", "qwen3-moe", "gemma2", "phi3-longrope"])
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "longrope":
-        zoo.save(
-            zoo.transformers.Phi3Config(**{**zoo.BASE, "max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
-            folder,
-        )
+    if request.param == "phi3-longrope":  # its angles change where a text has more than 48 tokens
+        changes = {"max_position_embeddings": 1024, "sliding_window": None}
+        zoo_classic.write(request.param, folder, original_max_position_embeddings=48, **changes)
     else:
-        zoo.write(request.param, folder, max_position_embeddings=1024)
+        experts = {"num_experts": 32, "mlp_only_layers": []} if request.param == "qwen3-moe" else {}
+        zoo.write(request.param, folder, max_position_embeddings=1024, **experts)
     return traced(folder)
 
 
