@@ -117,7 +117,8 @@ def checkpoint(measured: Measured) -> Earlier:
     """Give the checkpoint that the tasks of an artifact were run on, too, as what it is held against."""
     sides = {name: score.figures.baseline for name, score in measured.scores.items()}
     values = {name: side.value for name, side in sides.items() if side is not None}
-    return Earlier(CHECKPOINT, catalog.task_differences(measured), values)
+    alone = {name: "it was not run" for name, score in measured.scores.items() if score.figures.difference is None}
+    return Earlier(CHECKPOINT, {**alone, **catalog.task_differences(measured)}, values)
 
 
 def overall(results: Sequence[GateResult]) -> Verdict:

@@ -112,12 +112,12 @@ class CheckpointSide:
         for place, (context, _) in enumerate(pairs):
             groups.setdefault(tuple(context), []).append(place)
         found: dict[int, Likelihood] = {}
-        for context, places in groups.items():
+        for ids, places in groups.items():
             longest = max(len(pairs[place][1]) for place in places)
             row_bytes = self._baseline.vocabulary * np.dtype(np.float32).itemsize
             for part in blocks(len(places), max(1, BATCH_BYTES // (row_bytes * max(1, longest)))):
                 texts = [pairs[place][1] for place in places[part]]
-                logits = self._baseline.following(context, texts)
+                logits = self._baseline.following(ids, texts)
                 found.update(zip(places[part], map(likelihood, logits, texts), strict=True))
         return [found[place] for place in range(len(pairs))]
 

@@ -29,7 +29,7 @@ from .. import graphs, zoo
 TARGET = targets.load("cpu-avx2")
 ENGINE = EngineSpec(max_context=64, threads=1)
 FOLDER = Path(__file__).parents[2] / "recipes"
-ALL = ("fp32", "genai", "int4-rtn", "int8", "optimum", "portable", "quickstart")
+ALL = ("evidence", "fp32", "genai", "int4-rtn", "int8", "optimum", "portable", "quickstart")
 
 # type → recipe → why it is refused; recipes that are not named are not
 LATENT = "key heads have 24 channels and value heads 12"
@@ -38,7 +38,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "llama-wide-heads-llama3-rope": {"optimum": "its caches would not fit"},
     "gpt-neox": {},
     "deepseek-v2": {
-        **dict.fromkeys(("genai", "portable", "quickstart"), LATENT),
+        **dict.fromkeys(("evidence", "genai", "portable", "quickstart"), LATENT),
         "optimum": "its caches would not fit",
     },
     "qwen3-5": dict.fromkeys(("genai", "optimum", "portable"), "keeps a state of fixed size"),

@@ -126,7 +126,8 @@ def test_a_checkpoint_that_does_not_fit_is_left_out_and_that_is_said(
 ) -> None:
     monkeypatch.setattr(resources, "free_memory_bytes", lambda: 1000)
     done = invoke("eval", built[0], "--tasks", TASK, "--recipe", built[1], "--limit", 2, "--json", "--quiet")
-    assert done.exit_code == 3, done.output  # the gate on its drop is not measured
+    assert done.exit_code == 4, done.output
+    assert "task.next_sentence.accuracy: not compared with the checkpoint: it was not run" in done.stderr
     (found,) = json.loads(done.stdout)["tasks"]
     assert found["scores"]["accuracy"]["baseline"] is None
     (said,) = [note for note in model.read(Artifact.open(built[0])).notes if "the checkpoint does not run" in note]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import re
 import shlex
@@ -31,6 +32,7 @@ from llmforge.triton import repository
 from llmforge.triton.backend import signature
 
 from .. import published, stored
+from ..build.test_tasks import recipe as write_recipe
 from ..triton_env import TritonEnv
 from ..triton_server import Reply, Server, client, environment_or_skip, launched
 
@@ -648,3 +650,56 @@ def test_what_a_build_publishes_serves_where_it_lies(
     assert config["parameters"]["max_queue"] == {"string_value": "5"}
     assert answer["text_output"] == said(load(artifact.path), "graph", max_tokens=30, ignore_eos=True)
     artifact.verify()  # nothing was written into it
+
+
+QUIZ = [
+    {"question": f"The function returns the {thing}", "choices": [" of the", " is not", " qq"], "answer": 0}
+    for thing in ("number", "value", "list")
+]
+TEXTS = [{"page": "The server sends a reply."}, {"page": "See also the next chapter."}]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs the extra `eval`")
+def test_tasks_through_the_server_equal_those_of_the_engine_item_by_item(
+    env: TritonEnv, sample_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = write_recipe(tmp_path, sample_checkpoint)
+    built = CliRunner().invoke(cli, ["build", str(file), "--out", str(tmp_path / "store"), "--quiet"])
+    assert built.exit_code == 0, built.output
+    path = built.stdout.splitlines()[-1]
+    quiz = {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "choices",
+        "doc_to_target": "answer", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    texts = {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{page}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    }  # fmt: skip
+    files = ",".join(str(tmp_path / f"{name}.yaml") for name in ("quiz", "texts"))
+    words = ["eval", path, "--recipe", str(file), "--tasks", files, "--json", "--quiet"]
+    for name, task, items in (("quiz", quiz, QUIZ), ("texts", texts, TEXTS)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}}}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **data, **task}))
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    with launched(env, Path(path), repository) as running:
+        url = f"http://127.0.0.1:{running.http}/v2/models/plain"
+        served = CliRunner().invoke(cli, [*words, "--url", url])
+        assert served.exit_code == 0, served.output
+    local = CliRunner().invoke(cli, words)
+    assert local.exit_code == 0, local.output
+    through, here = (json.loads(done.stdout)["tasks"] for done in (served, local))
+    assert [task["name"] for task in through] == ["quiz", "texts"]
+    assert "plain of Triton" in through[0]["engine"]
+    assert "Triton" not in here[0]["engine"]
+    for left, right in zip(through, here, strict=True):
+        assert left["digest"] == right["digest"]  # the same requests
+        for score in right["scores"]:
+            ours, theirs = left["scores"][score], right["scores"][score]
+            assert ours["artifact"] == pytest.approx(theirs["artifact"], abs=1e-3)
+            assert ours["baseline"] == theirs["baseline"]
+    accuracy, bits = here[0]["scores"]["accuracy"]["artifact"], through[1]["scores"]["bits_per_byte"]["artifact"]
+    assert accuracy == through[0]["scores"]["accuracy"]["artifact"]
+    assert len(accuracy) == 3
+    assert max(bits) < 0  # nats of each text
