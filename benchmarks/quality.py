@@ -221,7 +221,9 @@ def plot(rows: Sequence[Row]) -> str:
         parts.append(f'<path d="M{at:.1f} {top:.1f}V{bottom:.1f}" stroke="{color}"/>')
         parts.append(f'<circle cx="{at:.1f}" cy="{y(row.kld):.1f}" r="{4 if row.ours else 3}"/>')
         if row.ours:
-            parts.append(f'<text x="{at + 7:.1f}" y="{y(row.kld) + 4:.1f}">{escape(row.name)}</text>')
+            crowded = any(0 < x(o.bits) - at < 60 and abs(y(o.kld) - y(row.kld)) < 12 for o in drawn if o.ours)
+            side = f'x="{at - 7:.1f}" text-anchor="end"' if crowded else f'x="{at + 7:.1f}"'
+            parts.append(f'<text {side} y="{y(row.kld) + 4:.1f}">{escape(row.name)}</text>')
         parts.append("</g>")
     return "\n".join([*parts, "</svg>", ""])
 

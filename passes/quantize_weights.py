@@ -29,9 +29,9 @@ Fires for
 
 - the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.lowering.moe_kernels`): with `bits`,
   `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller; with
-  scales in fp16 where `scales` is int8, without a trellis, and not at all with 3, 5 or 6 bits. A method that needs calibration text sees of it, for each expert, the tokens that chose it. A router, which makes ids and
-  weights, stays as it is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its
-  bits.
+  scales in fp16 where `scales` is int8, without a trellis, and not at all with 3, 5 or 6 bits. A method that needs
+  calibration text sees of it, for each expert, the tokens that chose it. A router, which makes ids and weights, stays
+  as it is unless `routers` says otherwise: it is small, and one wrong choice costs more than all its bits.
 
 Codes of experts are [experts, N, K·bits/8], scales and zero points [experts, N, …]. Measured on onnxruntime 1.31.1, one
 thread, 8 of 16 experts, H 2048, I 768, 4 bits, blocks of 32, accuracy_level 4: a decode step takes 2.1 ms; the kernel

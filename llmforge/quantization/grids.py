@@ -93,7 +93,7 @@ class Grid:
         return None if block_size < SMALLEST_BLOCK else replace(self, block_size=block_size)
 
     def fitting(self, *widths: int) -> Grid | None:
-        """Return this grid as com.microsoft::QMoE has it: codes of 4 or 8 bits, no trellis, fp16 in place of int8 scales.
+        """Return this grid as com.microsoft::QMoE has it: 4 or 8 bits, no trellis, fp16 in place of int8 scales.
 
         Its block is the largest, up to its own, that divides `widths` all, each of which holds it twice or more. None
         where that would be too small, or QMoE has not so many bits.
