@@ -80,7 +80,8 @@ def build_of(recipe: Recipe) -> Build | None:
 
 def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
     backend = asked.backend or (intent.backend if intent.backend in target.engines else target.engines[0])
-    chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(intent.wanted))
+    said = intent.wanted if asked.wanted.kv is None else replace(intent.wanted, cache=None)
+    chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(said))
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
     return Planned(made, build, advice.advise(made))

@@ -142,7 +142,7 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted
     if cache is not None and target.kind != "cpu":
         raise UnsupportedError(
             f"{backend} on {target.name} does not support caches of {cache.name}: llmforge's CPU kernels alone do",
-            hint="use quantize-kv-cache with its defaults, or a CPU target",
+            hint=f"supported: {', '.join(sorted(support.kv))}",
         )
     return Scheme(
         cache=cache,

@@ -139,11 +139,14 @@ def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     plan = facts(ROOT / "recipes" / "quickstart.yaml", "--target", machine)
     assert plan["scheme"] == {
         "compute": "fp32", "weights": "int4", "kv": "int8", "product": "int8", "embedding": "int8", "block": 32,
-        "symmetric": False, "head": None,
+        "symmetric": False, "head": None, "cache": None,
     }  # fmt: skip
     assert plan["workload"] == {"prompt": 768, "output": 256, "batch": 8}
     assert plan["target"] == "here"
     assert plan["model"]["context"] == 1024
+    four = facts(ROOT / "recipes" / "quickstart.yaml", "--target", machine, "--kv", "int4")
+    assert four["scheme"]["cache"]["values"] == {"dtype": "int4", "scale": "token", "hadamard": False}
+    assert four["memory"]["kv_per_token"] == 6 * 4 * 2 * (16 + 4)
     kernels = next(each for each in plan["passes"] if each["change"] == "cpu-kernels")
     assert (kernels["verdict"], kernels["tpot"]) == ("not known", None)  # the file does not say what kernels reach
     rtn = facts(ROOT / "recipes" / "int4-rtn.yaml", "--target", machine)
