@@ -255,7 +255,8 @@ def attention(
             distance = positions[:, None] - np.arange(past + sequence)
             scores[(distance < 0) | ((window > 0) & (distance >= window))] = -np.inf
             most = scores.max(-1, keepdims=True)
-            weights = np.exp(scores - most)
+            with np.errstate(invalid="ignore"):  # infinity less infinity
+                weights = np.exp(scores - most)
             total = weights.sum(-1, keepdims=True) + (np.exp(sinks[head] - most) if sinks is not None else 0)
             y[row, :, head] = weights / total @ values
     numbers = [batch, sequence, heads, kv_heads, dim, capacity, int8, dim if rotary else 0, interleaved, per_channel]
