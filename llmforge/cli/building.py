@@ -124,6 +124,11 @@ def build(
     with process.unwatched():
         from llmforge import cache
         from llmforge.build.frontend import Frontend
+
+    frontend, folder = click.get_current_context().with_resource(Frontend()), cache.default_folder()
+    if recipe is not None and recipe.is_file() and pending is None and (no_cache or cache.is_empty(folder)):
+        frontend.start()  # nothing is there to be reused: it imports torch while this process imports the rest
+    with process.unwatched():
         from llmforge.cli import console
         from llmforge.recipe import Recipe
 
@@ -133,14 +138,13 @@ def build(
         refuse_given("--no-cache", "cache_size", *_REMOTE)
     cached = pending is None and not no_cache
     remote = connect(remote_cache, cache_key, remote_cache_write) if cached else None
-    folder, size = cache.default_folder(), cache.default_size() if cache_size is None else cache_size
+    size = cache.default_size() if cache_size is None else cache_size
     store = None if no_cache else partial(cache.Cache, folder, size, remote=remote)
     chosen = (*overrides, "engine.deferred=true") if defer else overrides
     loaded = None if recipe is None else Recipe.load(recipe, chosen)
-    frontend = click.get_current_context().with_resource(Frontend())
     if loaded is not None:
-        if pending is None and Frontend.serves(loaded) and (no_cache or cache.is_empty(folder)):
-            frontend.start()  # nothing is there to be reused: it imports torch while this process imports the rest
+        if not Frontend.serves(loaded):  # this process will import torch itself
+            frontend.end()
         with process.unwatched():
             from llmforge import passes
 

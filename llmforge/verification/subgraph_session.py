@@ -5,7 +5,7 @@ A subgraph takes values that other subgraphs make (`given`), inputs of the graph
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,13 @@ Arrays = dict[str, NDArray[Any]]
 
 # ONNX Runtime copies every initializer that it is handed, and no input.
 _FED_BYTES = 1 << 20
+_REGISTERED = 2  # `dtype.isbuiltin` of ml_dtypes; what is read from a file says 0, for its byte order is spelled out
 _GONE: NDArray[Any] = np.empty(0)
 
 
 def _is_fed(array: NDArray[Any], least_bytes: int) -> bool:
     """Say whether a weight is large, and of a dtype of numpy's own: a session takes no other in a feed."""
-    return array.nbytes >= least_bytes and array.dtype.isbuiltin == 1
+    return array.nbytes >= least_bytes and array.dtype.isbuiltin != _REGISTERED
 
 
 class SubgraphSession:
@@ -65,11 +66,14 @@ class SubgraphSession:
         optimize: bool = False,
     ) -> None:
         shapes = {str(value.name): graph.dims(value) for value in (*model.graph.inputs, *model.graph.outputs)}
+        written = _weights_read(model)
         executable = _executable(model)
         self._order = _read_order(executable)
         options = session_options(SessionConfig(threads=threads, optimize=optimize, entries=probe.QUIET))
         native.register(options)
-        arrays = {name: weights.array(tensor) for name, tensor in probe.strip(executable).items()}
+        tensors = probe.strip(executable)
+        self._places = _places(tensors, written)
+        arrays = {name: weights.array(tensor) for name, tensor in tensors.items()}
         self._weights: Arrays = {}
         if not any(operators.view(node).prepacked for node in executable.graph):
             options.add_session_config_entry("session.disable_prepacking", "1")  # which holds a matrix twice
@@ -122,14 +126,18 @@ class SubgraphSession:
 
     def load(self, model: ir.Model, weights: probe.Weights) -> None:
         """Take the weights of `model` from now on, a subgraph of the same nodes; only where it `reloads`."""
-        executable = _executable(model)
-        order = _read_order(executable)
-        tensors = probe.strip(executable)
-        arrays = {
-            own: weights.array(tensors[other])
-            for own, other in zip(self._order, order, strict=True)
-            if other in tensors
-        }
+        if self._places is not None:
+            read = _weights_read(model)
+            arrays = {name: weights.array(read[at]) for name, at in self._places.items()}
+        else:
+            executable = _executable(model)
+            order = _read_order(executable)
+            tensors = probe.strip(executable)
+            arrays = {
+                own: weights.array(tensors[other])
+                for own, other in zip(self._order, order, strict=True)
+                if other in tensors
+            }
         assert arrays.keys() == self._weights.keys(), "subgraphs of one kind read other weights"
         self._weights = arrays
 
@@ -185,6 +193,23 @@ def _read_order(model: ir.Model) -> list[str]:
     """List the initializers in the order in which nodes read them."""
     read = (value for node in model.graph.all_nodes() for value in node.inputs if value is not None)
     return list(dict.fromkeys(str(value.name) for value in read if value.is_initializer()))
+
+
+def _weights_read(model: ir.Model) -> list[ir.TensorProtocol]:
+    """List the initializers in the order in which nodes read them."""
+    return [graph.tensor(model.graph.initializers[name]) for name in _read_order(model)]
+
+
+def _places(tensors: Mapping[str, ir.TensorProtocol], written: Sequence[ir.TensorProtocol]) -> dict[str, int] | None:
+    """Find each of the `tensors` that a session reads among those of the graph as it was written.
+
+    So the weights of a graph of the same nodes are found without writing it anew. None: some were made on the way, or
+    it has one under two names, where another graph may have two.
+    """
+    at = {id(tensor): place for place, tensor in enumerate(written)}
+    if len(at) < len(written) or any(id(tensor) not in at for tensor in tensors.values()):
+        return None
+    return {name: at[id(tensor)] for name, tensor in tensors.items()}
 
 
 def multiply_as_stored(model: ir.Model) -> None:

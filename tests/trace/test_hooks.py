@@ -10,7 +10,7 @@ import ast
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,13 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from onnxscript._internal import ast_utils
+from onnxscript._internal.values import TracedOnnxFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.onnx._internal.exporter import _registration
 
 import llmforge
+from llmforge.trace.hooks import internals
 
 PACKAGE = Path(llmforge.__file__).parent
 KINDS = inspect.Parameter
@@ -76,6 +80,20 @@ HOOKS = [
         "trace.hooks.internals",
         "tells which operators have a translation",
     ),
+    Hook(
+        "torch.onnx._internal.exporter._registration:onnxscript_apis.get_torchlib_ops",
+        "trace.hooks.internals",
+        "lists translations without parsing them",
+    ),
+    Hook("onnxscript._internal.values:TracedOnnxFunction.function_ir", "trace.hooks.internals", "parses translations"),
+    Hook("onnxscript._internal.values:TracedOnnxFunction.opset", "trace.hooks.internals", "names their domain"),
+    Hook(
+        "transformers.utils.import_utils:create_import_structure_from_path",
+        "build.frontend",
+        "reads the folder of models once",
+        ("module_path",),
+    ),
+    Hook("transformers.utils:is_scipy_available", "build.frontend", "leaves scipy out"),
     Hook(
         "transformers.masking_utils:eager_mask",
         "trace.export.reference",
@@ -379,3 +397,30 @@ def test_models_call_attention_the_way_that_is_hooked() -> None:
     assert len(called) == 1
     assert called[0]["query"].shape == (1, 2, 3, 16)  # type: ignore[attr-defined]
     assert called[0].keys() >= {"scaling", "dropout"}
+
+
+def test_translations_are_listed_without_their_source_and_are_the_same() -> None:
+    def listed() -> dict[object, list[tuple[object, ...]]]:
+        known = _registration.ONNXRegistry.from_torchlib().functions
+        return {
+            target: [(each.onnx_function, each.is_custom, each.is_complex) for each in metas]
+            for target, metas in known.items()
+        }
+
+    parsed: list[object] = []
+    own = ast_utils.get_src_and_ast
+
+    def parse(function: Callable[..., object]) -> object:
+        parsed.append(function)
+        return own(function)
+
+    everything = listed()
+    with pytest.MonkeyPatch.context() as patch, internals.translations_listed():
+        patch.setattr(ast_utils, "get_src_and_ast", parse)
+        assert listed() == everything
+    assert not parsed
+    assert len(everything) > 100
+    function = next(
+        each[0] for metas in everything.values() for each in metas if isinstance(each[0], TracedOnnxFunction)
+    )
+    assert function.function_ir.domain, "it is parsed again behind"

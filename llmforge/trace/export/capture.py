@@ -221,6 +221,7 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
         warnings.catch_warnings(),
         internals.quiet(REGISTRATION_LOGGER, logging.ERROR),
         internals.idle_decomposition_skipped(),
+        internals.translations_listed(),
     ):
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         translated = torch.onnx.export(

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from onnxscript._internal.values import TracedOnnxFunction
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
-from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.exporter import _fx_passes, _registration
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
@@ -108,6 +109,30 @@ def idle_decomposition_skipped() -> Iterator[None]:
         yield
     finally:
         _fx_passes.decompose_with_registry = decompose
+
+
+@contextmanager
+def translations_listed() -> Iterator[None]:
+    """Let `torch.onnx.export` list the translations that it knows without parsing their source.
+
+    Private: it parses the source of all, a few hundred, for the name of a domain that nothing reads; of those that a
+    program needs it does so again.
+    """
+    listed = _registration.onnxscript_apis.get_torchlib_ops
+
+    def unparsed() -> list[Any]:
+        parsed = TracedOnnxFunction.function_ir
+        TracedOnnxFunction.function_ir = property(lambda function: function.opset)  # it has a domain
+        try:
+            return listed()
+        finally:
+            TracedOnnxFunction.function_ir = parsed
+
+    _registration.onnxscript_apis.get_torchlib_ops = unparsed
+    try:
+        yield
+    finally:
+        _registration.onnxscript_apis.get_torchlib_ops = listed
 
 
 def _translates(program: torch.export.ExportedProgram, registry: ONNXRegistry) -> bool:
