@@ -70,12 +70,14 @@ def build(
     measure: bool = True,
     pythons: Mapping[RuntimeName, Path] | None = None,
     frontend: Frontend | None = None,
+    ahead: ReadAhead | None = None,
 ) -> BuildResult:
     """Build what `recipe` describes and publish it as `out/<name>/<version>`; without `measure` nothing is measured.
 
     What an earlier build, or one that was killed, left in the `cache` is not computed again; None: nothing is reused.
     Other runtimes that the recipe names are imported by the Pythons of `pythons`, else by this one.
-    A `frontend` that was started already is used where this build needs one, and ended.
+    A `frontend` that was started already is used where this build needs one, and ended, and a walk `ahead` that was
+    begun over the recipe's checkpoint.
     A failed gate does not stop publication: the artifact says so itself, and so does `report.verdict`.
 
     Raises:
@@ -95,7 +97,7 @@ def build(
             frontend.end()
         with (
             reuse.opened(cache, staging, progress, frontend if apart else None) as kept,
-            ReadAhead() as ahead,
+            ahead or ReadAhead() as ahead,
             Proofs() as proofs,
         ):
             facts, engine, found, locked = make(
@@ -128,8 +130,7 @@ def make(
 
     Return the facts for its report, the engine, the evidence, and the lock of its inputs.
     """
-    checkpoint = Checkpoint.located(recipe.checkpoint)
-    ahead.begin(checkpoint)
+    checkpoint = ahead.begin(recipe.checkpoint)
     kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
     threads = recipe.engine.threads or physical_cores()
     model = kept.trace(checkpoint, progress)

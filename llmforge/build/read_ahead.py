@@ -5,45 +5,60 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.lowering.pass_base import Pass
-from llmforge.quantization.ahead import Ahead, Task
+
+if TYPE_CHECKING:  # a walk begins before these are imported
+    from llmforge.lowering.pass_base import Pass
+    from llmforge.quantization.ahead import Ahead, Task
 
 
 class ReadAhead:
-    """Runs `Checkpoint.verify` in a thread of its own; leaving the block stops it at the next chunk of the file.
-
-    `quantized` holds what passes are expected to ask for, quantized in another thread.
-    """
+    """Runs `Checkpoint.verify` in a thread of its own; leaving the block stops it at the next chunk of the file."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "read-ahead")
         self._stopped = threading.Event()
         self._running: Future[str] | None = None
         self._shown: Progress = Silent()
-        self.quantized = Ahead()
+        self._checkpoint: Checkpoint | None = None
+        self._others = ExitStack()
 
     def __enter__(self) -> Self:
-        self.quantized.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        self.quantized.__exit__(kind, error, trace)
+        self._others.close()
         self._pool.shutdown()
 
-    def begin(self, checkpoint: Checkpoint) -> None:
-        """Start to read; what is wrong with the weights is said by `finish`."""
-        self._running = self._pool.submit(checkpoint.verify, self)
+    def begin(self, folder: Path) -> Checkpoint:
+        """Start to read the checkpoint in `folder`, once; what is wrong with the weights is said by `finish`.
+
+        Raises:
+            CheckpointError: as `Checkpoint.located`.
+        """
+        if self._checkpoint is None:
+            self._checkpoint = Checkpoint.located(folder)
+            self._running = self._pool.submit(self._checkpoint.verify, self)
+        return self._checkpoint
+
+    @cached_property
+    def quantized(self) -> Ahead:
+        """What passes are expected to ask for, quantized in another thread."""
+        from llmforge.quantization.ahead import Ahead
+
+        return self._others.enter_context(Ahead())
 
     def quantize(self, checkpoint: Checkpoint, steps: Sequence[Pass]) -> None:
         """Begin with what `steps` are expected to make of the checkpoint."""
@@ -71,6 +86,8 @@ class ReadAhead:
 
 def _tasks(checkpoint: Checkpoint, steps: Sequence[Pass]) -> Iterator[tuple[str, Task]]:
     """Make a task of each matrix of the checkpoint, in the order of its bytes, that one of `steps` is to quantize."""
+    from llmforge.quantization.ahead import Task
+
     for entry in sorted(checkpoint.tensors.values(), key=lambda entry: (entry.file, entry.offset)):
         if len(entry.shape) != 2:
             continue

@@ -124,9 +124,11 @@ def build(
     with process.unwatched():
         from llmforge import cache
         from llmforge.build.frontend import Frontend
+        from llmforge.build.read_ahead import ReadAhead
 
-    frontend, folder = click.get_current_context().with_resource(Frontend()), cache.default_folder()
-    if recipe is not None and recipe.is_file() and pending is None and (no_cache or cache.is_empty(folder)):
+    resource, folder = click.get_current_context().with_resource, cache.default_folder()
+    frontend, ahead, nothing = resource(Frontend()), resource(ReadAhead()), no_cache or cache.is_empty(folder)
+    if recipe is not None and recipe.is_file() and pending is None and nothing:
         frontend.start()  # nothing is there to be reused: it imports torch while this process imports the rest
     with process.unwatched():
         from llmforge.cli import console
@@ -145,6 +147,8 @@ def build(
     if loaded is not None:
         if not Frontend.serves(loaded):  # this process will import torch itself
             frontend.end()
+        if pending is None and not nothing:  # else the other process would have to wait for a core
+            ahead.begin(loaded.checkpoint)
         with process.unwatched():
             from llmforge import passes
 
@@ -174,7 +178,9 @@ def build(
             with process.unwatched():
                 from llmforge.build import pipeline
 
-            result = pipeline.build(loaded, out, progress, store, pythons=dict(runtimes), frontend=frontend)
+            result = pipeline.build(
+                loaded, out, progress, store, pythons=dict(runtimes), frontend=frontend, ahead=ahead
+            )
     if is_json_log():
         for note in result.report.notes:
             console.say(note)

@@ -19,9 +19,9 @@ from ..checkpoints import write_checkpoint
 
 def test_the_digest_is_that_of_a_walk_in_the_foreground(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path)
     with ReadAhead() as ahead:
-        ahead.begin(checkpoint)
+        checkpoint = ahead.begin(tmp_path)
+        assert ahead.begin(tmp_path) is checkpoint
         ahead.finish(Silent())
         assert checkpoint.digest == Checkpoint.open(tmp_path).verify()
 
@@ -33,7 +33,7 @@ def test_what_is_wrong_is_said_when_it_is_waited_for(tmp_path: Path) -> None:
     content[-4:] = b"\x00\x00\xc0\x7f"
     file.write_bytes(content)
     with ReadAhead() as ahead:
-        ahead.begin(Checkpoint.open(tmp_path))
+        ahead.begin(tmp_path)
         with pytest.raises(CheckpointError, match="NaN"):
             ahead.finish(Silent())
 
@@ -60,7 +60,6 @@ def test_matrices_are_quantized_as_the_recipe_says(tmp_path: Path) -> None:
 
 def test_it_ends_with_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path)
     reading, go_on, chunks = threading.Event(), threading.Event(), []
     walk = safetensors_file._chunks
 
@@ -73,7 +72,7 @@ def test_it_ends_with_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(safetensors_file, "_chunks", slowly)
     with ReadAhead() as ahead:
-        ahead.begin(checkpoint)
+        ahead.begin(tmp_path)
         assert reading.wait(20)
         threading.Timer(0.2, go_on.set).start()
     assert len(chunks) == 1  # the file has many more
