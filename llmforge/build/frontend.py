@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -142,7 +142,10 @@ def serve() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what torch prints is no answer
     asked: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, asked), daemon=True).start()
-    with process.unwatched(), _unused_left_out():
+    with process.unwatched():
+        from llmforge.trace.hooks import imports
+
+    with process.unwatched(), imports.unused_left_out():
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
     functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": _trace, "prove": _prove}
     while True:
@@ -154,29 +157,6 @@ def serve() -> None:
         with contextlib.suppress(BrokenPipeError):
             pickle.dump((answer, error), answers)
             answers.flush()
-
-
-@contextlib.contextmanager
-def _unused_left_out() -> Iterator[None]:
-    """Import transformers without what it imports for others, in a process that does nothing but trace.
-
-    That is scipy, of which it wants a function for losses of object detection: 0.2 s. Nor does it read its folder of
-    models again: of that it remembers 128 subfolders, of 500, and the whole under another spelling of its path.
-    """
-    import transformers
-    from transformers.utils import import_utils
-
-    read, models = import_utils.create_import_structure_from_path, Path(transformers.__file__).parent / "models"
-    has_scipy = transformers.utils.is_scipy_available
-    transformers.utils.is_scipy_available = lambda: False
-    import_utils.create_import_structure_from_path = lambda path: read(
-        models if Path(path) == models / "__init__.py" else path
-    )
-    try:
-        yield
-    finally:
-        transformers.utils.is_scipy_available = has_scipy
-        import_utils.create_import_structure_from_path = read
 
 
 def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -88,12 +90,12 @@ HOOKS = [
     Hook("onnxscript._internal.values:TracedOnnxFunction.function_ir", "trace.hooks.internals", "parses translations"),
     Hook("onnxscript._internal.values:TracedOnnxFunction.opset", "trace.hooks.internals", "names their domain"),
     Hook(
-        "transformers.utils.import_utils:create_import_structure_from_path",
-        "build.frontend",
+        "transformers.utils:import_utils.create_import_structure_from_path",
+        "trace.hooks.imports",
         "reads the folder of models once",
         ("module_path",),
     ),
-    Hook("transformers.utils:is_scipy_available", "build.frontend", "leaves scipy out"),
+    Hook("transformers.utils:is_scipy_available", "trace.hooks.imports", "leaves scipy out"),
     Hook(
         "transformers.masking_utils:eager_mask",
         "trace.export.reference",
@@ -424,3 +426,18 @@ def test_translations_are_listed_without_their_source_and_are_the_same() -> None
         each[0] for metas in everything.values() for each in metas if isinstance(each[0], TracedOnnxFunction)
     )
     assert function.function_ir.domain, "it is parsed again behind"
+
+
+def test_what_is_left_out_of_an_import_is_not_missed() -> None:
+    code = """
+import sys
+from llmforge.trace.hooks import imports
+with imports.unused_left_out():
+    from llmforge.trace.export import strategy
+import transformers
+print("scipy.optimize" in sys.modules, transformers.utils.is_scipy_available())
+print(*sorted(transformers.models._class_to_module.items()))
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    names = " ".join(map(str, sorted(transformers.models._class_to_module.items())))
+    assert found.splitlines() == [f"False {transformers.utils.is_scipy_available()}", names]

@@ -118,9 +118,10 @@ def translations_listed() -> Iterator[None]:
     Private: it parses the source of all, a few hundred, for the name of a domain that nothing reads; of those that a
     program needs it does so again.
     """
-    listed = _registration.onnxscript_apis.get_torchlib_ops
+    translations: Any = _registration.onnxscript_apis  # type: ignore[attr-defined]
+    listed = translations.get_torchlib_ops
 
-    def unparsed() -> list[Any]:
+    def unparsed() -> Any:
         parsed = TracedOnnxFunction.function_ir
         TracedOnnxFunction.function_ir = property(lambda function: function.opset)  # it has a domain
         try:
@@ -128,11 +129,11 @@ def translations_listed() -> Iterator[None]:
         finally:
             TracedOnnxFunction.function_ir = parsed
 
-    _registration.onnxscript_apis.get_torchlib_ops = unparsed
+    translations.get_torchlib_ops = unparsed
     try:
         yield
     finally:
-        _registration.onnxscript_apis.get_torchlib_ops = listed
+        translations.get_torchlib_ops = listed
 
 
 def _translates(program: torch.export.ExportedProgram, registry: ONNXRegistry) -> bool:
