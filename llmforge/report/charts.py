@@ -385,7 +385,7 @@ class Course:
 
     title: str
     meaning: str
-    better: Literal["lower", "higher"]
+    better: Literal["lower", "higher", "neither"]
     description: str
     bottom: str  # of the vertical axis, as written
     top: str

@@ -300,9 +300,9 @@ def _paired_quantiles(
             continue
         shares = [form.share for form in mine.values()]
         moved = np.quantile(left, shares) - np.quantile(right, shares)
-        bounds: Sequence[tuple[float, float] | None] | None
-        bounds = intervals.bootstrap_quantile_differences(left, right, owners, shares, seed=0)
-        for name, difference, bound in zip(mine, moved.tolist(), bounds or [None] * len(mine), strict=True):
+        found_bounds = intervals.bootstrap_quantile_differences(left, right, owners, shares, seed=0)
+        bounds: Sequence[tuple[float, float] | None] = found_bounds or (None,) * len(mine)
+        for name, difference, bound in zip(mine, moved.tolist(), bounds, strict=True):
             low, high = (None, None) if bound is None else (min(bound[0], difference), max(bound[1], difference))
             found[name] = Estimate(value=difference, low=low, high=high, samples=len(pairs))
     return found
