@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,18 @@ LINEAR_PARAMETERS = 4_718_592  # of the sample checkpoint's decoder layers
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a row of ours is built with: options of quantize-weights, bits of the KV cache, and whose kernels."""
+    """What a row of ours is built with: options of quantize-weights and of the KV cache, activations, whose kernels."""
 
     weights: Mapping[str, Any]
-    kv_bits: int | None = 8  # None: fp32
+    kv: Mapping[str, Any] | None = field(default_factory=lambda: {"bits": 8})  # of the cache; None: fp32
+    activations: str = "int8"
     portable: bool = False  # operators of ONNX Runtime alone, inputs and outputs of onnxruntime-genai
     samples: int = 16  # windows of 512 tokens to calibrate on
 
 
 AUTO: Mapping[str, Any] = {"method": "auto", "scales": "int8"}
-INT8: Mapping[str, Any] = {"method": "rtn", "bits": 8, "symmetric": True, "scales": "fp16", "embedding_bits": 8}
+PER_TOKEN: Mapping[str, Any] = {"bits": 8, "granularity": "per_token"}
+INT8: Mapping[str, Any] = {"method": "gptq", "bits": 8, "symmetric": True, "scales": "fp16", "embedding_bits": 8}
 TRELLIS: Mapping[str, Any] = {"codes": "trellis", "symmetric": True, "scales": "int8", "embedding_block_size": 32}
 OURS: Mapping[str, Recipe] = {
     "auto 4.3": Recipe({**AUTO, "weight_bits": 4.3}),
@@ -53,12 +55,13 @@ OURS: Mapping[str, Recipe] = {
     "auto 4.7": Recipe({**AUTO, "weight_bits": 4.7}),
     "auto 5.2": Recipe({**AUTO, "weight_bits": 5.2}),
     "auto 6": Recipe({**AUTO, "weight_bits": 6.0}),
-    "auto 7": Recipe({**AUTO, "weight_bits": 7.0}),
-    "auto 8": Recipe({**AUTO, "weight_bits": 8.0}),
+    "auto 7, two terms": Recipe({**AUTO, "weight_bits": 7.0}, PER_TOKEN, "int8x2"),
+    "auto 8, two terms": Recipe({**AUTO, "weight_bits": 8.0}, PER_TOKEN, "int8x2"),
     "trellis": Recipe({**TRELLIS, "embedding_bits": 6}),
     "int4 RTN": Recipe({"method": "rtn", "scales": "fp16"}),
     "int8": Recipe(INT8),
-    "int8, fp32 KV cache": Recipe(INT8, kv_bits=None),
+    "int8, two terms": Recipe(INT8, PER_TOKEN, "int8x2"),
+    "int8, two terms, fp32 KV cache": Recipe(INT8, None, "int8x2"),
     "MatMulNBits, auto 5.6": Recipe(
         {"method": "auto", "scales": "fp16", "weight_bits": 5.6}, portable=True, samples=96
     ),
@@ -109,12 +112,13 @@ def build(name: str, row: Recipe, work: Path) -> dict[str, float]:
     """Build and measure one of our rows."""
     passes: list[Any] = ["fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention"]
     passes.append({"quantize-weights": {**row.weights, "budget": {"kld_mean": 0.1}}})
-    if row.kv_bits is not None:
-        passes.append({"quantize-kv-cache": {"bits": row.kv_bits, "budget": {"kld_mean": 0.002}}})
+    if row.kv is not None:
+        passes.append({"quantize-kv-cache": {**row.kv, "budget": {"kld_mean": 0.002}}})
     if row.portable:
         passes.append({"genai-interface": {"logits": "last"}})
     else:
-        passes.append({"cpu-kernels": {"budget": {"kld_mean": 0.002}, "fallback": "onnxruntime"}})
+        kernels = {"activations": row.activations, "budget": {"kld_mean": 0.002}, "fallback": "onnxruntime"}
+        passes.append({"cpu-kernels": kernels})
     recipe = {
         "schema": 1,
         "name": "-".join(re.findall(r"[a-z0-9]+", name.lower())),

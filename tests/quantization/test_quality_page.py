@@ -55,8 +55,8 @@ def test_every_row_has_options_that_passes_take(name: str) -> None:
     step = options.make(QuantizeWeights, {**row.weights, "budget": {"kld_mean": 0.1}})
     assert isinstance(step, QuantizeWeights)
     assert not row.portable or step.scales == "fp16"
-    if row.kv_bits is not None:
-        assert options.make(QuantizeKvCache, {"bits": row.kv_bits, "budget": {"kld_mean": 0.1}})
+    if row.kv is not None:
+        assert options.make(QuantizeKvCache, {**row.kv, "budget": {"kld_mean": 0.1}})
 
 
 def test_bits_are_those_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
