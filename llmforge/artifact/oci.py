@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Self
 
@@ -158,19 +158,24 @@ class Repository:
         while have < size_bytes:
             before = have
             headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
+            answered = bool(before or idle)
             with self._asking(f"blob {digest}"):
-                response = self._get(f"blobs/sha256:{digest}", headers)
-                if have and not _continues(response, have):
-                    advance(-have)
-                    target.seek(0)
-                    target.truncate()
-                    hashed, have = hashlib.sha256(), 0
-                with suppress(*breaks):  # what came is kept
+                try:
+                    response = self._get(f"blobs/sha256:{digest}", headers)
+                    answered = True
+                    if have and not _continues(response, have):
+                        advance(-have)
+                        target.seek(0)
+                        target.truncate()
+                        hashed, have = hashlib.sha256(), 0
                     for chunk in _limited(response, size_bytes - have):
                         hashed.update(chunk)
                         target.write(chunk)
                         have += len(chunk)
                         advance(len(chunk))
+                except breaks:  # what came is kept; a registry that never answered is another matter
+                    if not answered:
+                        raise
             idle = 0 if have > before else idle + 1
             if idle == _ATTEMPTS:
                 raise self._refusal(f"blob sha256:{digest} breaks off after {have:,} of {size_bytes:,} bytes")

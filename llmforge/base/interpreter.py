@@ -32,5 +32,8 @@ def find(purpose: str) -> str:
 
 
 def command(module: str, purpose: str) -> list[str]:
-    """Give the command that runs a module of this installation in a process of its own; raises what `find` does."""
-    return [find(purpose), "-I", "-c", BOOT, module, *sys.path]
+    """Give the command that runs a module of this installation in a process of its own; raises what `find` does.
+
+    It writes no bytecode: where the module lies may be an artifact.
+    """
+    return [find(purpose), "-I", "-B", "-c", BOOT, module, *sys.path]

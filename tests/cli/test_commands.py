@@ -77,6 +77,7 @@ class FakePipeline:
         *,
         pythons: Any,
         frontend: Any,
+        ahead: Any,
     ) -> BuildResult:
         assert pythons == {}
         self.called_with = (recipe, out)

@@ -85,7 +85,7 @@ class TestVerify:
             (lambda r: r["quality"].update(seed=1), "kld_mean"),
             (lambda r: r["latency"]["points"][0]["artifact"]["tpot_ms"]["p50"].update(value=0.1), "tpot_ms"),
             (lambda r: r["latency"]["points"][0]["artifact"].update(tokens_per_second=9000.0), "tokens_per_second"),
-            (lambda r: r["latency"]["points"][0]["artifact"]["generations_ms"].pop(), "raw values: zip() argument"),
+            (lambda r: r["latency"]["points"][0]["artifact"]["generations_ms"].pop(), "latency point 0"),
             (lambda r: r["latency"]["points"][0]["artifact"].update(generations_ms=[]), "raw values"),
             (lambda r: r["latency"]["points"][0]["artifact"]["generations_ms"][0].clear(), "raw values"),
             (lambda r: r["quality"].update(seed=-1), "raw values"),

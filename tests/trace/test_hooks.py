@@ -250,6 +250,8 @@ HOOKS = [
     ),
     # transformers: caches
     Hook("transformers.cache_utils:Cache", "trace.hooks.attention", "a cache of our layers", ("layers",)),
+    Hook("transformers.cache_utils:DynamicLayer", "evaluation.baseline", "a cache that can be cut"),
+    Hook("transformers.cache_utils:DynamicSlidingWindowLayer", "evaluation.baseline", "a cache that can be cut"),
     Hook("transformers.cache_utils:CacheLayerMixin", "trace.hooks.attention", "base of a cache's layer"),
     Hook(
         "transformers.cache_utils:CacheLayerMixin.update",
