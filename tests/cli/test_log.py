@@ -25,9 +25,7 @@ class Pipeline:
 
     error: Exception | None = None
 
-    def build(
-        self, recipe: Any, out: Path, progress: Any, cache: Any, *, pythons: Any, frontend: Any, ahead: Any
-    ) -> BuildResult:
+    def build(self, recipe: Any, out: Path, progress: Any, cache: Any, **others: Any) -> BuildResult:
         progress.stage("Trace")
         for done in range(1, 1001):
             progress.advance(done, 1000)

@@ -214,6 +214,7 @@ def test_a_task_file_runs_no_code_of_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.slow  # the harness reads all of its tasks
 def test_a_name_that_is_no_task_is_told_with_the_nearest() -> None:
     with pytest.raises(UsageError, match="no such task: 'arc_eazy'") as error:
         measure("arc_eazy", Knows(right))

@@ -99,14 +99,18 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("arm"), ARM, "-static")
 
 
-def test_kernels_for_arm_give_the_bits_of_plain_c(arm: Path, tmp_path: Path) -> None:
+@pytest.mark.xdist_group("arm")
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_kernels_for_arm_give_the_bits_of_plain_c(every: int, arm: Path, tmp_path: Path) -> None:
     command, cases = [emulator("aarch64"), "-cpu", "max", str(arm)], cases_of.every((1, 8))
     cases += [cases_of.linear(grid, 20, 256, m) for grid in cases_of.FORMATS[::5] for m in range(2, 8)]
+    cases = cases[::every]
     plain = run(command, "generic", cases, tmp_path)
     check(plain, cases, plain, "generic")
     check(run(command, "neon", cases, tmp_path), cases, plain, "neon")
 
 
+@pytest.mark.xdist_group("arm")
 @pytest.mark.parametrize(("cpu", "ends"), [("neoverse-n1", 0), ("cortex-a53", CANNOT_RUN), ("a64fx", CANNOT_RUN)])
 def test_kernels_for_arm_are_chosen_where_there_are_dot_products(
     arm: Path, tmp_path: Path, cpu: str, ends: int
