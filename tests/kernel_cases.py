@@ -115,7 +115,7 @@ def _rounded(x: NDArray[np.float32], block: int) -> NDArray[np.float64]:
     """Round rows to int8 in blocks as the kernels do, to the bit, and back."""
     blocks = x.reshape(len(x), -1, block)
     most = np.abs(blocks).max(-1, keepdims=True)
-    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 1e-36)
     values = np.rint(blocks * inverse).astype(np.float64) * (most / np.float32(127))
     return np.asarray(values.reshape(x.shape))
 
@@ -124,7 +124,7 @@ def rounded_twice(x: NDArray[np.float32], block: int) -> NDArray[np.float64]:
     """Round rows to two terms of int8 in blocks as the kernels do, to the bit, and back."""
     blocks = x.reshape(len(x), -1, block)
     most = np.abs(blocks).max(-1, keepdims=True)
-    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 1e-36)
     scale = ((most / np.float32(127)).view(np.uint32) & np.uint32(0xFFFFFF00)).view(np.float32)
     first = (np.rint(blocks * inverse) * scale).reshape(x.shape)
     return first.astype(np.float64) + _rounded(x - first, block)
@@ -151,10 +151,12 @@ def linear(grid: Grid, n: int, k: int, rows: int, pieces: int = 1, terms: int = 
 
 
 def spoilt(grid: Grid, k: int = 128, terms: int = 1) -> Case:
-    """A NaN and an infinity, each of which spoils its row alone."""
+    """A NaN and an infinity, each of which spoils its row alone; and numbers so small that 127 by them is infinite."""
     rng = np.random.default_rng(11)
     matrix, x = any_matrix(rng, 20, k, grid), rng.standard_normal((9, k)).astype(np.float32)
     x[1, 40], x[7, 3] = np.nan, np.inf
+    x[3], x[4] = 1e-38, 1e-37
+    x[4, :: grid.block_size] = 127  # whose rest is what is left of the others
     numbers, weights = _weights(matrix)
     with np.errstate(invalid="ignore"):
         read = (_rounded if terms == 1 else rounded_twice)(x, grid.block_size)
