@@ -133,6 +133,18 @@ class TestEnvironment:
         assert config["instance_group"][0]["kind"] == "KIND_CPU"
         assert config["parameters"]["max_queue"]["string_value"] == str(QUEUE)
 
+    def test_it_knows_the_options_of_the_production_files(self, env: TritonEnv) -> None:
+        texts = [path.read_text() for path in (Path(__file__).parents[2] / "docs/deploy").rglob("*triton*")]
+        texts.append((Path(__file__).parents[2] / "docs/deploy/kubernetes/kserve.yaml").read_text())
+        used = {word for text in texts for word in re.findall(r"[\"\s](--[a-z-]+)=?", text)}
+        used -= {"--build-arg", "--gpus", "--init", "--read-only", "--tmpfs", "--shm-size", "--interval", "--timeout",
+                 "--start-period", "--retries", "--no-cache-dir"}  # fmt: skip
+        assert "--exit-timeout-secs" in used
+        done = subprocess.run(
+            [env.server, "--help"], capture_output=True, text=True, env=env.environment(), check=False
+        )
+        assert [option for option in used if option not in done.stdout + done.stderr] == []
+
 
 class TestConfig:
     """config.pbtxt, read by Triton's own schema."""
