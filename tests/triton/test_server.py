@@ -136,7 +136,7 @@ class TestEnvironment:
     def test_it_knows_the_options_of_the_production_files(self, env: TritonEnv) -> None:
         texts = [path.read_text() for path in (Path(__file__).parents[2] / "docs/deploy").rglob("*triton*")]
         texts.append((Path(__file__).parents[2] / "docs/deploy/kubernetes/kserve.yaml").read_text())
-        used = {word for text in texts for word in re.findall(r"[\"\s](--[a-z-]+)=?", text)}
+        used = {word for text in texts for word in re.findall(r"[\"\s](--[a-z][a-z-]+)=?", text)}
         used -= {"--build-arg", "--gpus", "--init", "--read-only", "--tmpfs", "--shm-size", "--interval", "--timeout",
                  "--start-period", "--retries", "--no-cache-dir"}  # fmt: skip
         assert "--exit-timeout-secs" in used
@@ -444,10 +444,12 @@ def test_metrics_say_what_happened(server: Server) -> None:
     before = server.settled("random")
     for i in range(3):
         server.generate_stream("random", text_input=f"one two three {i}", max_tokens=50, ignore_eos=True)
+    assert server.generate("random", text_input="a", max_tokens=0).status == 400
     server.wait_for("random", output_tokens_total=before["llmforge_output_tokens_total"] + 150)
     after = server.settled("random")
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["llmforge_answers_total:length"] == 3
+    assert (grown["llmforge_answers_total:invalid"], grown["llmforge_answers_total:refused"]) == (1, 0)
     assert grown["llmforge_prompt_tokens_total"] > 9
     assert grown["llmforge_time_to_first_token_seconds_count"] == 3
     assert grown["llmforge_time_to_first_token_seconds_bucket:+Inf"] == 3
