@@ -49,6 +49,7 @@ class Server:
     http: int
     grpc: int
     metrics_port: int
+    shared_memory: str  # begins the names of its files in /dev/shm
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, *, port: int | None = None) -> Reply:
         """GET, or POST a JSON body; the whole reply."""
@@ -110,6 +111,10 @@ class Server:
             assert time.monotonic() - began < timeout_s, f"{found}, wanted {wanted}"
             time.sleep(0.05)
 
+    def shared_files(self) -> list[Path]:
+        """List what it shares with its models' processes."""
+        return list(Path("/dev/shm").glob(f"{self.shared_memory}*"))
+
     def stop(self, timeout_s: float = 60.0) -> int:
         """Send SIGTERM; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
@@ -165,7 +170,7 @@ def launched(
             stderr=stream,
             env=env.environment(serving),
         )
-    server = Server(env, process, log, *ports)
+    server = Server(env, process, log, *ports, shared_memory)
     try:
         _wait(server, ready=ready)
         yield server
@@ -177,7 +182,7 @@ def launched(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for left in Path("/dev/shm").glob(f"{shared_memory}*"):  # by a server that crashed
+        for left in server.shared_files():  # by a server that crashed
             left.unlink()
 
 

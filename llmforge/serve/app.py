@@ -20,15 +20,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.runtime.serving import client_json
+from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.interface import Serving
+from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Usage
 from llmforge.serve import bodies
-from llmforge.serve.bodies import BodyLimits
 from llmforge.serve.call_stream import CallStream
 from llmforge.serve.doors import Doorway
 from llmforge.serve.metrics import ServerMetrics
-from llmforge.serve.protocol import Call, UnknownModel, chat_call, encode_messages, text_call
+from llmforge.serve.protocol import Call, UnknownModel, chat_call, text_call
 from llmforge.serve.responses import ResponseWriter, error_body, status
 from llmforge.serve.token_bytes import TokenBytes
 
@@ -70,7 +72,7 @@ class _Server:
         self._created = int(time.time())
         self._metrics = ServerMetrics(engine)
         self._token_bytes = TokenBytes(engine.encoder.tokenizer)
-        self._limits = BodyLimits.of(engine.encoder)
+        self._limits = JsonLimits.of(engine.encoder)
         self._long, self._short = CapacityLimiter(LONG_READERS), CapacityLimiter(READERS)
 
     async def complete(
@@ -141,7 +143,7 @@ class _Server:
     async def _in_thread(self, data: bytes, do: Callable[[Any], T]) -> T:
         """Parse a body and do something with it, in a thread: others' streams go on meanwhile."""
         limiter = self._long if len(data) > SMALL_BODY else self._short
-        return await to_thread.run_sync(lambda: do(bodies.parse(data, self._limits)), limiter=limiter)
+        return await to_thread.run_sync(lambda: do(client_json.parse(data, self._limits, "the body")), limiter=limiter)
 
     async def health(self, http: HttpRequest) -> Response:
         """Say whether the engine lives: a server that is not healthy wants to be started anew."""
@@ -232,7 +234,7 @@ async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> A
 def _refusal(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ForgeError)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, Unavailable) else {}
-    if isinstance(error, bodies.TooLarge | bodies.TooSlow):
+    if isinstance(error, client_json.TooLarge | bodies.TooSlow):
         headers["Connection"] = "close"  # what still comes of the body is not waited for
     return JSONResponse(error_body(error), status(error), headers)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
+from llmforge.runtime.serving.client_json import TooLarge
 from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.serve.bodies import NotJson, TooLarge, TooSlow
+from llmforge.serve.bodies import NotJson, TooSlow
 from llmforge.serve.protocol import PARAMETERS, Call, UnknownModel
 from llmforge.serve.token_bytes import TokenBytes
 

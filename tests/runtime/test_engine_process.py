@@ -137,13 +137,15 @@ def test_errors_of_loading_are_those_of_the_engine(small: Artifact, tmp_path: Pa
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_no_process_outlives_the_server(small: Artifact, hangs: bool) -> None:
+def test_no_process_and_no_file_outlives_the_server(small: Artifact, tmp_path: Path, hangs: bool) -> None:
     """The server's death ends the process that serves from it, even one that holds its interpreter, and the engine."""
+    file = tmp_path / "shared"
+    file.touch()
     serving = f"""
 import ctypes, os, sys
 from pathlib import Path
 from llmforge.runtime import EngineProcess
-engine = EngineProcess(Path({str(small.path)!r}), server=os.getppid())
+engine = EngineProcess(Path({str(small.path)!r}), server=os.getppid(), files=(Path({str(file)!r}), Path("/no/such")))
 print(os.getpid(), engine.process_id, flush=True)
 {"ctypes.PyDLL(None).pause()" if hangs else "sys.stdin.read()"}
 """
@@ -154,5 +156,7 @@ print(os.getpid(), engine.process_id, flush=True)
         assert server.stdout is not None
         left = [psutil.Process(int(number)) for number in server.stdout.readline().split()]
         assert len(left) == 2
+        assert file.exists()
         server.kill()
         assert psutil.wait_procs(left, timeout=60)[1] == []
+        assert not file.exists()

@@ -133,6 +133,18 @@ class TestEnvironment:
         assert config["instance_group"][0]["kind"] == "KIND_CPU"
         assert config["parameters"]["max_queue"]["string_value"] == str(QUEUE)
 
+    def test_it_knows_the_options_of_the_production_files(self, env: TritonEnv) -> None:
+        texts = [path.read_text() for path in (Path(__file__).parents[2] / "docs/deploy").rglob("*triton*")]
+        texts.append((Path(__file__).parents[2] / "docs/deploy/kubernetes/kserve.yaml").read_text())
+        used = {word for text in texts for word in re.findall(r"[\"\s](--[a-z][a-z-]+)=?", text)}
+        used -= {"--build-arg", "--gpus", "--init", "--read-only", "--tmpfs", "--shm-size", "--interval", "--timeout",
+                 "--start-period", "--retries", "--no-cache-dir"}  # fmt: skip
+        assert "--exit-timeout-secs" in used
+        done = subprocess.run(
+            [env.server, "--help"], capture_output=True, text=True, env=env.environment(), check=False
+        )
+        assert [option for option in used if option not in done.stdout + done.stderr] == []
+
 
 class TestConfig:
     """config.pbtxt, read by Triton's own schema."""
@@ -325,9 +337,13 @@ class TestRefusals:
             ({"text_input": "a", "temperature": -1.0}, "temperature -1.0: expected"),
             ({"text_input": "a", "no_such_thing": 3}, "unknown parameter 'no_such_thing'"),
             ({"text_input": "a", "max_tokens": 3, "sampling_parameters": '{"max_tokens": 4}'}, "given twice"),
-            ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters: not JSON"),
+            ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters is not JSON"),
             ({"text_input": "a", "sampling_parameters": "[]"}, "expected a JSON object"),
-            ({"messages": "{}"}, "expected a JSON list of objects"),
+            ({"text_input": "a", "sampling_parameters": "[" * 5000}, "sampling_parameters is not JSON"),
+            ({"text_input": "a", "timeout_ms": -1}, "timeout_ms -1: expected a number of milliseconds"),
+            ({"messages": "{}"}, 'messages: expected a list of {"role": …, "content": …}, not empty'),
+            ({"messages": '[{"role": 1}]'}, 'messages[0]: expected an object {"role": …, "content": …}'),
+            ({"messages": '[{"role": "user", "content": 1}]'}, "messages[0]: content is int; expected a string"),
             ({"input_ids": [published.VOCABULARY]}, "the vocabulary has 8192"),
             ({"input_ids": [7] * CONTEXT}, f"allows at most {CONTEXT - 1}"),
             ({"input_ids": [7], "exclude_input_in_output": False}, "requires text_input"),
@@ -355,16 +371,19 @@ class TestRefusals:
                 held.enter_context(server.open("/v2/models/random/generate_stream", body, wait=False))
             server.wait_for("random", requests_running=SLOTS, requests_waiting=QUEUE)
             reply = server.generate("random", text_input="a", max_tokens=1)
+            streamed = server.request("/v2/models/random/generate_stream", {"text_input": "a", "stream": True})
             (answer,) = server.ask("random", {"inputs": {"text_input": text("a")}})
-        assert reply.status in (400, 503)  # this server's `generate` answers every error of a model with 400
-        assert "the queue is full" in reply.json["error"]
-        assert "the queue is full" in answer["error"]["message"]
+        # This server's `generate` answers every error of a model with 400, so that the first word has to tell.
+        assert (reply.status, streamed.status) == (400, 400)
+        assert reply.json["error"].startswith("unavailable: the queue is full: ")
+        assert streamed.text.startswith('data: {"error":"unavailable: the queue is full: ')
+        assert answer["error"]["message"].startswith("unavailable: the queue is full: ")
         assert server.wait_for("random", requests_running=0, requests_waiting=0) < 2.0
         server.wait_for(
             "random",
             **{
                 "answers_total:cancelled": before.get("llmforge_answers_total:cancelled", 0) + SLOTS + QUEUE,
-                "answers_total:refused": before["llmforge_answers_total:refused"] + 2,
+                "answers_total:refused": before["llmforge_answers_total:refused"] + 3,
             },
         )
 
@@ -394,6 +413,15 @@ class TestCancelling:
         assert answer["responses"][-1]["finish_reason"] == "timeout"
         assert answer["seconds"] < 3.0
 
+    @pytest.mark.parametrize("parameter", [{"timeout_ms": 300}, {"timeout": 300_000}])
+    def test_a_deadline_ends_an_answer_of_generate(self, server: Server, parameter: dict[str, Any]) -> None:
+        began = time.monotonic()
+        reply = server.generate("random", text_input="a", max_tokens=LONG, ignore_eos=True, **parameter)
+        assert reply.status == 200, reply.text
+        assert reply.json["finish_reason"] == "timeout"
+        assert 0 < reply.json["num_output_tokens"] < LONG / 2
+        assert 0.3 < time.monotonic() - began < 3.0
+
 
 def test_a_client_that_does_not_read_holds_nobody_up(server: Server) -> None:
     body = {"text_input": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -416,10 +444,12 @@ def test_metrics_say_what_happened(server: Server) -> None:
     before = server.settled("random")
     for i in range(3):
         server.generate_stream("random", text_input=f"one two three {i}", max_tokens=50, ignore_eos=True)
+    assert server.generate("random", text_input="a", max_tokens=0).status == 400
     server.wait_for("random", output_tokens_total=before["llmforge_output_tokens_total"] + 150)
     after = server.settled("random")
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["llmforge_answers_total:length"] == 3
+    assert (grown["llmforge_answers_total:invalid"], grown["llmforge_answers_total:refused"]) == (1, 0)
     assert grown["llmforge_prompt_tokens_total"] > 9
     assert grown["llmforge_time_to_first_token_seconds_count"] == 3
     assert grown["llmforge_time_to_first_token_seconds_bucket:+Inf"] == 3
@@ -562,8 +592,10 @@ class TestEnds:
                 response.readline()
                 children = psutil.Process(server.process.pid).children(recursive=True)
                 assert children
+                assert server.shared_files()
                 server.process.kill()
                 _, alive = psutil.wait_procs(children, timeout=15)
+            assert server.shared_files() == []
         assert alive == []
 
     @pytest.mark.parametrize("lack", ["onnxruntime", "numpy", "packages"])

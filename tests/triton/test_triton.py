@@ -29,6 +29,7 @@ from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
 from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
+from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, lanes, settings, signature
@@ -409,7 +410,9 @@ def test_the_environment_of_an_engine_is_that_of_what_runs_it(artifact: Artifact
     assert {"tensorrt-rtx==1.7.1.116", "onnxruntime", "cuda-bindings>=13,<14"} <= set(plan.splitlines())
 
 
-def ask(runner: Runner, parameters: dict[str, Any] | None = None, **tensors: Any) -> inputs.InferenceRequest:
+def ask(
+    encoder: Runner, parameters: dict[str, Any] | None = None, timeout_s: float | None = None, **tensors: Any
+) -> inputs.InferenceRequest:
     """Read a request whose tensors are given as Python values."""
     types = {spec.name: spec.data_type for spec in signature.INPUTS}
     dtypes = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64,
@@ -419,7 +422,7 @@ def ask(runner: Runner, parameters: dict[str, Any] | None = None, **tensors: Any
         values = values if isinstance(values, list) else [values]
         values = [value.encode() if isinstance(value, str) else value for value in values]
         arrays[name] = np.array([values], dtypes[types[name]])
-    return inputs.read(arrays, parameters or {}, None, runner)
+    return inputs.read(arrays, json.dumps(parameters or {}), timeout_s, encoder, JsonLimits.of(encoder))
 
 
 class TestInputs:
@@ -452,11 +455,72 @@ class TestInputs:
 
     def test_bytes_that_are_no_text(self, runner: Runner) -> None:
         with pytest.raises(UsageError, match="text_input: byte 1 is not UTF-8"):
-            inputs.read({"text_input": np.array([[b"a\xff"]], np.object_)}, {}, None, runner)
+            ask(runner, text_input=b"a\xff")
 
     def test_one_prompt_a_request(self, runner: Runner) -> None:
         with pytest.raises(UsageError, match="text_input: 2 values; expected one"):
             ask(runner, text_input=["a", "b"])
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{}", r'messages: expected a list of {"role": …, "content": …}, not empty'),
+            ("[]", "not empty"),
+            ('[{"role": 1}]', r"messages\[0\]: expected an object"),
+            ('[{"role": "user"}]', r"messages\[0\]: content is NoneType"),
+            ('["a"]', r"messages\[0\]: expected an object"),
+            ('[{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "image"}]}]', r"messages\[1\]"),
+            ('[{"role": "user", "content": "\\ud800"}]', "messages holds an unpaired surrogate"),
+            pytest.param("[" * 5000, "messages is not JSON", id="nested"),
+            pytest.param(f"[{'{},' * 11_000}{{}}]", "messages has 22,002 values; at most 10,256", id="values"),
+            pytest.param(f"[{' ' * 2_000_000}]", "messages is larger than 1,048,576 bytes", id="bytes"),
+        ],
+    )
+    def test_messages_that_make_no_sense(self, runner: Runner, text: str, message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            ask(runner, messages=text)
+
+    def test_json_that_is_nested_too_deeply(self, runner: Runner) -> None:
+        with pytest.raises(UsageError, match="sampling_parameters is not JSON"):
+            ask(runner, text_input="a", sampling_parameters="[" * 5000)
+
+    def test_token_ids_are_counted_before_anything_is_made_of_them(self, runner: Runner) -> None:
+        with pytest.raises(UsageError, match="100000 tokens; this artifact allows at most 63"):
+            ask(runner, input_ids=[7] * 100_000)
+
+    @pytest.mark.parametrize(
+        ("parameters", "timeout_s", "expected"),
+        [
+            ({}, None, None),
+            ({}, 2.5, 2.5),
+            ({"timeout": 1_500_000}, None, 1.5),
+            ({"timeout_ms": 1500}, None, 1.5),
+            ({"timeout_ms": 0.5}, None, 0.0005),
+            ({"timeout": 0}, None, None),
+        ],
+    )
+    def test_a_deadline(
+        self, runner: Runner, parameters: dict[str, Any], timeout_s: float | None, expected: float | None
+    ) -> None:
+        assert ask(runner, parameters, timeout_s, text_input="a").request.timeout_s == expected
+
+    @pytest.mark.parametrize(
+        ("parameters", "timeout_s", "message"),
+        [
+            ({"timeout": -1}, None, "timeout -1: expected a number of microseconds; 0 is none"),
+            ({"timeout_ms": True}, None, "timeout_ms True: expected a number of milliseconds"),
+            ({"timeout_ms": "soon"}, None, "timeout_ms soon: expected a number"),
+            ({"timeout_ms": float("nan")}, None, "timeout_ms nan: expected a number"),
+            ({"timeout_ms": 10**400}, None, "timeout_ms 1000"),
+            ({"timeout": 5, "timeout_ms": 5}, None, "timeout and timeout_ms: a request has one deadline"),
+            ({"timeout_ms": 5}, 1.0, "the request's timeout and timeout_ms: a request has one deadline"),
+        ],
+    )
+    def test_a_deadline_that_is_none(
+        self, runner: Runner, parameters: dict[str, Any], timeout_s: float | None, message: str
+    ) -> None:
+        with pytest.raises(UsageError, match=message):
+            ask(runner, parameters, timeout_s, text_input="a")
 
     def test_what_is_left_out_and_what_stands_before(self, runner: Runner) -> None:
         read = ask(runner, text_input="a b", exclude_input_in_output=False, return_num_output_tokens=False)

@@ -53,6 +53,7 @@ class EngineProcess:
         draft: the artifact that drafts tokens, with `speculation` "draft-model".
         device: which GPU an engine for one gets.
         server: the id of the process that this one works for: when it ends, so does this one, by a signal.
+        files: what `server` removes when it ends; should it be killed, they are removed all the same.
 
     Raises:
         EnvironmentLacks: no process can be started, or it ended while it loaded.
@@ -67,6 +68,7 @@ class EngineProcess:
         draft: Path | None = None,
         device: int = 0,
         server: int | None = None,
+        files: tuple[Path, ...] = (),
     ) -> None:
         self.options = options or EngineOptions()
         self._encoder = PromptEncoder.read(artifact)
@@ -90,7 +92,7 @@ class EngineProcess:
         self._pending: dict[int, _Pending] = {}
         self._closing = False
         self._failure: ForgeError | None = None
-        begin = wire.Begin(artifact.resolve(), options, threads, draft and draft.resolve(), device, server)
+        begin = wire.Begin(artifact.resolve(), options, threads, draft and draft.resolve(), device, server, files)
         self._sender.send(begin)
         try:
             first = self._connection.recv()

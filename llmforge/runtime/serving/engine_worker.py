@@ -15,9 +15,11 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from llmforge.base.errors import ForgeError, Unavailable
 from llmforge.runtime.serving.engine import Engine
@@ -39,6 +41,7 @@ from llmforge.runtime.serving.wire import (
 
 POLL_S = 0.05  # between two looks at the figures, while the engine is busy and says nothing
 SWITCH_S = 1e-3  # after which the engine's thread lets another one run, where a step is all Python
+END_S = 5.0  # for the end of a process whose connection has ended
 SMALL_CONSTRAINT = 4096  # characters; larger ones, which may take long to compile, wait for each other only
 
 logger = logging.getLogger(__name__)
@@ -66,14 +69,14 @@ class _Worker:
         self._sending = threading.Thread(target=self._send_all, name="llmforge-send")
 
     def run(self) -> None:
-        """Go on until the engine is closed, or fails; end this process at once when the other one has."""
+        """Go on until the engine is closed, or fails, or nobody is there who could be told anything."""
         self._sender.send(Ready(self._engine.stats()))
         self._sending.start()
         while True:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # nobody is there who could be told anything
+                return
             match message:
                 case Submit(number, request, _):
                     with self._lock:
@@ -153,26 +156,30 @@ class _Worker:
                 os._exit(1)
 
 
-def _end_with(*processes: int) -> None:
-    """Wait for the end of one of some processes, then end the others, and this one.
+def _end_with(processes: Sequence[int], files: Iterable[Path]) -> None:
+    """Wait for the end of one of some processes, then end the others, remove `files`, and end this process.
 
     The one that serves may hang in a call into a server that is no more, and could not end itself.
     """
     with contextlib.ExitStack() as opened:
         watched = select.poll()
-        files = []
+        handles: list[int] = []
         for process in processes:
             try:
-                files.append(os.pidfd_open(process))
+                handles.append(os.pidfd_open(process))
             except ProcessLookupError:
                 continue  # it has ended: its number is nobody's, or another's, and is not looked at again
-            opened.callback(os.close, files[-1])
-            watched.register(files[-1], select.POLLIN)
-        if len(files) == len(processes):
+            opened.callback(os.close, handles[-1])
+            watched.register(handles[-1], select.POLLIN)
+        if len(handles) == len(processes):
             watched.poll()
-        for file in files:
+        for handle in handles:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(file, signal.SIGKILL)
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        # Where the last one goes on for a while, it has them open, and needs their names no more.
+        for path in files:
+            with contextlib.suppress(OSError):  # it is gone, or another's
+                path.unlink()
         os._exit(1)
 
 
@@ -184,13 +191,16 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     sys.setswitchinterval(SWITCH_S)
     processes = [os.getppid()] if begin.server is None else [begin.server, os.getppid()]
-    threading.Thread(target=_end_with, args=processes, name="llmforge-watch", daemon=True).start()
+    watch = threading.Thread(target=_end_with, args=[processes, begin.files], name="llmforge-watch", daemon=True)
+    watch.start()
     try:
         engine = Engine.load(begin.artifact, begin.options, begin.threads, begin.draft, begin.device)
     except ForgeError as error:
         Sender(connection).send(Failed(error))
         sys.exit(error.exit_code)
     _Worker(engine, connection).run()
+    watch.join(END_S)  # which sees the same end, and has more to do
+    os._exit(1)
 
 
 if __name__ == "__main__":

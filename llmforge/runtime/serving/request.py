@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.runtime.sampling.options import GREEDY, Sampling
@@ -76,7 +80,7 @@ class Chunk:
 Receiver = Callable[[Chunk | ForgeError], None]
 
 
-def check_tokens(ids: Sequence[int], longest: int, vocabulary: int) -> None:
+def check_tokens(ids: Sequence[int] | NDArray[np.integer[Any]], longest: int, vocabulary: int) -> None:
     """Return if an artifact of `vocabulary` tokens, which takes at most `longest` of them, can read `ids`.
 
     Raises:

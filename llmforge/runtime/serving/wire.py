@@ -20,7 +20,8 @@ from llmforge.runtime.serving.stats import EngineStats
 class Begin:
     """The first message to the engine's process: what `Engine.load` gets.
 
-    `server` is the process id of a server around the one that serves, if there is one: when it ends, both end.
+    `server` is the process id of a server around the one that serves, if there is one: when it ends, both end, and
+    `files`, which it would have removed, are removed.
     """
 
     artifact: Path
@@ -29,6 +30,7 @@ class Begin:
     draft: Path | None
     device: int
     server: int | None
+    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True)

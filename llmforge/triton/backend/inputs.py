@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,20 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import sampling_of
+from llmforge.runtime.serving import client_json
+from llmforge.runtime.serving.client_json import JsonLimits
+from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
-from llmforge.runtime.serving.request import Request
+from llmforge.runtime.serving.request import Request, check_tokens
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.signature import TensorSpec
 
 # Parameters of a request that Triton and its clients use between themselves.
 _TRITON_PREFIX = "triton_"
+# Deadlines as parameters, for `generate` has no other place: name → its unit, and how many of it make a second.
+# `timeout` is that of Triton's `infer` (docs/protocol/extension_parameters.md of its server).
+_DEADLINES: Mapping[str, tuple[str, float]] = {"timeout": ("microseconds", 1e6), "timeout_ms": ("milliseconds", 1e3)}
+_LONGEST_S = 1e9
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -37,9 +43,11 @@ class InferenceRequest:
 
 
 def read(
-    tensors: Tensors, parameters: Mapping[str, Any], timeout_s: float | None, encoder: PromptEncoder
+    tensors: Tensors, parameters: str, timeout_s: float | None, encoder: PromptEncoder, limits: JsonLimits
 ) -> InferenceRequest:
-    """Read a request: `tensors` by name, [1, n] each, and its `parameters`.
+    """Read a request: `tensors` by name, [1, n] each, and its `parameters`, a JSON object.
+
+    `timeout_s` is the deadline that the request has for Triton, if any; `limits` bound what of it is JSON.
 
     Raises:
         UsageError, InputError: the request makes no sense; says which input is wrong.
@@ -47,13 +55,33 @@ def read(
     stream = bool(_one(tensors, signature.STREAM, default=False))
     switches = (signature.RETURN_INPUT_TOKENS, signature.RETURN_OUTPUT_TOKENS, signature.RETURN_FINISH_REASON)
     omitted = {spec.name.removeprefix("return_") for spec in switches if not _one(tensors, spec, default=True)}
-    prompt = _prompt(tensors, encoder)
-    sampling = sampling_of(_sampling(tensors, parameters))
+    given = _json(parameters, "the parameters", limits)
+    deadline_s = _deadline(given, timeout_s)
+    sampling = sampling_of(_sampling(tensors, given, limits))
+    prompt = _prompt(tensors, encoder, limits)  # what takes time comes last
     echo = _echo(tensors, stream=stream)
-    return InferenceRequest(Request(tuple(prompt), sampling, timeout_s), stream, echo, frozenset(omitted))
+    return InferenceRequest(Request(tuple(prompt), sampling, deadline_s), stream, echo, frozenset(omitted))
 
 
-def _prompt(tensors: Tensors, encoder: PromptEncoder) -> list[int]:
+def _deadline(parameters: Mapping[str, Any], timeout_s: float | None) -> float | None:
+    """Give a request's deadline in s: the one that it has for Triton, or that of a parameter; 0 is none, as in Triton.
+
+    Raises:
+        UsageError: there are two, or one is no time.
+    """
+    found = {} if timeout_s is None else {"the request's timeout": timeout_s}
+    for name, (unit, per_s) in _DEADLINES.items():
+        if (value := parameters.get(name)) is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S * per_s:
+            raise UsageError(f"{name} {str(value)[:40]}: expected a number of {unit}; 0 is none")
+        found[name] = value / per_s
+    if len(found) > 1:
+        raise UsageError(f"{' and '.join(found)}: a request has one deadline", hint="use only one of them")
+    return next((seconds for seconds in found.values() if seconds), None)
+
+
+def _prompt(tensors: Tensors, encoder: PromptEncoder, limits: JsonLimits) -> list[int]:
     kinds = (signature.TEXT_INPUT, signature.MESSAGES, signature.INPUT_IDS)
     given = [spec for spec in kinds if spec.name in tensors]
     if len(given) != 1:
@@ -65,16 +93,11 @@ def _prompt(tensors: Tensors, encoder: PromptEncoder) -> list[int]:
     if spec is signature.TEXT_INPUT:
         return encoder.encode(_text(tensors, spec))
     if spec is signature.MESSAGES:
-        return encoder.encode_chat(_messages(_text(tensors, spec)))
-    ids: list[int] = tensors[spec.name].reshape(-1).tolist()
+        return encode_messages(_json(_text(tensors, spec), spec.name, limits), encoder)
+    flat = tensors[spec.name].reshape(-1)
+    check_tokens(flat, encoder.config.max_context - 1, encoder.config.vocabulary)  # before there is a list of them
+    ids: list[int] = flat.tolist()
     return ids
-
-
-def _messages(text: str) -> list[dict[str, Any]]:
-    messages = _json(text, signature.MESSAGES.name)
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise UsageError("messages: expected a JSON list of objects with role and content, at least one")
-    return messages
 
 
 def _echo(tensors: Tensors, *, stream: bool) -> str:
@@ -86,13 +109,18 @@ def _echo(tensors: Tensors, *, stream: bool) -> str:
     return _text(tensors, signature.TEXT_INPUT)
 
 
-def _sampling(tensors: Tensors, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(tensors: Tensors, parameters: Mapping[str, Any], limits: JsonLimits) -> dict[str, Any]:
     """Gather parameters of sampling from the three places where clients put them; each may be given once."""
     gathered: dict[str, Any] = {}
+    own = {
+        name: value
+        for name, value in parameters.items()
+        if not name.startswith(_TRITON_PREFIX) and name not in _DEADLINES
+    }
     for place, values in (
         ("an input", dict(_sampling_tensors(tensors))),
-        (signature.SAMPLING_PARAMETERS.name, _sampling_parameters(tensors)),
-        ("a parameter", {name: value for name, value in parameters.items() if not name.startswith(_TRITON_PREFIX)}),
+        (signature.SAMPLING_PARAMETERS.name, _sampling_parameters(tensors, limits)),
+        ("a parameter", own),
     ):
         if twice := sorted(gathered.keys() & values.keys()):
             raise UsageError(f"{', '.join(twice)}: given twice, also as {place}")
@@ -112,21 +140,18 @@ def _sampling_tensors(tensors: Tensors) -> Iterator[tuple[str, Any]]:
         yield spec.name, float(str(value)) if isinstance(value, np.float32) else value.item()
 
 
-def _sampling_parameters(tensors: Tensors) -> dict[str, Any]:
+def _sampling_parameters(tensors: Tensors, limits: JsonLimits) -> dict[str, Any]:
     if signature.SAMPLING_PARAMETERS.name not in tensors:
         return {}
     name = signature.SAMPLING_PARAMETERS.name
-    values = _json(_text(tensors, signature.SAMPLING_PARAMETERS), name)
+    values = _json(_text(tensors, signature.SAMPLING_PARAMETERS), name, limits)
     if not isinstance(values, dict):
         raise UsageError(f"{name}: expected a JSON object of names and values")
     return values
 
 
-def _json(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{name}: not JSON: {error}") from error
+def _json(text: str, what: str, limits: JsonLimits) -> Any:
+    return client_json.parse(text.encode("utf-8", "surrogatepass"), limits, what)
 
 
 def _text(tensors: Tensors, spec: TensorSpec) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from llmforge.base.errors import ForgeError, Unavailable
 from llmforge.runtime.serving.stats import COUNTERS, GAUGES, EngineStats
 
 PERIOD_S = 0.5
@@ -25,8 +26,9 @@ HISTOGRAMS = {
     TTFT: ("From the arrival of a request to its first token", TTFT_BUCKETS),
     ITL: ("Between two tokens of an answer", ITL_BUCKETS),
 }
-ANSWERS = "llmforge_answers_total"  # by finish_reason: the engine's, and "refused" for requests that it did not take
-REFUSED = "refused"
+# By finish_reason: the engine's, and for requests that it did not take "refused" (there is no room) and "invalid".
+ANSWERS = "llmforge_answers_total"
+REFUSED, INVALID = "refused", "invalid"
 
 
 class _Total:
@@ -64,7 +66,7 @@ class Metrics:
             name=ANSWERS, description="Answers that ended, by reason", kind=pb_utils.MetricFamily.COUNTER
         )
         self._finished: dict[str, _Total] = {}
-        self._refused = 0
+        self._refused = {REFUSED: 0, INVALID: 0}
         self.report()
         self._thread = threading.Thread(target=self._run, name="llmforge-metrics")
         self._thread.start()
@@ -74,21 +76,21 @@ class Metrics:
         with self._lock:
             self._times_s[TTFT if first else ITL].append(seconds)
 
-    def refused(self) -> None:
-        """Note that a request was not taken on."""
+    def refused(self, error: ForgeError) -> None:
+        """Note that a request was not taken on: for want of room, or because it makes no sense."""
         with self._lock:
-            self._refused += 1
+            self._refused[REFUSED if isinstance(error, Unavailable) else INVALID] += 1
 
     def report(self) -> None:
         """Send Triton what was gathered, and the engine's statistics."""
         with self._lock:
             observed, self._times_s = self._times_s, {name: [] for name in HISTOGRAMS}
-            refused = self._refused
+            refused = dict(self._refused)
         for name, times_s in observed.items():
             for seconds in times_s:
                 self._metrics[name].observe(seconds)
         stats = self._stats()
-        for reason, count in {**stats.finished, REFUSED: refused}.items():
+        for reason, count in {**stats.finished, **refused}.items():
             if reason not in self._finished:
                 labels = {**self._labels, "finish_reason": reason}
                 self._finished[reason] = _Total(self._families[ANSWERS].Metric(labels=labels))

@@ -24,7 +24,9 @@ from llmforge.base import admission
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
+from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.engine_process import EngineProcess
+from llmforge.runtime.serving.engine_worker import SMALL_CONSTRAINT
 from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.backend.lanes import Lane
 from llmforge.triton.backend.metrics import Metrics
@@ -32,6 +34,8 @@ from llmforge.triton.backend.responses import POLL_S, ResponseSender, fail
 
 _ALLOW = "write the repository with `llmforge triton --allow fail`"
 DRAIN_S = 5.0
+LANES = ("text", "chat", "long", "constrained", "long constraint")  # the last two get what the others read
+SHARED_MEMORY = Path("/dev/shm")
 SMALL = 32 << 10  # bytes of a request; longer ones wait for each other only
 
 
@@ -75,7 +79,9 @@ class TritonPythonModel:
             folder = Path(args["model_repository"], args["model_version"], wanted.artifact).resolve()
             admitted = admission.admit(folder, allow=wanted.allow, how_to_allow=_ALLOW)
             device = _device(RuntimeConfig.read(folder / "engine" / FILE), args)
-            self._engine = EngineProcess(folder, wanted.engine, wanted.threads, device=device, server=os.getppid())
+            self._engine = EngineProcess(
+                folder, wanted.engine, wanted.threads, device=device, server=os.getppid(), files=_shared_memory()
+            )
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
         for note in (*admitted.notes, *self._engine.stats().notes):
@@ -83,9 +89,10 @@ class TritonPythonModel:
         names = {"model": "model_name", "version": "model_version", "instance": "model_instance_name"}
         labels = {label: args[name] for label, name in names.items()}
         self._metrics = Metrics(self._engine.stats, labels)
+        self._limits = JsonLimits.of(self._engine.encoder)
         self._sender = ResponseSender(self._engine, self._metrics, _end_server)
         most = self._engine.encoder.config.max_batch + self._engine.options.max_queue
-        self._lanes = {kind: Lane(kind, most, _end_server) for kind in ("text", "chat", "long", "constrained")}
+        self._lanes = {kind: Lane(kind, most, _end_server) for kind in LANES}
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take on requests; their responses come later, from the sender's thread."""
@@ -102,7 +109,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Stop. Triton waits for running requests before it unloads a model; any that remain end as cancelled."""
-        for lane in self._lanes.values():  # the last one gets what the others read
+        for lane in self._lanes.values():
             lane.close()
         self._sender.close(DRAIN_S)
         self._metrics.close()
@@ -121,17 +128,20 @@ class TritonPythonModel:
                 raise Unavailable("the client has gone")
             read = inputs.read(
                 arrival.tensors,
-                json.loads(arrival.parameters),
+                arrival.parameters,
                 timeout_us / 1e6 if timeout_us else None,
                 self._engine.encoder,
+                self._limits,
             )
         except ForgeError as error:
             self._refuse(sender, error)
             return
-        if read.request.sampling.constraint is None:
+        constraint = read.request.sampling.constraint
+        if constraint is None:
             self._submit(read, arrival)
         else:
-            self._put("constrained", sender, partial(self._submit, read, arrival))
+            kind = "constrained" if len(constraint.text) <= SMALL_CONSTRAINT else "long constraint"
+            self._put(kind, sender, partial(self._submit, read, arrival))
 
     def _submit(self, read: inputs.InferenceRequest, arrival: _Arrival) -> None:
         """Hand a request to the engine, or answer why it does not take it."""
@@ -141,7 +151,7 @@ class TritonPythonModel:
             self._refuse(arrival.sender, error)
 
     def _refuse(self, sender: Any, error: ForgeError) -> None:
-        self._metrics.refused()
+        self._metrics.refused(error)
         fail(sender, error)
 
 
@@ -171,6 +181,15 @@ def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
             hint=f"kind: KIND_{kind}",
         )
     return int(args["model_instance_device_id"]) if kind == "GPU" else 0
+
+
+def _shared_memory() -> tuple[Path, ...]:
+    """Find the files through which the server and this process talk: it names them in this process's command line.
+
+    The server removes them when it ends in order; one that is killed would leave them in memory for good.
+    """
+    words = Path("/proc/self/cmdline").read_text().split("\0")
+    return tuple(path for word in words if word and "/" not in word and (path := SHARED_MEMORY / word).is_file())
 
 
 def _end_server() -> None:

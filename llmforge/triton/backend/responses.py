@@ -188,15 +188,18 @@ class ResponseSender:
 
 
 def fail(sender: Any, error: ForgeError) -> None:
-    """End a request with an error, which clients see with its hint."""
-    code = pb_utils.TritonError.INTERNAL
+    """End a request with an error, which clients see with its hint.
+
+    Over HTTP Triton 2.51 gives every error the status 400: what is no fault of the client's says so by its first word.
+    """
+    code, kind = pb_utils.TritonError.INTERNAL, "internal: "
     if isinstance(error, Unavailable):
-        code = pb_utils.TritonError.UNAVAILABLE
+        code, kind = pb_utils.TritonError.UNAVAILABLE, "unavailable: "
     elif isinstance(error, UsageError | InputError):
-        code = pb_utils.TritonError.INVALID_ARG
+        code, kind = pb_utils.TritonError.INVALID_ARG, ""
     elif isinstance(error, UnsupportedError | EnvironmentLacks):
-        code = pb_utils.TritonError.UNSUPPORTED
-    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+        code, kind = pb_utils.TritonError.UNSUPPORTED, ""
+    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{kind}{error}", code))
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
