@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Between the tokens of JSON: a space, or a new line and its indentation. llguidance's own pattern has no bound: a model
 # that likes white space would never end.
-_WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
+WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
 _MOST_COMPILED = 64  # constraints that are kept
 MOST_BYTES = 64 << 10  # of a constraint: the worst that were found compile in half a second
 _SHOWN = 300  # characters of the library's messages
@@ -160,7 +160,7 @@ class ConstraintCompiler:
         try:
             match constraint.kind:
                 case "json_schema":
-                    spaces: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
+                    spaces: JsonCompileOptions = {"whitespace_pattern": WHITE_SPACE}
                     grammar = LLMatcher.grammar_from_json_schema(constraint.text, defaults=spaces)
                 case "regex":
                     grammar = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.text, 'd')}/")
