@@ -157,8 +157,8 @@ class ToolFormat:
         rules.append(f"call: {' | '.join(f'{json.dumps(name)} {between} a{i}' for i, name in enumerate(schemas))}")
         for i, schema in enumerate(schemas.values()):
             spaced = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-            rules.append(f"a{i}: %json {json.dumps(spaced)}")
-        return Constraint("grammar", "\n".join(rules) + "\n")
+            rules.append(f"a{i}: %json {json.dumps(spaced, ensure_ascii=False)}")
+        return Constraint("tools", "\n".join(rules) + "\n")
 
 
 @dataclass(frozen=True)
