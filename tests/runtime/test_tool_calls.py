@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 
 from llmforge.base.errors import UsageError
+from llmforge.runtime.sampling.constraints import ConstraintCompiler
 from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.tool_calls import MARKUPS, CallDelta, CallParser, Markup, Piece, match
 from llmforge.runtime.serving.tool_format import ToolFormat
@@ -140,6 +145,18 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
     assert parser.push(": 1") == [CallDelta(0, arguments=": 1")]
 
 
+def test_long_answers_take_linear_time() -> None:
+    for markup in MARKUPS:
+        for text in ("{" * 200_000, " " * 200_000, "<" * 200_000, "[TOOL_CALLS]" * 20_000, "<|channel|>" * 20_000):
+            parser, start = CallParser(markup, NAMES), time.monotonic()
+            pieces = parser.push(text)
+            for character in text[:20_000]:
+                pieces += parser.push(character)
+            pieces += parser.flush()
+            assert time.monotonic() - start < 5
+            assert added(pieces) == (text + text[:20_000], [])
+
+
 def test_one_call_alone_where_several_are_not_wanted() -> None:
     for name, answer, _, calls in ANSWERS:
         assert parsed(BY_NAME[name], list(answer), parallel=False)[1] == calls[:1]
@@ -209,12 +226,49 @@ def test_arguments_are_given_as_the_template_takes_them() -> None:
         message["tool_calls"] = [{"function": {"name": "f", "arguments": wrong}}]
         with pytest.raises(UsageError, match=r"messages\[0\].tool_calls\[0\]: arguments must be the JSON of an object"):
             mapping.messages([message])
+    for hostile in (3, "x", {"function": 1}, [3], [{}], [{"function": {"name": 1}}], [[]]):
+        with pytest.raises(UsageError, match=r"messages\[0\].tool_calls\[0\]: expected"):
+            mapping.messages([{**message, "tool_calls": hostile}])
 
 
 def test_templates_without_calls_that_can_be_read_have_no_format() -> None:
     assert found(tool_templates.UNKNOWN) is None
     assert found(tool_templates.SILENT) is None
     assert found("{{ raise_exception('no') }}") is None
+    always = found("{% if not tools %}{{ raise_exception('tools') }}{% endif %}" + tool_templates.HERMES)
+    assert always is not None
+    assert always.shows_tools
     hidden = found(tool_templates.HIDDEN)
     assert hidden is not None
     assert not hidden.shows_tools
+
+
+@pytest.mark.parametrize("name", tool_templates.TEMPLATES)
+@pytest.mark.parametrize("special", [True, False])
+def test_the_grammar_takes_what_the_template_writes(name: str, special: bool, sample_checkpoint: Path) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer = Tokenizer.from_file(str(sample_checkpoint / "tokenizer.json"))
+    markers = re.findall(r"<[^ <>]+>|\[[A-Z_]+\]", " ".join(BY_NAME[name].patterns))
+    if special:
+        tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in sorted(set(markers))])
+    eos = [token for end in ("<|endoftext|>", "<|call|>") if (token := tokenizer.token_to_id(end)) is not None]
+    format_ = found(tool_templates.TEMPLATES[name])
+    assert format_ is not None
+    shown = {tokenizer.id_to_token(token) for token in format_.special_tokens(tokenizer)}
+    assert shown == (set(markers) if special else set())
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schemas = {"add": schema, "get_weather": {}}
+    constraint = format_.constraint(schemas, parallel=True, tokenizer=tokenizer, eos=eos)
+    state = ConstraintCompiler(tokenizer, tokenizer.get_vocab_size(), eos).start(constraint)
+    arguments = '{"n": 3}'
+    text = f"{format_.begin}add{format_.between}{arguments}"
+    if format_.join is not None:
+        text += f"{format_.join}get_weather{format_.between}{{}}"
+    text = re.sub("probe000[12]", "Zz9999999", text + format_.tail)
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    for token in tokens[: -1 if tokens[-1] in eos else None]:
+        assert state.mask()[token] == 0
+        state.advance(token)
+    assert state.mask()[eos[-1]] == 0
+    one = format_.constraint(schemas, parallel=False, tokenizer=tokenizer, eos=eos)
+    assert (one == constraint) == (format_.join is None)

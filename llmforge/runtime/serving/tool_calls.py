@@ -176,7 +176,7 @@ class CallParser:
         self._starts = re.compile("|".join(re.escape(p[0]) for p in sorted({*markup.heads, *markup.dropped})))
         self._state: Callable[[list[Piece], bool], bool] = self._in_text
         self._pending = ""  # not looked at, or not decided
-        self._space = ""  # behind the text that came out
+        self._space: list[str] = []  # behind the text that came out
         self._said = self._said_behind = False  # any text; and behind the latest call
         self._depth, self._quoted, self._escaped = 0, False, False
         self.calls = 0  # that have begun
@@ -200,10 +200,10 @@ class CallParser:
 
     def _in_text(self, pieces: list[Piece], final: bool) -> bool:
         text = self._pending
+        first = -1 if self._said else len(text) - len(text.lstrip())  # where the answer begins
         for start in self._starts.finditer(text):
             at = start.start()
-            is_first = not self._said and not text[:at].strip()
-            for pattern in self._markup.heads if is_first or not self._markup.leads else ():
+            for pattern in self._markup.heads if at <= first or not self._markup.leads else ():
                 found = match(pattern, text, at)
                 if found == "more" and not final:
                     return self._wait(pieces, text, at)
@@ -220,7 +220,7 @@ class CallParser:
                     return True
         self._wait(pieces, text, len(text))
         if final and not self.calls and self._space:
-            pieces.append(self._space)
+            pieces.append("".join(self._space))
         return False
 
     def _in_arguments(self, pieces: list[Piece], final: bool) -> bool:
@@ -265,18 +265,21 @@ class CallParser:
 
     def _say(self, pieces: list[Piece], text: str) -> None:
         """Give out text, less the white space that a call may follow or came before."""
-        text = self._space + text
         said = text.rstrip()
-        self._space = text[len(said) :]
         if said:
-            pieces.append(said.lstrip() if self.calls and not self._said_behind else said)
+            whole = "".join((*self._space, said))
+            pieces.append(whole.lstrip() if self.calls and not self._said_behind else whole)
             self._said = self._said_behind = True
+            self._space.clear()
+        if len(said) < len(text):
+            self._space.append(text[len(said) :])
 
     def _begin(self, pieces: list[Piece], head: Match) -> bool:
         pieces.append(CallDelta(self.calls, name=self._pending[head.name_start : head.name_end]))
         self.calls += 1
         self._pending = self._pending[head.end - 1 :]
-        self._space, self._said_behind = "", False
+        self._space.clear()
+        self._said_behind = False
         self._depth, self._quoted, self._escaped = 0, False, False
         self._state = self._in_arguments
         return True

@@ -64,17 +64,14 @@ class ToolFormat:
         Raises:
             EnvironmentLacks: no process can be started to render.
         """
-        try:
-            plain = template.render([_USER])
-            with_tools = template.render([_USER], tools=[_TOOL])
-        except InputError:  # not even that: the template wants another conversation than this
-            return None
+        plain, prompt = _rendered(template, [_USER], tools=()), _rendered(template, [_USER])
         for mapping in (True, False):
             for content in ("", None):
                 calls = [_call(_NAME, id_, _ARGUMENTS if mapping else json.dumps(_ARGUMENTS)) for id_ in _IDS]
-                text, two = _rendered(template, content, calls[:1]), _rendered(template, content, calls)
+                answers = [{"role": "assistant", "content": content, "tool_calls": calls[:n]} for n in (1, 2)]
+                text, two = (_rendered(template, [_USER, each], add_generation_prompt=False) for each in answers)
                 for markup in MARKUPS:
-                    found = cls._of(markup, text, two, with_tools, plain != with_tools, mapping, content)
+                    found = cls._of(markup, text, two, prompt, plain != prompt, mapping, content)
                     if found is not None:
                         return found
         return None
@@ -110,7 +107,7 @@ class ToolFormat:
         """Write the calls in a conversation as the template wants them; they come in OpenAI's shape.
 
         Raises:
-            UsageError: the arguments of a call are not the JSON of an object.
+            UsageError: a call has no function, or its arguments are not the JSON of an object.
         """
         return [
             self._message(message, f"messages[{i}]") if message.get("tool_calls") else message
@@ -118,9 +115,11 @@ class ToolFormat:
         ]
 
     def _message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
-        calls = []
-        for i, call in enumerate(message["tool_calls"]):
-            function = call["function"]
+        given, calls = message["tool_calls"], []
+        for i, call in enumerate(given if isinstance(given, list) else [given]):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise UsageError(f'{where}.tool_calls[{i}]: expected {{"function": {{"name": …, "arguments": …}}}}')
             arguments = _arguments(function.get("arguments"), f"{where}.tool_calls[{i}]")
             written = arguments if self.mapping else json.dumps(arguments, ensure_ascii=False)
             calls.append({**call, "function": {"name": function["name"], "arguments": written}})
@@ -193,11 +192,16 @@ def _calls(markup: Markup, text: str) -> list[_Rendered]:
     return calls
 
 
-def _rendered(template: ChatTemplate, content: str | None, calls: Sequence[Mapping[str, Any]]) -> str:
-    """Render a conversation that ends with calls; nothing where the template refuses it."""
-    messages: list[Mapping[str, Any]] = [_USER, {"role": "assistant", "content": content, "tool_calls": list(calls)}]
+def _rendered(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (_TOOL,),
+    add_generation_prompt: bool = True,
+) -> str:
+    """Render a conversation; nothing where the template refuses it."""
     try:
-        return template.render(messages, tools=[_TOOL], add_generation_prompt=False)
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
     except InputError:
         return ""
 
