@@ -317,3 +317,10 @@ def test_a_template_that_cannot_have_tools_refuses_them(
         assert raised.value.param == "tools"
         assert says in raised.value.message
         assert ask(client, tool_choice="none", max_tokens=1).choices  # which asks for nothing
+
+
+def test_the_example_of_the_documents_runs(served: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    _, example = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(example, {"client": served[0], "model": "small", "messages": ASK})
+    assert capsys.readouterr().out.startswith("get_weather {")
