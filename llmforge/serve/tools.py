@@ -5,7 +5,6 @@ Shapes: https://platform.openai.com/docs/api-reference/chat/create (`tools`, `to
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -114,13 +113,9 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}.function.description: expected a string")
     parameters = function.get("parameters")
     if parameters is None:
-        parameters = {"type": "object", "properties": {}}
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise UsageError(f"{where}.function.parameters: expected the JSON schema of an object")
-    try:
-        json.dumps(parameters)
-    except RecursionError as error:
-        raise UsageError(f"{where}.function.parameters: nested too deeply") from error
     return {
         "type": "function",
         "function": {"name": name, "description": description or "", "parameters": parameters},

@@ -272,3 +272,8 @@ def test_the_grammar_takes_what_the_template_writes(name: str, special: bool, sa
     assert state.mask()[eos[-1]] == 0
     one = format_.constraint(schemas, parallel=False, tokenizer=tokenizer, eos=eos)
     assert (one == constraint) == (format_.join is None)
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(UsageError, match="nested too deeply"):
+        format_.constraint({"add": deep}, parallel=True, tokenizer=tokenizer, eos=eos)

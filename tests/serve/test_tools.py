@@ -185,7 +185,7 @@ def streamed(client: openai.OpenAI, **options: Any) -> tuple[str, list[list[str]
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool["function"]["name"][:12])
 def test_a_function_that_must_be_called_is_called_by_its_schema(served: Any, tool: dict[str, Any]) -> None:
     client, _ = served
-    name, schema = tool["function"]["name"], tool["function"].get("parameters", {"properties": {}})
+    name, schema = tool["function"]["name"], tool["function"].get("parameters", {"additionalProperties": False})
     named = {"type": "function", "function": {"name": name}}
     made = ask(client, tools=[WEATHER, tool][tool is WEATHER :], tool_choice=named, temperature=1, seed=len(name))
     (choice,) = made.choices
@@ -291,6 +291,13 @@ def test_a_conversation_goes_on_behind_a_call(served: Any) -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools to call"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         ({"response_format": {"type": "json_object"}}, "tools", "a form of answers"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [3]}]}, "messages", "[0].tool_calls[0]"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": {"a": 1}}]}, "messages", "[0].tool_calls[0]"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages",
+            "arguments must be the JSON of an object",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(hermes: Any, options: Any, parameter: str, says: str) -> None:

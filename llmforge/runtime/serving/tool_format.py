@@ -140,7 +140,7 @@ class ToolFormat:
         """Want one call or several, of functions by their names and the JSON schemas of their arguments.
 
         Raises:
-            UsageError: the schemas are too large.
+            UsageError: the schemas are too large, or nested too deeply.
         """
         added = {
             token: each.content
@@ -156,7 +156,10 @@ class ToolFormat:
         rules.append(f"call: {' | '.join(f'{json.dumps(name)} {between} a{i}' for i, name in enumerate(schemas))}")
         for i, schema in enumerate(schemas.values()):
             spaced = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-            rules.append(f"a{i}: %json {json.dumps(spaced, ensure_ascii=False)}")
+            try:
+                rules.append(f"a{i}: %json {json.dumps(spaced, ensure_ascii=False)}")
+            except RecursionError as error:
+                raise UsageError("tools: a schema is nested too deeply") from error
         return Constraint("tools", "\n".join(rules) + "\n")
 
 
