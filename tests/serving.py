@@ -20,11 +20,11 @@ SLOTS = 4
 CONTEXT = 256
 
 
-def publish_small(out: Path, checkpoint: Path, *, eos: tuple[int, ...] = (EOS,)) -> Artifact:
+def publish_small(out: Path, checkpoint: Path, *, eos: tuple[int, ...] = (EOS,), context: int = CONTEXT) -> Artifact:
     """Publish the decoder of tests/decoder_graph.py as the artifact `small`, of 4 slots and 256 tokens of context."""
     with staging(out, "small") as folder:
-        model, _ = engine.lower(decoder(VOCABULARY), targets.local())
-        spec = EngineSpec(max_context=CONTEXT, max_batch=SLOTS, threads=1)
+        model, _ = engine.lower(decoder(VOCABULARY, context), targets.local())
+        spec = EngineSpec(max_context=context, max_batch=SLOTS, threads=1)
         engine.build(BuildRequest(model, folder / "engine", spec, targets.local(), eos, 0))
         (folder / "tokenizer").mkdir()
         for name in ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json"):

@@ -26,7 +26,7 @@ from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.serve import bodies
+from llmforge.serve import bodies, tools
 from llmforge.serve.call_stream import CallStream
 from llmforge.serve.doors import Doorway
 from llmforge.serve.metrics import ServerMetrics
@@ -116,7 +116,8 @@ class _Server:
             if not isinstance(body, dict) or (("prompt" in body) == ("messages" in body)):
                 raise UsageError("expected an object with either prompt (a string) or messages")
             if "messages" in body:
-                return encode_messages(body["messages"], encoder)
+                use = tools.read(body, encoder)
+                return encode_messages(body["messages"], encoder, () if use is None else use.tools)
             if not isinstance(body["prompt"], str):
                 raise UsageError("prompt: expected a string")
             return encoder.encode(body["prompt"])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llmforge.base.errors import UsageError
@@ -17,6 +17,8 @@ from llmforge.runtime.sampling.parameters import NAMES, samplings_of
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Request
+from llmforge.runtime.serving.tool_calls import CallParser
+from llmforge.serve import tools
 
 Kind = Literal["chat", "text"]
 
@@ -62,6 +64,7 @@ class Call:
     n: int
     stream: bool
     include_usage: bool  # a stream ends with a chunk of token counts
+    parser: Callable[[], CallParser] | None = None  # of calls in an answer, one for each; None: none are looked for
 
     @property
     def logprobs(self) -> bool:
@@ -79,8 +82,13 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
     Raises:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
-    fields = _fields(body, model)
-    return _call("chat", fields, {}, 1, lambda: [encode_messages(fields.get("messages"), encoder)])
+    fields = _fields(body, model, tools.FIELDS)
+    use = tools.read(fields, encoder)
+    shown = () if use is None else use.tools
+    call = _call("chat", fields, {}, 1, lambda: [encode_messages(fields.get("messages"), encoder, shown)])
+    if use is None:
+        return call
+    return replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
 
 
 def text_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
@@ -120,17 +128,20 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _fields(body: Any, model: str) -> dict[str, Any]:
-    """Take what a body says, less what is null (as if it were not there) or changes no output."""
+def _fields(body: Any, model: str, reads: Collection[str] = ()) -> dict[str, Any]:
+    """Take what a body says, less what is null (as if it were not there) or changes no output.
+
+    What the caller `reads` may have values that ask for something.
+    """
     if not isinstance(body, dict):
         raise UsageError("the body is not a JSON object")
     fields = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
     if fields.get("model", model) != model:
         raise UnknownModel(f"model {fields['model']!r} is not served here; this is {model!r}")
-    for name in _HARMLESS.keys() & fields.keys():
+    for name in (_HARMLESS.keys() & fields.keys()).difference(reads):
         if not any(type(fields[name]) is type(each) and fields[name] == each for each in _HARMLESS[name]):
             raise UsageError(f"{name}: this server does not support it", hint=f"leave {name} out")
-    return {name: value for name, value in fields.items() if name not in _HARMLESS} | {"model": model}
+    return {name: value for name, value in fields.items() if name in reads or name not in _HARMLESS} | {"model": model}
 
 
 def _call(
@@ -142,7 +153,7 @@ def _call(
 ) -> Call:
     """Make a call of `count` prompts, which `encode` gives: what takes time comes last."""
     stream, include_usage = _stream(fields)
-    given = {name: value for name, value in fields.items() if name not in _OWN}
+    given = {name: value for name, value in fields.items() if name not in _OWN | tools.FIELDS}
     samplings = samplings_of({"temperature": TEMPERATURE, **defaults, **given})
     if count * len(samplings) > MAX_CHOICES:
         raise UsageError(

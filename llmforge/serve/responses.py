@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import secrets
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +12,13 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, Unsu
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.runtime.serving.client_json import TooLarge
 from llmforge.runtime.serving.request import Chunk, Usage
+from llmforge.runtime.serving.tool_calls import CallDelta, CallParser, Piece
 from llmforge.serve.bodies import NotJson, TooSlow
 from llmforge.serve.protocol import PARAMETERS, Call, UnknownModel
 from llmforge.serve.token_bytes import TokenBytes
 
 _WORD = re.compile("[a-z_]+")
+_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class RequestTimeout(ForgeError):
@@ -68,18 +72,20 @@ class ResponseWriter:
         self._call = call
         self._bytes = token_bytes
         self._started: set[int] = set()
+        self._parsers: dict[int, CallParser] = {}  # of the choices in which calls are looked for
         self._offsets: dict[int, int] = {}  # of the text of each choice, in characters, where tokens are named
 
     def chunk_event(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """Write one chunk of choice `index` as an event of a stream; None where it says nothing."""
         logprobs = self._logprobs(index, [chunk])
-        if not (chunk.text or chunk.finish_reason or logprobs):
+        pieces, reason = self._pieces(index, chunk.text, chunk.finish_reason)
+        if not (pieces or reason or logprobs):
             return None
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": reason}
         if self._call.kind == "text":
             choice["text"] = chunk.text
         else:
-            delta = {"content": chunk.text} if chunk.text else {}
+            delta = _delta(pieces)
             choice["delta"] = delta if index in self._started else {"role": "assistant", "content": "", **delta}
             self._started.add(index)
         response = self._response([choice], chunk=True)
@@ -94,14 +100,27 @@ class ResponseWriter:
         choices = []
         for index, chunks in enumerate(outputs):
             text, reason = "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
+            pieces, reason = self._pieces(index, text, reason)
             choice = {"index": index, "logprobs": self._logprobs(index, chunks), "finish_reason": reason}
             if self._call.kind == "text":
                 choice["text"] = text
             else:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+                choice["message"] = {"role": "assistant", "refusal": None, **_message(pieces)}
             choices.append(choice)
         usages = [chunk.usage for chunks in outputs for chunk in chunks if chunk.usage is not None]
         return {**self._response(choices), "usage": self._usage(usages)}
+
+    def _pieces(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
+        """Find the calls in the next text of a choice; say why it ended, where it does."""
+        if self._call.parser is None:
+            return [text] if text else [], reason
+        if index not in self._parsers:
+            self._parsers[index] = self._call.parser()
+        parser = self._parsers[index]
+        pieces = parser.push(text)
+        if reason is not None:
+            pieces += parser.flush()
+        return pieces, "tool_calls" if reason == "stop" and parser.calls else reason
 
     def _response(self, choices: list[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
         call = self._call
@@ -149,6 +168,38 @@ class ResponseWriter:
             "top_logprobs": [{_text(self._bytes.of(id_)): value for id_, value in token.top} for token in tokens],
             "text_offset": offsets,
         }
+
+
+def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Write pieces of an answer as a change of its message; a call begins with its id, which is a new one."""
+    delta: dict[str, Any] = {}
+    if content := "".join(piece for piece in pieces if isinstance(piece, str)):
+        delta["content"] = content
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if isinstance(piece, CallDelta):
+            call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+            if piece.name is not None:
+                call |= {"id": _call_id(), "type": "function"}
+                call["function"] = {"name": piece.name, "arguments": ""}
+            call["function"]["arguments"] += piece.arguments
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Write all pieces of an answer as a message."""
+    delta = _delta(pieces)
+    if "tool_calls" not in delta:
+        return {"content": delta.get("content", "")}
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in delta["tool_calls"]]
+    return {"content": delta.get("content"), "tool_calls": calls}
+
+
+def _call_id() -> str:
+    """Make the id of a call: 9 letters and digits, all that Mistral's templates take."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 
 def _text(data: bytes) -> str:

@@ -207,3 +207,14 @@ def test_a_stop_string_across_pieces_is_never_shown():
     ]
     assert finder.found
     assert finder.push("never") == ""
+
+
+def test_special_tokens_have_text_only_where_it_is_asked_for() -> None:
+    tokenizer = byte_level()
+    shown, hidden = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")
+    ids = [shown, *tokenizer.encode("grün 😀").ids, hidden, shown, *tokenizer.encode("x").ids]
+    detokenizer = Detokenizer(tokenizer, {shown})
+    pieces = [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
+    assert pieces[0] == "<|im_start|>"
+    assert "".join(pieces) == "<|im_start|>grün 😀<|im_start|>x"
+    assert "".join(stream(tokenizer, ids)) == "grün 😀x"

@@ -344,7 +344,7 @@ def test_log_probabilities_of_a_text_have_its_own_shape(client: openai.OpenAI) -
 
 def test_the_example_of_the_documents_runs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    example, _ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(example.replace("127.0.0.1:8000", address), names)
     names["client"].close()

@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 
 # Between the tokens of JSON: a space, or a new line and its indentation. llguidance's own pattern has no bound: a model
 # that likes white space would never end.
-_WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
+WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
 _MOST_COMPILED = 64  # constraints that are kept
 MOST_BYTES = 64 << 10  # of a constraint: the worst that were found compile in half a second
 _SHOWN = 300  # characters of the library's messages
 
-Kind = Literal["json_schema", "regex", "grammar"]
+Kind = Literal["json_schema", "regex", "grammar", "tools"]
 
 
 @dataclass(frozen=True)
 class Constraint:
     r"""What text must match: `text` is a JSON Schema, a regular expression for the whole, or a grammar (Lark).
+
+    "tools" is a grammar, too: that of calls, as errors about it say.
 
     What each may hold is llguidance's: see its documents on JSON Schema and on syntax. Regular expressions are those of
     Rust's regex crate (no look-around, no back-references), and `\d` is 0 to 9.
@@ -160,11 +162,11 @@ class ConstraintCompiler:
         try:
             match constraint.kind:
                 case "json_schema":
-                    spaces: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
+                    spaces: JsonCompileOptions = {"whitespace_pattern": WHITE_SPACE}
                     grammar = LLMatcher.grammar_from_json_schema(constraint.text, defaults=spaces)
                 case "regex":
                     grammar = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(constraint.text, 'd')}/")
-                case "grammar":
+                case "grammar" | "tools":
                     grammar = LLMatcher.grammar_from_lark(constraint.text)
         except ValueError as error:
             raise UsageError(f"{constraint.kind}: {_short(str(error))}") from error

@@ -64,8 +64,16 @@ class ChatTemplate:
             return None
         return cls(small_file.decode(small_file.read(path, MOST_BYTES), path), special_tokens(tokenizer), str(path))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Write `messages` (JSON objects with `role` and `content`) as the model was trained to read them.
+
+        `tools` are functions that the model may call, in OpenAI's shape.
 
         The first call starts the process that renders, the first long one another; they live as long as the template.
         Any thread may call.
@@ -76,7 +84,7 @@ class ChatTemplate:
         """
         values = {
             "messages": list(messages),
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
@@ -18,16 +18,23 @@ class Detokenizer:
 
     Bytes that never become UTF-8 appear as U+FFFD. With SentencePiece's byte fallback their number may differ from
     `Tokenizer.decode`, which looks at whole runs of byte tokens and can revoke characters that were shown long ago.
+
+    Special tokens have no text, but for those that are `shown`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._shows = bool(shown)
+        added = tokenizer.get_added_tokens_decoder() if shown else {}
+        self._hidden = {token for token, each in added.items() if each.special}.difference(shown)
         self._window: list[int] = []  # the last chunk's tokens, then those whose text is pending
         self._emitted = ""  # text of the last chunk's tokens alone
         self._chunk = 0  # how many tokens of the window are the last chunk's
 
     def push(self, token: int) -> str:
         """Take one more token; return the text that is certain now, often all of it, sometimes none."""
+        if token in self._hidden:
+            return ""
         self._window.append(token)
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT) or len(text) <= len(self._emitted):
@@ -46,7 +53,7 @@ class Detokenizer:
         return new
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(tokens, skip_special_tokens=not self._shows)
 
 
 class StopStrings:

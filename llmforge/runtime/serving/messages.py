@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.runtime.serving.prompts import PromptEncoder
 
 
-def encode_messages(value: Any, encoder: PromptEncoder) -> list[int]:
-    """Make the prompt of a conversation; content in parts of text is joined by line breaks.
+def encode_messages(value: Any, encoder: PromptEncoder, shown: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    """Make the prompt of a conversation, in which the model is shown tools; parts of text are joined by line breaks.
 
     Raises:
         UsageError: the messages are no list of objects with `role` and `content`, hold something other than text, or
@@ -19,7 +20,7 @@ def encode_messages(value: Any, encoder: PromptEncoder) -> list[int]:
         raise UsageError('messages: expected a list of {"role": …, "content": …}, not empty')
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
     try:
-        return encoder.encode_chat(messages)
+        return encoder.encode_chat(messages, shown)
     except InputError as error:  # of the template, on these messages: the caller's fault
         raise UsageError(error.message, hint=error.hint) from error
 

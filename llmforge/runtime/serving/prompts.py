@@ -13,6 +13,7 @@ from llmforge.base import small_file
 from llmforge.base.errors import InputError, UsageError
 from llmforge.runtime.backends.config import DAMAGED, FILE, RuntimeConfig
 from llmforge.runtime.serving.chat import ChatTemplate
+from llmforge.runtime.serving.tool_format import ToolFormat
 
 TOKENIZER_BYTES = 64 << 20  # the largest that are known have 35 MB
 LEAST_PROMPT_BYTES = 64 << 10  # that every model takes: tokenized in some tenths of a second at worst
@@ -52,19 +53,28 @@ class PromptEncoder:
         """
         return self._encode(text, special=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How calls of tools are written; None where the template writes none that could be read."""
+        return None if self.template is None else ToolFormat.find(self.template)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Tokenize a conversation with the chat template, up to where the assistant speaks.
 
+        `tools` and calls of tools in the conversation are in OpenAI's shape.
+
         Raises:
-            UsageError: the artifact has no chat template, there are more messages than tokens of context, or as
-                `encode`.
+            UsageError: the artifact has no chat template, there are more messages than tokens of context, arguments of
+                a call are no JSON, or as `encode`.
             InputError: the template refuses the messages.
         """
         if len(messages) > self.config.max_context:
             raise UsageError(f"{len(messages):,} messages; the context holds {self.config.max_context:,} tokens")
         if self.template is None:
             raise UsageError("the artifact has no chat template", hint="use a plain prompt")
-        return self._encode(self.template.render(messages), special=False)
+        if any(message.get("tool_calls") for message in messages) and (format_ := self.tool_format) is not None:
+            messages = format_.messages(messages)
+        return self._encode(self.template.render(messages, tools=tools), special=False)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if len(text) > self.most_bytes or len(_unicode(text)) > self.most_bytes:

@@ -20,13 +20,15 @@ class Request:
     """One prompt of token ids and how to go on from it.
 
     `timeout_s` counts from submission: a sequence that is not complete by then ends with "timeout". Without
-    `detokenize` chunks have no text, one of them has the end-of-sequence token, and stop strings are refused.
+    `detokenize` chunks have no text, one of them has the end-of-sequence token, and stop strings are refused. Of all
+    special tokens, only `special_tokens` appear in the text.
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling = GREEDY
     timeout_s: float | None = None
     detokenize: bool = True
+    special_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):

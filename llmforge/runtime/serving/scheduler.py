@@ -126,9 +126,14 @@ class Scheduler(Generic[C]):
             receive,
             submitted=self._clock() if submitted is None else submitted,
             max_tokens=min(request.sampling.max_tokens or room, room),
-            text=OutputText(self._samplers.tokenizer, request.sampling) if request.detokenize else NoText(),
+            text=self._text_of(request),
             sampler=self._samplers.start(request.sampling, request.prompt),
         )
+
+    def _text_of(self, request: Request) -> OutputText | NoText:
+        if not request.detokenize:
+            return NoText()
+        return OutputText(self._samplers.tokenizer, request.sampling, request.special_tokens)
 
     def check_room(self, arriving: int = 0) -> None:
         """Return if one more request may be queued besides `arriving` others; any thread may ask.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -15,10 +16,10 @@ from llmforge.runtime.serving.request import Receiver, Request, Usage
 class OutputText:
     """The text of one sequence, up to its first stop string that is complete after `min_tokens` tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
+    def __init__(self, tokenizer: Tokenizer, sampling: Sampling, special_tokens: Collection[int] = ()) -> None:
         self.stopped = False
         self._tokens_before_stop = sampling.min_tokens
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, special_tokens)
         self._stops = StopStrings(sampling.stop, include=sampling.include_stop)
 
     def push(self, token: int) -> str:
