@@ -67,7 +67,7 @@ OURS: Mapping[str, Recipe] = {
     ),
 }
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 420, 60, 50
-BITS, KLD = (4.0, 10.0), (2e-4, 0.2)  # of the plot
+BITS, KLD = (4.0, 10.0), (5e-5, 0.2)  # of the plot
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def plot(rows: Sequence[Row]) -> str:
     for bits in range(int(BITS[0]), int(BITS[1]) + 1):
         parts.append(f'<path d="M{x(bits):.1f} 20V{HEIGHT - BOTTOM}" stroke="#ddd"/>')
         parts.append(f'<text x="{x(bits):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{bits}</text>')
-    for kld in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1):
+    for kld in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1):
         parts.append(f'<path d="M{LEFT} {y(kld):.1f}H{WIDTH - 20}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(kld) + 4:.1f}" text-anchor="end">{kld:g}</text>')
     parts.append(
