@@ -101,6 +101,10 @@ def brackets() -> bytes:
     return b"[" + b"[]," * 300_000 + b"[]]"
 
 
+def string_without_an_end() -> bytes:
+    return b"[" + b"," * 20_000 + b'"' + b'\\"' * 300_000
+
+
 def many_messages() -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": "a"}] * 20_000, "max_tokens": 1}).encode()
 
@@ -118,6 +122,7 @@ def many_prompts() -> bytes:
         (many_choices, "/v1/completions", {400, 413}),
         (choices_of_the_largest_size, "/v1/completions", {200}),
         (brackets, "/v1/completions", {413}),
+        (string_without_an_end, "/v1/completions", {413}),
         (many_messages, "/v1/chat/completions", {400, 413}),
         (many_prompts, "/v1/completions", {400}),
     ],

@@ -92,6 +92,7 @@ def attacks() -> Mapping[str, tuple[Mapping[str, Any], str]]:
             {"messages": json.dumps([{"role": "user", "content": "ab " * 700_000}])}, "is larger than"),
         "many messages": ({"messages": json.dumps([{"role": "user", "content": "a"}] * 20_000)}, "values; at most"),
         "brackets": ({"messages": "[" + "[]," * 300_000 + "[]]"}, "values; at most"),
+        "string without an end": ({"messages": "[" + "," * 20_000 + '"' + '\\"' * 300_000}, "values; at most"),
         "token ids": ({"input_ids": [7] * 200_000}, "200000 tokens; this artifact allows at most"),
         "10,000 choices": ({"text_input": "a", "sampling_parameters": many}, "bytes; at most 65,536 are allowed"),
         "choices of the largest size": (

@@ -14,7 +14,8 @@ LEAST_BYTES, MOST_BYTES = 1 << 20, 16 << 20  # between which the limit of a text
 ESCAPED = 3  # bytes of JSON for one of UTF-8, in texts whose every character is escaped
 LEAST_VALUES = 10_000  # of a text: members and elements, whatever the context is
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# A string, or what begins like one and has no end. No byte is looked at twice: the quantifiers give nothing back.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half a character, which a pair may complete
 
 
