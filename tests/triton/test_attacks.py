@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -14,13 +15,12 @@ import pytest
 from llmforge.recipe import ServingSpec
 
 from .. import published
+from ..attackers import hold_up_nobody
 from ..triton_server import Server, environment_or_skip, launched
 
 pytestmark = pytest.mark.xdist_group("triton")
 
-ALLOWED_S = 0.5  # that a pause may be longer than without the attack
-MEASURED_S = 2.0
-TRIES = 3  # on a machine that others use too
+MEASURED_S = 2.0  # of each side
 CONTEXT = 4096
 
 
@@ -92,7 +92,7 @@ def attacks() -> Mapping[str, tuple[Mapping[str, Any], str]]:
             {"messages": json.dumps([{"role": "user", "content": "ab " * 700_000}])}, "is larger than"),
         "many messages": ({"messages": json.dumps([{"role": "user", "content": "a"}] * 20_000)}, "values; at most"),
         "brackets": ({"messages": "[" + "[]," * 300_000 + "[]]"}, "values; at most"),
-        "string without an end": ({"messages": "[" + "," * 20_000 + '"' + '\\"' * 300_000}, "values; at most"),
+        "string without an end": ({"messages": "[" + "," * 20_000 + '"' + '\\"' * 300_000}, "is not JSON"),
         "token ids": ({"input_ids": [7] * 200_000}, "200000 tokens; this artifact allows at most"),
         "10,000 choices": ({"text_input": "a", "sampling_parameters": many}, "bytes; at most 65,536 are allowed"),
         "choices of the largest size": (
@@ -104,32 +104,13 @@ def attacks() -> Mapping[str, tuple[Mapping[str, Any], str]]:
 
 @pytest.mark.parametrize("name", attacks())
 def test_others_go_on(server: Server, name: str) -> None:
-    longest_pause(server, 0.1)  # what is started when it is first used
     got: list[str] = []
-    for _ in range(TRIES):
-        alone, beside = longest_pause(server, MEASURED_S), beside_attackers(server, name, got)
-        print(f"{name}: alone {alone:.3f} s, beside {beside:.3f} s, {len(got)} attacks")
-        if beside < alone + ALLOWED_S:
-            break
-    assert beside < alone + ALLOWED_S
+
+    def attack() -> None:
+        fields, _ = attacks()[name]
+        got.append(server.generate("random", max_tokens=1, **fields).json.get("error", ""))
+
+    hold_up_nobody(attack, functools.partial(longest_pause, server), MEASURED_S)
     assert got
     wrong = attacks()[name][1]
     assert [error for error in got if (wrong not in error if wrong else error)] == []
-
-
-def beside_attackers(server: Server, name: str, got: list[str]) -> float:
-    """Give another client's longest pause beside three that attack; `got` gets their errors, "" where there is none."""
-    end = time.monotonic() + MEASURED_S
-
-    def attack() -> None:
-        while time.monotonic() < end:
-            fields, _ = attacks()[name]
-            got.append(server.generate("random", max_tokens=1, **fields).json.get("error", ""))
-
-    attackers = [threading.Thread(target=attack) for _ in range(3)]
-    for attacker in attackers:
-        attacker.start()
-    beside = longest_pause(server, MEASURED_S)
-    for attacker in attackers:
-        attacker.join()
-    return beside
