@@ -24,6 +24,18 @@ TEXT_LENGTHS = "text_lengths"  # int64 [batch]: tokens of the text that the step
 SEQLENS_K = "seqlens_k"  # int32 [batch]: past + sequence - 1
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"  # int32 scalar: longest past + sequence
 ATTENTION_MASK = "attention_mask"  # int64 [batch, longest past + sequence]: 1 where a row has a token, else 0
+# What tells a graph of places; without them, and without caches, tokens know their own step alone.
+PLACES = frozenset(
+    {
+        POSITION_IDS,
+        PAST_LENGTHS,
+        LENGTHS,
+        TEXT_LENGTHS,
+        SEQLENS_K,
+        TOTAL_SEQUENCE_LENGTH,
+        ATTENTION_MASK,
+    }
+)
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|conv|recurrent)")  # a cache, its layer and part

@@ -30,18 +30,6 @@ DIMENSIONS = frozenset({"batch", "sequence", "rows", "capacity"})
 _INLINE_BYTES = 1024  # constants up to this size are compared by content: shapes, axes, scalars
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 _TABLE_BYTES = 1 << 28  # tables of positions up to this size are compared by content: 2^20 positions of 64 angles
-# Inputs that tell a graph of places; without them, and without caches, tokens know their own step alone.
-PLACES = frozenset(
-    {
-        interface.POSITION_IDS,
-        interface.PAST_LENGTHS,
-        interface.LENGTHS,
-        interface.TEXT_LENGTHS,
-        interface.SEQLENS_K,
-        interface.TOTAL_SEQUENCE_LENGTH,
-        interface.ATTENTION_MASK,
-    }
-)
 _LAYER = "layer"  # attribute of an operator: the number of its cache
 
 
@@ -289,7 +277,12 @@ class _Side:
     @cached_property
     def by_place(self) -> frozenset[ir.Node]:
         """Name the nodes whose results follow from places and tensors alone: what such a one reads is a table, too."""
-        told = {value for node in self.nodes for value in node.inputs if value is not None and value.name in PLACES}
+        told = {
+            value
+            for node in self.nodes
+            for value in node.inputs
+            if value is not None and value.name in interface.PLACES
+        }
         found: set[ir.Node] = set()
         for node in self.nodes:
             reads = [value for value in node.inputs if value is not None and not is_constant(value)]

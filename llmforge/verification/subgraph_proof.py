@@ -140,7 +140,7 @@ class Pair:
     @cached_property
     def has_places(self) -> bool:
         """Whether what it makes may depend on where a step stands."""
-        return bool(self.changed.reads & changed_subgraphs.PLACES) or self.has_caches
+        return bool(self.changed.reads & interface.PLACES) or self.has_caches
 
     @property
     def has_caches(self) -> bool:
