@@ -71,6 +71,7 @@ class ResponseWriter:
     def __init__(self, call: Call, token_bytes: TokenBytes) -> None:
         self._call = call
         self._bytes = token_bytes
+        self.finish_reasons: dict[int, str] = {}  # of the choices that have ended, as clients are told them
         self._started: set[int] = set()
         self._parsers: dict[int, CallParser] = {}  # of the choices in which calls are looked for
         self._offsets: dict[int, int] = {}  # of the text of each choice, in characters, where tokens are named
@@ -112,6 +113,12 @@ class ResponseWriter:
 
     def _pieces(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
         """Find the calls in the next text of a choice; say why it ended, where it does."""
+        pieces, reason = self._found(index, text, reason)
+        if reason is not None:
+            self.finish_reasons[index] = reason
+        return pieces, reason
+
+    def _found(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
         if self._call.parser is None:
             return [text] if text else [], reason
         if index not in self._parsers:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
 import json
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -33,6 +35,7 @@ from llmforge.triton.backend import signature
 
 from .. import published, stored
 from ..build.test_tasks import recipe as write_recipe
+from ..otlp_collector import Collector, collecting
 from ..triton_env import TritonEnv
 from ..triton_server import Reply, Server, client, environment_or_skip, launched
 
@@ -87,8 +90,14 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path)
 
 
 @pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
 def server(
-    env: TritonEnv, artifacts: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
+    env: TritonEnv, artifacts: dict[str, Artifact], collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """One server with both models, and one that tells what its environment has."""
     repository = tmp_path_factory.mktemp("triton") / "repository"
@@ -97,7 +106,10 @@ def server(
     (repository / "probe" / "1").mkdir(parents=True)
     (repository / "probe" / "config.pbtxt").write_text(PROBE_CONFIG)
     (repository / "probe" / "1" / "model.py").write_text(PROBE)
-    with launched(env, artifacts["random"].path, repository) as running:
+    # Of requests that name a trace, and of no others.
+    traces = ("mode=opentelemetry", "rate=0", "level=TIMESTAMPS", f"opentelemetry,url={collector.url}/v1/traces",
+              "opentelemetry,bsp_schedule_delay=100")  # fmt: skip
+    with launched(env, artifacts["random"].path, repository, *(f"--trace-config={each}" for each in traces)) as running:
         yield running
 
 
@@ -735,3 +747,23 @@ def test_tasks_through_the_server_equal_those_of_the_engine_item_by_item(
     assert accuracy == through[0]["scores"]["accuracy"]["artifact"]
     assert len(accuracy) == 3
     assert max(bits) < 0  # nats of each text
+
+
+def test_triton_itself_traces_requests_that_name_a_trace(server: Server, collector: Collector) -> None:
+    trace = secrets.token_hex(16)
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "tracestate": "vendor=1"}
+    connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=60)
+    with contextlib.closing(connection):
+        body = json.dumps({"text_input": "If the file", "max_tokens": 3, "stream": True})
+        connection.request("POST", "/v2/models/random/generate_stream", body, headers)
+        assert connection.getresponse().read()
+    assert server.generate("random", text_input="If the file", max_tokens=1).status == 200  # which names none
+    end = time.monotonic() + 20
+    while not collector.received and time.monotonic() < end:
+        time.sleep(0.05)
+    sent = [json.loads(body) for *_, body in collector.received]
+    scopes = [scope for each in sent for resource in each["resourceSpans"] for scope in resource["scopeSpans"]]
+    spans = {span["name"]: span for scope in scopes for span in scope["spans"]}
+    assert spans.keys() == {"InferRequest", "random", "compute"}
+    assert {(span["traceId"], span["traceState"]) for span in spans.values()} == {(trace, "vendor=1")}
+    assert spans["InferRequest"]["parentSpanId"] == "b7ad6b7169203331"
