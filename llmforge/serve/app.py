@@ -20,13 +20,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.runtime.serving import client_json
+from llmforge.runtime.serving import client_json, tools
 from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.serve import bodies, tools
+from llmforge.serve import bodies
 from llmforge.serve.call_stream import CallStream
 from llmforge.serve.doors import Doorway
 from llmforge.serve.metrics import ServerMetrics

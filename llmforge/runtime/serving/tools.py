@@ -1,4 +1,4 @@
-"""Tools that a call offers to the model, as OpenAI's requests have them. No HTTP here.
+"""Tools that a request offers to the model, in the shape of OpenAI's. No HTTP here.
 
 Shapes: https://platform.openai.com/docs/api-reference/chat/create (`tools`, `tool_choice`, `parallel_tool_calls`).
 """
@@ -34,7 +34,7 @@ class ToolUse:
         parallel: whether it may call several at once.
         format: how the checkpoint writes calls.
         special_tokens: that calls are written with.
-        constraint: what an answer that must call has to match.
+        constraint: what an answer has to match: from its beginning where it must call, else from where it calls.
     """
 
     tools: tuple[Mapping[str, Any], ...]
@@ -83,12 +83,16 @@ def read(fields: Mapping[str, Any], encoder: PromptEncoder) -> ToolUse | None:
         )
     tokenizer: Tokenizer = encoder.tokenizer
     constraint = None
-    if required is not None:
+    if required is not None or any(_is_strict(tool) for tool in tools):
+        held = {name: schemas[name] for name in required or ()} or {
+            name: schemas[name] if _is_strict(tool) else {} for name, tool in zip(schemas, tools, strict=True)
+        }
         constraint = format_.constraint(
-            {name: schemas[name] for name in required},
-            parallel=parallel and isinstance(choice, str),
+            held,
+            parallel=parallel and not isinstance(choice, dict),
             tokenizer=tokenizer,
             eos=encoder.config.eos_token_ids,
+            required=required is not None,
         )
     return ToolUse(tools, parallel, format_, format_.special_tokens(tokenizer), constraint)
 
@@ -116,10 +120,18 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise UsageError(f"{where}.function.parameters: expected the JSON schema of an object")
+    if not isinstance(function.get("strict"), bool | None):
+        raise UsageError(f"{where}.function.strict: expected true or false")
+    strict = {"strict": True} if function.get("strict") else {}
     return {
         "type": "function",
-        "function": {"name": name, "description": description or "", "parameters": parameters},
+        "function": {"name": name, "description": description or "", "parameters": parameters, **strict},
     }
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    """Whether arguments must be valid also where the model need not call."""
+    return bool(tool["function"].get("strict"))
 
 
 def _schemas(tools: tuple[Mapping[str, Any], ...]) -> dict[str, Mapping[str, Any]]:
