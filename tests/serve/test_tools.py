@@ -368,6 +368,7 @@ def test_a_conversation_goes_on_behind_a_call(served: Any) -> None:
         ({"tools": [function("a", {"x": {"type": "string", "pattern": "a" * 70_000}})]}, "tools", "at most 65,536"),
         ({"tools": [function("a", {"x": {"type": "string", "pattern": "("}})]}, "tools", "tools: "),
         ({"tools": [{"type": "function", "function": {"name": "a", "description": 3}}]}, "tools", "expected a string"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools", "true or false"),
         ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required or"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "there is no tool 'x'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools to call"),

@@ -83,10 +83,11 @@ def read(fields: Mapping[str, Any], encoder: PromptEncoder) -> ToolUse | None:
         )
     tokenizer: Tokenizer = encoder.tokenizer
     constraint = None
-    if required is not None or any(_is_strict(tool) for tool in tools):
-        held = {name: schemas[name] for name in required or ()} or {
-            name: schemas[name] if _is_strict(tool) else {} for name, tool in zip(schemas, tools, strict=True)
-        }
+    strict = [bool(tool["function"].get("strict")) for tool in given or ()]
+    if required is not None or any(strict):
+        held = {name: schemas[name] for name in required or ()}
+        if required is None:
+            held = {name: schemas[name] if holds else {} for name, holds in zip(schemas, strict, strict=True)}
         constraint = format_.constraint(
             held,
             parallel=parallel and not isinstance(choice, dict),
@@ -122,16 +123,10 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}.function.parameters: expected the JSON schema of an object")
     if not isinstance(function.get("strict"), bool | None):
         raise UsageError(f"{where}.function.strict: expected true or false")
-    strict = {"strict": True} if function.get("strict") else {}
     return {
         "type": "function",
-        "function": {"name": name, "description": description or "", "parameters": parameters, **strict},
+        "function": {"name": name, "description": description or "", "parameters": parameters},
     }
-
-
-def _is_strict(tool: Mapping[str, Any]) -> bool:
-    """Whether arguments must be valid also where the model need not call."""
-    return bool(tool["function"].get("strict"))
 
 
 def _schemas(tools: tuple[Mapping[str, Any], ...]) -> dict[str, Mapping[str, Any]]:
