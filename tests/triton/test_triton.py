@@ -34,6 +34,7 @@ from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prompts import PromptEncoder
+from llmforge.runtime.serving.request import Chunk, Usage
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, lanes, settings, signature
 from llmforge.triton.launch import Ports, command, find
@@ -572,6 +573,33 @@ class TestTools:
     def test_what_makes_no_sense(self, encoder: PromptEncoder, parameters: dict[str, Any], message: str) -> None:
         with pytest.raises(UsageError, match=re.escape(message)):
             ask(encoder, parameters, messages=self.ASK)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_calls_are_told_apart_from_text(self, encoder: PromptEncoder, model_module: Any, stream: bool) -> None:
+        responses = importlib.import_module("llmforge.triton.backend.responses")
+        asked = ask(encoder, {"tools": [tool()]}, messages=self.ASK, stream=stream)
+        sender = object.__new__(responses.ResponseSender)
+        active = responses.ActiveRequest(Mock(), asked, 0.0)
+        said = ["So: <tool", '_call>\n{"name": "ping", "arguments": {"a"', ": 1}}\n</tool_call>"]
+        seen: list[dict[str, Any]] = []
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(responses, "_tensor", lambda spec, value: (spec.name, value))
+            sender._metrics = Mock()
+            sender._active = set()
+            fake = Mock(InferenceResponse=lambda output_tensors: dict(output_tensors))
+            patched.setattr(responses, "pb_utils", fake)
+            active.sender.send = lambda response, flags=0: seen.append(response)
+            for text in said:
+                sender._send(sender._assign((active, Chunk(text, 1), 0.0)))
+            sender._send(sender._assign((active, Chunk("", None, "stop", Usage(1, 3, 1.0, 1.0)), 0.0)))
+        assert "".join(each["text_output"] for each in seen) == "So:"
+        assert seen[-1]["finish_reason"] == "tool_calls"
+        assert sum(each["num_output_tokens"] for each in seen) == 3
+        calls = [call for each in seen for call in json.loads(each.get("tool_calls", "[]"))]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+        assert calls[0]["function"]["name"] == "ping"
+        assert len(seen) == (4 if stream else 1)
+        assert all(("index" in call) == stream for call in calls)
 
     def test_without_messages_they_are_refused(self, encoder: PromptEncoder) -> None:
         with pytest.raises(UsageError, match="with messages alone"):
