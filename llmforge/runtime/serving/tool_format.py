@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.runtime.sampling.constraints import WHITE_SPACE, Constraint
+from llmforge.runtime.sampling.json_schema import exact
 from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.tool_calls import MARKUPS, CallDelta, CallParser, Markup, Match, match
 
@@ -140,7 +141,7 @@ class ToolFormat:
         """Want one call or several, of functions by their names and the JSON schemas of their arguments.
 
         Raises:
-            UsageError: the schemas are too large, or nested too deeply.
+            UsageError: the schemas are too large, nested too deeply, or hold what cannot be held to.
         """
         added = {
             token: each.content
@@ -155,8 +156,8 @@ class ToolFormat:
         rules = [f"start: {_lark(self.begin, added)} call{further} {_lark(tail, added)}".rstrip()]
         rules.append(f"call: {' | '.join(f'{json.dumps(name)} {between} a{i}' for i, name in enumerate(schemas))}")
         for i, schema in enumerate(schemas.values()):
-            spaced = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
             try:
+                spaced = {"type": "object", **exact(schema, "tools"), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
                 rules.append(f"a{i}: %json {json.dumps(spaced, ensure_ascii=False)}")
             except RecursionError as error:
                 raise UsageError("tools: a schema is nested too deeply") from error
