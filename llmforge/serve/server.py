@@ -113,7 +113,7 @@ def _ended_by_signals(server: uvicorn.Server, doorway: Doorway) -> Iterator[None
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to who runs it: uvicorn's own handlers would close connections at once."""
+    """A server that leaves signals to who runs it: uvicorn's own handlers would stop listening at once."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
