@@ -428,8 +428,8 @@ def main() -> int:
         # Per process, in the order of their start: the server, then its engine.
         slopes = np.polyfit(np.arange(len(resident)), resident, 1)[0] * (len(resident) - 1) / 2**20
         figures = {
-            "resident_mib": [[round(each / 2**20, 1) for each in row] for row in (resident[0], resident[-1])],
-            "growth_mib": [round(each, 2) for each in slopes],
+            "resident_mib": [[round(float(each) / 2**20, 1) for each in row] for row in resident],
+            "growth_mib": [round(float(each), 2) for each in slopes],
             "files": [[int(each) for each in row] for row in (files[0], files[-1])],
         }
         if max(slopes) > options.max_growth_mib:
