@@ -156,7 +156,7 @@ def make(
 
     Return the facts for its report, the engine, the evidence, and the lock of its inputs.
     """
-    if kept.frontend is not None and kept.frontend.is_starting:
+    if is_starting := kept.frontend is not None and kept.frontend.is_starting:
         prepare(steps, kept)
     checkpoint = ahead.begin(recipe.checkpoint)
     kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
@@ -170,6 +170,8 @@ def make(
     dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
     notes = check_context(recipe, checkpoint, model)
     progress.stage("Read checkpoint")
+    if not is_starting:
+        prepare(steps, kept)
     ahead.finish(progress)
     traced, multiply_adds = model.clone(), footprint.multiply_adds(model)
     traced.meta.update(model.meta)
@@ -271,7 +273,7 @@ def make(
 
 
 def prepare(steps: Sequence[Pass], kept: Reuse) -> None:
-    """Do what a build will want anyway while another process imports torch, on the second of two cores."""
+    """Do what a build will want anyway while another process imports torch, or a thread hashes the checkpoint."""
     kept.read_code(steps)
     sources.shipped()
     render.prepare()
