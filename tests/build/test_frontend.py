@@ -121,6 +121,7 @@ def _children(number: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_build_without_calibration_leaves_torch_to_it(tmp_path: Path, tiny_checkpoint: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(json.dumps({"id": "0", "text": "graph engine pass weight " * 40}))
     facts = {
