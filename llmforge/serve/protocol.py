@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import NAMES, samplings_of
+from llmforge.runtime.serving import tools
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Request
 from llmforge.runtime.serving.tool_calls import CallParser
-from llmforge.serve import tools
 
 Kind = Literal["chat", "text"]
 

@@ -19,6 +19,7 @@ from llmforge.runtime.serving.interface import Serving
 from llmforge.serve.app import create_app
 from llmforge.serve.connections import Connection
 from llmforge.serve.doors import AccessRecord, DoorKeeper, Doors, Doorway
+from llmforge.serve.telemetry import Telemetry
 
 POLL_S = 0.1  # between two looks at the engine, and at what is left to answer
 IDLE_TIMEOUT_S = 30  # after which an idle connection is closed
@@ -45,11 +46,12 @@ def run(
     announce: Callable[[str], None],
     doors: Doors | None = None,
     log: Callable[[AccessRecord], None] | None = None,
+    telemetry: Telemetry | None = None,
 ) -> None:
     """Serve `engine` until SIGINT or SIGTERM, then finish what was asked before and close the engine.
 
-    `announce` gets the server's URL once it listens, `log` every request that was answered. A second signal ends
-    answers that are not complete.
+    `announce` gets the server's URL once it listens, `log` every request that was answered, `telemetry` makes spans of
+    them and is closed. A second signal ends answers that are not complete.
 
     Raises:
         InputError: the certificate or its key cannot be used.
@@ -58,13 +60,16 @@ def run(
     """
     try:
         doorway = Doorway()
-        server = make_server(DoorKeeper(create_app(engine, model, doorway), doors or Doors(), doorway, log), address)
+        app = DoorKeeper(create_app(engine, model, doorway), doors or Doors(), doorway, log, telemetry)
+        server = make_server(app, address)
         with _listen(address) as listening, _ended_by_signals(server, doorway):
             announce(_url(listening, encrypted=address.certificate is not None))
             asyncio.run(_serve(server, engine, listening, doorway, address.grace_s))
         died = not engine.alive
     finally:
         engine.close(drain=False)
+        if telemetry is not None:
+            telemetry.close()
     if died:
         raise Unavailable("the engine failed and the server stopped", hint="see the log above for the cause")
 
