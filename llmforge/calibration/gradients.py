@@ -75,6 +75,7 @@ def take(
     """
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
+    bounds = np.cumsum([len(windows[window]) for window in chosen])[:-1]
     current = [states[window] for window in chosen]
     with TemporaryDirectory(dir=folder) as passed:
         for index in range(len(skeleton.layers)):
@@ -89,8 +90,8 @@ def take(
         del leave, current  # and with them the head
         places: dict[str, str] = {}
         for index in reversed(range(len(skeleton.layers))):
-            kept = torch.from_numpy(np.load(Path(passed) / f"{index}.npy", allow_pickle=False))
-            before = [state.clone() for state in kept.split([len(windows[window]) for window in chosen], 1)]
+            kept = np.load(Path(passed) / f"{index}.npy", allow_pickle=False)
+            before = [torch.from_numpy(state.copy()) for state in np.split(kept, bounds, axis=1)]
             sums = _backwards(skeleton.load(index, calls[index]), chosen, before, flowing)
             if not flowing:
                 break
