@@ -26,7 +26,7 @@ from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.serve import bodies
+from llmforge.serve import bodies, openapi
 from llmforge.serve.call_stream import CallStream
 from llmforge.serve.doors import Doorway
 from llmforge.serve.metrics import ServerMetrics
@@ -60,7 +60,9 @@ def create_app(engine: Serving, model: str, doorway: Doorway | None = None) -> S
         Route("/health", server.health),
         Route("/ready", server.ready),
         Route("/metrics", server.metrics_text),
+        Route("/openapi.json", server.openapi),
     ]
+    server.document = openapi.document(routes)
     handlers = {ForgeError: _refusal, HTTPException: _not_served, ClientDisconnect: _client_left}
     return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -74,6 +76,7 @@ class _Server:
         self._metrics = ServerMetrics(engine)
         self._token_bytes = TokenBytes(engine.encoder.tokenizer)
         self._limits = JsonLimits.of(engine.encoder)
+        self.document: dict[str, Any] = {}
         self._long, self._short = CapacityLimiter(LONG_READERS), CapacityLimiter(READERS)
 
     async def complete(
@@ -172,6 +175,9 @@ class _Server:
 
     async def metrics_text(self, http: HttpRequest) -> Response:
         return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
+
+    async def openapi(self, http: HttpRequest) -> Response:
+        return JSONResponse(self.document)
 
     def _description(self) -> dict[str, Any]:
         return {

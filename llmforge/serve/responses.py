@@ -18,6 +18,22 @@ from llmforge.serve.token_bytes import TokenBytes
 _WORD = re.compile("[a-z_]+")
 
 
+# Statuses of errors, and what they mean.
+STATUSES = {
+    "400": "The request makes no sense; the message says what, and what is allowed.",
+    "401": "No API key, or a wrong one.",
+    "403": "A web page of another site.",
+    "404": "Another model, or no such path.",
+    "405": "No such method.",
+    "408": "The request did not arrive in time.",
+    "413": "A body over the limits.",
+    "415": "A body that is compressed, or does not say that it is JSON.",
+    "421": "Another host name than this server's.",
+    "503": "The queue is full, or the server is shutting down.",
+    "504": "Not complete within the time limit.",
+}
+
+
 class RequestTimeout(ForgeError):
     """A request was not complete by its deadline."""
 

@@ -92,6 +92,7 @@ def test_it_ends_with_the_block_and_with_the_process_that_started_it() -> None:
     assert not _runs(number)
 
 
+@pytest.mark.slow
 def test_a_build_without_calibration_leaves_torch_to_it(tmp_path: Path, tiny_checkpoint: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(json.dumps({"id": "0", "text": "graph engine pass weight " * 40}))
     facts = {

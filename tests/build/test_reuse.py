@@ -194,6 +194,7 @@ def test_the_baseline_runs_once(recipe: Write, done: Done, tmp_path: Path, monke
     assert again.quality is not None
 
 
+@pytest.mark.slow
 def test_a_baseline_that_is_streamed_gives_the_same_quality_and_is_kept_as_hidden_states(
     recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_baseline_that_is_streamed_gives_the_same_quality_and_is_kept_as_hidde
     assert "layer by layer" in str(warm.quality_baseline)
 
 
+@pytest.mark.slow
 def test_a_baseline_that_does_not_fit_is_not_timed_and_the_report_says_so(
     recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +241,7 @@ def test_a_baseline_that_does_not_fit_is_not_timed_and_the_report_says_so(
     assert notes[0].endswith(", and 1.00 kB of memory are free")
 
 
+@pytest.mark.slow
 def test_answers_of_a_streamed_baseline_are_short_and_the_report_says_so(
     recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
+from llmforge.runtime.sampling import json_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -63,10 +64,10 @@ class Constraint:
         """Want JSON that is valid under `schema`, with properties in the schema's order.
 
         Raises:
-            UsageError: the schema is nested too deeply.
+            UsageError: the schema is nested too deeply, or holds what cannot be held to.
         """
         try:
-            return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+            return cls("json_schema", json.dumps(json_schema.exact(schema, "json_schema"), ensure_ascii=False))
         except RecursionError as error:
             raise UsageError("json_schema: nested too deeply") from error
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.runtime.sampling.constraints import WHITE_SPACE, Constraint
+from llmforge.runtime.sampling.json_schema import exact
 from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.tool_calls import MARKUPS, MOST_SPACE, CallDelta, CallParser, Markup, Match, match
 
@@ -149,7 +150,7 @@ class ToolFormat:
         the name of a function as the template writes it.
 
         Raises:
-            UsageError: the schemas are too large, or nested too deeply.
+            UsageError: the schemas are too large, nested too deeply, or hold what cannot be held to.
         """
         added = {
             token: each.content
@@ -165,8 +166,8 @@ class ToolFormat:
         rules = [f"start: {begin} call{further} {_lark(tail, added)}".rstrip()]
         rules.append(f"call: {' | '.join(f'{json.dumps(name)} {between} a{i}' for i, name in enumerate(schemas))}")
         for i, schema in enumerate(schemas.values()):
-            spaced = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
             try:
+                spaced = {"type": "object", **exact(schema, "tools"), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
                 rules.append(f"a{i}: %json {json.dumps(spaced, ensure_ascii=False)}")
             except RecursionError as error:
                 raise UsageError("tools: a schema is nested too deeply") from error
