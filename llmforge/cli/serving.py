@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge.base import extras
+from llmforge.base import extras, process
 from llmforge.base.admission import LOADED
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
@@ -119,6 +119,7 @@ def serve(
     For trying things out: one model, on one machine. Use `llmforge triton` for production.
     """
     extras.require("serve")
+    process.share_heaps()
     from llmforge import __version__
     from llmforge import serve as server
     from llmforge.artifact import Artifact

@@ -11,10 +11,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
+from pydantic import AfterValidator
+from pydantic_core import PydanticKnownError
 
+from llmforge.base.errors import InputError
+from llmforge.base.wording import shown
 from llmforge.metrics import intervals, latency, units
 from llmforge.metrics.agreement import DISTRIBUTIONS, RUNTIMES, RuntimeName, RuntimeRun
 from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate
@@ -679,10 +683,28 @@ def find(name: str) -> Deciding | None:
     return deciding().get(name) or _of_task(name)
 
 
+def _known(name: str) -> str:
+    """Allow the metrics that a gate can decide on, and say of others what pydantic says of a Literal."""
+    if find(name) is None:
+        known = [f"'{each}'" for each in limitable()]
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
+    return name
+
+
+MetricName = Annotated[str, AfterValidator(_known)]  # of one that a gate can decide on
+
+
 def named(name: str) -> Deciding:
-    """Give the metric of a name that is known to be one."""
+    """Give the metric of that name.
+
+    Raises:
+        InputError: there is none, as where a report is of another version.
+    """
     metric = find(name)
-    assert metric is not None, name
+    if metric is None:
+        raise InputError(
+            f"no gate decides on {shown(name)}", hint="what names it was written by another llmforge, or was changed"
+        )
     return metric
 
 

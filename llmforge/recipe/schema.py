@@ -27,7 +27,6 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from pydantic_core import PydanticKnownError
 
 from llmforge import targets
 from llmforge.base import small_file
@@ -79,14 +78,6 @@ def _anchor_task(task: str, info: ValidationInfo) -> str:
 
 
 TaskName = Annotated[str, AfterValidator(_anchor_task)]
-
-
-def _known_metric(name: str) -> str:
-    """Allow the metrics that a gate can decide on, and say of others what pydantic says of a Literal."""
-    if catalog.find(name) is None:
-        known = [f"'{each}'" for each in catalog.limitable()]
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
-    return name
 
 
 def _known_metrics(schema: dict[str, Any]) -> None:
@@ -461,15 +452,16 @@ def misdirected(metric: str, gate: GateSpec) -> tuple[str, str] | None:
     return f"`{wrong}` would limit an improvement: {better} is better", f"use `{right}`"
 
 
+Gates = dict[catalog.MetricName, GateSpec]
+
+
 class GatesFile(_Section):
     """Gates of a release, beside or in place of those of a recipe; a YAML file."""
 
     baseline: str | None = Field(
         default=None, description="artifact that the release is held against, or `latest-passed`, as --against"
     )
-    gates: dict[Annotated[str, AfterValidator(_known_metric)], GateSpec] = Field(
-        description="limits that the release must meet", json_schema_extra=_known_metrics
-    )
+    gates: Gates = Field(description="limits that the release must meet", json_schema_extra=_known_metrics)
 
     @classmethod
     def load(cls, path: Path) -> GatesFile:
@@ -517,7 +509,7 @@ class Recipe(_Section):
     calibration: CalibrationSpec | None = None
     passes: tuple[PassSpec, ...] = Field(max_length=MOST_PASSES, description="passes to run, in order")
     validation: ValidationSpec = Field(default_factory=ValidationSpec)
-    gates: dict[Annotated[str, AfterValidator(_known_metric)], GateSpec] = Field(
+    gates: Gates = Field(
         default_factory=dict, description="limits that the artifact must meet", json_schema_extra=_known_metrics
     )
     serving: ServingSpec = Field(default_factory=ServingSpec)

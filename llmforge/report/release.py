@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 
 from llmforge.artifact import Artifact
 from llmforge.artifact import Record as Head
-from llmforge.base.errors import InputError, UsageError
+from llmforge.base.errors import UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
 from llmforge.metrics import catalog, intervals, resampling, tasks
@@ -24,6 +24,7 @@ from llmforge.metrics.quality import DocumentSums, OfSums, Quantile
 from llmforge.metrics.record import Record
 from llmforge.recipe import GateSpec, misdirected
 from llmforge.report import model
+from llmforge.report import verdict as verdicts
 from llmforge.report.model import Report
 
 NOT_IN_TURNS = "durations of two runs are not comparable: both must run in turns on one device"
@@ -31,7 +32,6 @@ OF_TWO_RUNS = "figures of two runs are not comparable: limit the figure itself"
 OTHER_CHECKPOINT = "it was built from another checkpoint, and so held against another"
 NO_PAIRS = "no document was measured of both in the same windows, beside the same baseline"
 Pairs = tuple[list[DocumentSums], list[DocumentSums]]  # ours and theirs, of the same documents
-_SPECS = TypeAdapter(dict[str, GateSpec])
 
 
 class Side(Record):
@@ -126,21 +126,7 @@ class Subject(Reported):
     @property
     def sealed_limits(self) -> dict[str, GateSpec]:
         """The limits of the recipe that it was built by: they are content, and older than any measurement."""
-        return parse(self.opened.manifest.recipe.get("gates", {}), str(self.opened.path))
-
-
-def parse(written: object, source: str) -> dict[str, GateSpec]:
-    """Read limits by metric.
-
-    Raises:
-        InputError: they are none.
-    """
-    try:
-        return _SPECS.validate_python(written)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{source}: gates: {where}: {first['msg']}") from error
+        return verdicts.sealed_limits(self.opened)
 
 
 def check(specs: Mapping[str, GateSpec], source: str) -> None:

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError, UsageError
+from llmforge.base.wording import cut
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
 from llmforge.lowering.pass_base import Numerics
@@ -21,13 +22,13 @@ from llmforge.metrics.latency import Latency, Point
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
 from llmforge.metrics.token_records import KEPT_TOKENS
-from llmforge.recipe import GateSpec
+from llmforge.recipe import Gates, GateSpec
 from llmforge.report import attribution, model
 from llmforge.report.attribution import Attribution, Memory
 from llmforge.report.model import CheckpointRecord, Report
 
 CLOSE = 1e-6  # relative; sums of 64-bit floats differ by less between processors
-_SPECS = TypeAdapter(dict[str, GateSpec])
+_SPECS = TypeAdapter(Gates)
 
 
 def judge(specs: Mapping[str, GateSpec], measured: Measured, unmeasured: str | None) -> tuple[GateResult, ...]:
@@ -57,12 +58,7 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
                 wrong += _figures(report)
         except (ValueError, ArithmeticError, LookupError, UsageError) as error:  # raw values that no measurement gives
             wrong.append(f"raw values: {str(error)[:80]}")
-        try:
-            specs = _SPECS.validate_python(artifact.manifest.recipe.get("gates", {}))
-        except ValidationError as error:
-            raise InputError(
-                f"{artifact.path}: the gates of its recipe are damaged: {error.errors()[0]['msg']}"
-            ) from error
+        specs = sealed_limits(artifact)
         results = judge(specs, report.measured, report.engine.unmeasured)
         if sorted(map(_decision, results)) != sorted(map(_decision, report.gates)):  # a manifest sorts its keys
             wrong.append("gates")
@@ -75,6 +71,22 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
             )
         found[report.verdict.value] = results
     return found[artifact.verdict]
+
+
+def sealed_limits(artifact: Artifact) -> dict[str, GateSpec]:
+    """Read the limits of the recipe that an artifact was built by: they are content, and older than any measurement.
+
+    Raises:
+        InputError: they are none.
+    """
+    try:
+        return _SPECS.validate_python(artifact.manifest.recipe.get("gates", {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = cut(".".join(str(part) for part in first["loc"]))
+        raise InputError(
+            f"{artifact.path}: the gates of its recipe are damaged: {where}: {cut(first['msg'])}"
+        ) from error
 
 
 def _decision(gate: GateResult) -> tuple[str, str, float, str]:

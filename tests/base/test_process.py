@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +80,32 @@ def test_freed_memory_is_used_again() -> None:
     assert kept[1] < once / 2, "a thread has the memory of another"
     left = [int(line) for line in run(FAULTS, **small, MALLOC_MMAP_THRESHOLD_="1048576").split()]
     assert min(left) > 6 * once, "the user's setting holds"
+
+
+HEAPS = """
+import ctypes
+import sys
+import threading
+from llmforge.base import process
+process.share_heaps()
+libc = ctypes.CDLL(None)
+libc.fopen.restype = libc.malloc.restype = ctypes.c_void_p
+allocated = threading.Barrier(9)
+def allocate():
+    libc.malloc(1 << 16)
+    allocated.wait()
+for _ in range(8):
+    threading.Thread(target=allocate).start()
+allocated.wait()
+file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+print(open(sys.argv[1]).read().count("<heap nr="))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_threads_of_a_server_share_heaps(tmp_path: Path) -> None:
+    code = HEAPS.replace("sys.argv[1]", repr(str(tmp_path / "info.xml")))
+    assert int(run(code)) <= 2
+    assert int(run(code, MALLOC_ARENA_MAX="6")) > 2, "the user's setting holds"

@@ -49,9 +49,12 @@ def same(one: Statistics, other: Statistics) -> bool:
     )
 
 
+LARGE = {"sweeps without refit of zero points"}  # changes codes of the sample, and none of a checkpoint this small
+
+
 @pytest.mark.slow
 @needs_cc
-@pytest.mark.parametrize("name", INGREDIENTS)
+@pytest.mark.parametrize("name", sorted(INGREDIENTS.keys() - LARGE))
 def test_what_is_taken_out_changes_codes(name: str, checkpoint: Checkpoint, plain: Statistics) -> None:
     with INGREDIENTS[name]():
         without = quantized(checkpoint)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from llmforge import passes, recipe
-from llmforge.base.errors import RecipeError
+from llmforge.base.errors import InputError, RecipeError
 from llmforge.build.evidence import Evidence
 from llmforge.checkpoint.text import Window
 from llmforge.evaluation import quality
@@ -188,6 +188,8 @@ def test_a_report_reads_back_without_its_catalog(report: Report, monkeypatch: py
     again = Report.model_validate_json(report.to_json())
     assert again == report
     assert "Rank moved" not in render.to_markdown(again.model_copy(update={"gates": ()}))
+    with pytest.raises(InputError, match="no gate decides on 'rank_moved'"):
+        render.to_markdown(again)
 
 
 def test_a_figure_without_an_interval_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

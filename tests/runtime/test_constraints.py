@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError, UsageError
 from llmforge.runtime import Sampling
-from llmforge.runtime.sampling.constraints import Constraint
+from llmforge.runtime.sampling.constraints import Constraint, ConstraintCompiler
 from llmforge.runtime.sampling.sampler import Samplers, TokenSampler
 
 pytest.importorskip("llguidance", reason="constraints need llguidance")
@@ -231,6 +231,14 @@ def test_any_thread_may_start_a_constrained_answer():
 def test_a_constraint_that_does_not_compile_is_refused(constraint, message):
     with pytest.raises(UsageError, match=re.compile(message, re.DOTALL)):
         start(Sampling(constraint=constraint))
+
+
+def test_few_large_constraints_are_kept_compiled():
+    compiler = ConstraintCompiler(sample(), 8192, [EOS])
+    for i in range(12):
+        compiler.start(Constraint("regex", f"{i}" + "a" * 60_000 if i % 2 else f"{i}"))
+    kept = [int(constraint.text.rstrip("a")) for constraint in compiler._compiled]
+    assert kept == [4, 5, 6, 7, 8, 9, 10, 11]  # the latest, whose large ones take 240,000 characters
 
 
 def test_a_refusal_does_not_repeat_all_of_the_constraint():

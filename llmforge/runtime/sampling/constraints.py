@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Between the tokens of JSON: a space, or a new line and its indentation. llguidance's own pattern has no bound: a model
 # that likes white space would never end.
 WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
-_MOST_COMPILED = 64  # constraints that are kept
+_MOST_COMPILED, _MOST_COMPILED_CHARACTERS = 64, 256 << 10  # of constraints that are kept; compiled they are larger
 MOST_BYTES = 64 << 10  # of a constraint: the worst that were found compile in half a second
 _MOST_BEHIND = 512  # characters that `Constraint.behind` may match
 _SHOWN = 300  # characters of the library's messages
@@ -194,7 +194,10 @@ class ConstraintCompiler:
             if is_first := compiled is None:
                 compiled = Future()
             self._compiled[constraint] = compiled
-            if len(self._compiled) > _MOST_COMPILED:
+            while (
+                len(self._compiled) > _MOST_COMPILED
+                or sum(len(kept.text) for kept in self._compiled) > _MOST_COMPILED_CHARACTERS
+            ):
                 del self._compiled[next(iter(self._compiled))]
         if is_first:  # whoever wants the same meanwhile waits for this; others do not
             try:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from llmforge.base import process
 from llmforge.base.errors import ForgeError, Unavailable
 from llmforge.runtime.serving.engine import Engine
 from llmforge.runtime.serving.request import Chunk
@@ -185,6 +186,7 @@ def _end_with(processes: Sequence[int], files: Iterable[Path]) -> None:
 
 def main() -> None:
     """Load the engine and serve the process that started this one, through the socket that is file 0."""
+    process.share_heaps()
     connection = Connection(os.dup(0))
     begin = connection.recv()
     assert isinstance(begin, Begin)

@@ -20,7 +20,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from llmforge.base import admission
+from llmforge.base import admission, process
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
@@ -72,6 +72,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the artifact and start to serve; Triton takes requests when this returns."""
         pb_utils.Logger.log_info(f"llmforge: loading {args['model_instance_name']}")
+        process.share_heaps()
         try:
             checks.numpy_fits(np.__version__)
             config = json.loads(args["model_config"])
