@@ -188,7 +188,7 @@ def test_a_report_reads_back_without_its_catalog(report: Report, monkeypatch: py
     again = Report.model_validate_json(report.to_json())
     assert again == report
     assert "Rank moved" not in render.to_markdown(again.model_copy(update={"gates": ()}))
-    with pytest.raises(InputError, match="no gate decides on 'rank_moved'"):
+    with pytest.raises(InputError, match='no gate decides on "rank_moved"'):
         render.to_markdown(again)
 
 
