@@ -63,6 +63,17 @@ RECURRENT = {
 }
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 
+MAMBA2 = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+JAMBA = {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 0,
+    "num_experts": 4,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 6,
+}
+
 # name → configuration class of transformers, and what differs from BASE
 ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -102,6 +113,34 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-5": ("Qwen3_5TextConfig", RECURRENT),  # gated delta rule behind a causal convolution, gated norms
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),  # convolutions alone
     "olmo-hybrid": ("OlmoHybridConfig", RECURRENT),
+    # state spaces: Mamba-2 beside attention, Mamba, layers that cache nothing
+    "bamba": ("BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    "jamba": ("JambaConfig", JAMBA),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            **MAMBA2,
+            **EXPERTS,
+            "mamba_head_dim": 16,
+            "mamba_num_heads": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+        },
+    ),
+    "kimi-linear": (  # the delta rule with a decay for each channel of the keys, beside latent attention
+        "KimiLinearConfig",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     "qwen3-next": ("Qwen3NextConfig", {**RECURRENT, "mlp_only_layers": [0, 1]}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),  # layers without positions
     # experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ SOFTPLUS_THRESHOLD = 20.0  # torch's default: e⁻²⁰ < 20 · 2⁻²⁴, so th
 MODEL = "model."  # the attribute of `Traced` that holds the model: prefix of every parameter's name
 REGISTRATION_LOGGER = "torch.onnx._internal.exporter._registration"  # says that torchvision is not installed
 
+
+CACHE = ("past_key_values", "cache_params")  # what transformers' models call the cache that they take
 
 # Inputs of `Traced.forward`, in its order; the caches follow.
 INPUTS = (
@@ -66,6 +69,8 @@ class Traced(nn.Module):
         if head is None:
             raise UnsupportedError("the model has no output embedding that llmforge could find")
         head.register_forward_pre_hook(self._selection.apply)
+        taken = inspect.signature(model.forward).parameters
+        self._cache = next((name for name in CACHE if name in taken), CACHE[0])
 
     def run(
         self,
@@ -80,9 +85,12 @@ class Traced(nn.Module):
         cache = self._attention.step(past, past_lengths, lengths)
         self.rotary.step.position_ids, self.rotary.step.text_lengths = position_ids, text_lengths
         with self._attention.ones:
-            output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+            given = {"input_ids": input_ids, "position_ids": position_ids, self._cache: cache}
+            output = self.model(**given, use_cache=True)
         for layer in self._attention.layers:
             layer.complete()
+        if not any(layer.shapes or layer.present for layer in self._attention.layers):
+            raise UnsupportedError("no layer caches keys and values or a state")
         return output.logits, self._attention.layers
 
     def forward(
@@ -139,11 +147,13 @@ def dry_run(traced: Traced, mode: internals.FakeTensorMode, layers: int) -> Shap
         ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
         lengths = torch.zeros(BATCH, dtype=torch.int32)
         _, cached = traced.run(ids, ids, lengths, lengths, lengths.long(), [None] * layers)
-    return [layer.shapes for layer in cached]
+    return [layer.shapes for layer in cached]  # empty where a layer caches nothing
 
 
 def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> Pattern | Irregular:
     """Find how the layers of `traced`, each with a cache of its own, repeat; or why that cannot be proven."""
+    if not all(shapes):
+        return Irregular(f"{sum(not shape for shape in shapes)} of {len(shapes)} layers cache nothing")
     try:
         name, stack = depth.stack_of(traced.model, len(shapes))
         with mode:
@@ -214,7 +224,7 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
     """Translate to ONNX, unoptimized: its optimizer would bake transposed weights and lose parameter names."""
     inputs = [*INPUTS]
     outputs = [interface.LOGITS]
-    for layer, parts in enumerate(shapes):
+    for layer, parts in enumerate(filter(None, shapes)):
         inputs += [interface.past_part(layer, part) for part in parts]
         outputs += [interface.present_part(layer, part) for part in parts]
     with (

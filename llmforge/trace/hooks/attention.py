@@ -43,7 +43,8 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
     def __init__(self, past: Mapping[str, Tensor] | None, run: Attention) -> None:
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
-        self.past = past  # None in a dry run
+        self.past = past  # None in a dry run, empty where the layer caches nothing
+        self.number = -1  # among the layers that cache something, which is how the graph counts them
         self._run = run
         if past is not None and "recurrent" in past:
             self.recurrent_states[0] = past["recurrent"]
@@ -99,7 +100,7 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
             UnsupportedError: something else computed it (a state space model, for one).
         """
         if recurrent_states is not self._run.unclaimed or state_idx:
-            raise UnsupportedError("a layer keeps a recurrent state that is not one of the gated delta rule")
+            raise UnsupportedError("a layer keeps a recurrent state that no linear attention computed")
         self._run.unclaimed, self.recurrent = None, recurrent_states
         self.shapes["recurrent"] = tuple(recurrent_states.shape[1:])
         self.present["recurrent"] = recurrent_states
@@ -109,14 +110,12 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
         """Return if all that the layer caches is read by an operator that can carry it on.
 
         Raises:
-            UnsupportedError: the layer caches nothing, or something that nothing known reads.
+            UnsupportedError: the layer caches something that nothing known reads.
         """
         if self.new is not None and self.read is None:
             raise UnsupportedError("a layer caches keys and values that no attention reads")
         if self.convolved is not None and "conv" not in {**self.shapes, **self.present}:
             raise UnsupportedError("a layer keeps a state that no causal convolution reads")
-        if self.new is None and self.convolved is None and self.recurrent is None:
-            raise UnsupportedError("a layer caches neither keys and values nor a state")
 
 
 class Attention:
@@ -152,6 +151,8 @@ class Attention:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
         self.past_lengths, self.lengths = past_lengths, lengths
         self.layers = [self.LAYER(parts, self) for parts in past]
+        for number, layer in enumerate(layer for layer in self.layers if layer.past):
+            layer.number = number
         return Cache(layers=[*self.layers])
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
@@ -227,7 +228,7 @@ class Attention:
                 "scale": float(key_dim**-0.5 if scaling is None else scaling),
                 "softcap": float(softcap or 0.0),
                 "window": attention_mask.window,
-                "layer": index,
+                "layer": layer.number,
             },
             [
                 (query.dtype, (batch, sequence, num_heads * value_dim)),
