@@ -103,6 +103,21 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Gemma3TextConfig",
         {"head_dim": 16, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gemma3n": (  # layers that read keys and values of others, sparse activations, embeddings of each layer
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+        },
+    ),
     "glm": ("GlmConfig", {"head_dim": 16}),  # interleaved rotary embedding of half a head
     "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.25}),  # LayerNorm, packed QKV
     # latent attention: what is cached is not what attention reads, values are of another width than keys

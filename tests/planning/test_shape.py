@@ -35,7 +35,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 ALL = {**ZOO, **MORE}
 KNOWN = sorted(name for name, (kind, _) in ALL.items() if not kind.startswith(
     ("Glm", "GPTNeoX", "MiniCPM3", "Youtu", "Qwen3_5", "Qwen3Next", "Lfm2", "OlmoHybrid", "Phimoe", "GraniteMoe",
-     "Bamba", "Jamba", "Nemotron", "KimiLinear")
+     "Gemma3n", "Bamba", "Jamba", "Nemotron", "KimiLinear")
 ))  # fmt: skip
 WITH_A_STATE = {"qwen3-5", "lfm2", "olmo-hybrid", "qwen3-next", "bamba", "jamba", "nemotron-h", "kimi-linear"}
 

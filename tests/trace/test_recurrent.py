@@ -27,8 +27,8 @@ from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
-from llmforge.trace.export import concatenations
-from llmforge.trace.hooks import gated_norms, linear_attention, norms, recurrent, rotary, state_spaces
+from llmforge.trace.export import concatenations, untranslated
+from llmforge.trace.hooks import gated_norms, indexers, linear_attention, norms, recurrent, rotary, state_spaces
 from llmforge.verification import probe
 
 from .. import zoo
@@ -360,6 +360,46 @@ def test_layers_without_a_cache_are_not_counted(tmp_path: Path) -> None:
         "past_key_values.2.conv": ("batch", 3, 160),
         "past_key_values.2.recurrent": ("batch", 8, 8, 16),
     }
+
+
+def test_layers_that_share_keys_and_values_cache_them_each(tmp_path: Path) -> None:
+    model = traced("gemma3n", tmp_path)
+    nodes = canonical.Attention.all(model)
+    assert [node.layer for node in nodes] == [0, 1, 2, 3]
+    assert nodes[2].k is nodes[0].k  # of the last layer with a window that has its own
+    assert nodes[3].k is nodes[1].k
+    assert [node.window for node in nodes] == [7, 0, 7, 0]
+
+
+def test_an_indexer_is_refused_with_what_it_chooses(tmp_path: Path) -> None:
+    class Indexer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.index_topk = 2048
+
+        def forward(self, x: Tensor, past_key_values: Any) -> Any:
+            return past_key_values.update_indexer(x, 0)
+
+    indexers.refuse(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(UnsupportedError, match=r"Indexer chooses which .*\(index_topk is 2048\)") as caught:
+        indexers.refuse(nn.Sequential(nn.Linear(2, 2), Indexer()))
+    assert str(caught.value.hint).startswith("needed: ")
+
+
+def test_a_quantile_of_a_constant_is_a_constant() -> None:
+    class Cut(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            quantile = torch.distributions.Normal(0, 1).icdf(torch.tensor(0.95))
+            return functional.relu(x - quantile) + torch.erfinv(y)
+
+    inputs = (torch.randn(3, 4), torch.rand(3, 4) / 2)
+    module = Cut()
+    program = torch.export.export(module, inputs)
+    count = sum(node.target in untranslated.LACKING for node in program.graph.nodes)
+    untranslated.fold(program)
+    left = sum(node.target in untranslated.LACKING for node in program.graph.nodes)
+    assert (count, left) == (2, 1)  # that of an input stays
+    torch.testing.assert_close(program.module()(*inputs), module(*inputs))
 
 
 def test_a_convolution_that_looks_ahead_is_refused() -> None:

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
-from llmforge.trace.export import concatenations, depth
+from llmforge.trace.export import concatenations, depth, untranslated
 from llmforge.trace.export.pattern import Irregular, Pattern
-from llmforge.trace.hooks import gated_norms, internals, modules, norms, recurrent, rotary
+from llmforge.trace.hooks import gated_norms, indexers, internals, modules, norms, recurrent, rotary
 from llmforge.trace.hooks.attention import Attention, CacheLayer
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
@@ -90,7 +90,10 @@ class Traced(nn.Module):
         for layer in self._attention.layers:
             layer.complete()
         if not any(layer.shapes or layer.present for layer in self._attention.layers):
-            raise UnsupportedError("no layer caches keys and values or a state")
+            raise UnsupportedError(
+                "no layer caches keys and values or a state",
+                hint="needed: a model that takes transformers' cache, or an operator with the state that it keeps",
+            )
         return output.logits, self._attention.layers
 
     def forward(
@@ -134,6 +137,7 @@ def capture(
 @contextmanager
 def prepared(model: PreTrainedModel, attention: Attention) -> Iterator[Traced]:
     """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
+    indexers.refuse(model)
     norms.substitute(model)
     gated_norms.substitute(model)
     modules.substitute(model)
@@ -212,6 +216,7 @@ def _export(traced: Traced, shapes: Shapes, longest: int | None) -> torch.export
         traced, inputs, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
     )
     concatenations.concatenate(program)
+    untranslated.fold(program)
     return program
 
 

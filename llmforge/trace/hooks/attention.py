@@ -100,7 +100,10 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
             UnsupportedError: something else computed it (a state space model, for one).
         """
         if recurrent_states is not self._run.unclaimed or state_idx:
-            raise UnsupportedError("a layer keeps a recurrent state that no linear attention computed")
+            raise UnsupportedError(
+                "a layer keeps a recurrent state that no linear attention computed",
+                hint="needed: an operator with this state, and a hook that finds it (docs/new-architecture.md)",
+            )
         self._run.unclaimed, self.recurrent = None, recurrent_states
         self.shapes["recurrent"] = tuple(recurrent_states.shape[1:])
         self.present["recurrent"] = recurrent_states
@@ -196,7 +199,10 @@ class Attention:
         where = type(module).__name__
         unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in INERT)
         if unknown:
-            raise UnsupportedError(f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks")
+            raise UnsupportedError(
+                f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks",
+                hint="needed: an input or attribute of llmforge::Attention for it (docs/new-architecture.md)",
+            )
         if attention_mask is None:
             raise UnsupportedError(f"{where} gives attention no mask: its model does not build it with transformers'")
         if not isinstance(attention_mask, masks.Mask):
@@ -245,6 +251,8 @@ class Attention:
         it); the expanded keys and values are what the graph caches. They are of the one layer that was updated and
         has not been read.
         """
+        if any(layer.read is not None and layer.read[0] is key and layer.read[1] is value for layer in self.layers):
+            return self._sharing()
         unread = {index: layer.new for index, layer in enumerate(self.layers) if layer.new and layer.read is None}
         for index, (new_key, new_value) in unread.items():
             if key is new_key and value is new_value:
@@ -256,6 +264,17 @@ class Attention:
         ((index, (new_key, _)),) = unread.items()
         if key.shape[2] != new_key.shape[2] or value.shape[2] != new_key.shape[2] or key.shape[1] != value.shape[1]:
             raise UnsupportedError("attention reads another number of keys and values than its layer caches")
+        return index
+
+    def _sharing(self) -> int:
+        """Find the layer that reads what an earlier one has cached and read: it caches the same once more.
+
+        Attention runs layer by layer, so it is the one behind the last that has read; it must not cache keys of its
+        own. Windows of layers that share may differ, and each node keeps to its own.
+        """
+        index = 1 + max(index for index, layer in enumerate(self.layers) if layer.read is not None)
+        if index >= len(self.layers) or self.layers[index].new is not None:
+            raise UnsupportedError("attention reads keys and values of another layer, and which layer it is of is open")
         return index
 
 

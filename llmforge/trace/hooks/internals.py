@@ -182,7 +182,11 @@ def third_party(stage: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or ["no message"]
-        raise UnsupportedError(f"{stage} ends with {type(error).__name__}: {lines[0]}") from error
+        raise UnsupportedError(
+            f"{stage} ends with {type(error).__name__}: {lines[0]}",
+            hint="needed: a hook for the module that raises it, or code that torch.export takes "
+            "(docs/new-architecture.md)",
+        ) from error
 
 
 @contextmanager
